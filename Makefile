@@ -1,0 +1,34 @@
+# Two commands do all set-up and work: `make demo` and `make test`.
+# PYTHON selects the interpreter; each gets a virtual environment of its own.
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv/$(VERSION)
+BIN := $(VENV)/bin
+WORKERS ?= auto
+.PHONY: demo test lint examples notebooks clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+examples: $(VENV)/.examples
+	$(BIN)/python examples/demo.py --steps 3 --layers 2
+
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python notebooks/run.py
+
+clean:
+	rm -rf .venv
+
+# One stamp an extra: installed once, and again when pyproject.toml changes.
+$(VENV)/.%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@

@@ -1,0 +1,22 @@
+"""ZeRO for JAX: train on many devices with 1/N of the memory and the same numbers.
+
+    state = zerojax.shard_train_state(state, stage=3)  # any flax TrainState
+    step = zerojax.train_step(loss_fn)                 # loss_fn(params, batch) -> loss
+    for batch in data:
+        state, metrics = step(state, batch)
+"""
+
+from zerojax._batch import shard_batch as shard_batch
+from zerojax._grad import value_and_grad as value_and_grad
+from zerojax._mean import mean as mean
+from zerojax._place import gather_params as gather_params
+from zerojax._place import shard_train_state as shard_train_state
+from zerojax._plan import LeafPlan as LeafPlan
+from zerojax._plan import Plan as Plan
+from zerojax._plan import plan as plan
+from zerojax._precision import Precision as Precision
+from zerojax._precision import master_weights as master_weights
+from zerojax._step import eval_step as eval_step
+from zerojax._step import train_step as train_step
+
+__version__ = "0.1.0"

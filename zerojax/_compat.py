@@ -1,0 +1,73 @@
+"""Every reading of JAX that differs between versions, and nothing else.
+
+Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a plain
+message on a JAX whose internals have moved again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+def inner_jaxpr(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr that a call, remat or scan equation runs, and its constants.
+
+    0.10 has closed and open jaxprs; from 0.12 on there is one kind that carries its constants.
+    """
+    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are loop constants and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Runs one equation on `values`, keeping its name scope, source line and context.
+
+    JAX's own evaluator does that bookkeeping; giving it a jaxpr of one equation needs no
+    private module.
+    """
+    pairs = zip(eqn.invars, values, strict=True)
+    inputs = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
+    jaxpr = jex_core.Jaxpr((), list(inputs), list(eqn.outvars), [eqn], eqn.effects)
+    return run_jaxpr(jaxpr, list(inputs.values()))
+
+
+def make_jaxpr(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects)
+
+
+def run_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))(*args)
+
+
+def renamed(eqn: jex_core.JaxprEqn, rename: Any, caller: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+    """`eqn` of an inlined call: variables renamed, name scope continued from the caller's."""
+    scope = caller.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(
+        invars=[v if isinstance(v, jex_core.Literal) else rename(v) for v in eqn.invars],
+        outvars=[rename(v) for v in eqn.outvars],
+        source_info=eqn.source_info.replace(name_stack=scope),
+    )
+
+
+def fresh(var: Any) -> Any:
+    """A new variable of the same type."""
+    return jex_core.Var(var.aval)
+
+
+def bound_axes() -> tuple[str, ...]:
+    """The mesh axes over which the running code is per-device code; empty outside `shard_map`."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+

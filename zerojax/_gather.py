@@ -1,0 +1,91 @@
+"""The two operations of ZeRO on one parameter: obtain the full weight, dispose of its gradient.
+
+Other ways to move bytes (hierarchical groups, quantised wires) are variants of these two.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+
+Array = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """Over which mesh axes, and in which dtype gradients travel (None: the weight's own)."""
+
+    axes: tuple[str, ...]
+    reduce_dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a parameter is held: along which dimension, and as which dtype it is wanted."""
+
+    dim: int
+    dtype: Any
+
+
+def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
+    """The full weight. Its gradient leaves through the shard, which is the last of `held`.
+
+    Stage 3 holds `(shard,)`; stage 2 holds `(full, shard)`, where the shard only routes.
+    """
+    *full, shard = held
+    if not jax.dtypes.issubdtype(shard.dtype, jax.numpy.inexact):
+        return full[0] if full else lax.all_gather(shard, wire.axes, axis=cut.dim, tiled=True)
+    if full:
+        return _route(full[0].astype(cut.dtype), shard, cut, wire)
+    return _all_gather(shard, cut, wire)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_gather(shard: Array, cut: Cut, wire: Wire) -> Array:
+    return lax.all_gather(shard.astype(cut.dtype), wire.axes, axis=cut.dim, tiled=True)
+
+
+def _all_gather_fwd(shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
+    return _all_gather(shard, cut, wire), _like(shard)
+
+
+def _all_gather_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[Array]:
+    return (scatter(grad, cut.dim, wire).astype(like.dtype),)
+
+
+_all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _route(full: Array, shard: Array, cut: Cut, wire: Wire) -> Array:
+    del shard, cut, wire
+    return full
+
+
+def _route_fwd(full: Array, shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
+    return full, _like(shard)
+
+
+def _route_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[None, Array]:
+    return None, scatter(grad, cut.dim, wire).astype(like.dtype)
+
+
+_route.defvjp(_route_fwd, _route_bwd)
+
+
+def scatter(grad: Array, dim: int, wire: Wire) -> Array:
+    """Sums a gradient over the devices and keeps this device's part."""
+    grad = grad.astype(wire.reduce_dtype or grad.dtype)
+    return lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
+
+
+def reduce(grad: Array, wire: Wire) -> Array:
+    """Sums a gradient over the devices; everyone keeps all of it."""
+    return lax.psum(grad.astype(wire.reduce_dtype or grad.dtype), wire.axes)
+
+
+def _like(array: Array) -> Array:
+    """An empty array that remembers a dtype; residuals must be arrays."""
+    return jax.numpy.zeros((0,), array.dtype)

@@ -1,0 +1,114 @@
+"""The layer loop: a scan over stacked weights, one layer gathered at a time in both directions.
+
+Forward keeps of each layer what its derivative needs, less the weights; backward walks the
+layers in reverse, gathers each again and reduce-scatters its gradient inside the loop.
+See the note at the top of `_engine.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax._engine import Body, add, instantiated, is_float, perturbed
+from zerojax._gather import Wire
+from zerojax._split import Loop
+
+Array = Any
+
+
+def run_loop(loop: Loop, inputs: Sequence[Any], wire: Wire, regather: bool) -> list[Array]:
+    """The outputs of a scan whose operands are `inputs`; `Held` stacks among them."""
+    layers = _Layers(loop, wire, regather)
+    if not regather:
+        return layers.forward(list(inputs))
+
+    @jax.custom_vjp
+    def call(inputs: list[Any]) -> list[Array]:
+        return layers.forward(inputs)
+
+    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
+        wanted, values = perturbed(inputs)
+        outs, saved = layers.forward_saving(values, wanted)
+        return outs, (values, saved)
+
+    def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
+        return (layers.backward(*residuals, cts),)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call(list(inputs))
+
+
+class _Layers:
+    """One scan in three forms: plain, keeping residuals, and backward over them."""
+
+    def __init__(self, loop: Loop, wire: Wire, regather: bool) -> None:
+        self.loop = loop
+        first_x = loop.num_consts + loop.num_carry
+        # Backward has constants and scanned inputs again, but not what the carry was.
+        lost = frozenset(range(loop.num_consts, first_x))
+        self.body = Body(loop.body, wire, regather, lost=lost)
+
+    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, carry and scanned operands."""
+        first_x = self.loop.num_consts + self.loop.num_carry
+        carry = slice(self.loop.num_consts, first_x)
+        return list(operands[: carry.start]), list(operands[carry]), list(operands[first_x:])
+
+    def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
+        return lax.scan(
+            step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
+        )
+
+    def forward(self, inputs: Sequence[Any]) -> list[Array]:
+        consts, carry, xs = self.parts(inputs)
+        num_carry = self.loop.num_carry
+
+        def step(carry: list, xs: list) -> tuple[list, list]:
+            outs = self.body([*consts, *carry, *xs])
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys]
+
+    def forward_saving(
+        self, inputs: Sequence[Any], wanted: Sequence[bool]
+    ) -> tuple[list[Array], Any]:
+        consts, carry, xs = self.parts(inputs)
+        want_consts, _, want_xs = self.parts(wanted)
+        num_carry = self.loop.num_carry
+        # The carry may vary inside the loop even where its first value does not.
+        wanted = [*want_consts, *[True] * num_carry, *want_xs]
+
+        def step(carry: list, xs: list) -> tuple[list, tuple[list, Any]]:
+            outs, saved = self.body.forward([*consts, *carry, *xs], wanted)
+            return outs[:num_carry], (outs[num_carry:], saved)
+
+        carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys], saved
+
+    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = self.parts(inputs)
+        want_consts, _, _ = self.parts(saved.wanted)
+        varied = [want and is_float(x) for x, want in zip(consts, want_consts, strict=True)]
+        d_consts = [jnp.zeros_like(x) if v else None for x, v in zip(consts, varied, strict=True)]
+        d_outs = [
+            instantiated(ct) if is_float(v.aval) else None
+            for ct, v in zip(cts, self.loop.body.outvars, strict=True)
+        ]
+        d_carry, d_ys = d_outs[: len(carry)], d_outs[len(carry) :]
+        carry_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+
+        def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> tuple[Any, list]:
+            (d_carry, d_consts), (saved, d_ys, xs) = state, layer
+            inputs = [*consts, *carry_types, *xs]
+            d_inputs = self.body.backward(inputs, saved, [*d_carry, *d_ys])
+            more, d_carry, d_xs = self.parts(d_inputs)
+            return (d_carry, list(map(add, d_consts, more))), d_xs
+
+        (d_carry, d_consts), d_xs = self.scan(
+            step, (d_carry, d_consts), (saved, d_ys, xs), reverse=not self.loop.reverse
+        )
+        return [*d_consts, *d_carry, *d_xs]

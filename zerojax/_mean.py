@@ -1,0 +1,49 @@
+"""The exact mean over the whole batch, padding left out, from code that sees one shard of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import _compat
+
+COUNT = "zerojax_count"
+
+
+def mean(values: Any, where: Any = None) -> jax.Array:
+    """The mean of `values` over the global batch; with a mask, over its true elements.
+
+    Inside a zerojax step this is the number one device would get from the whole batch, though
+    shards hold different numbers of true elements. With `accumulate=` it is exact where it
+    enters the loss as a term or factor of its own. Anywhere else it is
+    `jnp.mean(values, where=where)`, and 0 where nothing is true.
+
+    Example:
+        >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
+        1.5
+    """
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        values = values.astype(jnp.float32)
+    mask = jnp.ones((), bool) if where is None else jnp.asarray(where, bool)
+    mask = jnp.broadcast_to(mask, values.shape)
+    axes = _compat.bound_axes()
+    total = jnp.sum(jnp.where(mask, values, 0))
+    count = jnp.sum(mask, dtype=jnp.float32)
+    if axes:
+        total, count = lax.psum(total, axes), _global_count(count, axes)
+    return total / jnp.maximum(count, 1).astype(total.dtype)
+
+
+def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`count` over all devices, in a call whose name lets accumulation find it.
+
+    Each microbatch must divide by the count of all of them over their number, which the loss
+    cannot know; `_accumulate.py` puts it in place of this call's result.
+    """
+
+    def zerojax_count(count: jax.Array) -> jax.Array:
+        return lax.psum(count, axes)
+
+    return jax.jit(zerojax_count, inline=False)(count)

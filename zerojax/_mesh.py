@@ -1,0 +1,50 @@
+"""Which devices, and along which of their axes ZeRO shards."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DEFAULT_AXIS = "data"
+
+
+def default_mesh() -> Mesh:
+    """One axis, `data`, over all devices."""
+    return Mesh(np.array(jax.devices()), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh and the ZeRO axes that a caller meant, or an error that says what to pass."""
+    mesh = default_mesh() if mesh is None else mesh
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
+            "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
+        )
+    if axis is None:
+        only_one = len(mesh.axis_names) == 1
+        axis = mesh.axis_names[0] if only_one else DEFAULT_AXIS
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
+                f"Pass axis=... with one of them."
+            )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wrong = [name for name in mesh.axis_names if types[name] != AxisType.Auto]
+    if wrong:
+        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(types))
+        raise ValueError(
+            f"mesh axes {wrong} are {types[wrong[0]]}, and zerojax needs Auto axes "
+            "(jax.make_mesh makes Explicit ones by default). Pass "
+            f"jax.make_mesh(..., axis_types=({autos},))."
+        )
+    return mesh, axes
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Over how many devices ZeRO shards."""
+    return math.prod(mesh.shape[name] for name in axes)

@@ -1,0 +1,100 @@
+"""The front door: one call from a user's state to a placed one, and the way back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax import _plan, _spec, _state
+from zerojax._precision import Precision, cast_floats, master_weights
+
+
+def shard_train_state(
+    state_or_fn: Any,
+    stage: int = 3,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    overrides: Mapping[str, PartitionSpec] | None = None,
+    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    stacked: str | None = None,
+    precision: Precision | None = None,
+    tx: Any = None,
+) -> Any:
+    """Places a training state for a ZeRO stage; what `zerojax.train_step` then takes.
+
+    Arguments:
+        state_or_fn: a flax `TrainState` or any state that `zerojax.plan` takes. A function
+            without arguments is compiled to make the state already sharded, so that no device
+            ever holds it whole.
+        stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
+        precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
+            them in the optimizer state.
+        mesh, axis, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
+
+    Returns:
+        The same type of state; its arrays sharded, its optimizer carrying the plan.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> print(state.params["w"].sharding.spec)
+        PartitionSpec('data', None)
+    """
+    stored = _with_precision(state_or_fn, precision)
+    plan = _plan.plan(
+        stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
+        min_shard_size=min_shard_size, stacked=stacked, tx=tx,
+    )  # fmt: skip
+    return plan.place(stored)
+
+
+def gather_params(state: Any) -> Any:
+    """The parameters as numpy arrays on the host, moved there one leaf at a time.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = zerojax.shard_train_state((params, ()), stage=3)
+        >>> print(type(zerojax.gather_params(state)["w"]).__name__)
+        ndarray
+    """
+
+    def to_host(leaf: Any) -> Any:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        if not leaf.is_fully_addressable:
+            raise ValueError(
+                "gather_params needs all shards in this process. Save with orbax instead, which "
+                "writes from every process."
+            )
+        return np.asarray(leaf)
+
+    return jax.tree.map(to_host, _state.get_params(state))
+
+
+def _with_precision(state_or_fn: Any, precision: Precision | None) -> Any:
+    """The state with its parameters and optimizer as `precision` wants them stored."""
+    if precision is None or precision.param is None:
+        return state_or_fn
+    if _state.is_state_function(state_or_fn):
+        return lambda: _with_precision(state_or_fn(), precision)
+    state = state_or_fn
+    tx = _state.get_tx(_state.without_plan(state))
+    if tx is None or not hasattr(state, "replace"):
+        raise ValueError(
+            f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
+            "not carry it. Build the state with tx = zerojax.master_weights(tx) and cast its "
+            "parameters yourself."
+        )
+    if precision.master is None:
+        params = cast_floats(state.params, precision.param)
+        return state.replace(params=params, tx=tx, opt_state=tx.init(params))
+    tx = master_weights(tx, precision.master)
+    # From the parameters as given: copies made of rounded ones would start out wrong.
+    opt_state = tx.init(state.params)
+    return state.replace(
+        params=cast_floats(state.params, precision.param), tx=tx, opt_state=opt_state
+    )

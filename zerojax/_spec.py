@@ -1,0 +1,135 @@
+"""One leaf: along which dimension is it sharded, or why is it not.
+
+The spec of a leaf is a function of its path, its shape and the mesh alone. Stages decide
+where the spec applies, never what it is.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+DEFAULT_MIN_SHARD_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How to shard a leaf over the ZeRO axes."""
+
+    axes: tuple[str, ...]
+    size: int
+    axis_sizes: tuple[tuple[str, int], ...]
+    overrides: tuple[tuple[str, PartitionSpec], ...] = ()
+    min_shard_size: int = DEFAULT_MIN_SHARD_SIZE
+
+    def __call__(
+        self, path: str, shape: Sequence[int], base: PartitionSpec, stacked: bool
+    ) -> tuple[PartitionSpec, str | None]:
+        """The spec of a leaf, and the reason where it stays replicated.
+
+        `base` holds axes that the user gave the leaf already; they are kept. A stacked leaf is
+        never sharded along its layers, because XLA would gather the whole stack for one of them.
+        """
+        for pattern, spec in self.overrides:
+            if re.search(pattern, path):
+                self.check_override(path, shape, spec)
+                return spec, None if shard_dim(spec, self.axes) is not None else "overrides="
+        if not shape:
+            return base, "scalar"
+        if np.prod(shape) < self.min_shard_size:
+            return base, f"smaller than min_shard_size={self.min_shard_size}"
+        taken = tuple(base) + (None,) * (len(shape) - len(base))
+        free = [d for d in range(int(stacked), len(shape)) if taken[d] is None]
+        for dim in free:
+            if shape[dim] and shape[dim] % self.size == 0:
+                return _with_axes(taken, dim, self.axes), None
+        return base, _indivisible(shape, free, self.size, stacked)
+
+    def check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"overrides= puts {path} (shape {tuple(shape)}) on {spec}, which has more "
+                "entries than the leaf has dimensions. Drop the extra ones."
+            )
+        sizes = dict(self.axis_sizes)
+        for dim, entry in enumerate(spec):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            for name in names:
+                if name not in sizes:
+                    raise ValueError(
+                        f"overrides= puts {path} on {spec}, but the mesh has no axis {name!r}; "
+                        f"its axes are {tuple(sizes)}. Name one of those."
+                    )
+            total = int(np.prod([sizes[name] for name in names], dtype=int))
+            if shape[dim] % total:
+                raise ValueError(
+                    f"overrides= puts {path} (shape {tuple(shape)}) on {spec}, but {total} does "
+                    f"not divide dimension {dim} ({shape[dim]}). Pad it to "
+                    f"{-(-shape[dim] // total) * total} or override another dimension."
+                )
+
+
+def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
+    """The dimension that `spec` shards over the ZeRO axes."""
+    for dim, entry in enumerate(spec):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        if names == tuple(axes):
+            return dim
+    return None
+
+
+def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`spec` as `shard_map` over `axes` wants it: the other axes left out."""
+    return PartitionSpec(*(e if shard_dim(PartitionSpec(e), axes) == 0 else None for e in spec))
+
+
+def normal(spec: PartitionSpec) -> PartitionSpec:
+    """`spec` less trailing Nones, as `jax.jit` writes the specs of what it returns: an input
+    spelled otherwise would compile the step a second time."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def make_rule(
+    axes: tuple[str, ...],
+    axis_sizes: Mapping[str, int],
+    overrides: Mapping[str, PartitionSpec] | None,
+    min_shard_size: int,
+) -> Rule:
+    size = int(np.prod([axis_sizes[a] for a in axes], dtype=int))
+    pairs = tuple((overrides or {}).items())
+    for pattern, spec in pairs:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"overrides= has the path pattern {pattern!r}, which is no regular expression "
+                f"({error}). Escape its special characters."
+            ) from None
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"overrides= maps {pattern!r} to {spec!r}; map it to a "
+                "jax.sharding.PartitionSpec, for example PartitionSpec('data', None)."
+            )
+    return Rule(axes, size, tuple(axis_sizes.items()), pairs, min_shard_size)
+
+
+def _with_axes(taken: tuple, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
+    entry = axes[0] if len(axes) == 1 else axes
+    return PartitionSpec(*taken[:dim], entry, *taken[dim + 1 :])
+
+
+def _indivisible(shape: Sequence[int], free: list[int], size: int, stacked: bool) -> str:
+    if not free:
+        only = "its only dimension counts layers" if stacked else "every dimension is taken"
+        return f"{only}; nothing left to shard over {size} devices"
+    dim = max(free, key=lambda d: shape[d])
+    padded = -(-max(shape[dim], 1) // size) * size
+    which = " after the layer dimension" if stacked else ""
+    return (
+        f"no dimension of {tuple(shape)}{which} divides by {size}; pad dimension {dim} to {padded}"
+    )

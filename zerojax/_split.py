@@ -1,0 +1,330 @@
+"""Reads a jaxpr and splits it in two: what comes from weights alone, and the rest.
+
+The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
+(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as big as
+full weights, so none of it is ever kept for backward: it runs again there. What the rest reads
+of it is the *frontier*.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from zerojax import _compat
+from zerojax._gather import Cut
+from zerojax._inline import Inliner, alive, is_var
+
+Var = Any
+Atom = Any
+
+# What a variable is, besides a value of the rest (None).
+WEIGHT = "weight"  # computed from weights and constants alone
+CONST = "const"  # computed from constants alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A variable that is held as shards: the input it came in by, and how it is cut."""
+
+    root: Var
+    cut: Cut
+
+
+Kind = Shard | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """A `jax.checkpoint` of the user's, its weights-only part taken out."""
+
+    steps: list["Step"]
+    reads: list[Var]
+    outvars: list[Var]
+    policy: Any
+    prevent_cse: bool
+
+    @property
+    def roots(self) -> list[Var]:
+        return unique(shard.root for shard in shards_read(self.steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A `jax.checkpoint` of the user's that gathers its own weights, and again in backward."""
+
+    split: "Split"
+    operands: list[Shard | Atom]
+    outvars: list[Var]
+    policy: Any
+    prevent_cse: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan over stacked weights."""
+
+    body: "Split"
+    operands: list[Shard | Atom]
+    outvars: list[Var]
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+Step = jex_core.JaxprEqn | Remat | Scope | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A jaxpr as prefix and rest. `kinds` says how each input comes in."""
+
+    invars: list[Var]
+    kinds: list[Kind]
+    constants: dict[Var, Any]
+    gathers: dict[Var, Shard]
+    prefix: list[jex_core.JaxprEqn]
+    frontier: list[Var]
+    frontier_kinds: list[Kind]
+    rest: list[Step]
+    outvars: list[Atom]
+
+    @property
+    def loop_roots(self) -> list[Var]:
+        """Inputs that the rest still needs as shards, for its loops and scopes."""
+        return unique(s.root for s in shards_read(self.rest))
+
+
+def split(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[Kind], *, pull: bool) -> Split:
+    """Splits `jaxpr`. With `pull`, weights inside a remat are gathered outside of it (a loop
+    body gathers everything first); without, the remat gathers for itself where it can.
+
+    A `Shard` among `kinds` may have any root; the input variable itself becomes the root.
+    """
+    splitter = _Splitter(pull)
+    for var, kind in zip(jaxpr.invars, kinds, strict=True):
+        splitter.kinds[var] = Shard(var, kind.cut) if isinstance(kind, Shard) else kind
+    kinds = [splitter.kinds[v] for v in jaxpr.invars]
+    splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
+    rest: list[Step] = []
+    eqns = splitter.inline(jaxpr.eqns)
+    splitter.count_uses(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
+    for eqn in eqns:
+        splitter.visit(eqn, rest)
+    outvars = [splitter.whole(splitter.inliner.named(v)) for v in jaxpr.outvars]
+    rest = alive(rest, outvars, reads_of)
+    reads = unique(v for step in rest for v in reads_of(step))
+    wanted = unique([*reads, *(v for v in outvars if is_var(v))])
+    frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST)]
+    prefix = alive(splitter.prefix, frontier, reads_of)
+    needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
+    gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
+    return Split(
+        invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants, gathers=gathers,
+        prefix=prefix, frontier=frontier, frontier_kinds=[splitter.kind(v) for v in frontier],
+        rest=rest, outvars=outvars,
+    )  # fmt: skip
+
+
+class _Splitter:
+    def __init__(self, pull: bool) -> None:
+        self.pull = pull
+        self.inliner = Inliner()
+        self.kinds: dict[Var, Kind] = {}
+        self.gathers: dict[Var, Shard] = {}
+        self.gathered: dict[Shard, Var] = {}
+        self.prefix: list[jex_core.JaxprEqn] = []
+        self.uses: dict[Var, int] = {}
+
+    # -- what a variable is
+
+    def kind(self, atom: Atom) -> Kind:
+        if not is_var(atom) or atom in self.inliner.constants:
+            return CONST
+        return self.kinds.get(atom)
+
+    def is_weights(self, atom: Atom) -> bool:
+        kind = self.kind(atom)
+        return isinstance(kind, Shard) or kind == WEIGHT
+
+    def whole(self, atom: Atom) -> Atom:
+        """`atom`, gathered where it is a shard; once for all later uses."""
+        kind = self.kind(atom)
+        if not isinstance(kind, Shard):
+            return atom
+        if kind not in self.gathered:
+            var = _compat.fresh(atom)
+            self.gathered[kind] = var
+            self.gathers[var] = kind
+            self.kinds[var] = WEIGHT
+        return self.gathered[kind]
+
+    # -- calls are inlined where they meet a weight, so that there is one level to read
+
+    def inline(self, eqns: Iterable[jex_core.JaxprEqn]) -> list[jex_core.JaxprEqn]:
+        flat: list[jex_core.JaxprEqn] = []
+        touched = {v for v in self.kinds if self.is_weights(v)}
+
+        def walk(eqn: jex_core.JaxprEqn) -> None:
+            eqn = self.inliner.resolved(eqn)
+            touches = any(is_var(v) and v in touched for v in eqn.invars)
+            if touches:
+                touched.update(eqn.outvars)
+            if not touches or eqn.primitive.name not in _compat.CALLS:
+                flat.append(eqn)
+                return
+            for inner in self.inliner.expand(eqn):
+                walk(inner)
+
+        for eqn in eqns:
+            walk(eqn)
+        return flat
+
+    def count_uses(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
+        """How many equations read each shard, casts followed."""
+        alias: dict[Var, Var] = {}
+        for eqn in eqns:
+            for root in unique(alias.get(v, v) for v in eqn.invars if is_var(v)):
+                if is_cast(eqn) and isinstance(self.kinds.get(root), Shard):
+                    alias[eqn.outvars[0]] = root
+                else:
+                    self.uses[root] = self.uses.get(root, 0) + 1
+        for var in outvars:
+            if is_var(var):
+                root = alias.get(var, var)
+                self.uses[root] = self.uses.get(root, 0) + 1
+
+    # -- one equation
+
+    def visit(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        # A remat taken apart while visiting may have renamed what this equation reads.
+        eqn = self.inliner.resolved(eqn)
+        name = eqn.primitive.name
+        kinds = [self.kind(v) for v in eqn.invars]
+        if is_cast(eqn) and isinstance(kinds[0], Shard) and _narrows(eqn, kinds[0]):
+            # Cast the shard, not the weight: the gather then moves the narrower dtype.
+            cut = dataclasses.replace(kinds[0].cut, dtype=eqn.params["new_dtype"])
+            self.kinds[eqn.outvars[0]] = Shard(kinds[0].root, cut)
+        elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
+            self.visit_remat(eqn, rest)
+        elif name == "scan" and self.scans_weights(eqn):
+            rest.append(self.loop(eqn))
+        else:
+            self.visit_plain(eqn, rest)
+
+    def visit_plain(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        invars = [self.whole(v) for v in eqn.invars]
+        kinds = {self.kind(v) for v in invars}
+        eqn = eqn.replace(invars=invars)
+        if kinds <= {WEIGHT, CONST} and not eqn.effects:
+            self.prefix.append(eqn)
+            for var in eqn.outvars:
+                self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
+        else:
+            rest.append(eqn)
+
+    def visit_remat(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        if not self.pull:
+            shared = [self.uses.get(k.root, 0) > 1 if isinstance(k, Shard) else False
+                      for k in map(self.kind, eqn.invars)]  # fmt: skip
+            operands = [
+                self.whole(v) if several else v
+                for v, several in zip(eqn.invars, shared, strict=True)
+            ]
+            kinds = [_inner_kind(self.kind(v)) for v in operands]
+            inner = split(jaxpr, consts, kinds, pull=False)
+            shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
+            rest.append(Scope(inner, shards, list(eqn.outvars), policy, prevent_cse))
+            return
+        steps: list[Step] = []
+        for inner in self.inline(self.inliner.expand(eqn)):
+            self.visit(inner, steps)
+        made_here = {v for step in steps for v in step.outvars}
+        outvars = [v for v in eqn.outvars if v in made_here]
+        steps = alive(steps, outvars, reads_of)
+        made = {v for step in steps for v in step.outvars}
+        reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
+        rest.append(Remat(steps, reads, outvars, policy, prevent_cse))
+
+    def scans_weights(self, eqn: jex_core.JaxprEqn) -> bool:
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        return any(map(self.is_weights, eqn.invars[num_consts + num_carry :]))
+
+    def loop(self, eqn: jex_core.JaxprEqn) -> Loop:
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        first_x = num_consts + num_carry
+        operands, kinds = [], []
+        for index, atom in enumerate(eqn.invars):
+            kind = self.kind(atom)
+            if isinstance(kind, Shard) and index >= first_x and kind.cut.dim > 0:
+                cut = dataclasses.replace(kind.cut, dim=kind.cut.dim - 1)
+                operands.append(kind)
+                kinds.append(Shard(kind.root, cut))
+                continue
+            if isinstance(kind, Shard) and index >= first_x:
+                _warn_sharded_layers(atom)
+            whole = self.whole(atom)
+            is_carry = num_consts <= index < first_x
+            operands.append(whole)
+            kinds.append(None if is_carry else _inner_kind(self.kind(whole)))
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        body = split(jaxpr, consts, kinds, pull=True)
+        return Loop(
+            body, operands, list(eqn.outvars), num_consts, num_carry,
+            eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"],
+        )  # fmt: skip
+
+
+def reads_of(step: Step) -> list[Var]:
+    """The variables that a step reads as values (not as shards)."""
+    match step:
+        case Remat():
+            return step.reads
+        case Scope() | Loop():
+            return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
+    return [v for v in step.invars if is_var(v)]
+
+
+def is_cast(eqn: jex_core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type"
+
+
+def unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
+    for step in steps:
+        if isinstance(step, Remat):
+            yield from shards_read(step.steps)
+        elif isinstance(step, Scope | Loop):
+            yield from (v for v in step.operands if isinstance(v, Shard))
+
+
+def _narrows(eqn: jex_core.JaxprEqn, shard: Shard) -> bool:
+    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(shard.cut.dtype)
+    both_float = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
+    return both_float and new.itemsize < old.itemsize
+
+
+def _inner_kind(kind: Kind) -> Kind:
+    """What an operand is inside the body that receives it."""
+    return WEIGHT if kind in (WEIGHT, CONST) else kind
+
+
+def _warn_sharded_layers(var: Var) -> None:
+    warnings.warn(
+        f"a parameter stack of shape {var.aval.shape} is scanned along dimension 0 and sharded "
+        "along it too, so it is gathered whole before the loop. Name it to the plan as stacked: "
+        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers.",
+        stacklevel=2,
+    )
+
+

@@ -1,0 +1,248 @@
+"""What the parts of a user's state are: parameters, optimizer state, everything else.
+
+This is the one place that knows about container types. A state is any pytree whose leaves
+sit under `params` and `opt_state` (attributes or keys), or a tuple that starts with those two.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
+
+PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
+
+
+class Leaf(NamedTuple):
+    path: tuple
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return path_name(self.path)
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.path)
+
+
+def path_name(path: tuple) -> str:
+    return keystr(path, simple=True, separator="/")
+
+
+def kind_of(path: tuple) -> str:
+    match path[0] if path else None:
+        case GetAttrKey(name) | DictKey(name) if name in (PARAMS, OPT_STATE):
+            return name
+        case SequenceKey(idx) if idx < 2:
+            return (PARAMS, OPT_STATE)[idx]
+    return OTHER
+
+
+def leaves_of(state: Any) -> list[Leaf]:
+    """The leaves with their paths; an error where one of them is no array."""
+    leaves = [Leaf(p, v) for p, v in jax.tree_util.tree_flatten_with_path(state)[0]]
+    for leaf in leaves:
+        if not (hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype")) and not np.isscalar(
+            leaf.value
+        ):
+            raise TypeError(
+                f"state leaf {leaf.name} is a {type(leaf.value).__name__}, not an array. Make it "
+                "an array, or a static field (flax.struct.field(pytree_node=False))."
+            )
+        if isinstance(leaf.value, str | bytes):
+            raise TypeError(
+                f"state leaf {leaf.name} is the string {leaf.value!r}, not an array. Make it a "
+                "static field (flax.struct.field(pytree_node=False)) or leave it out."
+            )
+    if leaves and not any(leaf.kind == PARAMS for leaf in leaves) and get_params(state) is None:
+        raise ValueError(
+            f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
+            "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
+        )
+    return leaves
+
+
+def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and canonical dtype of an array, key array, numpy or Python scalar."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        dtype = value.dtype
+        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(value.shape, dtype)
+    return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
+
+
+def get_params(state: Any) -> Any:
+    return _get(state, PARAMS, 0)
+
+
+def get_opt_state(state: Any) -> Any:
+    return _get(state, OPT_STATE, 1)
+
+
+def replace(state: Any, **parts: Any) -> Any:
+    """The same state with some of its named parts exchanged."""
+    if isinstance(state, dict):
+        return {**state, **parts}
+    if hasattr(state, "_replace"):
+        return state._replace(**parts)
+    if isinstance(state, tuple | list):
+        order = {PARAMS: 0, OPT_STATE: 1}
+        items = list(state)
+        for name, value in parts.items():
+            items[order[name]] = value
+        return type(state)(items)
+    if hasattr(state, "replace"):
+        return state.replace(**parts)
+    return dataclasses.replace(state, **parts)
+
+
+def get_tx(state: Any) -> optax.GradientTransformation | None:
+    """The optimizer that a state carries as a static field, as flax's TrainState does."""
+    return getattr(state, "tx", None)
+
+
+class PlannedTransformation(optax.GradientTransformationExtraArgs):
+    """A state's own optimizer, carrying the plan the state was placed by.
+
+    Between steps, stages 1 and 2 look the same, so placement alone cannot tell a step its
+    plan; and inside `jax.jit` not even placement is visible. The optimizer is static there, so
+    the plan travels with it. Equality includes the plan: another plan is another program.
+    """
+
+    plan: Any
+    original: optax.GradientTransformation
+
+    def __new__(cls, tx: optax.GradientTransformation, plan: Any) -> "PlannedTransformation":
+        self = super().__new__(cls, tx.init, tx.update)
+        self.plan, self.original = plan, getattr(tx, "original", tx)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) is True and self.plan == getattr(other, "plan", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((tuple.__hash__(self), self.plan))
+
+
+def carry_plan(state: Any, plan: Any) -> Any:
+    """`state`, its optimizer carrying `plan`; unchanged where it has no optimizer field."""
+    tx = get_tx(state)
+    if tx is None or not hasattr(state, "replace"):
+        return state
+    return state.replace(tx=PlannedTransformation(tx, plan))
+
+
+def without_plan(state: Any) -> Any:
+    """`state` with the optimizer as the user made it."""
+    tx = get_tx(state)
+    return state.replace(tx=tx.original) if isinstance(tx, PlannedTransformation) else state
+
+
+def carried_plan(state: Any) -> Any:
+    return getattr(get_tx(state), "plan", None)
+
+
+def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[PartitionSpec]:
+    """The axes other than ZeRO's that leaves have already, from flax boxes or from placement."""
+    keep = set(mesh_axes) - set(axes)
+
+    def kept(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
+        entries = (tuple(spec) if spec is not None else ())[:rank]
+        return PartitionSpec(*(_filtered(entry, keep) for entry in entries))
+
+    specs: list[PartitionSpec] = []
+    for node in jax.tree.leaves(state, is_leaf=_is_box):
+        values = jax.tree.leaves(node)
+        spec = _box_spec(node) if _is_box(node) else None
+        for value in values:
+            placed = getattr(value, "sharding", None)
+            given = spec if spec is not None else getattr(placed, "spec", None)
+            specs.append(kept(given, len(shape_dtype(value).shape)))
+    return specs
+
+
+def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
+    """Paths of parameters whose first dimension counts layers, as `scan` over layers wants.
+
+    Nobody has seen the loss yet, so this reads shapes only: a subtree of at least two leaves
+    that share their leading size, one of them at least a stacked matrix. `pattern` decides
+    instead where given. A wrong guess only moves the shard to the next dimension.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    if pattern is not None:
+        return {p for p, _ in leaves if re.search(pattern, path_name(p))}
+    found = {p for p, v in leaves if _boxed_layers(params, p, v)}
+
+    def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
+        shapes = [np.shape(v) if not hasattr(v, "shape") else v.shape for _, v in group]
+        if len(group) >= 2 and _is_stack(shapes):
+            found.update(p for p, _ in group)
+            return
+        children: dict[Any, list] = {}
+        for path, value in group:
+            if len(path) > depth:
+                children.setdefault(path[depth], []).append((path, value))
+        for child in children.values():
+            walk(depth + 1, child)
+
+    walk(0, leaves)
+    return found
+
+
+def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
+    if not all(shapes) or max(map(len, shapes)) < 3:
+        return False
+    return len({s[0] for s in shapes}) == 1 and shapes[0][0] > 1
+
+
+def _boxed_layers(params: Any, path: tuple, value: Any) -> bool:
+    """Whether flax's `nn.scan` wrote into the leaf's box that dimension 0 counts layers."""
+    node = params
+    for key in path:
+        if _is_box(node):
+            names = getattr(node, "names", None)
+            return bool(names) and isinstance(names[0], str) and "layer" in names[0]
+        name = getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
+        node = node[name] if isinstance(key, DictKey | SequenceKey) else getattr(node, str(name))
+    return False
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, meta.AxisMetadata)
+
+
+def _box_spec(box: Any) -> PartitionSpec | None:
+    get = getattr(box, "get_partition_spec", None)
+    return get() if get is not None else None
+
+
+def _filtered(entry: Any, keep: set[str]) -> Any:
+    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    kept = tuple(n for n in names if n in keep)
+    return None if not kept else kept[0] if len(kept) == 1 else kept
+
+
+def _get(state: Any, name: str, index: int) -> Any:
+    if isinstance(state, dict):
+        return state.get(name)
+    if hasattr(state, name):
+        return getattr(state, name)
+    if isinstance(state, tuple | list) and len(state) > index:
+        return state[index]
+    return None
+
+
+def is_state_function(state: Any) -> bool:
+    """Whether the caller passed a function that makes the state, to have it born sharded."""
+    return isinstance(state, Callable) and not hasattr(state, PARAMS)

@@ -1,0 +1,187 @@
+"""The step: loss, gradients, the user's own optimizer update, every sharding pinned."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax import _state
+from zerojax._grad import Options, loss_and_grads
+from zerojax._plan import Plan
+from zerojax._precision import Precision
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    stage: int | None = None,
+    accumulate: int = 1,
+    precision: Precision | None = None,
+    mutable: Sequence[str] = (),
+    plan: Plan | None = None,
+    tx: optax.GradientTransformation | None = None,
+    regather: bool = True,
+    donate: bool = True,
+) -> Any:
+    """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
+
+    The old state is donated, and the new one lives where the old one lived. `metrics` holds
+    `loss`, `grad_norm` and, where the loss returns it, `aux`, all means over the devices.
+
+    Arguments:
+        loss_fn: `loss_fn(params, batch[, rng]) -> loss` or `(loss, aux)`, written for one
+            device; it sees each device's part of the batch, and `rng` folded with its index.
+        stage: only to state the stage that the code expects; the placed state decides.
+        accumulate: number of microbatches that each device's part of the batch is split into.
+        precision: dtypes to compute and to reduce in.
+        mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
+            arguments and returns updated in a dict `aux`, under the same names.
+        plan: the plan, for states that do not carry an optimizer (tuples, dicts).
+        tx: the optimizer, for states that do not carry theirs.
+        regather: gather weights again in backward instead of keeping them (stage 3).
+        donate: give the old state's memory to the new one.
+
+    Returns:
+        What `jax.jit` returns, so `step.lower(state, batch).compile()` works too.
+    """
+    options = Options(None, accumulate, precision or Precision(), regather)
+
+    def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
+        found = find_plan(state, plan, stage)
+        found.check_structure(state)
+        loss, aux, grads = loss_and_grads(
+            with_fields(loss_fn, state, mutable), found, options,
+            _state.get_params(state), (batch,) if rng is None else (batch, rng),
+        )  # fmt: skip
+        aux, fields = split_fields(aux, state, mutable)
+        new_state = apply_gradients(found.scatter(state), grads, tx, fields)
+        metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
+        if aux is not None:
+            metrics["aux"] = aux
+        return found.constrain(new_state), metrics
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def eval_step(
+    loss_fn: Callable[..., Any],
+    *,
+    precision: Precision | None = None,
+    mutable: Sequence[str] = (),
+    plan: Plan | None = None,
+) -> Any:
+    """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
+
+    `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
+    in `mutable` are passed to the loss as keyword arguments.
+    """
+    options = Options(None, 1, precision or Precision())
+
+    def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
+        found = find_plan(state, plan, None)
+        found.check_structure(state)
+        loss, aux, _ = loss_and_grads(
+            with_fields(loss_fn, state, mutable), found, options, _state.get_params(state),
+            (batch,) if rng is None else (batch, rng), differentiate=False,
+        )  # fmt: skip
+        return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+
+    return jax.jit(step)
+
+
+def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
+    """The plan that the state was placed by."""
+    carried = _state.carried_plan(state)
+    plan = carried if carried is not None else given
+    if plan is None:
+        how = (
+            "state = zerojax.shard_train_state(state, stage=3)"
+            if _state.get_tx(state) is not None
+            else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
+            "plan=plan here (a state without an optimizer field cannot carry it)"
+        )
+        raise ValueError(f"the state of type {type(state).__name__} is not placed. First: {how}.")
+    if given is not None and given != plan:
+        raise ValueError(
+            f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
+            f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
+            "again: state = plan.place(state)."
+        )
+    if stage is not None and stage != plan.stage:
+        raise ValueError(
+            f"the step is for stage {stage} and the state was placed for stage {plan.stage}. Place "
+            f"it again, zerojax.shard_train_state(state, stage={stage}), or leave stage= out."
+        )
+    return plan
+
+
+def with_fields(
+    loss_fn: Callable[..., Any], state: Any, names: Sequence[str]
+) -> Callable[..., Any]:
+    """The loss with fields of the state as keyword arguments."""
+    fields = {name: _field(state, name) for name in names}
+
+    def loss(params: Any, *args: Any) -> Any:
+        return loss_fn(params, *args, **fields)
+
+    return loss if fields else loss_fn
+
+
+def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Takes updated fields out of aux, in the dtypes they have in the state."""
+    if not names:
+        return aux, {}
+    missing = [n for n in names if not isinstance(aux, dict) or n not in aux]
+    if missing:
+        raise TypeError(
+            f"mutable={list(names)}, but the loss did not return {missing[0]!r}. Return "
+            f"(loss, {{{missing[0]!r}: ..., }})."
+        )
+
+    def like(new: Any, old: Any) -> Any:
+        rounds = jnp.issubdtype(old.dtype, jnp.integer) and jnp.issubdtype(new.dtype, jnp.floating)
+        return (jnp.round(new) if rounds else new).astype(old.dtype)
+
+    fields = {n: jax.tree.map(like, aux[n], _field(state, n)) for n in names}
+    left = {k: v for k, v in aux.items() if k not in names}
+    return left or None, fields
+
+
+def apply_gradients(
+    state: Any, grads: Any, tx: optax.GradientTransformation | None, fields: dict[str, Any]
+) -> Any:
+    """The user's own update where the state has one, optax's otherwise."""
+    if hasattr(state, "apply_gradients"):
+        return state.apply_gradients(grads=grads, **fields)
+    if tx is None:
+        raise ValueError(
+            f"a state of type {type(state).__name__} has no apply_gradients. Pass the optimizer: "
+            "zerojax.train_step(loss_fn, tx=tx, plan=plan)."
+        )
+    params = _state.get_params(state)
+    updates, opt_state = tx.update(grads, _state.get_opt_state(state), params)
+    new_params = optax.apply_updates(params, updates)
+    return _state.replace(state, params=new_params, opt_state=opt_state, **fields)
+
+
+def grad_norm(grads: Any) -> jax.Array:
+    floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
+    return optax.global_norm(cast_up(floats))
+
+
+def cast_up(grads: list[Any]) -> list[Any]:
+    """In float32: squares of narrower gradients overflow or vanish."""
+    return [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
+
+
+def _field(state: Any, name: str) -> Any:
+    if isinstance(state, dict) and name in state:
+        return state[name]
+    if not hasattr(state, name):
+        raise ValueError(
+            f"mutable= names {name!r}, and a state of type {type(state).__name__} has no such "
+            "field. Name one it has."
+        )
+    return getattr(state, name)

@@ -1,0 +1,108 @@
+"""Traces a user's loss once, at the shapes one device sees, and checks what it returns."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """A loss as a jaxpr. Its inputs: the arguments' leaves, then `closed_over`."""
+
+    jaxpr: Any
+    closed_over: list[Any]
+    aux: Any  # shapes, or None
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    has_aux: bool | None,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> TracedLoss:
+    """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
+
+    `has_aux=None` reads off the result whether there is any. What the loss closes over, tracers
+    included, becomes an input, so that `shard_map` never sees a closure.
+    """
+    found: list[TracedLoss] = []
+
+    def checked(*args: Any) -> tuple[Any, Any]:
+        loss, aux = split_aux(loss_fn(*args), has_aux)
+        check_loss(loss)
+        check_aux(aux)
+        return loss, aux
+
+    def per_device() -> Any:
+        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*args)
+        jaxpr, consts = closed.jaxpr, list(closed.consts)
+        invars = [*jaxpr.invars, *jaxpr.constvars]
+        opened = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        found.append(TracedLoss(opened, consts, aux))
+        return jnp.zeros(())
+
+    jax.eval_shape(
+        jax.shard_map(
+            per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
+            axis_names=set(axes), check_vma=False,
+        )
+    )  # fmt: skip
+    return found[0]
+
+
+def split_aux(result: Any, has_aux: bool | None) -> tuple[Any, Any]:
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if has_aux is None:
+        has_aux = is_pair
+    if not has_aux:
+        return result, None
+    if not is_pair:
+        raise TypeError(
+            f"with has_aux=True the loss must return (loss, aux), got {type(result).__name__}. "
+            "Return a pair, or leave has_aux out."
+        )
+    return result
+
+
+def check_loss(loss: Any) -> None:
+    if isinstance(loss, tuple):
+        raise TypeError(
+            f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
+            "has_aux=True."
+        )
+    if not hasattr(loss, "shape") and not isinstance(loss, int | float):
+        raise TypeError(
+            f"the loss must be a scalar array, got {type(loss).__name__}. Return a scalar, or "
+            "(loss, aux) with everything else in aux."
+        )
+    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+    if shape != ():
+        raise TypeError(
+            f"the loss must be a scalar, got shape {shape}. Reduce it, for example with "
+            "jnp.mean, or zerojax.mean(values, where=mask) for padded batches."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"the loss must be of a float dtype, got {dtype}. Convert it: "
+            "loss.astype(jnp.float32)."
+        )
+
+
+def check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        dtype = getattr(leaf, "dtype", None)
+        numeric = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        if not numeric and not isinstance(leaf, int | float | complex):
+            name = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"aux{name} is a {type(leaf).__name__}{f' of {dtype}' if dtype else ''}, not a "
+                "numeric array: aux is averaged over the devices. Leave it out of aux."
+            )
