@@ -39,13 +39,16 @@ def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """
     pairs = zip(eqn.invars, values, strict=True)
     inputs = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
-    jaxpr = jex_core.Jaxpr((), list(inputs), list(eqn.outvars), [eqn], eqn.effects)
+    jaxpr = make_jaxpr([eqn], list(inputs), eqn.outvars)
     return run_jaxpr(jaxpr, list(inputs.values()))
 
 
 def make_jaxpr(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """An open jaxpr of these equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects)
+    names = ("",) * len(invars), ("",) * len(outvars)
+    info = jex_core.DebugInfo("zerojax", "loss", *names)
+    return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
 
 
 def run_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import _mesh, _opt_specs, _spec, _state, _table
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
-REPLICATED_WARNING_SHARE = 0.02
+# Warn when more than this share of the parameter bytes, and at least so many, stay whole.
+WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,9 +294,11 @@ def _check_worth(made: Plan) -> None:
     total = sum(leaf.nbytes for leaf in params)
     if made.stage == 0 or made.size == 1 or not total:
         return
-    whole = sorted((x for x in params if x.dim is None), key=lambda x: -x.nbytes)
-    share = sum(leaf.nbytes for leaf in whole if leaf.reason != "overrides=") / total
-    if share <= REPLICATED_WARNING_SHARE:
+    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason != "overrides=")
+    whole = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
+    nbytes = sum(leaf.nbytes for leaf in whole)
+    share = nbytes / total
+    if share <= WHOLE_SHARE or nbytes < WHOLE_BYTES:
         return
     named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in whole[:3])
     more = f"; and {len(whole) - 3} more" if len(whole) > 3 else ""
