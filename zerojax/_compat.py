@@ -31,6 +31,13 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def has_side_effects(step: Any) -> bool:
+    """Whether an equation does more than its outputs say (prints, say). Naming a mesh axis, as
+    every collective does, is an effect in JAX's books but not one of these."""
+    effects = getattr(step, "effects", ())
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+
+
 def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs one equation on `values`, keeping its name scope, source line and context.
 

@@ -86,6 +86,25 @@ def reduce(grad: Array, wire: Wire) -> Array:
     return lax.psum(grad.astype(wire.reduce_dtype or grad.dtype), wire.axes)
 
 
+def gather_rested(
+    shard: Array, old: Array | None, dim: int, stacked: bool, axes: tuple[str, ...]
+) -> Array:
+    """A parameter that rests whole (stages 1 and 2), from its updated shard.
+
+    A stack goes layer by layer into `old`, the donated parameter that it replaces: gathered
+    at once, or into new memory, it would need a second full copy.
+    """
+    if old is None or not stacked or dim == 0:
+        return lax.all_gather(shard, axes, axis=dim, tiled=True)
+
+    def put(stack: Array, layer: tuple[Array, Array]) -> tuple[Array, None]:
+        index, shard = layer
+        full = lax.all_gather(shard, axes, axis=dim - 1, tiled=True)
+        return lax.dynamic_update_index_in_dim(stack, full, index, 0), None
+
+    return lax.scan(put, old, (jax.numpy.arange(len(shard)), shard))[0]
+
+
 def _like(array: Array) -> Array:
     """An empty array that remembers a dtype; residuals must be arrays."""
     return jax.numpy.zeros((0,), array.dtype)

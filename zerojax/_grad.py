@@ -231,7 +231,7 @@ class _Program:
             like = (jax.ShapeDtypeStruct((), jnp.float32), floats if self.differentiate else [])
             (loss, grads), aux = _accumulate.summed(step, self.scanned(args), like)
         aux = jax.tree.map(self.gathered_aux, aux, self.per_example)
-        loss = lax.pmean(loss / count, self.plan.axes)
+        loss = self.device_mean(loss / count)
         return loss, aux, self.reduced(grads) if self.differentiate else []
 
     def loss(self, inputs: list[Any], counts: list[Any]) -> tuple[Any, Any]:
@@ -246,7 +246,8 @@ class _Program:
             )
         else:
             outs = _compat.run_jaxpr(jaxpr, inputs)
-        return outs[0], jax.tree.unflatten(jax.tree.structure(self.traced.aux), outs[1:])
+        loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
+        return loss, jax.tree.unflatten(jax.tree.structure(self.traced.aux), aux)
 
     def counts(self, values: list[Any], args: list[Any], closed_over: list[Any]) -> list[Any]:
         """For each `zerojax.mean`, the mean over microbatches of its count over the devices."""
@@ -300,7 +301,10 @@ class _Program:
             return stacked.reshape(-1, *stacked.shape[2:])
         if not jnp.issubdtype(stacked.dtype, jnp.inexact):
             stacked = stacked.astype(jnp.float32)
-        return lax.pmean(jnp.mean(stacked, axis=0), self.plan.axes)
+        return self.device_mean(jnp.mean(stacked, axis=0))
+
+    def device_mean(self, value: Any) -> Any:
+        return lax.pmean(value, self.plan.axes) if self.plan.size > 1 else value
 
     def reduced(self, grads: list[Any]) -> list[Any]:
         """Gradients summed over the devices, where the loss did not do so itself."""
@@ -314,7 +318,7 @@ class _Program:
         if not self.is_held(leaf):
             if leaf.dim is not None and self.plan.sharded[OPT_STATE]:
                 grad = _gather.scatter(grad, leaf.dim, self.wire)
-            else:
+            elif self.plan.size > 1:
                 grad = _gather.reduce(grad, self.wire)
         return grad.astype(self.grad_dtype(leaf))
 

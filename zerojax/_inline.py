@@ -60,7 +60,7 @@ def alive(steps: Sequence[Any], outvars: Sequence[Atom], reads_of: Any) -> list[
     live = {v for v in outvars if is_var(v)}
     kept = []
     for step in reversed(steps):
-        if live.intersection(step.outvars) or getattr(step, "effects", None):
+        if live.intersection(step.outvars) or _compat.has_side_effects(step):
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]

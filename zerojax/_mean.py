@@ -33,7 +33,9 @@ def mean(values: Any, where: Any = None) -> jax.Array:
     count = jnp.sum(mask, dtype=jnp.float32)
     if axes:
         total, count = lax.psum(total, axes), _global_count(count, axes)
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+    # Through accumulation the count is a mean over microbatches and may well be below 1.
+    any_true = count > 0
+    return jnp.where(any_true, total / jnp.where(any_true, count, 1).astype(total.dtype), 0)
 
 
 def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _mesh, _opt_specs, _spec, _state, _table
+from zerojax import _gather, _mesh, _opt_specs, _spec, _state, _table
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -101,33 +101,64 @@ class Plan:
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
         if _state.is_state_function(state):
-            return self.born_sharded(state)()
+            made: list[Any] = []
+            leaves = self.born_sharded(state, made.append)()
+            return made[0].unflatten(leaves)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
         placed = [_moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)]
         return _state.carry_plan(treedef.unflatten(placed), self)
 
-    def born_sharded(self, make_state: Callable[[], Any]) -> Callable[[], Any]:
-        """`make_state` compiled so that no device ever holds the whole state."""
+    def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
+        """A jitted function to the state's leaves, no device ever holding the whole state.
 
-        def make() -> Any:
+        It returns leaves because static fields, an optimizer made anew for instance, may differ
+        from call to call; `tell_treedef` gets the structure of the call that was compiled.
+        """
+
+        def make() -> list[Any]:
             state = make_state()
             self.check_structure(state)
-            return _state.carry_plan(self._constrained(state, self.shardings), self)
+            leaves, treedef = jax.tree.flatten(_state.carry_plan(state, self))
+            tell_treedef(treedef)
+            return leaves
 
-        make.__name__ = getattr(make_state, "__name__", "make_state")
-        shardings = jax.tree.unflatten(jax.tree.structure(self.abstract()), self.shardings)
-        return jax.jit(make, out_shardings=shardings)
+        return jax.jit(make, out_shardings=self.shardings)
 
-    def constrain(self, state: Any) -> Any:
+    def constrain(self, state: Any, *, into: Any = None) -> Any:
         """Inside `jax.jit`: the state as computed, held to the plan's shardings.
 
         First to where the optimizer worked, then to where the leaf rests. In that order a
         parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype.
+        Give the donated old state as `into`, and stacks of layers are gathered into its memory
+        one layer at a time instead of beside it.
         """
         self.check_structure(state)
-        return self._constrained(self.scatter(state), self.shardings)
+        leaves, treedef = jax.tree.flatten(self.scatter(state))
+        rests_whole = [i for i, leaf in enumerate(self.leaves) if leaf.spec != leaf.shard_spec]
+        if rests_whole:
+            old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
+            whole = self._gathered(rests_whole, leaves, old)
+            for i, leaf in zip(rests_whole, whole, strict=True):
+                leaves[i] = leaf
+        return self._constrained(treedef.unflatten(leaves), self.shardings)
+
+    def _gathered(self, indices: list[int], shards: list[Any], old: list[Any]) -> list[Any]:
+        plans = [self.leaves[i] for i in indices]
+
+        def gather(shards: list[Any], old: list[Any]) -> list[Any]:
+            return [
+                _gather.gather_rested(shard, stack, leaf.dim, leaf.stacked, self.axes)
+                for shard, stack, leaf in zip(shards, old, plans, strict=True)
+                if leaf.dim is not None
+            ]
+
+        cut = [_spec.only_axes(leaf.shard_spec, self.axes) for leaf in plans]
+        return jax.shard_map(
+            gather, mesh=self.mesh, in_specs=(cut, PartitionSpec()), out_specs=PartitionSpec(),
+            axis_names=set(self.axes), check_vma=False,
+        )([shards[i] for i in indices], [old[i] for i in indices])  # fmt: skip
 
     def scatter(self, state: Any) -> Any:
         """Inside `jax.jit`: the state cut to where the optimizer updates it."""

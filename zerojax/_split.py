@@ -221,7 +221,7 @@ class _Splitter:
         invars = [self.whole(v) for v in eqn.invars]
         kinds = {self.kind(v) for v in invars}
         eqn = eqn.replace(invars=invars)
-        if kinds <= {WEIGHT, CONST} and not eqn.effects:
+        if kinds <= {WEIGHT, CONST} and not _compat.has_side_effects(eqn):
             self.prefix.append(eqn)
             for var in eqn.outvars:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST

@@ -60,7 +60,7 @@ def train_step(
         metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
         if aux is not None:
             metrics["aux"] = aux
-        return found.constrain(new_state), metrics
+        return found.constrain(new_state, into=state if donate else None), metrics
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 

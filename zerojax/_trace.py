@@ -39,7 +39,7 @@ def trace_loss(
         loss, aux = split_aux(loss_fn(*args), has_aux)
         check_loss(loss)
         check_aux(aux)
-        return loss, aux
+        return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def per_device() -> Any:
         closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*args)

@@ -1,0 +1,41 @@
+"""Counts collectives in a jaxpr, by loop nesting: what the program says, before XLA."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex_core
+
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+}
+
+
+class Collective(NamedTuple):
+    kind: str
+    dtype: str
+    elements: int  # of the whole (gathered, or to be reduced) value
+    depth: int
+    times: int
+
+    @property
+    def moved(self) -> int:
+        """Elements that pass a device in a step, as the ZeRO paper counts them."""
+        return self.elements * self.times * (2 if self.kind == "all-reduce" else 1)
+
+
+def collectives(jaxpr: Any, depth: int = 0, times: int = 1) -> Iterator[Collective]:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        if kind := KINDS.get(eqn.primitive.name):
+            side = eqn.outvars if kind == "all-gather" else eqn.invars
+            for var in side:
+                yield Collective(kind, str(var.aval.dtype), math.prod(var.aval.shape), depth, times)
+        loop = eqn.primitive.name == "scan"
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from collectives(
+                inner, depth + loop, times * (eqn.params["length"] if loop else 1)
+            )

@@ -1,0 +1,78 @@
+"""The readings of JAX that move between versions; fails plainly on a JAX that moved again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from zerojax import _compat
+
+UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.py about it"
+
+
+def only_eqn(f, *args):
+    (eqn,) = jax.make_jaxpr(f)(*args).jaxpr.eqns
+    return eqn
+
+
+def test_scan_counts():
+    w, h, xs = jnp.ones((2, 2)), jnp.ones(2), jnp.ones((3, 2))
+    f = lambda w, h, xs: lax.scan(lambda c, x: ((c[0] @ w + x, c[1] + 1), x * 2), (h, 0), xs)
+    eqn = only_eqn(f, w, h, xs)
+    assert _compat.scan_counts(eqn.params) == (1, 2), UNKNOWN
+    assert {"length", "reverse", "unroll"} <= eqn.params.keys(), UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"), [(jax.jit, _compat.CALLS), (jax.checkpoint, _compat.REMAT)]
+)
+def test_calls_and_their_jaxprs(wrap, names):
+    eqn = only_eqn(wrap(lambda x: jnp.sin(x) * 2), jnp.ones(2))
+    assert eqn.primitive.name in names, UNKNOWN
+    jaxpr, consts = _compat.inner_jaxpr(eqn)
+    assert [e.primitive.name for e in jaxpr.eqns] == ["sin", "mul"] and not consts, UNKNOWN
+    assert wrap is jax.jit or {"policy", "prevent_cse"} <= eqn.params.keys(), UNKNOWN
+
+
+def test_bind_keeps_scope_and_source_line():
+    def f(x):
+        with jax.named_scope("my_layer"):
+            return jnp.sin(x)
+
+    eqn = only_eqn(f, jnp.ones(2))
+    lowered = jax.jit(lambda x: _compat.bind(eqn, [x])).lower(jnp.ones(2))
+    text = lowered.as_text(debug_info=True)
+    assert "my_layer/sin" in text and "test_compat.py" in text, UNKNOWN
+
+
+def test_inlined_equations_keep_the_callers_scope():
+    def inner(x):
+        with jax.named_scope("inside"):
+            return jnp.sin(x)
+
+    def f(x):
+        with jax.named_scope("outside"):
+            return jax.jit(inner)(x)
+
+    call = only_eqn(f, jnp.ones(2))
+    jaxpr, _ = _compat.inner_jaxpr(call)
+    (eqn,) = [_compat.renamed(e, lambda v: v, call) for e in jaxpr.eqns]
+    assert str(eqn.source_info.name_stack) == "outside/inside", UNKNOWN
+
+
+def test_side_effects_are_told_from_axis_names():
+    mesh_axis = jax.make_jaxpr(lambda x: lax.psum(x, "i"), axis_env=[("i", 2)])(1.0).jaxpr.eqns
+    assert not any(map(_compat.has_side_effects, mesh_axis)), UNKNOWN
+    assert _compat.has_side_effects(only_eqn(lambda x: jax.debug.print("{}", x), 1.0)), UNKNOWN
+
+
+def test_vjp_functions_are_pytrees_that_hold_inputs_by_identity():
+    """What the engine's residual stripping stands on."""
+
+    def inside(x, w):
+        out, vjp = jax.vjp(lambda x, w: jnp.tanh(x @ w), x, w)
+        ids = {id(leaf) for leaf in jax.tree.leaves(vjp)}
+        assert id(x) in ids and id(w) in ids, UNKNOWN
+        return out
+
+    jax.jit(inside)(jnp.ones((2, 3)), jnp.ones((3, 2)))

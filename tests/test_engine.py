@@ -1,0 +1,405 @@
+"""Programs of every shape: gradients equal jax.grad's, and no full weight outlives its use."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import zerojax
+from tests.collectives import collectives
+from tests.conftest import make_mesh
+from tests.reference import assert_close
+
+LAYERS, DIM = 4, 16
+KEYS = jax.random.split(jax.random.key(0), 20)
+
+
+def stack(i, *shape):
+    return jax.random.normal(KEYS[i], (LAYERS, *shape)) / DIM**0.5
+
+
+PARAMS = {
+    "a": {"w": stack(0, DIM, DIM), "b": stack(1, DIM)},
+    "c": {"w": stack(2, DIM, 2 * DIM), "v": stack(3, 2 * DIM, DIM)},
+    "shared": jax.random.normal(KEYS[4], (DIM, DIM)) / DIM**0.5,
+    "table": jax.random.normal(KEYS[5], (32, DIM)),
+    "single": {"w": jax.random.normal(KEYS[6], (DIM, DIM)) / DIM**0.5},
+    "odd": {"w": stack(7, DIM, DIM), "gain": 1 + stack(8, 3)},
+}
+BATCH = {
+    "x": jax.random.normal(KEYS[9], (16, DIM)),
+    "t": jax.random.randint(KEYS[10], (16,), 0, 5),
+}
+
+
+def dense(x, p):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def scan(body, x, xs, **kwargs):
+    return lax.scan(lambda x, p: (body(x, p), None), x, xs, **kwargs)[0]
+
+
+def end(x):
+    return jnp.mean(x**2)
+
+
+def plain_scan(p, batch):
+    return end(scan(dense, batch["x"], p["a"]))
+
+
+def reverse_unrolled_scan(p, batch):
+    return end(scan(dense, batch["x"], p["a"], reverse=True, unroll=2))
+
+
+def scan_with_outputs(p, batch):
+    def body(x, layer_and_noise):
+        layer, noise = layer_and_noise
+        x = dense(x, layer) + noise
+        return x, (x.sum(-1), layer["w"].sum())
+
+    noise = jnp.linspace(0, 1, LAYERS)
+    x, (sums, norms) = lax.scan(body, batch["x"], (p["a"], noise))
+    return end(x) + jnp.mean(sums**2) + jnp.sum(norms**2)
+
+
+def several_stacks(p, batch):
+    encoded = scan(dense, batch["x"], p["a"])
+
+    def cross(x, layer):
+        return x + jax.nn.relu((x * encoded) @ layer["w"]) @ layer["v"]
+
+    return end(scan(cross, batch["x"], p["c"]))
+
+
+def constants_with_gradients(p, batch):
+    def body(x, layer):
+        return dense(x, layer) @ p["shared"] + scale * batch["x"]
+
+    scale = jnp.sum(p["table"])
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def groups_of_layers(p, batch):
+    grouped = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), p["a"])
+    return end(scan(lambda x, group: scan(dense, x, group), batch["x"], grouped))
+
+
+def groups_under_remat(p, batch):
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a * 0.5]), p["a"])
+    group = jax.checkpoint(lambda x, g: scan(jax.checkpoint(dense), x, g))
+    return end(scan(group, batch["x"], stacked))
+
+
+def remat_body(policy, p, batch):
+    def body(x, layer):
+        hidden = checkpoint_name(jax.nn.gelu(x @ layer["w"]), "hidden")
+        return x + hidden @ layer["v"]
+
+    return end(scan(jax.checkpoint(body, policy=policy), batch["x"], p["c"]))
+
+
+def remat_in_the_middle(p, batch):
+    def body(x, layer):
+        x = x + jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w.T)(x, layer["w"])
+        return jax.checkpoint(dense)(x * 0.5, layer)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def remat_around_the_scan(p, batch):
+    return end(jax.checkpoint(lambda x, a: scan(dense, x, a))(batch["x"], p["a"]))
+
+
+def jitted_inside(p, batch):
+    layer = jax.jit(dense)
+    body = jax.jit(lambda x, q: layer(layer(x, q), q))
+    return end(jax.jit(functools.partial(scan, body))(batch["x"], p["a"]))
+
+
+def call_returns_what_it_got(p, batch):
+    w, x, one, again = jax.jit(lambda w, x: (w, x * 2, 1.0, w))(p["shared"], batch["x"])
+    return end(x @ w @ again) * one
+
+
+def control_flow_inside(p, batch):
+    def body(x, layer):
+        x = lax.cond(layer["b"].sum() > 0, dense, lambda x, q: x @ q["w"], x, layer)
+        return lax.fori_loop(0, 2, lambda _, y: jnp.sin(y @ layer["w"]), x)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+@jax.custom_vjp
+def twice_the_gradient(x, w):
+    return x @ w
+
+
+twice_the_gradient.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda res, g: (2 * g @ res[1].T, 2 * res[0].T @ g)
+)
+
+
+def custom_derivative_inside(p, batch):
+    body = lambda x, layer: jax.nn.silu(twice_the_gradient(x, layer["w"]))
+    return end(scan(body, batch["x"], p["a"]) + twice_the_gradient(batch["x"], p["shared"]))
+
+
+def weight_normalisation(p, batch):
+    def body(x, layer):
+        w = layer["w"] / jnp.linalg.norm(layer["w"], axis=0)
+        return jnp.tanh(x @ w.T + layer["b"])
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def mixed_dtypes(p, batch):
+    def body(x, layer):
+        h = x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16)
+        return x + jnp.tanh(h.astype(jnp.float32) + layer["b"])
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def frozen_layers(p, batch):
+    frozen = lax.stop_gradient(p["a"])
+    return end(scan(dense, scan(dense, batch["x"], frozen), p["a"]) @ p["shared"])
+
+
+def tied_everywhere(p, batch):
+    x = p["table"][batch["t"]]
+    x = jax.checkpoint(lambda x, e: x @ e.T @ e)(x, p["table"])
+    logits = scan(dense, x, p["a"]) @ p["table"].T
+    return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+
+def python_loop(p, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = dense(x, jax.tree.map(lambda a: a[i], p["a"]))  # noqa: B023
+    return end(x)
+
+
+def recurrent(p, batch):
+    def cell(h, x):
+        h = jnp.tanh(h @ p["shared"] + x)
+        return h, h
+
+    _, hs = lax.scan(cell, jnp.zeros_like(batch["x"]), jnp.stack([batch["x"]] * 3))
+    return end(hs)
+
+
+def weights_in_the_carry(p, batch):
+    def body(carry, _):
+        x, w = carry
+        return (jnp.tanh(x @ w), w * 0.9), None
+
+    (x, _), _ = lax.scan(body, (batch["x"], p["shared"]), None, length=3)
+    return end(x)
+
+
+def dropout_keys(p, batch):
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+
+    def body(x, layer_and_key):
+        layer, key = layer_and_key
+        return dense(x, layer) * jax.random.bernoulli(key, 0.9, (DIM,))
+
+    return end(scan(body, batch["x"], (p["a"], keys)))
+
+
+def mask_made_in_the_body(p, batch):
+    def body(x, layer):
+        mask = jnp.tril(jnp.ones((DIM, DIM)))
+        return dense(x @ mask, layer)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def layers_that_do_not_all_shard(p, batch):
+    body = lambda x, layer: jnp.tanh(x @ layer["w"]) * layer["gain"].mean()
+    return end(scan(body, batch["x"], p["odd"]))
+
+
+def vmapped(p, batch):
+    return end(jax.vmap(lambda x: scan(dense, x, p["a"]))(batch["x"]))
+
+
+def psum_in_the_loss(p, batch):
+    x = scan(dense, batch["x"], p["a"])
+    if "data" in jax.sharding.get_abstract_mesh().manual_axes:
+        return end(lax.pmean(x.mean(0), "data"))
+    return end(x.mean(0))
+
+
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
+    "all_but_names": jax.checkpoint_policies.save_anything_except_these_names("hidden"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        plain_scan, reverse_unrolled_scan, scan_with_outputs, several_stacks,
+        constants_with_gradients, groups_of_layers, groups_under_remat, remat_in_the_middle,
+        remat_around_the_scan, jitted_inside, call_returns_what_it_got, control_flow_inside,
+        custom_derivative_inside, weight_normalisation, mixed_dtypes, frozen_layers,
+        tied_everywhere, python_loop, recurrent, weights_in_the_carry, dropout_keys,
+        mask_made_in_the_body, layers_that_do_not_all_shard, vmapped, psum_in_the_loss,
+    )
+}  # fmt: skip
+PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}
+
+
+def sharded_grad(loss, stage, **options):
+    plan = zerojax.plan({"params": PARAMS}, stage=stage, mesh=make_mesh(), min_shard_size=1)
+    params = plan.place({"params": PARAMS})["params"]
+    return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_match_jax_grad(name, stage):
+    loss = PROGRAMS[name]
+    wanted_loss, wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
+    grad, params = sharded_grad(loss, stage)
+    value, grads = grad(params, BATCH)
+    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
+    assert float(value) == pytest.approx(float(wanted_loss), rel=tolerance)
+    assert_close(grads, wanted, tolerance)
+
+
+SEVERAL_GATHERS = {
+    "frozen_layers",  # two loops over one stack
+    "remat_around_the_scan",  # a third forward pass, which the user asked for
+    "groups_of_layers",  # the stack is reshaped first, so it is gathered whole
+    "groups_under_remat",
+    "tied_everywhere",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - SEVERAL_GATHERS))
+def test_weights_are_gathered_at_most_twice_and_reduced_once(name):
+    """What the layer loops and scopes owe: three trips over the wire for each parameter."""
+    grad, params = sharded_grad(PROGRAMS[name], 3)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    gathered = sum(c.moved for c in found if c.kind == "all-gather")
+    reduced = sum(c.moved for c in found if c.kind == "reduce-scatter")
+    assert gathered <= 2 * reduced
+    assert reduced <= sum(x.size for x in jax.tree.leaves(PARAMS))
+    assert not [c for c in found if c.kind == "all-reduce" and c.elements > DIM]
+
+
+def scan_residuals(jaxpr, least):
+    """Shapes of what forward loops stack up, from `least` elements a layer on."""
+    found = []
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
+            stacked = [v.aval.shape for v in eqn.outvars if v.aval.shape[:1] == (LAYERS,)]
+            found += [s for s in stacked if math.prod(s[1:]) >= least]
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found += scan_residuals(inner, least)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "name", ["plain_scan", "weight_normalisation", "mixed_dtypes", "mask_made_in_the_body",
+             "remat_everything", "remat_all_but_names", "remat_in_the_middle"],
+)  # fmt: skip
+def test_no_loop_keeps_full_weights(name, stage):
+    """Activations have 2 rows here (16 examples on 8 devices), so a weight is easy to tell."""
+    grad, params = sharded_grad(PROGRAMS[name], stage)
+    kept = scan_residuals(grad.trace(params, BATCH).jaxpr, least=DIM * DIM)
+    assert kept == []
+
+
+def test_regather_false_gathers_once_and_keeps():
+    grad, params = sharded_grad(plain_scan, 3, regather=False)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    size = sum(x.size for x in jax.tree.leaves(PARAMS["a"]))
+    assert sum(c.moved for c in found if c.kind == "all-gather") == size
+
+
+def test_unrolled_layers_are_gathered_again_in_backward():
+    layers = [{"w": PARAMS["a"]["w"][i], "b": jnp.ones(DIM)} for i in range(LAYERS)]
+
+    def loss(layers, batch):
+        return end(functools.reduce(dense, layers, batch["x"]))
+
+    plan = zerojax.plan({"params": layers}, stage=3, mesh=make_mesh(), min_shard_size=1)
+    grad = jax.jit(zerojax.value_and_grad(loss, plan))
+    params = plan.place({"params": layers})["params"]
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    size = sum(x.size for x in jax.tree.leaves(layers))
+    assert sum(c.moved for c in found if c.kind == "all-gather") == 2 * size
+    assert sum(c.moved for c in found if c.kind == "reduce-scatter") == size
+    compiled = grad.lower(params, BATCH).compile().as_text()
+    assert compiled.count(" all-gather(") >= LAYERS, "XLA merged backward's gathers into forward's"
+    assert_close(grad(params, BATCH)[1], jax.grad(loss)(layers, BATCH), 1e-6)
+
+
+def test_stack_sharded_along_its_layers_is_gathered_whole_with_a_warning():
+    params = {"w": jnp.ones((8, DIM, DIM)) / DIM}  # one leaf alone: not known for a stack
+    loss = lambda p, batch: end(scan(lambda x, w: x @ w, batch["x"], p["w"]))
+    plan = zerojax.plan({"params": params}, stage=3, mesh=make_mesh())
+    assert plan.leaves[0].dim == 0
+    placed = plan.place({"params": params})["params"]
+    with pytest.warns(UserWarning, match=r"stacked='<its path>'"):
+        _, grads = zerojax.value_and_grad(loss, plan)(placed, BATCH)
+    assert_close(grads, jax.grad(loss)(params, BATCH), 1e-6)
+    named = zerojax.plan({"params": params}, stage=3, mesh=make_mesh(), stacked="w$")
+    assert named.leaves[0].dim == 1
+    _, grads = zerojax.value_and_grad(loss, named)(named.place({"params": params})["params"], BATCH)
+    assert_close(grads, jax.grad(loss)(params, BATCH), 1e-6)
+
+
+def test_integer_parameters_pass_through():
+    params = {"w": PARAMS["single"]["w"], "perm": jnp.arange(DIM)[::-1]}
+    loss = lambda p, batch: end(batch["x"][:, p["perm"]] @ p["w"])
+    plan = zerojax.plan({"params": params}, stage=3, mesh=make_mesh(), min_shard_size=1)
+    _, grads = zerojax.value_and_grad(loss, plan)(plan.place({"params": params})["params"], BATCH)
+    assert_close(grads["w"], jax.grad(loss, allow_int=True)(params, BATCH)["w"], 1e-6)
+    assert grads["perm"].dtype == jnp.int32 and not np.any(grads["perm"])
+
+
+def test_linen_scan_is_a_layer_loop():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(DIM)(x)), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scanned = nn.scan(
+                nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True},
+                length=LAYERS,
+            )  # fmt: skip
+            return scanned()(x, None)[0]
+
+    model = Stack()
+    params = model.init(jax.random.key(0), BATCH["x"])
+    loss = lambda p, batch: end(model.apply(p, batch["x"]))
+    plan = zerojax.plan({"params": params}, stage=3, mesh=make_mesh(), min_shard_size=1)
+    assert {leaf.dim for leaf in plan.params} == {1}
+    grad = jax.jit(zerojax.value_and_grad(loss, plan))
+    placed = plan.place({"params": params})["params"]
+    assert_close(grad(placed, BATCH)[1], jax.grad(loss)(params, BATCH), 1e-6)
+    found = list(collectives(grad.trace(placed, BATCH).jaxpr))
+    assert {c.depth for c in found if c.kind != "all-reduce"} == {1}

@@ -1,0 +1,113 @@
+"""Bytes per device: the ZeRO paper's formula, read from the compiled step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests.models import MODELS, gpt_loss, gpt_params
+from tests.reference import make_state, tree_bytes
+
+DEVICES = 8
+# At each stage: which kinds of state are cut.
+CUT = {0: (), 1: ("opt_state",), 2: ("opt_state",), 3: ("params", "opt_state")}
+
+
+@pytest.mark.parametrize("stage", CUT)
+@pytest.mark.parametrize("model", MODELS)
+def test_state_bytes_are_the_papers_formula(model, stage):
+    made = MODELS[model](False)
+    state = make_state(made, optax.adam(1e-3))
+    plan = zerojax.plan(state, stage=stage)
+    named = {leaf.path: leaf.nbytes for leaf in plan.leaves if leaf.reason}
+    wanted = 0
+    for kind in ("params", "opt_state", "other"):
+        nbytes = sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == kind)
+        whole = sum(n for path, n in named.items() if kind_of(path) == kind)
+        cut = kind in CUT[stage]
+        wanted += whole + (nbytes - whole) / DEVICES if cut else nbytes
+    step = zerojax.train_step(made.loss, mutable=tuple(made.fields))
+    args = (plan.abstract(), made.batch) + (() if made.rng is None else (made.rng,))
+    memory = step.lower(*args).compile().memory_analysis()
+    batch = sum(np.prod(x.shape[1:], initial=1) * x.dtype.itemsize * x.shape[0] / DEVICES
+                for x in jax.tree.leaves(made.batch))  # fmt: skip
+    key = 0 if made.rng is None else 8
+    assert memory.argument_size_in_bytes == pytest.approx(wanted + batch + key, rel=0.01)
+    assert sum(plan.bytes_per_device().values()) == pytest.approx(wanted, rel=1e-6)
+
+
+def kind_of(path):
+    return path.split("/")[0] if path.split("/")[0] in ("params", "opt_state") else "other"
+
+
+def gpt_state(**sizes):
+    params = gpt_params(**sizes)
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 12), (1, 5), (2, 5), (3, 1.5)])
+def test_bytes_per_parameter_with_adam(stage, bytes_per_parameter):
+    plan = zerojax.plan(jax.eval_shape(gpt_state), stage=stage, min_shard_size=1)
+    count = sum(leaf.nbytes // 4 for leaf in plan.params)
+    total = sum(plan.bytes_per_device().values())
+    assert total / count == pytest.approx(bytes_per_parameter, rel=0.01)
+
+
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 14), (1, 3.5), (3, 1.75)])
+def test_master_copies_give_the_papers_2_and_12_bytes(stage, bytes_per_parameter):
+    precision = zerojax.Precision(param="bfloat16", master="float32")
+    state = zerojax.shard_train_state(gpt_state(), stage, precision=precision, min_shard_size=1)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    count = sum(x.size for x in jax.tree.leaves(state.params))
+    assert held / count == pytest.approx(bytes_per_parameter, rel=0.01)
+
+
+def test_state_born_sharded_is_never_whole_anywhere():
+    make = lambda: gpt_state(layers=8, dim=128, vocab=1024)
+    plan = zerojax.plan(make, stage=3)
+    memory = plan.born_sharded(make).lower().compile().memory_analysis()
+    whole = sum(leaf.nbytes for leaf in plan.leaves)
+    largest = max(leaf.nbytes for leaf in plan.leaves)
+    shard = sum(plan.bytes_per_device().values())
+    assert memory.output_size_in_bytes == pytest.approx(shard, rel=0.02)
+    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    assert peak < shard + largest < whole / 4
+
+
+def test_end_of_step_gather_needs_no_second_copy_of_a_stack():
+    """Stages 1 and 2 gather updated stacks layer by layer, into the donated memory."""
+    sizes = {"layers": 16, "dim": 64, "vocab": 64}
+    state = jax.eval_shape(lambda: gpt_state(**sizes))
+    stack = tree_bytes(state.params["blocks"])
+    plan = zerojax.plan(state, stage=2)
+    update = jax.jit(
+        lambda s, g: plan.constrain(plan.scatter(s).apply_gradients(grads=g), into=s),
+        donate_argnums=0,
+    )
+    abstract = plan.abstract()
+    cut = [s for s, leaf in zip(plan.shard_shardings, plan.leaves, strict=True) if leaf.kind == "params"]
+    leaves, treedef = jax.tree.flatten(abstract.params)
+    grads = treedef.unflatten(
+        [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, cut, strict=True)]
+    )
+    memory = update.lower(abstract, grads).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.6 * stack
+
+
+def test_layers_are_not_all_whole_at_once():
+    """Peak temporary memory of stage 3 grows by less than the weights it adds."""
+
+    def temp(layers):
+        make = lambda: gpt_state(layers=layers, dim=128, vocab=64)
+        plan = zerojax.plan(make, stage=3)
+        step = zerojax.train_step(lambda p, b: gpt_loss(p, b, jax.checkpoint))
+        tokens = jnp.zeros((8, 16), jnp.int32)
+        memory = step.lower(plan.abstract(), tokens).compile().memory_analysis()
+        return memory.temp_size_in_bytes, sum(leaf.nbytes for leaf in plan.params)
+
+    (few, few_weights), (many, many_weights) = temp(2), temp(12)
+    # Shards of gradients and of the update, and one row of activations: not weights.
+    assert many - few < 0.5 * (many_weights - few_weights)

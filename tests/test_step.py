@@ -1,0 +1,365 @@
+"""Steps: what goes in and comes out, donation, traces, and every message."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.conftest import make_mesh
+from tests.models import ROWS, gpt, mlp, transformer
+from tests.reference import assert_close, assert_equal_bits, make_state, reference_run
+
+STAGES = (0, 1, 2, 3)
+
+
+def placed(model, stage=3, tx=None, **options):
+    state = make_state(model, tx or optax.adam(1e-3))
+    return zerojax.shard_train_state(state, stage, **options)
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_state_goes_out_where_it_came_in_and_is_donated(stage, accumulate):
+    made = gpt(False)
+    state = placed(made, stage)
+    before, old = shardings(state), jax.tree.leaves(state)
+    step = zerojax.train_step(made.loss, accumulate=accumulate)
+    memory = step.lower(state, made.batch).compile().memory_analysis()
+    state, _ = step(state, made.batch)
+    assert shardings(state) == before
+    assert all(x.is_deleted() for x in old)
+    state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes == state_bytes
+
+
+def test_original_state_survives_the_donation_of_the_placed_one():
+    made = mlp(False)
+    original = make_state(made, optax.adam(1e-3))
+    for stage in STAGES:
+        zerojax.train_step(made.loss)(zerojax.shard_train_state(original, stage), made.batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(original.params))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_trace_and_one_compile_a_batch_shape(stage):
+    made, traces = gpt(True), []
+
+    def loss(params, batch):
+        traces.append(None)
+        return made.loss(params, batch)
+
+    state, step = placed(made, stage), zerojax.train_step(loss, accumulate=2)
+    for _ in range(3):
+        state, _ = step(state, made.batch)
+    assert (len(traces), step._cache_size()) == (1, 1)
+    state, _ = step(state, made.batch[: ROWS // 2])
+    assert (len(traces), step._cache_size()) == (2, 2)
+
+
+def test_step_is_what_jit_returns():
+    made = mlp(False)
+    step, state = zerojax.train_step(made.loss), placed(made)
+    assert type(step) is type(jax.jit(lambda x: x))
+    new_state, _ = step.lower(state, made.batch).compile()(state, made.batch)
+    assert isinstance(new_state, TrainState)
+
+
+def test_metrics_are_means_over_the_mesh():
+    made = mlp(False)
+
+    def loss(params, batch):
+        return made.loss(params, batch), {"rows": batch["x"].shape[0], "x": batch["x"].mean()}
+
+    _, metrics = zerojax.train_step(loss)(placed(made), made.batch)
+    wanted, grads = jax.value_and_grad(made.loss)(made.params, made.batch)
+    assert float(metrics["loss"]) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.global_norm(grads)), rel=1e-6)
+    assert float(metrics["aux"]["rows"]) == ROWS // 8
+    assert float(metrics["aux"]["x"]) == pytest.approx(float(made.batch["x"].mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_aux_with_a_row_for_each_example_comes_back_in_the_batch_order(stage, accumulate):
+    made = mlp(False)
+
+    def loss(params, batch):
+        eight = jnp.arange(ROWS // 8 // accumulate) * 1.0  # as long as a part, but no row each
+        return made.loss(params, batch), (batch["y"][:, 0], eight)
+
+    step = zerojax.train_step(loss, accumulate=accumulate)
+    _, metrics = step(placed(made, stage), made.batch)
+    rows, eight = metrics["aux"]
+    np.testing.assert_array_equal(rows, made.batch["y"][:, 0])
+    np.testing.assert_allclose(eight, np.arange(ROWS // 8 // accumulate))
+
+
+def test_keys_are_folded_with_the_device_index():
+    params = {"w": jnp.ones((16, 16))}
+
+    def loss(params, batch, rng):
+        drawn = jax.random.uniform(rng, (batch.shape[0],))
+        return jnp.mean(batch @ params["w"]), drawn
+
+    tx = optax.sgd(0.0)
+    state = zerojax.shard_train_state(TrainState.create(apply_fn=None, params=params, tx=tx))
+    key = jax.random.key(9)
+    for rng in (key, jax.random.key_data(key)):
+        state, metrics = zerojax.train_step(loss)(state, jnp.ones((16, 16)), rng)
+        wanted = [jax.random.uniform(jax.random.fold_in(key, d), (2,)) for d in range(8)]
+        np.testing.assert_array_equal(metrics["aux"], np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+def test_states_of_other_types_take_plan_and_tx(kind):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        params: dict
+        opt_state: tuple
+        ema: float = 0.0
+
+    made, tx = mlp(False), optax.adam(1e-2, eps=1e-4)
+    parts = made.params, tx.init(made.params)
+    state = {
+        "tuple": parts,
+        "dict": {"params": parts[0], "opt_state": parts[1], "extra": jnp.ones(3)},
+        "dataclass": State(*parts),
+    }[kind]
+    plan = zerojax.plan(state, stage=3, tx=tx)
+    state = plan.place(state)
+    step = zerojax.train_step(made.loss, plan=plan, tx=tx)
+    for _ in range(2):
+        state, _ = step(state, made.batch)
+    wanted, _, _ = reference_run(made, tx, 2)
+    params = {"tuple": lambda s: s[0], "dict": lambda s: s["params"]}.get(kind, lambda s: s.params)
+    assert_close(params(state), wanted.params)
+    assert params(state)["in"]["w"].sharding.spec == P("data")
+
+
+def test_drop_in_for_a_loop_of_ones_own():
+    made = mlp(False)
+    state = make_state(made, optax.adam(1e-2, eps=1e-4))
+    plan = zerojax.plan(state, stage=3)
+    state = plan.place(state)
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = zerojax.value_and_grad(made.loss, plan)(state.params, batch)
+        return plan.constrain(state.apply_gradients(grads=grads)), loss
+
+    before = shardings(state)
+    for _ in range(3):
+        state, _ = train_step(state, made.batch)
+    assert shardings(state) == before and train_step._cache_size() == 1
+    assert_close(state.params, reference_run(made, optax.adam(1e-2, eps=1e-4), 3)[0].params)
+
+
+def test_what_the_loss_closes_over_is_passed_on_whole():
+    made = mlp(False)
+    scale = jax.device_put(jnp.linspace(0.5, 2, 8), jax.devices()[3])
+    shift = make_mesh()
+    shift = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(shift, P("data")))
+
+    def loss(params, batch):
+        out = jnp.tanh(batch["x"] @ params["in"]["w"]) @ params["out"]["w"]
+        return jnp.mean((out * numbers + shift) ** 2)
+
+    numbers = np.asarray(scale)
+    plan = zerojax.plan({"params": made.params}, stage=3)
+    params = plan.place({"params": made.params})["params"]
+    _, grads = zerojax.value_and_grad(loss, plan)(params, made.batch)
+    assert_close(grads, jax.grad(loss)(made.params, made.batch), 2e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_eval_step_gives_the_loss_and_keeps_the_state(stage):
+    made = transformer(False)
+    state = placed(made, stage)
+    metrics = zerojax.eval_step(made.loss)(state, made.batch, made.rng)
+    _, trained = zerojax.train_step(made.loss)(state, made.batch, made.rng)
+    assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
+    assert metrics.keys() == {"loss", "aux"}
+
+
+def test_born_sharded_equals_made_and_placed():
+    made = gpt(False)
+    make = lambda: make_state(made, optax.adamw(1e-3))
+    born, moved = zerojax.shard_train_state(make), zerojax.shard_train_state(make())
+    assert jax.tree.leaves(shardings(born)) == jax.tree.leaves(shardings(moved))
+    assert_equal_bits(born.params, moved.params)
+    step = zerojax.train_step(made.loss)
+    assert_equal_bits(step(born, made.batch)[0].params, step(moved, made.batch)[0].params)
+
+
+def test_one_device_is_no_stage_at_all():
+    made = mlp(False)
+    state = placed(made, 3, mesh=make_mesh(1))
+    step = zerojax.train_step(made.loss)
+    text = step.lower(state, made.batch).compile().as_text()
+    assert not any(op in text for op in ("all-gather", "all-reduce", "reduce-scatter"))
+    step(state, made.batch)
+
+
+def test_host_batches_and_placed_ones_give_the_same():
+    made = mlp(False)
+    host = jax.tree.map(np.asarray, made.batch)
+    step = zerojax.train_step(made.loss, donate=False)
+    state = placed(made)
+    a, _ = step(state, host)
+    b, _ = step(state, zerojax.shard_batch(host))
+    assert_equal_bits(a.params, b.params)
+    assert zerojax.shard_batch(host)["x"].sharding.spec == P("data")
+
+
+# -- messages
+
+
+def test_batch_that_does_not_divide():
+    made = mlp(False)
+    batch = jax.tree.map(lambda x: x[:60], made.batch)
+    message = r"batch leaf x has a leading dimension of 60.*8 devices.*Use 56 or 64 examples"
+    with pytest.raises(ValueError, match=message):
+        zerojax.train_step(made.loss)(placed(made), batch)
+    with pytest.raises(ValueError, match=message):
+        zerojax.shard_batch(batch)
+    with pytest.raises(ValueError, match=r"64.*8 devices x 3 microbatches.*Use 48 or 72"):
+        zerojax.train_step(made.loss, accumulate=3)(placed(made), made.batch)
+    with pytest.raises(ValueError, match=r"leading dimension of 0.*Use 8 examples"):
+        zerojax.shard_batch(np.ones((0, 2)))
+
+
+def test_batch_leaves_that_disagree():
+    made = mlp(False)
+    batch = {"x": made.batch["x"], "y": made.batch["y"][:8]}
+    message = r"batch leaf x has 64 and batch leaf y has 8. Give every leaf one row"
+    with pytest.raises(ValueError, match=message):
+        zerojax.train_step(made.loss)(placed(made), batch)
+    with pytest.raises(ValueError, match=message):
+        zerojax.shard_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        (lambda b: b, r"must be a scalar, got shape \(8, 24\). Reduce it"),
+        (lambda b: b.sum().astype(int), r"float dtype, got int32. Convert it"),
+        (lambda b: "no", r"scalar array, got str. Return a scalar"),
+        (lambda b: (b.sum(), "no"), r"aux is a str, not a numeric array.*Leave it out"),
+        (lambda b: (b.sum(), {"k": jax.random.key(0)}), r"aux\['k'\].*key.*Leave it out"),
+        (lambda b: (b.sum(), 1.0, 2.0), r"a tuple of 3. Return a scalar, or \(loss, aux\)"),
+    ],
+)
+def test_loss_that_returns_something_else(returns, message):
+    made = mlp(False)
+    with pytest.raises(TypeError, match=message):
+        zerojax.train_step(lambda p, b: returns(b["x"]))(placed(made), made.batch)
+
+
+def test_has_aux_without_a_pair():
+    made = mlp(False)
+    plan = zerojax.plan({"params": made.params})
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\).*leave has_aux out"):
+        zerojax.value_and_grad(made.loss, plan, has_aux=True)(made.params, made.batch)
+
+
+def test_state_not_placed():
+    made = mlp(False)
+    step = zerojax.train_step(made.loss)
+    with pytest.raises(ValueError, match=r"not placed. First: state = zerojax.shard_train_state"):
+        step(make_state(made, optax.adam(1e-3)), made.batch)
+    with pytest.raises(ValueError, match=r"not placed. First: plan = zerojax.plan.*plan=plan"):
+        step((made.params, ()), made.batch)
+
+
+def test_state_placed_for_another_stage_or_mesh():
+    made = mlp(False)
+    state = placed(made, 1)
+    with pytest.raises(ValueError, match=r"for stage 3.*for stage 1. Place it again.*stage=3"):
+        zerojax.train_step(made.loss, stage=3)(state, made.batch)
+    other = zerojax.plan(make_state(made, optax.adam(1e-3)), stage=1, mesh=make_mesh(2))
+    with pytest.raises(ValueError, match=r"stage 1 on 8 devices.*stage 1 on 2.*plan.place"):
+        zerojax.train_step(made.loss, plan=other)(state, made.batch)
+
+
+def test_parameters_that_are_not_the_plans():
+    made = mlp(False)
+    plan = zerojax.plan({"params": made.params})
+    with pytest.raises(ValueError, match=r"params/in/b is missing.*zerojax.plan"):
+        zerojax.value_and_grad(made.loss, plan)({"in": {"w": jnp.ones(3)}}, made.batch)
+
+
+def test_missing_optimizer_and_missing_field():
+    made = mlp(False)
+    plan = zerojax.plan((made.params, ()))
+    state = plan.place((made.params, ()))
+    with pytest.raises(ValueError, match=r"no apply_gradients. Pass the optimizer.*tx=tx"):
+        zerojax.train_step(made.loss, plan=plan)(state, made.batch)
+    with pytest.raises(ValueError, match=r"no such field. Name one it has"):
+        zerojax.train_step(made.loss, mutable=("stats",))(placed(made), made.batch)
+    with pytest.raises(TypeError, match=r"did not return 'batch_stats'. Return \(loss,"):
+        step = zerojax.train_step(lambda p, b, batch_stats: made.loss(p, b), mutable=("batch_stats",))
+        step(placed(made), made.batch)
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
+def test_accumulate_that_is_no_count(accumulate):
+    with pytest.raises(ValueError, match=r"accumulate must be a positive integer"):
+        zerojax.train_step(lambda p, b: 0.0, accumulate=accumulate)
+
+
+def test_more_processes_than_expected(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"2 processes.*make_array_from_process_local_data"):
+        zerojax.shard_batch(np.ones((8, 2)))
+
+
+def test_failed_step_leaves_the_state_alone():
+    made = mlp(False)
+    state = placed(made)
+    with pytest.raises(ValueError, match="does not divide"):
+        zerojax.train_step(made.loss)(state, jax.tree.map(lambda x: x[:3], made.batch))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_dispatch_costs_what_plain_jit_costs():
+    params = {"w": jnp.ones((16, 16))}
+    loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
+    batch = zerojax.shard_batch(np.ones((16, 16), np.float32))
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    ours = zerojax.train_step(loss, donate=False)
+    plan = zerojax.plan(state)
+
+    @jax.jit
+    def users(state, batch):
+        loss_value, grads = zerojax.value_and_grad(loss, plan)(state.params, batch)
+        new_state = plan.constrain(plan.scatter(state).apply_gradients(grads=grads))
+        return new_state, {"loss": loss_value, "grad_norm": optax.global_norm(grads)}
+
+    states = {ours: zerojax.shard_train_state(state), users: plan.place(state)}
+    states[users] = states[users].replace(tx=state.tx)  # a plain optimizer, nothing of ours
+
+    def seconds(step):
+        start = time.perf_counter()
+        for _ in range(20):
+            out = step(states[step], batch)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    times = {ours: [], users: []}
+    for _ in range(30):
+        for step in times:
+            times[step].append(seconds(step))
+    ratio = np.median(np.array(times[ours][2:]) / np.array(times[users][2:]))
+    assert ratio < 1.10, f"{ratio:.3f} times plain jit"

@@ -1,0 +1,96 @@
+"""The package as others see it: names, layers, sizes, what importing it costs."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+
+ROOT = pathlib.Path(zerojax.__file__).parent
+PUBLIC = {
+    "LeafPlan", "Plan", "Precision", "eval_step", "gather_params", "master_weights", "mean",
+    "plan", "shard_batch", "shard_train_state", "train_step", "value_and_grad",
+}  # fmt: skip
+
+# Each module may import those to its left.
+LAYERS = [
+    "_compat", "_mesh", "_spec", "_state", "_inline", "_gather", "_table", "_opt_specs", "_plan",
+    "_precision", "_mean", "_batch", "_split", "_engine", "_layers", "_accumulate", "_trace",
+    "_grad", "_step", "_place",
+]  # fmt: skip
+
+
+def modules():
+    return [m.name for m in pkgutil.iter_modules([str(ROOT)]) if m.name != "__main__"]
+
+
+def imports_of(tree):
+    """Modules of the package that a module imports, but for type checking only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for inner in ast.walk(node):
+                inner.names = []  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "zerojax":
+                yield from (alias.name for alias in node.names)
+            elif node.module.startswith("zerojax.") and node.names:
+                yield node.module.removeprefix("zerojax.")
+
+
+def test_public_names():
+    public = {n for n in vars(zerojax) if not n.startswith("_") and not inspect.ismodule(getattr(zerojax, n))}
+    assert public == PUBLIC
+
+
+def test_imports_point_one_way():
+    assert sorted(modules()) == sorted(LAYERS)
+    for name in modules():
+        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        for imported in imports_of(tree):
+            assert LAYERS.index(imported) < LAYERS.index(name), f"{name} imports {imported}"
+
+
+def test_only_public_jax_is_imported():
+    for name in modules():
+        text = (ROOT / f"{name}.py").read_text()
+        assert not re.search(r"jax\._src|jax\.interpreters", text), name
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_documented(name):
+    assert len(inspect.getdoc(getattr(zerojax, name)) or "") > 60
+
+
+def test_docstring_examples_run():
+    scope = {"zerojax": zerojax, "jax": jax, "jnp": jnp, "np": np, "optax": optax,
+             "TrainState": TrainState}  # fmt: skip
+    attempted = 0
+    for name in modules():
+        module = importlib.import_module(f"zerojax.{name}")
+        result = doctest.testmod(module, extraglobs=scope)
+        assert result.failed == 0, name
+        attempted += result.attempted
+    assert attempted >= 10
+
+
+def test_runtime_dependencies_are_all_that_is_imported():
+    code = (
+        "import sys, zerojax; "
+        "print([m for m in ('matplotlib', 'tqdm', 'rich', 'pandas', 'torch') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
