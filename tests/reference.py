@@ -93,5 +93,3 @@ def assert_equal_bits(actual: Any, wanted: Any) -> None:
 
 def tree_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "size"))
-
-

@@ -130,9 +130,7 @@ def test_gradients_are_reduced_in_the_chosen_dtype(stage):
 def test_master_copies_leave_bf16_to_gather_after_the_update():
     made = gpt(True)
     precision = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
-    state = zerojax.shard_train_state(
-        make_state(made, optax.adamw(1e-3)), 2, precision=precision
-    )
+    state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), 2, precision=precision)
     step = zerojax.train_step(made.loss, precision=precision)
     found = list(collectives(step.trace(state, made.batch).jaxpr))
     assert {c.dtype for c in found if c.elements > SMALL} == {"bfloat16"}

@@ -182,7 +182,7 @@ def tied_everywhere(p, batch):
 def python_loop(p, batch):
     x = batch["x"]
     for i in range(LAYERS):
-        x = dense(x, jax.tree.map(lambda a: a[i], p["a"]))  # noqa: B023
+        x = dense(x, jax.tree.map(lambda a: a[i], p["a"]))
     return end(x)
 
 

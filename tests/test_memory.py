@@ -88,10 +88,17 @@ def test_end_of_step_gather_needs_no_second_copy_of_a_stack():
         donate_argnums=0,
     )
     abstract = plan.abstract()
-    cut = [s for s, leaf in zip(plan.shard_shardings, plan.leaves, strict=True) if leaf.kind == "params"]
+    cut = [
+        s
+        for s, leaf in zip(plan.shard_shardings, plan.leaves, strict=True)
+        if leaf.kind == "params"
+    ]
     leaves, treedef = jax.tree.flatten(abstract.params)
     grads = treedef.unflatten(
-        [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, cut, strict=True)]
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+            for x, s in zip(leaves, cut, strict=True)
+        ]
     )
     memory = update.lower(abstract, grads).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.6 * stack

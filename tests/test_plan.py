@@ -251,9 +251,11 @@ LEAVES = st.tuples(
 )
 TREES = st.recursive(
     LEAVES.map(lambda leaf: ("leaf", leaf)) | st.none(),
-    lambda kids: st.dictionaries(st.sampled_from("abcd"), kids, max_size=3) | st.lists(kids, max_size=3),
+    lambda kids: (
+        st.dictionaries(st.sampled_from("abcd"), kids, max_size=3) | st.lists(kids, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 def build(tree):

@@ -309,7 +309,9 @@ def test_missing_optimizer_and_missing_field():
     with pytest.raises(ValueError, match=r"no such field. Name one it has"):
         zerojax.train_step(made.loss, mutable=("stats",))(placed(made), made.batch)
     with pytest.raises(TypeError, match=r"did not return 'batch_stats'. Return \(loss,"):
-        step = zerojax.train_step(lambda p, b, batch_stats: made.loss(p, b), mutable=("batch_stats",))
+        step = zerojax.train_step(
+            lambda p, b, batch_stats: made.loss(p, b), mutable=("batch_stats",)
+        )
         step(placed(made), made.batch)
 
 

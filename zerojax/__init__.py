@@ -1,9 +1,9 @@
 """ZeRO for JAX: train on many devices with 1/N of the memory and the same numbers.
 
-    state = zerojax.shard_train_state(state, stage=3)  # any flax TrainState
-    step = zerojax.train_step(loss_fn)                 # loss_fn(params, batch) -> loss
-    for batch in data:
-        state, metrics = step(state, batch)
+state = zerojax.shard_train_state(state, stage=3)  # any flax TrainState
+step = zerojax.train_step(loss_fn)                 # loss_fn(params, batch) -> loss
+for batch in data:
+    state, metrics = step(state, batch)
 """
 
 from zerojax._batch import shard_batch as shard_batch

@@ -13,20 +13,22 @@ from zerojax._inline import Inliner, alive, is_var
 from zerojax._mean import COUNT
 
 
-def microbatches(leaf: Any, count: int) -> Any:
-    """Splits this device's part of the batch; nothing moves between devices."""
-    return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+def summed(
+    step: Callable[[Any, list[Any]], tuple[Any, Any]], batch: list[Any], count: int, like: Any
+) -> tuple[Any, Any]:
+    """Scans `step(index, parts) -> (to sum, to stack)` over microbatches of `batch`.
 
+    Sums start from zeros of `like`'s shapes and keep its dtypes. This device's part of the
+    batch is split where it lies; nothing moves between devices.
+    """
 
-def summed(step: Callable[..., tuple[Any, Any]], xs: Any, like: Any) -> tuple[Any, Any]:
-    """Scans `step(x) -> (to sum, to stack)`; sums start from zeros of `like`'s shapes."""
-
-    def body(total: Any, x: Any) -> tuple[Any, Any]:
-        part, stack = step(x)
+    def body(total: Any, index_and_parts: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+        part, stack = step(*index_and_parts)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), stack
 
+    parts = [leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]) for leaf in batch]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return lax.scan(body, zeros, xs)
+    return lax.scan(body, zeros, (jnp.arange(count), parts))
 
 
 class HoistedCounts(NamedTuple):
@@ -94,10 +96,10 @@ def is_count(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == COUNT
 
 
+def has_counts(jaxpr: Any) -> bool:
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(is_count(eqn) or contains_count(eqn) for eqn in eqns)
+
+
 def contains_count(eqn: jex_core.JaxprEqn) -> bool:
-    inner = jex_core.jaxprs_in_params(eqn.params)
-    return any(is_count(e) or contains_count(e) for jaxpr in inner for e in _eqns(jaxpr))
-
-
-def _eqns(jaxpr: Any) -> Sequence[jex_core.JaxprEqn]:
-    return getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(map(has_counts, jex_core.jaxprs_in_params(eqn.params)))

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _mesh
+from zerojax import _mesh, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
@@ -29,7 +28,7 @@ def roles(args: Sequence[Any]) -> list[str]:
     return found
 
 
-def check(args: Sequence[Any], roles: Sequence[str], plan: Any, accumulate: int) -> None:
+def check(args: Sequence[Any], roles: Sequence[str], size: int, accumulate: int = 1) -> None:
     """Raises where the batch cannot be split over devices and microbatches."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
     split = [(_name(p), v) for (p, v), role in zip(leaves, roles, strict=True) if role == BATCH]
@@ -37,16 +36,16 @@ def check(args: Sequence[Any], roles: Sequence[str], plan: Any, accumulate: int)
         return
     first_name, first = split[0]
     for name, value in split:
-        if value.shape[0] != first.shape[0]:
+        if jnp.shape(value)[0] != jnp.shape(first)[0]:
             raise ValueError(
                 f"batch leaves disagree on their leading dimension: {first_name} has "
-                f"{first.shape[0]} and {name} has {value.shape[0]}. Give every leaf one row for "
-                "each example; let the loss close over what is no part of the batch."
+                f"{jnp.shape(first)[0]} and {name} has {jnp.shape(value)[0]}. Give every leaf one "
+                "row for each example; let the loss close over what is no part of the batch."
             )
-    check_divides(first_name, first.shape[0], plan.size, accumulate)
+    check_divides(first_name, jnp.shape(first)[0], size, accumulate)
 
 
-def check_divides(name: str, rows: int, size: int, accumulate: int = 1) -> None:
+def check_divides(name: str, rows: int, size: int, accumulate: int) -> None:
     ways = size * accumulate
     if rows == 0 or rows % ways:
         over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
@@ -58,38 +57,34 @@ def check_divides(name: str, rows: int, size: int, accumulate: int = 1) -> None:
         )
 
 
-def local_shape(value: Any, role: str, ways: int) -> jax.ShapeDtypeStruct:
-    """What one device sees of a leaf in one microbatch."""
+def part_shape(value: Any, role: str, ways: int) -> jax.ShapeDtypeStruct:
+    """What a loss sees of a leaf when the batch is split so many ways."""
     shape = jnp.shape(value)
     if role == BATCH:
         shape = (shape[0] // ways, *shape[1:])
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def folded(key: Any, index: Any) -> Any:
-    return jax.random.fold_in(key, index)
+def rows(values: Sequence[Any], roles: Sequence[str]) -> int:
+    """The number of examples in the batch; 0 without one."""
+    found = [v.shape[0] for v, role in zip(values, roles, strict=True) if role == BATCH]
+    return found[0] if found else 0
 
 
-def per_example(
-    aux: Any, values: Sequence[Any], roles: Sequence[str], ways: int, aux_at: Callable[[int], Any]
-) -> Any:
+def per_example(aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any]) -> Any:
     """Which aux leaves have a row for each example, in the structure of `aux`.
 
-    Those whose first dimension is as long as the batch are suspects; tracing the loss once
-    more at another batch size tells. Without suspects nothing is traced.
+    Those whose first dimension is as long as a part of the batch are suspects; tracing the loss
+    once more on the whole batch tells. Without suspects nothing is traced.
     """
-    rows = [v.shape[0] for v, role in zip(values, roles, strict=True) if role == BATCH]
-    local = rows[0] // ways if rows else 0
 
     def suspect(leaf: Any) -> bool:
-        return bool(leaf.shape) and leaf.shape[0] == local and bool(rows)
+        return bool(rows and leaf.shape) and leaf.shape[0] == rows // ways
 
-    if not any(suspect(leaf) for leaf in jax.tree.leaves(aux)):
-        return jax.tree.map(lambda _: False, aux)
-    if ways == 1:
-        return jax.tree.map(suspect, aux)
-    other = aux_at(1)
-    return jax.tree.map(lambda a, b: suspect(a) and b.shape[:1] == (rows[0],), aux, other)
+    suspects = jax.tree.map(suspect, aux)
+    if ways == 1 or not any(jax.tree.leaves(suspects)):
+        return suspects
+    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, whole_aux())
 
 
 def shard_batch(
@@ -102,8 +97,8 @@ def shard_batch(
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
-        >>> print(batch["x"].sharding.spec)
-        PartitionSpec('data',)
+        >>> print(batch["x"].addressable_shards[0].data.shape)
+        (1, 3)
     """
     mesh, axes = _mesh.resolve(mesh, axis)
     if jax.process_count() > 1:
@@ -112,23 +107,16 @@ def shard_batch(
             f"{jax.process_count()} processes. Build the global batch from each process's part "
             "with jax.make_array_from_process_local_data."
         )
-    flat, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    found = roles((batch,))
     size = _mesh.axes_size(mesh, axes)
-    entry = axes[0] if len(axes) == 1 else axes
-    split = [(_name(p), jnp.shape(v)[0]) for (p, v), r in zip(flat, found, strict=True) if r == BATCH]
-    for name, rows in split:
-        if rows != split[0][1]:
-            raise ValueError(
-                f"batch leaves disagree on their leading dimension: {split[0][0]} has "
-                f"{split[0][1]} and {name} has {rows}. Give every leaf one row for each example."
-            )
-        check_divides(name, rows, size)
-    placed = []
-    for (_, value), role in zip(flat, found, strict=True):
-        spec = PartitionSpec(entry) if role == BATCH else PartitionSpec()
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
-        placed.append(jax.device_put(array, NamedSharding(mesh, spec)))
+    found = roles((batch,))
+    check((batch,), found, size)
+    split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    whole = NamedSharding(mesh, PartitionSpec())
+    leaves, treedef = jax.tree.flatten(batch)
+    placed = [
+        jax.device_put(value, split if role == BATCH else whole)
+        for value, role in zip(leaves, found, strict=True)
+    ]
     return treedef.unflatten(placed)
 
 

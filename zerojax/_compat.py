@@ -80,4 +80,3 @@ def fresh(var: Any) -> Any:
 def bound_axes() -> tuple[str, ...]:
     """The mesh axes over which the running code is per-device code; empty outside `shard_map`."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
-

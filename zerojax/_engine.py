@@ -1,330 +1,98 @@
-"""Evaluates a user's loss with its parameters held as shards, gathering each at its first use.
+"""Evaluates a user's loss with its parameters held as shards, gathering each at its first use."""
 
-[Note: what is kept for backward]
-JAX keeps for backward whatever the derivative needs, full weights among it: with plain
-differentiation a gathered weight would stay alive from its use in forward to its use in
-backward, and stage 3 would save nothing. So every scope that gathers is differentiated by
-hand, the same way: run the prefix (gathers and whatever comes from weights alone), take
-`jax.vjp` of the rest, and drop from the residuals every array that the prefix made or that
-came in as an input. Backward runs the prefix again and puts them back. Which other values are
-kept is JAX's and the user's affair: their `jax.checkpoint` policies apply inside the rest.
-"""
-
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
-from jax.tree_util import register_dataclass
 
-from zerojax import _compat
-from zerojax._gather import Wire, obtain
-from zerojax._split import WEIGHT, Atom, Loop, Remat, Scope, Shard, Split, Step, Var, split, unique
+from zerojax import _compat, _layers
+from zerojax._body import (
+    Body,
+    Env,
+    How,
+    instantiated,
+    is_float,
+    merge,
+    perturbed,
+    read,
+    write,
+)
+from zerojax._gather import Wire
+from zerojax._split import Atom, Loop, Remat, Scope, Shard, Split, Step, split, unique
 
 Array = Any
-Held = tuple[Array, ...]
-Env = dict[Var, Any]  # a variable's value, or a shard root's `Held`
 
 
 def evaluate(
     jaxpr: Any, inputs: Sequence[Any], kinds: Sequence[Any], wire: Wire, *, regather: bool
 ) -> list[Array]:
     """Runs `jaxpr`; inputs whose kind is a `Shard` are `Held`, the others plain values."""
-    scope = split(jaxpr, (), kinds, pull=False)
-    return _run_scope(scope, inputs, wire, regather, lambda f: f)
+    engine = _Engine(wire, regather)
+    return engine.run_scope(split(jaxpr, (), kinds, pull=False), inputs, lambda f: f)
 
 
-@functools.partial(
-    register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "slots", "wanted"]
-)
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A vjp function without the arrays that backward has anyway: slot k is known array k.
+class _Engine:
+    def __init__(self, wire: Wire, regather: bool) -> None:
+        self.how = How(wire, regather, self.run)
 
-    `wanted` says for which inputs a gradient was wanted.
-    """
+    def run(self, steps: Sequence[Step], env: Env) -> None:
+        """Runs the steps of a rest in `env`."""
+        for step in steps:
+            match step:
+                case Remat():
+                    outs = self.run_remat(step, env)
+                case Scope():
+                    inputs = operand_values(step.operands, env)
+                    outs = self.run_scope(step.split, inputs, checkpoint_like(step))
+                case Loop():
+                    outs = _layers.run_loop(step, operand_values(step.operands, env), self.how)
+                case _:
+                    outs = _compat.bind(step, read(env, step.invars))
+            write(env, step.outvars, outs)
 
-    arrays: list[Array]
-    treedef: Any
-    slots: tuple[int | None, ...]
-    wanted: tuple[bool, ...]
+    def run_remat(self, step: Remat, env: Env) -> list[Array]:
+        names = unique([*step.reads, *step.roots])
 
+        def inner(values: list[Any]) -> list[Array]:
+            scope = dict(zip(names, values, strict=True))
+            self.run(step.steps, scope)
+            return read(scope, step.outvars)
 
-def strip(vjp: Any, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
-    index = {id(array): k for k, array in enumerate(known) if array is not None}
-    leaves, treedef = jax.tree.flatten(vjp)
-    slots = tuple(index.get(id(leaf)) for leaf in leaves)
-    arrays = [x for x, k in zip(leaves, slots, strict=True) if k is None]
-    return Saved(arrays, treedef, slots, tuple(wanted))
+        return checkpoint_like(step)(inner)([env[v] for v in names])
 
+    def run_scope(self, scope: Split, inputs: Sequence[Any], wrap: Callable) -> list[Array]:
+        """Runs a scope, its weights gathered again in backward. See the note in `_body.py`."""
+        body = Body(scope, self.how, wrap=wrap)
+        if not scope.frontier or not self.how.regather:
+            return body(inputs)
 
-def restore(saved: Saved, known: Sequence[Array]) -> Any:
-    arrays = iter(saved.arrays)
-    leaves = [next(arrays) if k is None else known[k] for k in saved.slots]
-    return saved.treedef.unflatten(leaves)
+        @jax.custom_vjp
+        def call(inputs: list[Any]) -> list[Array]:
+            return body(inputs)
 
+        def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
+            wanted, values = perturbed(inputs)
+            outs, saved = body.forward(values, wanted)
+            return outs, (values, saved)
 
-class Body:
-    """The two halves of a split as functions, and their derivative by hand.
+        def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
+            inputs, saved = residuals
+            floats = [is_float(v.aval) for v in scope.outvars]
+            cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
+            # Without the barrier XLA would merge this gather with forward's and keep its result.
+            weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
+            inputs = merge(body.is_weight, weights, body.plain_of(inputs))
+            return (body.backward(inputs, saved, cts),)
 
-    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
-    at the positions in `lost` will not be there for backward. `wrap` goes around the rest.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        wire: Wire,
-        regather: bool,
-        *,
-        lost: frozenset[int] = frozenset(),
-        wrap: Callable = lambda f: f,
-    ) -> None:
-        self.split, self.wire, self.regather = split, wire, regather
-        self.lost, self.wrap = lost, wrap
-        self.is_weight = [k is not None for k in split.kinds]
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Array]:
-        """The outputs, differentiated by JAX if at all."""
-        frontier = self.prefix(self.weights_of(inputs))
-        return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
-
-    def prefix(self, weights: Sequence[Any]) -> list[Array]:
-        """The frontier, from the inputs that are weights."""
-        weight_vars = _where(self.split.invars, self.is_weight)
-        env: Env = {**self.split.constants, **dict(zip(weight_vars, weights, strict=True))}
-        for var, shard in self.split.gathers.items():
-            env[var] = obtain(env[shard.root], shard.cut, self.wire)
-        for eqn in self.split.prefix:
-            _write(env, eqn.outvars, _compat.bind(eqn, _read(env, eqn.invars)))
-        return [env[v] for v in self.split.frontier]
-
-    def rest(self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]):
-        """The outputs, from the frontier, the shards that inner loops want, and plain inputs."""
-        env: Env = dict(zip(self.split.frontier, frontier, strict=True))
-        env.update(zip(self.split.loop_roots, roots, strict=True))
-        env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
-        run(self.split.rest, env, self.wire, self.regather)
-        return _read(env, self.split.outvars)
-
-    def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
-        return _where(inputs, self.is_weight)
-
-    def plain_of(self, inputs: Sequence[Any]) -> list[Any]:
-        return _where(inputs, [not w for w in self.is_weight])
-
-    def roots_of(self, inputs: Sequence[Any]) -> list[Held]:
-        by_var = dict(zip(self.split.invars, inputs, strict=True))
-        return [by_var[root] for root in self.split.loop_roots]
-
-    def forward(
-        self, inputs: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[Array], Saved]:
-        """Outputs, and the residuals of the rest, less what backward can make or has.
-
-        `wanted` says for which inputs a gradient is wanted.
-        """
-        frontier = self.prefix(self.weights_of(inputs))
-        varied, join = vary([*frontier], self._frontier_varies())
-        roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
-        num_roots = len(self.split.loop_roots)
-
-        def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
-            values = join_inputs(varied_inputs)
-            outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
-            floats = [is_float(x) for x in outs]
-            return _where(outs, floats), _where(outs, [not f for f in floats])
-
-        float_outs, vjp, other_outs = jax.vjp(rest, varied, roots_and_plain, has_aux=True)
-        outs = _merge(self._float_outs(), float_outs, other_outs)
-        return outs, strip(vjp, self.known(frontier, inputs), wanted)
-
-    def known(self, frontier: Sequence[Array], inputs: Sequence[Any]) -> list[Array | None]:
-        """The arrays that backward need not be told: it makes the frontier and has inputs."""
-        kept = [None if i in self.lost else x for i, x in enumerate(inputs)]
-        return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
-
-    def backward(
-        self, inputs: Sequence[Any], saved: Saved, cts: Sequence[Array | None]
-    ) -> list[Any]:
-        """Gradients of the inputs: `Held`-shaped for shards, None where there is none.
-
-        Lost inputs come as their types. `cts` has None where an output is of no float dtype.
-        """
-        wanted = saved.wanted
-        weights = self.weights_of(inputs)
-        varied, join = vary(weights, self.weights_of(wanted))
-        frontier, prefix_vjp = jax.vjp(lambda varied: self.prefix(join(varied)), varied)
-        vjp = restore(saved, self.known(frontier, inputs))
-        d_varied, d_inputs = vjp(_where(cts, self._float_outs()))
-        d_frontier = gradients(frontier, self._frontier_varies(), d_varied)
-        (d_varied,) = prefix_vjp([zeros_like(f) if d is None else d
-                                  for f, d in zip(frontier, d_frontier, strict=True)])  # fmt: skip
-        d_weights = gradients(weights, self.weights_of(wanted), d_varied)
-        d_inputs = gradients(*self._rest_inputs(inputs, wanted), d_inputs)
-        num_roots = len(self.split.loop_roots)
-        by_root = dict(zip(self.split.loop_roots, d_inputs[:num_roots], strict=True))
-        d_weights = [
-            add(d, by_root.get(v))
-            for v, d in zip(self.weights_of(self.split.invars), d_weights, strict=True)
-        ]
-        return _merge(self.is_weight, d_weights, d_inputs[num_roots:])
-
-    def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
-        values = [*self.roots_of(inputs), *self.plain_of(inputs)]
-        return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
-
-    def _frontier_varies(self) -> list[bool]:
-        return [k == WEIGHT for k in self.split.frontier_kinds]
-
-    def _float_outs(self) -> list[bool]:
-        return [is_float(v.aval) for v in self.split.outvars]
+        call.defvjp(forward, backward, symbolic_zeros=True)
+        return call(list(inputs))
 
 
-def vary(values: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, Callable[[list], list]]:
-    """The arrays of `values` to differentiate by, and a function that puts them back.
-
-    Of a `Held`, that is the shard; of the others, the wanted ones of a float dtype.
-    """
-    leaves, treedef = jax.tree.flatten(list(values))
-    mask = _varies(values, wanted)
-    fixed = _where(leaves, [not m for m in mask])
-    return _where(leaves, mask), lambda varied: treedef.unflatten(_merge(mask, varied, fixed))
-
-
-def gradients(values: Sequence[Any], wanted: Sequence[bool], varied: Sequence[Any]) -> list[Any]:
-    """Gradients in the shape of `values`, None where `vary` left an array out."""
-    mask, found = _varies(values, wanted), iter(varied)
-    leaves = iter([next(found) if m else None for m in mask])
-    return [
-        tuple(next(leaves) for _ in value) if isinstance(value, tuple) else next(leaves)
-        for value in values
-    ]
-
-
-def _varies(values: Sequence[Any], wanted: Sequence[bool]) -> list[bool]:
-    mask: list[bool] = []
-    for value, want in zip(values, wanted, strict=True):
-        arrays = value if isinstance(value, tuple) else (value,)
-        mask += [False] * (len(arrays) - 1) + [want and is_float(arrays[-1])]
-    return mask
-
-
-def run(steps: Sequence[Step], env: Env, wire: Wire, regather: bool) -> None:
-    """Runs the steps of a rest in `env`."""
-    for step in steps:
-        match step:
-            case Remat():
-                outs = _run_remat(step, env, wire, regather)
-            case Scope():
-                wrap = functools.partial(
-                    jax.checkpoint, policy=step.policy, prevent_cse=step.prevent_cse
-                )
-                inputs = operand_values(step.operands, env)
-                outs = _run_scope(step.split, inputs, wire, regather, wrap)
-            case Loop():
-                from zerojax import _layers  # its bodies hold loops in turn
-
-                outs = _layers.run_loop(step, operand_values(step.operands, env), wire, regather)
-            case _:
-                outs = _compat.bind(step, _read(env, step.invars))
-        _write(env, step.outvars, outs)
+def checkpoint_like(step: Remat | Scope) -> Callable[[Callable], Callable]:
+    """The user's own `jax.checkpoint`."""
+    return lambda f: jax.checkpoint(f, policy=step.policy, prevent_cse=step.prevent_cse)
 
 
 def operand_values(operands: Sequence[Shard | Atom], env: Env) -> list[Any]:
-    return [env[v.root] if isinstance(v, Shard) else _read(env, [v])[0] for v in operands]
-
-
-def _run_remat(step: Remat, env: Env, wire: Wire, regather: bool) -> list[Array]:
-    names = unique([*step.reads, *step.roots])
-
-    def inner(values: list[Any]) -> list[Array]:
-        scope = dict(zip(names, values, strict=True))
-        run(step.steps, scope, wire, regather)
-        return _read(scope, step.outvars)
-
-    checkpointed = jax.checkpoint(inner, policy=step.policy, prevent_cse=step.prevent_cse)
-    return checkpointed([env[v] for v in names])
-
-
-def _run_scope(
-    scope: Split, inputs: Sequence[Any], wire: Wire, regather: bool, wrap: Callable
-) -> list[Array]:
-    """Runs a scope, its weights gathered again in backward. See the note at the top."""
-    body = Body(scope, wire, regather, wrap=wrap)
-    if not scope.frontier or not regather:
-        return body(inputs)
-
-    @jax.custom_vjp
-    def call(inputs: list[Any]) -> list[Array]:
-        return body(inputs)
-
-    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
-        wanted, values = perturbed(inputs)
-        outs, saved = body.forward(values, wanted)
-        return outs, (values, saved)
-
-    def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
-        floats = [is_float(v.aval) for v in scope.outvars]
-        cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
-        # Without the barrier XLA would merge this gather with forward's and keep its result.
-        inputs, saved = residuals
-        weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
-        inputs = _merge(body.is_weight, weights, body.plain_of(inputs))
-        return (body.backward(inputs, saved, cts),)
-
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    return call(list(inputs))
-
-
-def perturbed(inputs: Any) -> tuple[list[bool], Any]:
-    """From `custom_vjp`'s symbolic inputs: which are differentiated, and their values."""
-    is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
-    wanted = [any(x.perturbed for x in jax.tree.leaves(i, is_leaf=is_leaf)) for i in inputs]
-    return wanted, jax.tree.map(lambda x: x.value, inputs, is_leaf=is_leaf)
-
-
-def instantiated(ct: Any) -> Array:
-    """A cotangent as an array, though it be a symbolic zero."""
-    is_zero = isinstance(ct, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(ct.shape, ct.dtype) if is_zero else ct
-
-
-def is_float(value: Any) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, np.inexact)
-
-
-def add(a: Any, b: Any) -> Any:
-    """The sum of two gradients, either of which may be None."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return tuple(add(x, y) for x, y in zip(a, b, strict=True))
-    return b if a is None else a if b is None else a + b
-
-
-def zeros_like(value: Any) -> Any:
-    """The zero gradient of a value, whatever its dtype."""
-    if is_float(value):
-        return jnp.zeros(value.shape, value.dtype)
-    return np.zeros(value.shape, jax.dtypes.float0)
-
-
-def _read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    return [v.val if isinstance(v, jex_core.Literal) else env[v] for v in atoms]
-
-
-def _write(env: Env, outvars: Sequence[Var], values: Sequence[Any]) -> None:
-    env.update(zip(outvars, values, strict=True))
-
-
-def _where(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [x for x, keep in zip(items, mask, strict=True) if keep]
-
-
-def _merge(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    yes_items, no_items = iter(yes), iter(no)
-    return [next(yes_items) if m else next(no_items) for m in mask]
+    return [env[v.root] if isinstance(v, Shard) else read(env, [v])[0] for v in operands]

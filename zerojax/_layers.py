@@ -2,7 +2,7 @@
 
 Forward keeps of each layer what its derivative needs, less the weights; backward walks the
 layers in reverse, gathers each again and reduce-scatters its gradient inside the loop.
-See the note at the top of `_engine.py`.
+See the note in `_body.py`.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax._engine import Body, add, instantiated, is_float, perturbed
-from zerojax._gather import Wire
+from zerojax._body import Body, How, add, instantiated, is_float, perturbed
 from zerojax._split import Loop
 
 Array = Any
 
 
-def run_loop(loop: Loop, inputs: Sequence[Any], wire: Wire, regather: bool) -> list[Array]:
+def run_loop(loop: Loop, inputs: Sequence[Any], how: How) -> list[Array]:
     """The outputs of a scan whose operands are `inputs`; `Held` stacks among them."""
-    layers = _Layers(loop, wire, regather)
-    if not regather:
+    layers = _Layers(loop, how)
+    if not how.regather:
         return layers.forward(list(inputs))
 
     @jax.custom_vjp
@@ -35,7 +34,8 @@ def run_loop(loop: Loop, inputs: Sequence[Any], wire: Wire, regather: bool) -> l
         return outs, (values, saved)
 
     def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
-        return (layers.backward(*residuals, cts),)
+        inputs, saved = residuals
+        return (layers.backward(inputs, saved, cts),)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call(list(inputs))
@@ -44,12 +44,12 @@ def run_loop(loop: Loop, inputs: Sequence[Any], wire: Wire, regather: bool) -> l
 class _Layers:
     """One scan in three forms: plain, keeping residuals, and backward over them."""
 
-    def __init__(self, loop: Loop, wire: Wire, regather: bool) -> None:
+    def __init__(self, loop: Loop, how: How) -> None:
         self.loop = loop
         first_x = loop.num_consts + loop.num_carry
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
-        self.body = Body(loop.body, wire, regather, lost=lost)
+        self.body = Body(loop.body, how, lost=lost)
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carry and scanned operands."""

@@ -23,10 +23,9 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
             "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
         )
-    if axis is None:
-        only_one = len(mesh.axis_names) == 1
-        axis = mesh.axis_names[0] if only_one else DEFAULT_AXIS
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    only_axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
+    wanted = only_axis if axis is None else axis
+    axes = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in axes:
         if name not in mesh.axis_names:
             raise ValueError(

@@ -77,5 +77,3 @@ def from_matching_shapes(
     if rule is None:
         return PartitionSpec(), "neither a parameter nor optimizer state"
     return rule(leaf.name, shape, PartitionSpec(), False)
-
-

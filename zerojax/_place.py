@@ -41,8 +41,8 @@ def shard_train_state(
         >>> params = {"w": jnp.ones((64, 16))}
         >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
         >>> state = zerojax.shard_train_state(state, stage=3)
-        >>> print(state.params["w"].sharding.spec)
-        PartitionSpec('data', None)
+        >>> print(state.params["w"].shape, state.params["w"].addressable_shards[0].data.shape)
+        (64, 16) (8, 16)
     """
     stored = _with_precision(state_or_fn, precision)
     plan = _plan.plan(

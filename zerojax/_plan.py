@@ -228,8 +228,9 @@ def plan(
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32")}
-        >>> print(zerojax.plan({"params": params, "opt_state": ()}, stage=3).leaves[0].spec)
-        PartitionSpec('data',)
+        >>> plan = zerojax.plan({"params": params, "opt_state": ()}, stage=3)
+        >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
+        params/w is cut along dimension 0
     """
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(

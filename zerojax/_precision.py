@@ -91,10 +91,10 @@ def master_weights(
         master = cast_floats(params, dtype)
         return MasterState(master, tx.init(master))
 
-    def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params).")
-        grads = cast_floats(grads, dtype)
+        grads = cast_floats(updates, dtype)
         updates, inner = tx.update(grads, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
         # What apply_updates must add to land on the rounded copy. Both are close, so the

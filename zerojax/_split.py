@@ -8,7 +8,7 @@ of it is the *frontier*.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -125,7 +125,8 @@ def split(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[Kind], *, pull: boo
     needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
-        invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants, gathers=gathers,
+        invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
+        gathers=gathers,
         prefix=prefix, frontier=frontier, frontier_kinds=[splitter.kind(v) for v in frontier],
         rest=rest, outvars=outvars,
     )  # fmt: skip
@@ -326,5 +327,3 @@ def _warn_sharded_layers(var: Var) -> None:
         "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers.",
         stacklevel=2,
     )
-
-

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 from flax.core import meta
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import _state
-from zerojax._grad import Options, loss_and_grads
+from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
+from zerojax._program import Options
 
 
 def train_step(
@@ -77,14 +78,14 @@ def eval_step(
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
     in `mutable` are passed to the loss as keyword arguments.
     """
-    options = Options(None, 1, precision or Precision())
+    options = Options(None, 1, precision or Precision(), regather=False, differentiate=False)
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
         found.check_structure(state)
         loss, aux, _ = loss_and_grads(
             with_fields(loss_fn, state, mutable), found, options, _state.get_params(state),
-            (batch,) if rng is None else (batch, rng), differentiate=False,
+            (batch,) if rng is None else (batch, rng),
         )  # fmt: skip
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 

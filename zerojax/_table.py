@@ -4,6 +4,8 @@ import html
 import itertools
 from typing import TYPE_CHECKING
 
+from jax.sharding import PartitionSpec
+
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 if TYPE_CHECKING:
@@ -86,6 +88,6 @@ def plan_html(plan: "Plan") -> str:
     )
 
 
-def _spec_text(spec: tuple) -> str:
+def _spec_text(spec: PartitionSpec) -> str:
     entries = ", ".join("·" if e is None else str(e) for e in spec)
     return f"({entries})"

@@ -23,7 +23,6 @@ class TracedLoss:
 def trace_loss(
     loss_fn: Callable[..., Any],
     args: Sequence[Any],
-    *,
     has_aux: bool | None,
     mesh: Mesh,
     axes: tuple[str, ...],
@@ -91,8 +90,7 @@ def check_loss(loss: Any) -> None:
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"the loss must be of a float dtype, got {dtype}. Convert it: "
-            "loss.astype(jnp.float32)."
+            f"the loss must be of a float dtype, got {dtype}. Convert it: loss.astype(jnp.float32)."
         )
 
 

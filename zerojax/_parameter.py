@@ -1,0 +1,85 @@
+"""How one parameter is held during a step, and what becomes of its gradient."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax import _gather
+from zerojax._gather import Cut, Wire
+from zerojax._plan import LeafPlan, Plan
+from zerojax._precision import Precision
+from zerojax._split import WEIGHT, Kind, Shard
+from zerojax._state import OPT_STATE, PARAMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of a step. The stage table decides all of it."""
+
+    leaf: LeafPlan
+    plan: Plan
+    precision: Precision
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the loss sees shards, to gather and to send gradients through."""
+        return self.plan.sharded["grads"] and self.leaf.dim is not None
+
+    @property
+    def is_varied(self) -> bool:
+        return jnp.issubdtype(self.leaf.dtype, jnp.inexact)
+
+    @property
+    def grad_dtype(self) -> Any:
+        """The parameter's own dtype, or the one gradients are reduced in if that is wider."""
+        return jnp.promote_types(self.leaf.dtype, self.precision.reduce or self.leaf.dtype)
+
+    @property
+    def compute_dtype(self) -> Any:
+        is_float = jnp.issubdtype(self.leaf.dtype, jnp.floating)
+        return (is_float and self.precision.compute) or self.leaf.dtype
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        cuts = [d == self.leaf.dim for d in range(len(self.leaf.shape))]
+        sizes = zip(self.leaf.shape, cuts, strict=True)
+        return tuple(n // self.plan.size if cut else n for n, cut in sizes)
+
+    def kind(self) -> Kind:
+        if not self.is_held or self.leaf.dim is None:
+            return WEIGHT
+        return Shard(None, Cut(self.leaf.dim, self.compute_dtype))
+
+    def varied(self, value: Any) -> Any:
+        """What the loss is differentiated by: the shard where there is one."""
+        if not self.is_varied:
+            return value
+        if not self.is_held:
+            return value.astype(self.compute_dtype)
+        if self.plan.sharded[PARAMS]:
+            return value.astype(self.grad_dtype)
+        return jnp.zeros(self.shard_shape, self.grad_dtype)  # only routes the gradient
+
+    def loss_input(self, value: Any, varied: Any) -> Any:
+        """The parameter as the engine takes it."""
+        if not self.is_held:
+            return varied
+        return (varied,) if self.plan.sharded[PARAMS] else (value, varied)
+
+    def reduced(self, grad: Any, wire: Wire) -> Any:
+        """The gradient summed over the devices, where the loss did not do so itself."""
+        if self.plan.size > 1 and not self.is_held:
+            if self.plan.sharded[OPT_STATE] and self.leaf.dim is not None:
+                grad = _gather.scatter(grad, self.leaf.dim, wire)
+            else:
+                grad = _gather.reduce(grad, wire)
+        return grad.astype(self.grad_dtype)
+
+    def no_gradient(self) -> Any:
+        """Zeros in a dtype that optax can add; keys get JAX's own zero."""
+        if jnp.issubdtype(self.leaf.dtype, jax.dtypes.extended):
+            return np.zeros(self.leaf.shape, jax.dtypes.float0)
+        return jnp.zeros(self.shard_shape, self.leaf.dtype)

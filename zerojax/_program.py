@@ -1,0 +1,187 @@
+"""What each device runs in a step: the loss and its gradients on this device's examples."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import _accumulate, _batch, _compat, _engine, _gather, _spec
+from zerojax._parameter import Parameter
+from zerojax._plan import Plan
+from zerojax._precision import Precision, cast_floats
+from zerojax._trace import TracedLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a loss is evaluated."""
+
+    has_aux: bool | None
+    accumulate: int
+    precision: Precision
+    regather: bool
+    differentiate: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise ValueError(
+                f"accumulate must be a positive integer, got {self.accumulate!r}: the number of "
+                "microbatches that each device's part of the batch is split into."
+            )
+
+
+class Program:
+    """The code of one device, to be run under `shard_map` with the specs it gives."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        traced: TracedLoss,
+        roles: Sequence[str],
+        per_example: Any,
+    ) -> None:
+        self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
+        self.per_example = per_example
+        self.wire = _gather.Wire(plan.axes, options.precision.reduce)
+        self.params = [Parameter(leaf, plan, options.precision) for leaf in plan.params]
+        self.hoisted = None
+        if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
+            known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
+            self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
+
+    # -- where things come from and go to
+
+    def in_specs(self) -> tuple[list, list, list]:
+        batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
+        params = [_spec.only_axes(leaf.spec, self.plan.axes) for leaf in self.plan.params]
+        args = [batch if role == _batch.BATCH else whole for role in self.roles]
+        return params, args, [whole] * len(self.traced.closed_over)
+
+    def out_specs(self) -> tuple[Any, Any, Any]:
+        batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
+        aux = jax.tree.map(lambda rows: batch if rows else whole, self.per_example)
+        grads = [_spec.only_axes(leaf.shard_spec, self.plan.axes) for leaf in self.plan.params]
+        return whole, aux, grads if self.options.differentiate else []
+
+    # -- the program
+
+    def __call__(
+        self, values: list[Any], args: list[Any], closed_over: list[Any]
+    ) -> tuple[Any, Any, list[Any]]:
+        count = self.options.accumulate
+        args = self.prepared(args)
+        counts = self.counts(args, closed_over)
+        varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
+        floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
+
+        def scaled_loss(floats: list[Any], loss_args: list[Any]) -> tuple[Any, tuple[Any, Any]]:
+            found = iter(floats)
+            inputs = [
+                p.loss_input(value, next(found) if p.is_varied else v)
+                for p, value, v in zip(self.params, values, varied, strict=True)
+            ]
+            loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
+            return loss / (self.plan.size * count), (loss, aux)
+
+        def microbatch(index: Any, parts: list[Any]) -> tuple[tuple[Any, list[Any]], Any]:
+            loss_args = self.loss_args(args, parts, index)
+            if not self.options.differentiate:
+                _, (loss, aux) = scaled_loss(floats, loss_args)
+                return (loss, []), aux
+            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
+            return (loss, grads), aux
+
+        if count == 1:
+            (loss, grads), aux = microbatch(None, self.batch_args(args))
+            aux = jax.tree.map(lambda leaf: leaf[None], aux)
+        else:
+            accumulators = [
+                jax.ShapeDtypeStruct(v.shape, p.grad_dtype)
+                for p, v in zip(self.params, varied, strict=True)
+                if p.is_varied and self.options.differentiate
+            ]
+            like = (jax.ShapeDtypeStruct((), jnp.float32), accumulators)
+            (loss, grads), aux = _accumulate.summed(microbatch, self.batch_args(args), count, like)
+        aux = jax.tree.map(self.joined_aux, aux, self.per_example)
+        loss = self.device_mean(loss / count)
+        return loss, aux, self.reduced(grads) if self.options.differentiate else []
+
+    def loss(self, inputs: list[Any], counts: list[Any]) -> tuple[Any, Any]:
+        jaxpr = self.traced.jaxpr
+        if self.hoisted is not None:
+            jaxpr, inputs = self.hoisted.loss, [*inputs, *self.hoisted.constants, *counts]
+        if self.plan.sharded["grads"]:
+            kinds = [p.kind() for p in self.params]
+            kinds += [None] * (len(inputs) - len(kinds))
+            regather = self.options.regather and self.options.differentiate
+            outs = _engine.evaluate(jaxpr, inputs, kinds, self.wire, regather=regather)
+        else:
+            outs = _compat.run_jaxpr(jaxpr, inputs)
+        loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
+        return loss.astype(jnp.float32), jax.tree.structure(self.traced.aux).unflatten(aux)
+
+    def counts(self, args: list[Any], closed_over: list[Any]) -> list[Any]:
+        """For each `zerojax.mean`, the mean over microbatches of its count over the devices."""
+        hoisted = self.hoisted
+        if hoisted is None:
+            return []
+        unread = [jnp.zeros(())] * len(self.params)
+
+        def count(index: Any, parts: list[Any]) -> tuple[list[Any], None]:
+            loss_args = self.loss_args(args, parts, index)
+            inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
+            return _compat.run_jaxpr(hoisted.counter, inputs), None
+
+        like = [jax.ShapeDtypeStruct((), jnp.float32)] * hoisted.num_counts
+        totals, _ = _accumulate.summed(count, self.batch_args(args), self.options.accumulate, like)
+        return [lax.psum(t, self.plan.axes) / self.options.accumulate for t in totals]
+
+    # -- the loss's arguments
+
+    def prepared(self, args: list[Any]) -> list[Any]:
+        """Floats in the compute dtype, keys of this device's own."""
+        index = lax.axis_index(self.plan.axes)
+        args = cast_floats(args, self.options.precision.compute)
+        pairs = zip(args, self.roles, strict=True)
+        return [jax.random.fold_in(a, index) if role == _batch.KEY else a for a, role in pairs]
+
+    def batch_args(self, args: list[Any]) -> list[Any]:
+        return [a for a, role in zip(args, self.roles, strict=True) if role == _batch.BATCH]
+
+    def loss_args(self, args: list[Any], parts: list[Any], index: Any | None) -> list[Any]:
+        """The arguments of microbatch `index` (None: there is only one), its `parts` put in."""
+        found = iter(parts)
+
+        def arg(value: Any, role: str) -> Any:
+            if role == _batch.BATCH:
+                return next(found)
+            if role == _batch.KEY and index is not None:
+                return jax.random.fold_in(value, index)
+            return value
+
+        return [arg(value, role) for value, role in zip(args, self.roles, strict=True)]
+
+    # -- results
+
+    def joined_aux(self, stacked: Any, has_rows: bool) -> Any:
+        """An aux leaf, one a microbatch: put together, or averaged over all and the devices."""
+        if has_rows:
+            return stacked.reshape(-1, *stacked.shape[2:])
+        if not jnp.issubdtype(stacked.dtype, jnp.inexact):
+            stacked = stacked.astype(jnp.float32)
+        return self.device_mean(jnp.mean(stacked, axis=0))
+
+    def device_mean(self, value: Any) -> Any:
+        return lax.pmean(value, self.plan.axes) if self.plan.size > 1 else value
+
+    def reduced(self, grads: list[Any]) -> list[Any]:
+        found = iter(grads)
+        return [
+            p.reduced(next(found), self.wire) if p.is_varied else p.no_gradient()
+            for p in self.params
+        ]
