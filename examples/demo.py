@@ -66,7 +66,7 @@ def norm(x, scale):
 
 
 def block(x, p, head_dim=32):
-    rows, tokens, dim = x.shape
+    rows, tokens, _ = x.shape
     qkv = jnp.split(norm(x, p["norm1"]) @ p["qkv"], 3, -1)
     q, k, v = (a.reshape(rows, tokens, -1, head_dim) for a in qkv)
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
