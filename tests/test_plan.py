@@ -205,6 +205,8 @@ def test_plan_prints_leaves_bytes_and_totals():
     assert row.split() == ["params/in/w", "float32[24,", "64]", "(data)", "6.0", "KiB", "768", "B"]
     assert re.search(r"parameters +8.3 KiB +1.0 KiB", text)
     assert re.search(r"optimizer state +16.6 KiB +2.1 KiB", text)
+    title = "ZeRO stage 3 over data=8 (cpu); sharded: opt_state, grads, params"
+    assert repr(zerojax.plan(make_state(made, optax.adam(1e-3)))) == f"<Plan of 14 leaves: {title}>"
     html = zerojax.plan(make_state(made, optax.adam(1e-3)))._repr_html_()
     assert html.count("<tr>") == 1 + 14 + 4 and "params/in/w" in html
 

@@ -41,7 +41,7 @@ class LeafPlan:
         return math.prod(shard) * self.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
 
@@ -53,7 +53,7 @@ class Plan:
     mesh: Mesh
     axes: tuple[str, ...]
     leaves: tuple[LeafPlan, ...]
-    treedef: Any = dataclasses.field(repr=False)
+    treedef: Any
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -190,6 +190,9 @@ class Plan:
         for leaf in self.leaves:
             totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.leaves)} leaves: {_table.plan_title(self)}>"
 
     def __str__(self) -> str:
         return _table.plan_text(self)
