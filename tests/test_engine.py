@@ -15,6 +15,7 @@ import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh
 from tests.reference import assert_close
+from zerojax import _compat
 
 LAYERS, DIM = 4, 16
 KEYS = jax.random.split(jax.random.key(0), 20)
@@ -271,12 +272,12 @@ def sharded_grad(loss, stage, **options):
     return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "prefetch"), [(2, 0), (3, 0), (3, 1)])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_match_jax_grad(name, stage):
+def test_gradients_match_jax_grad(name, stage, prefetch):
     loss = PROGRAMS[name]
     wanted_loss, wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
-    grad, params = sharded_grad(loss, stage)
+    grad, params = sharded_grad(loss, stage, prefetch=prefetch)
     value, grads = grad(params, BATCH)
     tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
     assert float(value) == pytest.approx(float(wanted_loss), rel=tolerance)
@@ -327,6 +328,38 @@ def test_no_loop_keeps_full_weights(name, stage):
     grad, params = sharded_grad(PROGRAMS[name], stage)
     kept = scan_residuals(grad.trace(params, BATCH).jaxpr, least=DIM * DIM)
     assert kept == []
+
+
+@pytest.mark.parametrize("name", ["plain_scan", "reverse_unrolled_scan", "remat_in_the_middle"])
+def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
+    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
+    jaxpr = grad.trace(params, BATCH).jaxpr
+    gathers = [c for c in collectives(jaxpr) if c.kind == "all-gather"]
+    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
+    # The first layer before the loop; backward begins with what forward's last step asked for.
+    assert sum(c.elements for c in gathers if c.depth == 0) == layer
+    assert sum(c.moved for c in gathers if c.depth == 1) == 2 * LAYERS * layer
+    for loop in scans_of(jaxpr):
+        body = loop.params["jaxpr"].jaxpr
+        made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+        carried = body.outvars[: sum(_compat.scan_counts(loop.params)[1:])]
+        # In forward the gather may still be wrapped in its custom derivative.
+        assert sum(made.get(v) in ("all_gather", "custom_vjp_call") for v in carried) == 2
+
+
+def scans_of(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        else:
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from scans_of(inner)
+
+
+@pytest.mark.parametrize("value", [2, -1, "yes", None])
+def test_bad_prefetch(value):
+    with pytest.raises(ValueError, match=r"prefetch must be 0, 1 or 'auto'"):
+        zerojax.train_step(end, prefetch=value)
 
 
 def test_regather_false_gathers_once_and_keeps():

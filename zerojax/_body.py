@@ -22,7 +22,7 @@ from jax.extend import core as jex_core
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._gather import Wire, obtain
+from zerojax._gather import Wire, dispose, obtain
 from zerojax._split import WEIGHT, Atom, Split, Step, Var
 
 Array = Any
@@ -33,11 +33,12 @@ Run = Callable[[Sequence[Step], Env], None]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How to run: over which wire, whether to gather again in backward, and the interpreter
-    of a rest's steps."""
+    """How to run: over which wire, whether to gather again in backward, how many layers ahead,
+    and the interpreter of a rest's steps."""
 
     wire: Wire
     regather: bool
+    prefetch: int
     run: Run
 
 
@@ -91,18 +92,26 @@ class Body:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Array]:
         """The outputs, differentiated by JAX if at all."""
-        frontier = self.prefix(self.weights_of(inputs))
+        weights = self.weights_of(inputs)
+        frontier = self.prefix(weights, self.gather(weights))
         return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def prefix(self, weights: Sequence[Any]) -> list[Array]:
-        """The frontier, from the inputs that are weights."""
-        weight_vars = where(self.split.invars, self.is_weight)
-        env: Env = {**self.split.constants, **dict(zip(weight_vars, weights, strict=True))}
-        for var, shard in self.split.gathers.items():
-            env[var] = obtain(env[shard.root], shard.cut, self.how.wire)
+    def gather(self, weights: Sequence[Any]) -> list[Array]:
+        """The full weights, from the inputs that are weights."""
+        by_var = self._by_var(weights)
+        gathers = self.split.gathers.values()
+        return [obtain(by_var[shard.root], shard.cut, self.how.wire) for shard in gathers]
+
+    def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
+        """The frontier: gathered weights, and what comes from weights alone."""
+        env: Env = {**self.split.constants, **self._by_var(weights)}
+        write(env, list(self.split.gathers), gathered)
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
+
+    def _by_var(self, weights: Sequence[Any]) -> Env:
+        return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
 
     def rest(self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]):
         """The outputs, from the frontier, the shards that inner loops want, and plain inputs."""
@@ -122,12 +131,14 @@ class Body:
         by_var = dict(zip(self.split.invars, inputs, strict=True))
         return [by_var[root] for root in self.split.loop_roots]
 
-    def forward(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list[Array], Saved]:
+    def forward(
+        self, inputs: Sequence[Any], gathered: Sequence[Array], wanted: Sequence[bool]
+    ) -> tuple[list[Array], Saved]:
         """Outputs, and the residuals of the rest, less what backward can make or has.
 
         `wanted` says for which inputs a gradient is wanted.
         """
-        frontier = self.prefix(self.weights_of(inputs))
+        frontier = self.prefix(self.weights_of(inputs), gathered)
         varied, join = vary([*frontier], self._frontier_varies())
         roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
         num_roots = len(self.split.loop_roots)
@@ -148,30 +159,61 @@ class Body:
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
 
     def backward(
-        self, inputs: Sequence[Any], saved: Saved, cts: Sequence[Array | None]
+        self,
+        inputs: Sequence[Any],
+        gathered: Sequence[Array],
+        saved: Saved,
+        cts: Sequence[Array | None],
     ) -> list[Any]:
         """Gradients of the inputs: `Held`-shaped for shards, None where there is none.
 
         Lost inputs come as their types. `cts` has None where an output is of no float dtype.
         """
-        wanted = saved.wanted
-        weights = self.weights_of(inputs)
-        varied, join = vary(weights, self.weights_of(wanted))
-        frontier, prefix_vjp = jax.vjp(lambda varied: self.prefix(join(varied)), varied)
+        weights, want_weights = self.weights_of(inputs), self.weights_of(saved.wanted)
+        # Shards get their gradients through the gathered weights and through inner loops.
+        want_whole = [
+            want and not isinstance(w, tuple) for w, want in zip(weights, want_weights, strict=True)
+        ]
+        sources, wanted = [*gathered, *weights], [True] * len(gathered) + want_whole
+        varied, join = vary(sources, wanted)
+
+        def prefix(varied: list) -> list[Array]:
+            values = join(varied)
+            return self.prefix(values[len(gathered) :], values[: len(gathered)])
+
+        frontier, prefix_vjp = jax.vjp(prefix, varied)
         vjp = restore(saved, self.known(frontier, inputs))
         d_varied, d_inputs = vjp(where(cts, self._float_outs()))
-        d_frontier = gradients(frontier, self._frontier_varies(), d_varied)
-        (d_varied,) = prefix_vjp([zeros_like(f) if d is None else d
-                                  for f, d in zip(frontier, d_frontier, strict=True)])  # fmt: skip
-        d_weights = gradients(weights, self.weights_of(wanted), d_varied)
-        d_inputs = gradients(*self._rest_inputs(inputs, wanted), d_inputs)
-        num_roots = len(self.split.loop_roots)
-        by_root = dict(zip(self.split.loop_roots, d_inputs[:num_roots], strict=True))
-        d_weights = [
-            add(d, by_root.get(v))
-            for v, d in zip(self.weights_of(self.split.invars), d_weights, strict=True)
+        d_frontier = [
+            zeros_like(value) if grad is None else grad
+            for value, grad in zip(
+                frontier, gradients(frontier, self._frontier_varies(), d_varied), strict=True
+            )
         ]
-        return merge(self.is_weight, d_weights, d_inputs[num_roots:])
+        d_sources = gradients(sources, wanted, prefix_vjp(d_frontier)[0])
+        d_roots_and_plain = gradients(*self._rest_inputs(inputs, saved.wanted), d_inputs)
+        num_roots = len(self.split.loop_roots)
+        totals = self._by_var(d_sources[len(gathered) :])
+        self._add_roots(totals, d_roots_and_plain[:num_roots])
+        self._add_gathered(totals, d_sources[: len(gathered)], weights)
+        return merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+
+    def _add_roots(self, totals: Env, grads: Sequence[tuple]) -> None:
+        """Adds the gradients that inner loops gave their shards."""
+        for root, grad in zip(self.split.loop_roots, grads, strict=True):
+            totals[root] = tuple(map(add, totals[root], grad))
+
+    def _add_gathered(
+        self, totals: Env, grads: Sequence[Array | None], weights: Sequence[Any]
+    ) -> None:
+        """Sends the gradients of gathered weights to their shards, and adds them."""
+        held = self._by_var(weights)
+        for shard, grad in zip(self.split.gathers.values(), grads, strict=True):
+            if grad is not None:
+                *whole, last = totals[shard.root]
+                dtype = held[shard.root][-1].dtype
+                mine = dispose(grad, dtype, shard.cut, self.how.wire)
+                totals[shard.root] = (*whole, add(last, mine))
 
     def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
         values = [*self.roots_of(inputs), *self.plain_of(inputs)]
@@ -234,8 +276,6 @@ def is_float(value: Any) -> bool:
 
 def add(a: Any, b: Any) -> Any:
     """The sum of two gradients, either of which may be None."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return tuple(add(x, y) for x, y in zip(a, b, strict=True))
     return b if a is None else a if b is None else a + b
 
 

@@ -25,16 +25,22 @@ Array = Any
 
 
 def evaluate(
-    jaxpr: Any, inputs: Sequence[Any], kinds: Sequence[Any], wire: Wire, *, regather: bool
+    jaxpr: Any,
+    inputs: Sequence[Any],
+    kinds: Sequence[Any],
+    wire: Wire,
+    *,
+    regather: bool,
+    prefetch: int,
 ) -> list[Array]:
     """Runs `jaxpr`; inputs whose kind is a `Shard` are `Held`, the others plain values."""
-    engine = _Engine(wire, regather)
+    engine = _Engine(wire, regather, prefetch)
     return engine.run_scope(split(jaxpr, (), kinds, pull=False), inputs, lambda f: f)
 
 
 class _Engine:
-    def __init__(self, wire: Wire, regather: bool) -> None:
-        self.how = How(wire, regather, self.run)
+    def __init__(self, wire: Wire, regather: bool, prefetch: int) -> None:
+        self.how = How(wire, regather, prefetch, self.run)
 
     def run(self, steps: Sequence[Step], env: Env) -> None:
         """Runs the steps of a rest in `env`."""
@@ -73,7 +79,8 @@ class _Engine:
 
         def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
             wanted, values = perturbed(inputs)
-            outs, saved = body.forward(values, wanted)
+            gathered = body.gather(body.weights_of(values))
+            outs, saved = body.forward(values, gathered, wanted)
             return outs, (values, saved)
 
         def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
@@ -83,7 +90,7 @@ class _Engine:
             # Without the barrier XLA would merge this gather with forward's and keep its result.
             weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
             inputs = merge(body.is_weight, weights, body.plain_of(inputs))
-            return (body.backward(inputs, saved, cts),)
+            return (body.backward(inputs, body.gather(weights), saved, cts),)
 
         call.defvjp(forward, backward, symbolic_zeros=True)
         return call(list(inputs))

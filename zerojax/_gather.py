@@ -52,7 +52,7 @@ def _all_gather_fwd(shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
 
 
 def _all_gather_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[Array]:
-    return (scatter(grad, cut.dim, wire).astype(like.dtype),)
+    return (dispose(grad, like.dtype, cut, wire),)
 
 
 _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
@@ -69,10 +69,15 @@ def _route_fwd(full: Array, shard: Array, cut: Cut, wire: Wire) -> tuple[Array, 
 
 
 def _route_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[None, Array]:
-    return None, scatter(grad, cut.dim, wire).astype(like.dtype)
+    return None, dispose(grad, like.dtype, cut, wire)
 
 
 _route.defvjp(_route_fwd, _route_bwd)
+
+
+def dispose(grad: Array, dtype: Any, cut: Cut, wire: Wire) -> Array:
+    """The gradient of a shard, in the shard's dtype, from that of the full weight."""
+    return scatter(grad, cut.dim, wire).astype(dtype)
 
 
 def scatter(grad: Array, dim: int, wire: Wire) -> Array:

@@ -21,6 +21,7 @@ def value_and_grad(
     accumulate: int = 1,
     precision: Precision | None = None,
     regather: bool = True,
+    prefetch: int | str = "auto",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for parameters that live where `plan` puts them.
 
@@ -38,11 +39,13 @@ def value_and_grad(
             reduce gradients once, stages 2 and 3 keep only shards of their sum.
         precision: dtypes to compute and to reduce in.
         regather: gather weights again in backward instead of keeping them (stage 3).
+        prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
+            both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
     """
-    options = Options(has_aux, accumulate, precision or Precision(), regather)
+    options = Options(has_aux, accumulate, precision or Precision(), regather, prefetch=prefetch)
 
     def fn(params: Any, *args: Any) -> tuple[Any, Any]:
         loss, aux, grads = loss_and_grads(loss_fn, plan, options, params, args)

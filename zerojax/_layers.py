@@ -75,21 +75,29 @@ class _Layers:
 
     def forward_saving(
         self, inputs: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[Array], Any]:
+    ) -> tuple[list[Array], tuple[Any, list[Array]]]:
         consts, carry, xs = self.parts(inputs)
         want_consts, _, want_xs = self.parts(wanted)
         num_carry = self.loop.num_carry
         # The carry may vary inside the loop even where its first value does not.
         wanted = [*want_consts, *[True] * num_carry, *want_xs]
+        order = self.order(reverse=self.loop.reverse)
 
-        def step(carry: list, xs: list) -> tuple[list, tuple[list, Any]]:
-            outs, saved = self.body.forward([*consts, *carry, *xs], wanted)
-            return outs[:num_carry], (outs[num_carry:], saved)
+        def step(state: tuple[list, list], layer: tuple[Any, list]) -> tuple[Any, Any]:
+            (carry, gathered), (index, xs) = state, layer
+            gathered, ahead = self.weights_now_and_ahead(inputs, gathered, order, index)
+            outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
+            return (outs[:num_carry], ahead), (outs[num_carry:], saved)
 
-        carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
-        return [*carry, *ys], saved
+        start = (carry, self.first_weights(inputs, order))
+        (carry, last), (ys, saved) = self.scan(
+            step, start, (jnp.arange(self.loop.length), xs), reverse=self.loop.reverse
+        )
+        # Backward starts where forward ends, with the weights that are there already.
+        return [*carry, *ys], (saved, last)
 
-    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
+    def backward(self, inputs: Sequence[Any], residuals: Any, cts: Sequence[Any]) -> list[Any]:
+        saved, last = residuals
         consts, carry, xs = self.parts(inputs)
         want_consts, _, _ = self.parts(saved.wanted)
         varied = [want and is_float(x) for x, want in zip(consts, want_consts, strict=True)]
@@ -100,15 +108,60 @@ class _Layers:
         ]
         d_carry, d_ys = d_outs[: len(carry)], d_outs[len(carry) :]
         carry_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+        order = self.order(reverse=not self.loop.reverse)
 
-        def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> tuple[Any, list]:
-            (d_carry, d_consts), (saved, d_ys, xs) = state, layer
-            inputs = [*consts, *carry_types, *xs]
-            d_inputs = self.body.backward(inputs, saved, [*d_carry, *d_ys])
+        def step(state: tuple[list, list, list], layer: tuple[Any, Any, list, list]) -> Any:
+            (d_carry, d_consts, gathered), (index, saved, d_ys, xs) = state, layer
+            gathered, ahead = self.weights_now_and_ahead(inputs, gathered, order, index)
+            layer_inputs = [*consts, *carry_types, *xs]
+            d_inputs = self.body.backward(layer_inputs, gathered, saved, [*d_carry, *d_ys])
             more, d_carry, d_xs = self.parts(d_inputs)
-            return (d_carry, list(map(add, d_consts, more))), d_xs
+            return (d_carry, list(map(add, d_consts, more)), ahead), d_xs
 
-        (d_carry, d_consts), d_xs = self.scan(
-            step, (d_carry, d_consts), (saved, d_ys, xs), reverse=not self.loop.reverse
+        (d_carry, d_consts, _), d_xs = self.scan(
+            step,
+            (d_carry, d_consts, last),
+            (jnp.arange(self.loop.length), saved, d_ys, xs),
+            reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *d_xs]
+
+    # -- weights, one layer ahead of their use
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether weights travel while the layer before computes. One layer has none before."""
+        return bool(self.body.how.prefetch and self.body.split.gathers) and self.loop.length > 1
+
+    def order(self, *, reverse: bool) -> int:
+        """The way a loop walks through the layers."""
+        return -1 if reverse else 1
+
+    def first_weights(self, inputs: Sequence[Any], order: int) -> list[Array]:
+        first = 0 if order > 0 else self.loop.length - 1
+        return self.weights_at(inputs, first) if self.prefetches else []
+
+    def weights_now_and_ahead(
+        self, inputs: Sequence[Any], gathered: list[Array], order: int, index: Any
+    ) -> tuple[list[Array], list[Array]]:
+        """This layer's weights and the next one's, which are asked for first of all.
+
+        The last layer asks for its own again: backward starts with them.
+        """
+        if not self.prefetches:
+            return self.weights_at(inputs, index), []
+        ahead = jnp.clip(index + order, 0, self.loop.length - 1)
+        return gathered, self.weights_at(inputs, ahead)
+
+    def weights_at(self, inputs: Sequence[Any], index: Any) -> list[Array]:
+        """One layer's weights, gathered."""
+        consts, carry, xs = self.parts(inputs)
+
+        def layer(stack: Any) -> Any:
+            # Only shards are gathered; the others stand in their places.
+            if not isinstance(stack, tuple):
+                return None
+            return tuple(lax.dynamic_index_in_dim(a, index, keepdims=False) for a in stack)
+
+        inside = [*consts, *carry, *map(layer, xs)]
+        return self.body.gather(self.body.weights_of(inside))

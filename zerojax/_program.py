@@ -25,12 +25,18 @@ class Options:
     precision: Precision
     regather: bool
     differentiate: bool = True
+    prefetch: int | str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ValueError(
                 f"accumulate must be a positive integer, got {self.accumulate!r}: the number of "
                 "microbatches that each device's part of the batch is split into."
+            )
+        if self.prefetch not in (0, 1, "auto"):
+            raise ValueError(
+                f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
+                "whose weights are gathered ahead of their use."
             )
 
 
@@ -48,11 +54,21 @@ class Program:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.wire = _gather.Wire(plan.axes, options.precision.reduce)
+        self.prefetch = self.layers_ahead()
         self.params = [Parameter(leaf, plan, options.precision) for leaf in plan.params]
         self.hoisted = None
         if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
+
+    def layers_ahead(self) -> int:
+        """How many layers ahead to gather: only where collectives run beside compute, and
+        only weights that are not there already."""
+        if not self.plan.sharded["params"]:
+            return 0
+        if self.options.prefetch != "auto":
+            return int(self.options.prefetch)
+        return int(self.plan.mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm"))
 
     # -- where things come from and go to
 
@@ -119,7 +135,9 @@ class Program:
             kinds = [p.kind() for p in self.params]
             kinds += [None] * (len(inputs) - len(kinds))
             regather = self.options.regather and self.options.differentiate
-            outs = _engine.evaluate(jaxpr, inputs, kinds, self.wire, regather=regather)
+            outs = _engine.evaluate(
+                jaxpr, inputs, kinds, self.wire, regather=regather, prefetch=self.prefetch
+            )
         else:
             outs = _compat.run_jaxpr(jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number

@@ -100,13 +100,21 @@ class Split:
         return unique(s.root for s in shards_read(self.rest))
 
 
-def split(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[Kind], *, pull: bool) -> Split:
+def split(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    kinds: Sequence[Kind],
+    *,
+    pull: bool,
+    checkpointed: bool = False,
+) -> Split:
     """Splits `jaxpr`. With `pull`, weights inside a remat are gathered outside of it (a loop
     body gathers everything first); without, the remat gathers for itself where it can.
+    `checkpointed` says that the rest will run under `jax.checkpoint`.
 
     A `Shard` among `kinds` may have any root; the input variable itself becomes the root.
     """
-    splitter = _Splitter(pull)
+    splitter = _Splitter(pull, checkpointed)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.kinds[var] = Shard(var, kind.cut) if isinstance(kind, Shard) else kind
     kinds = [splitter.kinds[v] for v in jaxpr.invars]
@@ -120,7 +128,8 @@ def split(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[Kind], *, pull: boo
     rest = alive(rest, outvars, reads_of)
     reads = unique(v for step in rest for v in reads_of(step))
     wanted = unique([*reads, *(v for v in outvars if is_var(v))])
-    frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST)]
+    made = {v for step in rest for v in step.outvars}
+    frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST) and v not in made]
     prefix = alive(splitter.prefix, frontier, reads_of)
     needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
@@ -133,8 +142,8 @@ def split(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[Kind], *, pull: boo
 
 
 class _Splitter:
-    def __init__(self, pull: bool) -> None:
-        self.pull = pull
+    def __init__(self, pull: bool, checkpointed: bool) -> None:
+        self.pull, self.checkpointed = pull, checkpointed
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
         self.gathers: dict[Var, Shard] = {}
@@ -226,6 +235,10 @@ class _Splitter:
             self.prefix.append(eqn)
             for var in eqn.outvars:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
+            if self.checkpointed and WEIGHT not in kinds:
+                # Nothing keeps it there anyway. Handed in from outside, a mask made of iotas
+                # would be an array behind jax.checkpoint's barrier instead of part of a fusion.
+                rest.append(eqn)
         else:
             rest.append(eqn)
 
@@ -240,13 +253,15 @@ class _Splitter:
                 for v, several in zip(eqn.invars, shared, strict=True)
             ]
             kinds = [_inner_kind(self.kind(v)) for v in operands]
-            inner = split(jaxpr, consts, kinds, pull=False)
+            inner = split(jaxpr, consts, kinds, pull=False, checkpointed=True)
             shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
             rest.append(Scope(inner, shards, list(eqn.outvars), policy, prevent_cse))
             return
         steps: list[Step] = []
+        outside, self.checkpointed = self.checkpointed, True
         for inner in self.inline(self.inliner.expand(eqn)):
             self.visit(inner, steps)
+        self.checkpointed = outside
         made_here = {v for step in steps for v in step.outvars}
         outvars = [v for v in eqn.outvars if v in made_here]
         steps = alive(steps, outvars, reads_of)

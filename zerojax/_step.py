@@ -24,7 +24,9 @@ def train_step(
     plan: Plan | None = None,
     tx: optax.GradientTransformation | None = None,
     regather: bool = True,
+    prefetch: int | str = "auto",
     donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
@@ -42,12 +44,15 @@ def train_step(
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
         tx: the optimizer, for states that do not carry theirs.
         regather: gather weights again in backward instead of keeping them (stage 3).
+        prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
+            both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
         donate: give the old state's memory to the new one.
+        compiler_options: as in `jax.jit`; the README has those that suit layer loops on GPUs.
 
     Returns:
         What `jax.jit` returns, so `step.lower(state, batch).compile()` works too.
     """
-    options = Options(None, accumulate, precision or Precision(), regather)
+    options = Options(None, accumulate, precision or Precision(), regather, prefetch=prefetch)
 
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
@@ -63,7 +68,8 @@ def train_step(
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics
 
-    return jax.jit(step, donate_argnums=(0,) if donate else ())
+    donated = (0,) if donate else ()
+    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options)
 
 
 def eval_step(
