@@ -5,12 +5,13 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
-.PHONY: demo test lint examples notebooks clean
+.PHONY: demo test lint examples notebooks gpu-compile clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test
+	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.dev
@@ -23,6 +24,12 @@ examples: $(VENV)/.examples
 
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python notebooks/run.py
+
+# The two jax-cuda packages must match jax; their CUDA libraries are not needed to compile.
+gpu-compile: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $$($(BIN)/python -c 'import jax; v = jax.__version__; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")') \
+	  nvidia-cuda-nvcc nvidia-nvvm
 
 clean:
 	rm -rf .venv

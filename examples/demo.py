@@ -16,7 +16,6 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
 
-import argparse as argparse_source
 import ast
 import collections
 
@@ -86,7 +85,7 @@ def loss_fn(params, text):
 
 
 def read_text():
-    modules = (argparse_source, ast, collections, inspect, json)
+    modules = (argparse, ast, collections, inspect, json)
     return np.frombuffer("".join(map(inspect.getsource, modules)).encode(), np.uint8)
 
 

@@ -169,7 +169,7 @@ EPS = 1e-4  # Adam's own 1e-8 turns rounding noise of tiny gradients into steps 
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3, eps=EPS),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "lion": lambda: optax.contrib.schedule_free_sgd(1e-2),
+    "lion": lambda: optax.lion(1e-4),
     "lamb": lambda: optax.lamb(1e-3, eps=EPS),
     "muon": lambda: optax.contrib.muon(1e-3, eps=EPS),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
@@ -197,4 +197,3 @@ OPTIMIZERS = {
     ),
     "novograd": lambda: optax.novograd(1e-3, eps=EPS),
 }
-OPTIMIZERS["lion"] = lambda: optax.lion(1e-4)

@@ -103,11 +103,45 @@ def test_bad_override_names_path_and_remedy(spec, error, remedy):
 
 
 def test_bad_override_pattern():
-    with pytest.raises(ValueError, match=r"no regular expression.*Escape"):
+    with pytest.raises(ValueError, match=r"overrides=.*no regular expression.*Escape"):
         params_plan({"w": shape(16, 3)}, overrides={"*w": P()})
 
 
-@pytest.mark.parametrize("stage", [-1, 4, "3", None, True, 1.5])
+def test_patterns_that_match_nothing_are_mistakes():
+    message = r"'weight', which no parameter matches. Name some; paths are such as"
+    with pytest.raises(ValueError, match=message):
+        params_plan({"w": shape(16, 3)}, overrides={"weight": P()})
+    with pytest.raises(ValueError, match=message):
+        params_plan({"w": shape(16, 3)}, stacked="weight")
+    with pytest.raises(ValueError, match=r"stacked=.*no regular expression.*Escape"):
+        params_plan({"w": shape(16, 3)}, stacked="*")
+
+
+@pytest.mark.parametrize("size", [-1, "a", 1.5])
+def test_min_shard_size_is_a_number_of_elements(size):
+    with pytest.raises(ValueError, match=r"must be a number of elements.*Use 0"):
+        params_plan({"w": shape(16, 3)}, min_shard_size=size)
+
+
+@pytest.mark.parametrize("axis", [(), ("data", "data")])
+def test_axes_are_different_and_some(axis):
+    with pytest.raises(ValueError, match=r"must name one mesh axis.*leave axis= out"):
+        params_plan({"w": shape(16, 3)}, axis=axis)
+
+
+def test_class_whose_fields_jax_cannot_name():
+    class State:
+        def __init__(self, params, opt_state):
+            self.params, self.opt_state = params, opt_state
+
+    jax.tree_util.register_pytree_node(
+        State, lambda s: ((s.params, s.opt_state), None), lambda _, parts: State(*parts)
+    )
+    with pytest.raises(ValueError, match=r"fields of State. Register it with.*register_dataclass"):
+        zerojax.plan(State({"w": jnp.ones((16, 16))}, ()))
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "3", None, True, 1.5, 3.0])
 def test_stage_outside_0_to_3(stage):
     with pytest.raises(ValueError, match=r"stage must be 0, 1, 2 or 3"):
         params_plan({"w": shape(16, 16)}, stage=stage)
@@ -217,6 +251,8 @@ def test_plan_is_immutable_hashable_and_equal_by_value():
     assert one != params_plan({"w": shape(16, 16)}, stage=2)
     with pytest.raises(AttributeError):
         one.stage = 2
+    make = lambda: make_state(mlp(False), optax.adam(1e-3))  # static fields made anew each time
+    assert zerojax.plan(make()) == zerojax.plan(make)
 
 
 def test_optimizer_and_params_that_do_not_match():

@@ -27,9 +27,9 @@ PUBLIC = {
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_mesh", "_spec", "_state", "_inline", "_gather", "_table", "_opt_specs", "_plan",
-    "_precision", "_mean", "_batch", "_split", "_body", "_layers", "_engine", "_accumulate",
-    "_trace", "_parameter", "_program", "_grad", "_step", "_place",
+    "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
+    "_opt_specs", "_precision", "_plan", "_mean", "_batch", "_split", "_body", "_layers", "_engine",
+    "_accumulate",    "_trace", "_parameter", "_program", "_grad", "_step", "_place",
 ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from jax.extend import core as jex_core
 
 from zerojax import _compat
 from zerojax._inline import Inliner, alive, is_var
-from zerojax._mean import COUNT
+from zerojax._linear import degrees
+from zerojax._mean import COUNT, MEAN
 
 
 def summed(
@@ -40,7 +41,6 @@ class HoistedCounts(NamedTuple):
 
     counter: Any
     loss: Any
-    num_counts: int
     constants: list[Any]
 
 
@@ -51,11 +51,14 @@ def hoist_counts(jaxpr: Any, from_batch: Sequence[bool]) -> HoistedCounts:
     """
     counts: list[jex_core.JaxprEqn] = []
     kept: list[jex_core.JaxprEqn] = []
+    means: dict[Any, int] = {}
     inliner = Inliner()
 
     def walk(eqn: jex_core.JaxprEqn) -> None:
         eqn = inliner.resolved(eqn)
-        if is_count(eqn):
+        if is_call(eqn, MEAN):
+            means.update(dict.fromkeys(eqn.outvars, 1))
+        if is_call(eqn, COUNT):
             counts.append(eqn)
         elif eqn.primitive.name in _compat.CALLS and contains_count(eqn):
             for inner in inliner.expand(eqn):
@@ -71,6 +74,13 @@ def hoist_counts(jaxpr: Any, from_batch: Sequence[bool]) -> HoistedCounts:
 
     for eqn in jaxpr.eqns:
         walk(eqn)
+    outvars = [inliner.named(v) for v in jaxpr.outvars]
+    if max(degrees(kept, means, outvars), default=0) > 1:
+        raise ValueError(
+            "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
+            "quotient of two means, ...), so microbatches cannot be averaged exactly. Apply it to "
+            "the metrics outside of the loss, or use accumulate=1."
+        )
     wanted = [eqn.invars[0] for eqn in counts]
     needed = alive(kept, wanted, reads)
     roots = {v for eqn in needed for v in reads(eqn)}
@@ -83,22 +93,21 @@ def hoist_counts(jaxpr: Any, from_batch: Sequence[bool]) -> HoistedCounts:
     consts, values = list(inliner.constants), list(inliner.constants.values())
     counter = _compat.make_jaxpr(needed, [*jaxpr.invars, *consts], wanted)
     made = [eqn.outvars[0] for eqn in counts]
-    outvars = [inliner.named(v) for v in jaxpr.outvars]
     loss = _compat.make_jaxpr(kept, [*jaxpr.invars, *consts, *made], outvars)
-    return HoistedCounts(counter, loss, len(counts), values)
+    return HoistedCounts(counter, loss, values)
 
 
 def reads(eqn: jex_core.JaxprEqn) -> list[Any]:
     return [v for v in eqn.invars if is_var(v)]
 
 
-def is_count(eqn: jex_core.JaxprEqn) -> bool:
-    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == COUNT
+def is_call(eqn: jex_core.JaxprEqn, name: str) -> bool:
+    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == name
 
 
 def has_counts(jaxpr: Any) -> bool:
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(is_count(eqn) or contains_count(eqn) for eqn in eqns)
+    return any(is_call(eqn, COUNT) or contains_count(eqn) for eqn in eqns)
 
 
 def contains_count(eqn: jex_core.JaxprEqn) -> bool:

@@ -14,18 +14,19 @@ BATCH, KEY, WHOLE = "batch", "key", "whole"
 
 
 def roles(args: Sequence[Any]) -> list[str]:
-    """For each leaf of the arguments: split along the batch, a key, or the same everywhere."""
-    found = []
-    for position, arg in enumerate(args):
-        leaves = jax.tree.leaves(arg)
-        # An old-style key is a pair of uint32; only a lone one after the batch can be meant.
-        raw_key = position > 0 and len(leaves) == 1 and _is_raw_key(leaves[0])
-        for leaf in leaves:
-            if raw_key or jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-                found.append(KEY)
-            else:
-                found.append(BATCH if jnp.ndim(leaf) else WHOLE)
-    return found
+    """For each leaf of the arguments: split along the batch, a key, or the same everywhere.
+
+    A key has no dimensions; an array of keys is one for each example. Old-style keys, pairs of
+    uint32, are taken for keys everywhere but in the batch itself, the first argument.
+    """
+
+    def role(leaf: Any, in_batch: bool) -> str:
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+        if (is_key and not jnp.ndim(leaf)) or (not in_batch and _is_raw_key(leaf)):
+            return KEY
+        return BATCH if jnp.ndim(leaf) else WHOLE
+
+    return [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
 
 
 def check(args: Sequence[Any], roles: Sequence[str], size: int, accumulate: int = 1) -> None:
@@ -40,7 +41,8 @@ def check(args: Sequence[Any], roles: Sequence[str], size: int, accumulate: int 
             raise ValueError(
                 f"batch leaves disagree on their leading dimension: {first_name} has "
                 f"{jnp.shape(first)[0]} and {name} has {jnp.shape(value)[0]}. Give every leaf one "
-                "row for each example; let the loss close over what is no part of the batch."
+                "row for each example; let the loss close over what is no part of the batch, and "
+                "make keys with jax.random.key."
             )
     check_divides(first_name, jnp.shape(first)[0], size, accumulate)
 
@@ -101,12 +103,7 @@ def shard_batch(
         (1, 3)
     """
     mesh, axes = _mesh.resolve(mesh, axis)
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"shard_batch places a batch that one process holds whole, and this run has "
-            f"{jax.process_count()} processes. Build the global batch from each process's part "
-            "with jax.make_array_from_process_local_data."
-        )
+    _mesh.check_one_process("shard_batch")
     size = _mesh.axes_size(mesh, axes)
     found = roles((batch,))
     check((batch,), found, size)

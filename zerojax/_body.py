@@ -18,28 +18,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
 from zerojax._gather import Wire, dispose, obtain
+from zerojax._inline import is_var
 from zerojax._split import WEIGHT, Atom, Split, Step, Var
 
 Array = Any
 Held = tuple[Array, ...]
 Env = dict[Var, Any]  # a variable's value, or a shard root's `Held`
-Run = Callable[[Sequence[Step], Env], None]
+Run = Callable[[Sequence[Step], Env, "How"], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
     """How to run: over which wire, whether to gather again in backward, how many layers ahead,
-    and the interpreter of a rest's steps."""
+    the interpreter of a rest's steps, and whether a loop over layers is around."""
 
     wire: Wire
     regather: bool
     prefetch: int
     run: Run
+    in_loop: bool = False
 
 
 @functools.partial(
@@ -113,12 +114,14 @@ class Body:
     def _by_var(self, weights: Sequence[Any]) -> Env:
         return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
 
-    def rest(self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]):
+    def rest(
+        self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
+    ) -> list[Array]:
         """The outputs, from the frontier, the shards that inner loops want, and plain inputs."""
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
-        self.how.run(self.split.rest, env)
+        self.how.run(self.split.rest, env, self.how)
         return read(env, self.split.outvars)
 
     def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
@@ -270,6 +273,17 @@ def instantiated(ct: Any) -> Array:
     return ct
 
 
+def without_tangents(outs: Sequence[Array]) -> list[Array]:
+    """Outputs of a `custom_vjp`, its integers rid of their (float0) tangents, which most
+    primitives cannot differentiate by. `x | x` is `x`, and has no derivative."""
+
+    def clean(out: Array) -> Array:
+        is_int = jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == bool
+        return jnp.bitwise_or(out, out) if is_int else out
+
+    return list(map(clean, outs))
+
+
 def is_float(value: Any) -> bool:
     return jax.dtypes.issubdtype(value.dtype, np.inexact)
 
@@ -287,7 +301,8 @@ def zeros_like(value: Any) -> Any:
 
 
 def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    return [v.val if isinstance(v, jex_core.Literal) else env[v] for v in atoms]
+    # A literal may be a bare Python number; the rest relies on shapes and dtypes.
+    return [jnp.asarray(v.val, v.aval.dtype) if not is_var(v) else env[v] for v in atoms]
 
 
 def write(env: Env, outvars: Sequence[Var], values: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from zerojax._body import (
     merge,
     perturbed,
     read,
+    without_tangents,
     write,
 )
 from zerojax._gather import Wire
@@ -34,66 +35,64 @@ def evaluate(
     prefetch: int,
 ) -> list[Array]:
     """Runs `jaxpr`; inputs whose kind is a `Shard` are `Held`, the others plain values."""
-    engine = _Engine(wire, regather, prefetch)
-    return engine.run_scope(split(jaxpr, (), kinds, pull=False), inputs, lambda f: f)
+    scope = split(jaxpr, (), kinds, pull=False)
+    return run_scope(scope, inputs, How(wire, regather, prefetch, run), lambda f: f)
 
 
-class _Engine:
-    def __init__(self, wire: Wire, regather: bool, prefetch: int) -> None:
-        self.how = How(wire, regather, prefetch, self.run)
+def run(steps: Sequence[Step], env: Env, how: How) -> None:
+    """Runs the steps of a rest in `env`."""
+    for step in steps:
+        match step:
+            case Remat():
+                outs = run_remat(step, env, how)
+            case Scope():
+                inputs = operand_values(step.operands, env)
+                outs = run_scope(step.split, inputs, how, checkpoint_like(step))
+            case Loop():
+                outs = _layers.run_loop(step, operand_values(step.operands, env), how)
+            case _:
+                outs = _compat.bind(step, read(env, step.invars))
+        write(env, step.outvars, outs)
 
-    def run(self, steps: Sequence[Step], env: Env) -> None:
-        """Runs the steps of a rest in `env`."""
-        for step in steps:
-            match step:
-                case Remat():
-                    outs = self.run_remat(step, env)
-                case Scope():
-                    inputs = operand_values(step.operands, env)
-                    outs = self.run_scope(step.split, inputs, checkpoint_like(step))
-                case Loop():
-                    outs = _layers.run_loop(step, operand_values(step.operands, env), self.how)
-                case _:
-                    outs = _compat.bind(step, read(env, step.invars))
-            write(env, step.outvars, outs)
 
-    def run_remat(self, step: Remat, env: Env) -> list[Array]:
-        names = unique([*step.reads, *step.roots])
+def run_remat(step: Remat, env: Env, how: How) -> list[Array]:
+    names = unique([*step.reads, *step.roots])
 
-        def inner(values: list[Any]) -> list[Array]:
-            scope = dict(zip(names, values, strict=True))
-            self.run(step.steps, scope)
-            return read(scope, step.outvars)
+    def inner(values: list[Any]) -> list[Array]:
+        scope = dict(zip(names, values, strict=True))
+        run(step.steps, scope, how)
+        return read(scope, step.outvars)
 
-        return checkpoint_like(step)(inner)([env[v] for v in names])
+    return checkpoint_like(step)(inner)([env[v] for v in names])
 
-    def run_scope(self, scope: Split, inputs: Sequence[Any], wrap: Callable) -> list[Array]:
-        """Runs a scope, its weights gathered again in backward. See the note in `_body.py`."""
-        body = Body(scope, self.how, wrap=wrap)
-        if not scope.frontier or not self.how.regather:
-            return body(inputs)
 
-        @jax.custom_vjp
-        def call(inputs: list[Any]) -> list[Array]:
-            return body(inputs)
+def run_scope(scope: Split, inputs: Sequence[Any], how: How, wrap: Callable) -> list[Array]:
+    """Runs a scope, its weights gathered again in backward. See the note in `_body.py`."""
+    body = Body(scope, how, wrap=wrap)
+    if not scope.frontier or not how.regather:
+        return body(inputs)
 
-        def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
-            wanted, values = perturbed(inputs)
-            gathered = body.gather(body.weights_of(values))
-            outs, saved = body.forward(values, gathered, wanted)
-            return outs, (values, saved)
+    @jax.custom_vjp
+    def call(inputs: list[Any]) -> list[Array]:
+        return body(inputs)
 
-        def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
-            inputs, saved = residuals
-            floats = [is_float(v.aval) for v in scope.outvars]
-            cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
-            # Without the barrier XLA would merge this gather with forward's and keep its result.
-            weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
-            inputs = merge(body.is_weight, weights, body.plain_of(inputs))
-            return (body.backward(inputs, body.gather(weights), saved, cts),)
+    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
+        wanted, values = perturbed(inputs)
+        gathered = body.gather(body.weights_of(values))
+        outs, saved = body.forward(values, gathered, wanted)
+        return outs, (values, saved)
 
-        call.defvjp(forward, backward, symbolic_zeros=True)
-        return call(list(inputs))
+    def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
+        inputs, saved = residuals
+        floats = [is_float(v.aval) for v in scope.outvars]
+        cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
+        # Without the barrier XLA would merge this gather with forward's and keep its result.
+        weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
+        inputs = merge(body.is_weight, weights, body.plain_of(inputs))
+        return (body.backward(inputs, body.gather(weights), saved, cts),)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return without_tangents(call(list(inputs)))
 
 
 def checkpoint_like(step: Remat | Scope) -> Callable[[Callable], Callable]:

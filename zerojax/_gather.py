@@ -26,7 +26,12 @@ class Cut:
     """How a parameter is held: along which dimension, and as which dtype it is wanted."""
 
     dim: int
-    dtype: Any
+    dtype: Any  # as it travels
+    use_dtype: Any = None  # as it is used, where that is wider
+
+    @property
+    def final_dtype(self) -> Any:
+        return self.use_dtype or self.dtype
 
 
 def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
@@ -38,13 +43,14 @@ def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
     if not jax.dtypes.issubdtype(shard.dtype, jax.numpy.inexact):
         return full[0] if full else lax.all_gather(shard, wire.axes, axis=cut.dim, tiled=True)
     if full:
-        return _route(full[0].astype(cut.dtype), shard, cut, wire)
+        return _route(full[0].astype(cut.dtype).astype(cut.final_dtype), shard, cut, wire)
     return _all_gather(shard, cut, wire)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather(shard: Array, cut: Cut, wire: Wire) -> Array:
-    return lax.all_gather(shard.astype(cut.dtype), wire.axes, axis=cut.dim, tiled=True)
+    full = lax.all_gather(shard.astype(cut.dtype), wire.axes, axis=cut.dim, tiled=True)
+    return full.astype(cut.final_dtype)
 
 
 def _all_gather_fwd(shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
@@ -77,28 +83,33 @@ _route.defvjp(_route_fwd, _route_bwd)
 
 def dispose(grad: Array, dtype: Any, cut: Cut, wire: Wire) -> Array:
     """The gradient of a shard, in the shard's dtype, from that of the full weight."""
-    return scatter(grad, cut.dim, wire).astype(dtype)
+    return scatter(grad.astype(cut.dtype), cut.dim, wire).astype(dtype)
 
 
 def scatter(grad: Array, dim: int, wire: Wire) -> Array:
     """Sums a gradient over the devices and keeps this device's part."""
-    grad = grad.astype(wire.reduce_dtype or grad.dtype)
-    return lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(_on_wire(grad, wire), wire.axes, scatter_dimension=dim, tiled=True)
 
 
 def reduce(grad: Array, wire: Wire) -> Array:
     """Sums a gradient over the devices; everyone keeps all of it."""
-    return lax.psum(grad.astype(wire.reduce_dtype or grad.dtype), wire.axes)
+    return lax.psum(_on_wire(grad, wire), wire.axes)
+
+
+def _on_wire(grad: Array, wire: Wire) -> Array:
+    is_real = jax.numpy.issubdtype(grad.dtype, jax.numpy.floating)
+    return grad.astype(wire.reduce_dtype) if is_real and wire.reduce_dtype else grad
 
 
 def gather_rested(
-    shard: Array, old: Array | None, dim: int, stacked: bool, axes: tuple[str, ...]
+    shard: Array, old: Array | None, dim: int | None, stacked: bool, axes: tuple[str, ...]
 ) -> Array:
     """A parameter that rests whole (stages 1 and 2), from its updated shard.
 
     A stack goes layer by layer into `old`, the donated parameter that it replaces: gathered
     at once, or into new memory, it would need a second full copy.
     """
+    assert dim is not None, "only what is cut can be gathered"
     if old is None or not stacked or dim == 0:
         return lax.all_gather(shard, axes, axis=dim, tiled=True)
 

@@ -8,7 +8,7 @@ import jax
 from zerojax import _batch
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
-from zerojax._program import Options, Program
+from zerojax._program import Options, Program, precision_of
 from zerojax._state import PARAMS, leaves_of
 from zerojax._trace import TracedLoss, trace_loss
 
@@ -37,7 +37,7 @@ def value_and_grad(
             put together along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             reduce gradients once, stages 2 and 3 keep only shards of their sum.
-        precision: dtypes to compute and to reduce in.
+        precision: dtypes to compute and to reduce in; default, the plan's.
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
@@ -45,10 +45,19 @@ def value_and_grad(
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
     """
-    options = Options(has_aux, accumulate, precision or Precision(), regather, prefetch=prefetch)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
+            "zerojax.plan(state, stage=3)."
+        )
+    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch)
 
-    def fn(params: Any, *args: Any) -> tuple[Any, Any]:
-        loss, aux, grads = loss_and_grads(loss_fn, plan, options, params, args)
+    def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def with_kwargs(params: Any, *args: Any) -> Any:
+            return loss_fn(params, *args[:-1], **args[-1])
+
+        every = (*args, kwargs)
+        loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         return (loss, aux) if has_aux else loss, grads
 
     return fn
@@ -64,13 +73,15 @@ def loss_and_grads(
     roles = _batch.roles(args)
     _batch.check(args, roles, plan.size, options.accumulate)
 
+    compute = precision_of(plan, options.precision).compute
+
     def trace(ways: int) -> TracedLoss:
         """The loss as seen where the batch is split so many ways."""
         pairs = zip(arg_values, roles, strict=True)
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
         whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
-        shapes = cast_floats(shapes, options.precision.compute)
+        shapes = cast_floats(shapes, compute)
         return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes)
 
     ways = plan.size * options.accumulate

@@ -5,6 +5,7 @@ layers in reverse, gathers each again and reduce-scatters its gradient inside th
 See the note in `_body.py`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax._body import Body, How, add, instantiated, is_float, perturbed
+from zerojax._body import Body, How, add, instantiated, is_float, perturbed, without_tangents
 from zerojax._split import Loop
 
 Array = Any
@@ -38,7 +39,7 @@ def run_loop(loop: Loop, inputs: Sequence[Any], how: How) -> list[Array]:
         return (layers.backward(inputs, saved, cts),)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
-    return call(list(inputs))
+    return without_tangents(call(list(inputs)))
 
 
 class _Layers:
@@ -49,7 +50,8 @@ class _Layers:
         first_x = loop.num_consts + loop.num_carry
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
-        self.body = Body(loop.body, how, lost=lost)
+        self.how = how
+        self.body = Body(loop.body, dataclasses.replace(how, in_loop=True), lost=lost)
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carry and scanned operands."""
@@ -93,11 +95,16 @@ class _Layers:
         (carry, last), (ys, saved) = self.scan(
             step, start, (jnp.arange(self.loop.length), xs), reverse=self.loop.reverse
         )
-        # Backward starts where forward ends, with the weights that are there already.
-        return [*carry, *ys], (saved, last)
+        # Backward starts where forward ends, with the weights that are there already. Within
+        # an outer loop they would be kept for each of its turns.
+        return [*carry, *ys], (saved, [] if self.how.in_loop else last)
 
     def backward(self, inputs: Sequence[Any], residuals: Any, cts: Sequence[Any]) -> list[Any]:
         saved, last = residuals
+        if self.loop.unroll != 1:
+            # Without a loop of its own between them, XLA would merge backward's gathers with
+            # forward's and keep their results.
+            inputs, cts = self.tied(inputs, cts)
         consts, carry, xs = self.parts(inputs)
         want_consts, _, _ = self.parts(saved.wanted)
         varied = [want and is_float(x) for x, want in zip(consts, want_consts, strict=True)]
@@ -120,11 +127,19 @@ class _Layers:
 
         (d_carry, d_consts, _), d_xs = self.scan(
             step,
-            (d_carry, d_consts, last),
+            (d_carry, d_consts, last or self.first_weights(inputs, order)),
             (jnp.arange(self.loop.length), saved, d_ys, xs),
             reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *d_xs]
+
+    def tied(self, inputs: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The inputs and cotangents, the shards not to be used before these are there."""
+        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+        shards = [x if isinstance(x, tuple) else None for x in inputs]
+        shards, floats = lax.optimization_barrier((shards, floats))
+        return [x if s is None else s for x, s in zip(inputs, shards, strict=True)], floats
 
     # -- weights, one layer ahead of their use
 

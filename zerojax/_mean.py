@@ -8,16 +8,17 @@ from jax import lax
 
 from zerojax import _compat
 
-COUNT = "zerojax_count"
+# Names of the calls that accumulation looks for.
+MEAN, COUNT = "zerojax_mean", "zerojax_count"
 
 
 def mean(values: Any, where: Any = None) -> jax.Array:
     """The mean of `values` over the global batch; with a mask, over its true elements.
 
     Inside a zerojax step this is the number one device would get from the whole batch, though
-    shards hold different numbers of true elements. With `accumulate=` it is exact where it
-    enters the loss as a term or factor of its own. Anywhere else it is
-    `jnp.mean(values, where=where)`, and 0 where nothing is true.
+    shards hold different numbers of true elements. With `accumulate=` it is exact too; there it
+    must enter the loss and the aux linearly, and anything else is an error. Outside of a step it
+    is `jnp.mean(values, where=where)`, and 0 where nothing is true.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
@@ -26,16 +27,26 @@ def mean(values: Any, where: Any = None) -> jax.Array:
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         values = values.astype(jnp.float32)
-    mask = jnp.ones((), bool) if where is None else jnp.asarray(where, bool)
-    mask = jnp.broadcast_to(mask, values.shape)
+    mask = jnp.ones((), bool) if where is None else jnp.asarray(where)
+    if jnp.issubdtype(mask.dtype, jnp.inexact):
+        raise TypeError(
+            f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
+            "takes no weights. Pass weights > 0, and weigh the values yourself."
+        )
     axes = _compat.bound_axes()
-    total = jnp.sum(jnp.where(mask, values, 0))
-    count = jnp.sum(mask, dtype=jnp.float32)
-    if axes:
-        total, count = lax.psum(total, axes), _global_count(count, axes)
-    # Through accumulation the count is a mean over microbatches and may well be below 1.
-    any_true = count > 0
-    return jnp.where(any_true, total / jnp.where(any_true, count, 1).astype(total.dtype), 0)
+
+    def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(values.dtype, jnp.float32)
+        total = jnp.sum(jnp.where(mask, values, 0), dtype=wide)
+        count = jnp.sum(mask, dtype=jnp.float32)
+        if axes:
+            total, count = lax.psum(total, axes), _global_count(count, axes)
+        # Through accumulation the count is a mean over microbatches and may well be below 1.
+        any_true = count > 0
+        mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
+        return mean.astype(values.dtype)
+
+    return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
 
 
 def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -48,4 +59,4 @@ def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     def zerojax_count(count: jax.Array) -> jax.Array:
         return lax.psum(count, axes)
 
-    return jax.jit(zerojax_count, inline=False)(count)
+    return jax.jit(zerojax_count)(count)

@@ -26,6 +26,11 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
     only_axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
     wanted = only_axis if axis is None else axis
     axes = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
+            f"{tuple(mesh.axis_names)}. Pass one of them, or leave axis= out."
+        )
     for name in axes:
         if name not in mesh.axis_names:
             raise ValueError(
@@ -42,6 +47,16 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
     return mesh, axes
+
+
+def check_one_process(what: str) -> None:
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{what} works in one process, and this run has {jax.process_count()} processes. Build "
+            "global arrays from each process's part with "
+            "jax.make_array_from_process_local_data, and states with jax.jit(make_state, "
+            "out_shardings=...)."
+        )
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:

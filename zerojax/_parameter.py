@@ -22,6 +22,7 @@ class Parameter:
     leaf: LeafPlan
     plan: Plan
     precision: Precision
+    accumulates: bool
 
     @property
     def is_held(self) -> bool:
@@ -34,8 +35,12 @@ class Parameter:
 
     @property
     def grad_dtype(self) -> Any:
-        """The parameter's own dtype, or the one gradients are reduced in if that is wider."""
-        return jnp.promote_types(self.leaf.dtype, self.precision.reduce or self.leaf.dtype)
+        """The parameter's own, as in JAX; wider only where wider master copies want it."""
+        precision, own = self.precision, self.leaf.dtype
+        if precision.master is None or not jnp.issubdtype(own, jnp.floating):
+            return own
+        wide = precision.master if self.accumulates else precision.reduce
+        return jnp.promote_types(own, wide or own)
 
     @property
     def compute_dtype(self) -> Any:
@@ -72,6 +77,7 @@ class Parameter:
     def reduced(self, grad: Any, wire: Wire) -> Any:
         """The gradient summed over the devices, where the loss did not do so itself."""
         if self.plan.size > 1 and not self.is_held:
+            grad = grad.astype(self.compute_dtype)  # what accumulated wider travels as computed
             if self.plan.sharded[OPT_STATE] and self.leaf.dim is not None:
                 grad = _gather.scatter(grad, self.leaf.dim, wire)
             else:

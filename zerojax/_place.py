@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _plan, _spec, _state
-from zerojax._precision import Precision, cast_floats, master_weights
+from zerojax._precision import MasterState, Precision, cast_floats, check_precision, master_weights
 
 
 def shard_train_state(
@@ -31,7 +31,7 @@ def shard_train_state(
             ever holds it whole.
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
-            them in the optimizer state.
+            them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
         mesh, axis, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
 
     Returns:
@@ -47,13 +47,15 @@ def shard_train_state(
     stored = _with_precision(state_or_fn, precision)
     plan = _plan.plan(
         stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
-        min_shard_size=min_shard_size, stacked=stacked, tx=tx,
+        min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
     )  # fmt: skip
     return plan.place(stored)
 
 
 def gather_params(state: Any) -> Any:
     """The parameters as numpy arrays on the host, moved there one leaf at a time.
+
+    Takes a state, or any tree of arrays.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -72,11 +74,13 @@ def gather_params(state: Any) -> Any:
             )
         return np.asarray(leaf)
 
-    return jax.tree.map(to_host, _state.get_params(state))
+    params = _state.get_params(state)
+    return jax.tree.map(to_host, state if params is None else params)
 
 
 def _with_precision(state_or_fn: Any, precision: Precision | None) -> Any:
     """The state with its parameters and optimizer as `precision` wants them stored."""
+    check_precision(precision)
     if precision is None or precision.param is None:
         return state_or_fn
     if _state.is_state_function(state_or_fn):
@@ -89,12 +93,14 @@ def _with_precision(state_or_fn: Any, precision: Precision | None) -> Any:
             "not carry it. Build the state with tx = zerojax.master_weights(tx) and cast its "
             "parameters yourself."
         )
+    if isinstance(state.opt_state, MasterState):
+        return state  # placed before, and stored so already
+    params = cast_floats(state.params, precision.param)
     if precision.master is None:
-        params = cast_floats(state.params, precision.param)
-        return state.replace(params=params, tx=tx, opt_state=tx.init(params))
-    tx = master_weights(tx, precision.master)
+        wanted = jax.eval_shape(tx.init, params)
+        opt_state = jax.tree.map(lambda x, w: x.astype(w.dtype), state.opt_state, wanted)
+        return state.replace(params=params, tx=tx, opt_state=opt_state)
     # From the parameters as given: copies made of rounded ones would start out wrong.
-    opt_state = tx.init(state.params)
-    return state.replace(
-        params=cast_floats(state.params, precision.param), tx=tx, opt_state=opt_state
-    )
+    opt_state = MasterState(cast_floats(state.params, precision.master), state.opt_state)
+    tx = master_weights(tx, precision.master)
+    return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _gather, _mesh, _opt_specs, _spec, _state, _table
+from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -53,14 +54,18 @@ class Plan:
     mesh: Mesh
     axes: tuple[str, ...]
     leaves: tuple[LeafPlan, ...]
-    treedef: Any
+    treedef: Any = dataclasses.field(compare=False)  # static fields differ from call to call
+    precision: Precision | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.stage, self.mesh, self.axes, self.leaves))
+        return hash((self.stage, self.mesh, self.axes, self.leaves, self.precision))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __deepcopy__(self, memo: Any) -> "Plan":
+        return self  # immutable, and devices cannot be copied
 
     @property
     def size(self) -> int:
@@ -100,6 +105,7 @@ class Plan:
 
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
+        _mesh.check_one_process("placing a state")
         if _state.is_state_function(state):
             made: list[Any] = []
             leaves = self.born_sharded(state, made.append)()
@@ -151,7 +157,6 @@ class Plan:
             return [
                 _gather.gather_rested(shard, stack, leaf.dim, leaf.stacked, self.axes)
                 for shard, stack, leaf in zip(shards, old, plans, strict=True)
-                if leaf.dim is not None
             ]
 
         cut = [_spec.only_axes(leaf.shard_spec, self.axes) for leaf in plans]
@@ -210,6 +215,7 @@ def plan(
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
+    precision: Precision | None = None,
     tx: Any = None,
 ) -> Plan:
     """Decides where each leaf of a state lives. Moves nothing.
@@ -220,10 +226,12 @@ def plan(
         stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
         axis: the mesh axis or axes to shard over; default, the only one or `data`.
-        overrides: `{path regex: PartitionSpec}`, read against paths such as `params/dense/kernel`.
+        overrides: `{path regex: PartitionSpec}` for parameters, read against paths such as
+            `params/dense/kernel`; the optimizer state follows.
         min_shard_size: parameters with fewer elements stay replicated.
         stacked: a path regex for parameters whose first dimension counts layers; default, read
             off the shapes.
+        precision: dtypes that steps by this plan compute and reduce in, unless told otherwise.
         tx: the optimizer, for states that do not carry theirs.
 
     Returns:
@@ -235,7 +243,7 @@ def plan(
         >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
         params/w is cut along dimension 0
     """
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ValueError(
             f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
             "state, 2 gradients too, 3 parameters too."
@@ -265,7 +273,9 @@ def plan(
                 spec=rest, shard_spec=shard, dim=dim, stacked=is_stacked, reason=reason,
             )
         )  # fmt: skip
-    made = Plan(stage, mesh, axes, tuple(planned), jax.tree.structure(_state.without_plan(state)))
+    made = Plan(
+        stage, mesh, axes, tuple(planned), jax.tree.structure(_state.without_plan(state)), precision
+    )
     _check_worth(made)
     return made
 
@@ -281,6 +291,8 @@ def _shard_specs(
 ) -> list[tuple[PartitionSpec, str | None, bool]]:
     """How each leaf is cut, why not, and whether its first dimension counts layers."""
     params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
+    for pattern, _ in rule.overrides:
+        _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
     stacks = _state.stacked_paths(_state.get_params(state), stacked)
     cuts = {}
     for leaf, base in params:

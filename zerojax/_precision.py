@@ -64,6 +64,14 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def check_precision(precision: Any) -> None:
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(
+            f"precision must be a zerojax.Precision, got {precision!r}. Pass for example "
+            "zerojax.Precision(compute='bfloat16')."
+        )
+
+
 class MasterState(NamedTuple):
     """State of `master_weights`."""
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from zerojax import _accumulate, _batch, _compat, _engine, _gather, _spec
 from zerojax._parameter import Parameter
 from zerojax._plan import Plan
-from zerojax._precision import Precision, cast_floats
+from zerojax._precision import Precision, cast_floats, check_precision
 from zerojax._trace import TracedLoss
 
 
@@ -22,12 +22,13 @@ class Options:
 
     has_aux: bool | None
     accumulate: int
-    precision: Precision
+    precision: Precision | None
     regather: bool
     differentiate: bool = True
     prefetch: int | str = "auto"
 
     def __post_init__(self) -> None:
+        check_precision(self.precision)
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ValueError(
                 f"accumulate must be a positive integer, got {self.accumulate!r}: the number of "
@@ -38,6 +39,23 @@ class Options:
                 f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
                 "whose weights are gathered ahead of their use."
             )
+
+
+def precision_of(plan: Plan, given: Precision | None) -> Precision:
+    """The dtypes of a step: the plan's, or those given where the plan has none."""
+    if given is None:
+        return plan.precision or Precision()
+    if plan.precision is not None and given != plan.precision:
+        raise ValueError(
+            f"the step has {given} and the state was placed with {plan.precision}. Leave "
+            "precision= out of the step, or place the state again with the one you want."
+        )
+    if plan.precision is None and (given.param or given.master):
+        raise ValueError(
+            f"{given} says how parameters are stored, and the state was placed without it. Place "
+            "it with zerojax.shard_train_state(state, precision=...); the step then needs none."
+        )
+    return given
 
 
 class Program:
@@ -53,9 +71,12 @@ class Program:
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
-        self.wire = _gather.Wire(plan.axes, options.precision.reduce)
+        self.precision = precision_of(plan, options.precision)
+        self.wire = _gather.Wire(plan.axes, self.precision.reduce)
         self.prefetch = self.layers_ahead()
-        self.params = [Parameter(leaf, plan, options.precision) for leaf in plan.params]
+        self.params = [
+            Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
+        ]
         self.hoisted = None
         if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
@@ -155,7 +176,7 @@ class Program:
             inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
-        like = [jax.ShapeDtypeStruct((), jnp.float32)] * hoisted.num_counts
+        like = [v.aval for v in hoisted.counter.outvars]
         totals, _ = _accumulate.summed(count, self.batch_args(args), self.options.accumulate, like)
         return [lax.psum(t, self.plan.axes) / self.options.accumulate for t in totals]
 
@@ -164,7 +185,7 @@ class Program:
     def prepared(self, args: list[Any]) -> list[Any]:
         """Floats in the compute dtype, keys of this device's own."""
         index = lax.axis_index(self.plan.axes)
-        args = cast_floats(args, self.options.precision.compute)
+        args = cast_floats(args, self.precision.compute)
         pairs = zip(args, self.roles, strict=True)
         return [jax.random.fold_in(a, index) if role == _batch.KEY else a for a, role in pairs]
 

@@ -51,6 +51,10 @@ class Remat:
     def roots(self) -> list[Var]:
         return unique(shard.root for shard in shards_read(self.steps))
 
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
@@ -61,6 +65,10 @@ class Scope:
     outvars: list[Var]
     policy: Any
     prevent_cse: bool
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.split.rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +83,10 @@ class Loop:
     length: int
     reverse: bool
     unroll: Any
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.body.rest)
 
 
 Step = jex_core.JaxprEqn | Remat | Scope | Loop
@@ -216,10 +228,9 @@ class _Splitter:
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
         kinds = [self.kind(v) for v in eqn.invars]
-        if is_cast(eqn) and isinstance(kinds[0], Shard) and _narrows(eqn, kinds[0]):
+        if is_cast(eqn) and (cast := _cast_shard(eqn, kinds[0])):
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
-            cut = dataclasses.replace(kinds[0].cut, dtype=eqn.params["new_dtype"])
-            self.kinds[eqn.outvars[0]] = Shard(kinds[0].root, cut)
+            self.kinds[eqn.outvars[0]] = cast
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, rest)
         elif name == "scan" and self.scans_weights(eqn):
@@ -246,14 +257,17 @@ class _Splitter:
         jaxpr, consts = _compat.inner_jaxpr(eqn)
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         if not self.pull:
-            shared = [self.uses.get(k.root, 0) > 1 if isinstance(k, Shard) else False
-                      for k in map(self.kind, eqn.invars)]  # fmt: skip
-            operands = [
-                self.whole(v) if several else v
-                for v, several in zip(eqn.invars, shared, strict=True)
-            ]
-            kinds = [_inner_kind(self.kind(v)) for v in operands]
-            inner = split(jaxpr, consts, kinds, pull=False, checkpointed=True)
+            operands = list(eqn.invars)
+            inner = self.split_remat(jaxpr, consts, operands)
+            gathered = {shard.root for shard in inner.gathers.values()}
+            pairs = zip(inner.invars, operands, strict=True)
+            shared = [var in gathered and self.uses_of(v) > 1 for var, v in pairs]
+            if any(shared):  # gathered out here, once for all its uses
+                operands = [
+                    self.whole(v) if several else v
+                    for v, several in zip(operands, shared, strict=True)
+                ]
+                inner = self.split_remat(jaxpr, consts, operands)
             shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
             rest.append(Scope(inner, shards, list(eqn.outvars), policy, prevent_cse))
             return
@@ -268,6 +282,14 @@ class _Splitter:
         made = {v for step in steps for v in step.outvars}
         reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
         rest.append(Remat(steps, reads, outvars, policy, prevent_cse))
+
+    def uses_of(self, atom: Atom) -> int:
+        kind = self.kind(atom)
+        return self.uses.get(kind.root, 0) if isinstance(kind, Shard) else 0
+
+    def split_remat(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Atom]) -> Split:
+        kinds = [_inner_kind(self.kind(v)) for v in operands]
+        return split(jaxpr, consts, kinds, pull=False, checkpointed=True)
 
     def scans_weights(self, eqn: jex_core.JaxprEqn) -> bool:
         num_consts, num_carry = _compat.scan_counts(eqn.params)
@@ -308,6 +330,10 @@ def reads_of(step: Step) -> list[Var]:
     return [v for v in step.invars if is_var(v)]
 
 
+def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
+    return frozenset().union(*(step.effects for step in steps))
+
+
 def is_cast(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
@@ -324,10 +350,17 @@ def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
             yield from (v for v in step.operands if isinstance(v, Shard))
 
 
-def _narrows(eqn: jex_core.JaxprEqn, shard: Shard) -> bool:
-    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(shard.cut.dtype)
-    both_float = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
-    return both_float and new.itemsize < old.itemsize
+def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
+    """A shard after a cast between floats, if the cast can be left to the gather."""
+    if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
+        return None
+    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(kind.cut.dtype)
+    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
+        return None
+    if new.itemsize == old.itemsize:
+        return None
+    change = {"dtype": new} if new.itemsize < old.itemsize else {"use_dtype": new}
+    return Shard(kind.root, dataclasses.replace(kind.cut, **change))
 
 
 def _inner_kind(kind: Kind) -> Kind:

@@ -19,6 +19,9 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
 
+MOST_LAYERS = 256  # a longer first dimension counts something else
+
+
 class Leaf(NamedTuple):
     path: tuple
     value: Any
@@ -61,7 +64,13 @@ def leaves_of(state: Any) -> list[Leaf]:
                 f"state leaf {leaf.name} is the string {leaf.value!r}, not an array. Make it a "
                 "static field (flax.struct.field(pytree_node=False)) or leave it out."
             )
-    if leaves and not any(leaf.kind == PARAMS for leaf in leaves) and get_params(state) is None:
+    params = get_params(state)
+    if params is not None and jax.tree.leaves(params) and not any(x.kind == PARAMS for x in leaves):
+        raise ValueError(
+            f"JAX does not name the fields of {type(state).__name__}. Register it with "
+            "jax.tree_util.register_dataclass, or with register_pytree_with_keys."
+        )
+    if leaves and params is None:
         raise ValueError(
             f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
             "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
@@ -125,6 +134,9 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
         self.plan, self.original = plan, getattr(tx, "original", tx)
         return self
 
+    def __getnewargs__(self) -> tuple[Any, Any]:  # for copy.copy and copy.deepcopy
+        return self.original, self.plan
+
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, other) is True and self.plan == getattr(other, "plan", None)
 
@@ -181,7 +193,7 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if pattern is not None:
-        return {p for p, _ in leaves if re.search(pattern, path_name(p))}
+        return matching(pattern, {p: path_name(p) for p, _ in leaves}, "stacked=")
     found = {p for p, v in leaves if _boxed_layers(params, p, v)}
 
     def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
@@ -200,10 +212,27 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
     return found
 
 
+def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
+    """The paths whose names a pattern finds; an error where it finds none."""
+    try:
+        found = {path for path, name in names.items() if re.search(pattern, name)}
+    except re.error as error:
+        raise ValueError(
+            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
+            "Escape its special characters."
+        ) from None
+    if not found:
+        raise ValueError(
+            f"{option} has the path pattern {pattern!r}, which no parameter matches. Name some; "
+            f"paths are such as {', '.join(sorted(names.values())[:3])}."
+        )
+    return found
+
+
 def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
     if not all(shapes) or max(map(len, shapes)) < 3:
         return False
-    return len({s[0] for s in shapes}) == 1 and shapes[0][0] > 1
+    return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
 
 
 def _boxed_layers(params: Any, path: tuple, value: Any) -> bool:

@@ -38,7 +38,7 @@ def train_step(
             device; it sees each device's part of the batch, and `rng` folded with its index.
         stage: only to state the stage that the code expects; the placed state decides.
         accumulate: number of microbatches that each device's part of the batch is split into.
-        precision: dtypes to compute and to reduce in.
+        precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
             arguments and returns updated in a dict `aux`, under the same names.
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
@@ -52,7 +52,7 @@ def train_step(
     Returns:
         What `jax.jit` returns, so `step.lower(state, batch).compile()` works too.
     """
-    options = Options(None, accumulate, precision or Precision(), regather, prefetch=prefetch)
+    options = Options(None, accumulate, precision, regather, prefetch=prefetch)
 
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
@@ -84,7 +84,7 @@ def eval_step(
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
     in `mutable` are passed to the loss as keyword arguments.
     """
-    options = Options(None, 1, precision or Precision(), regather=False, differentiate=False)
+    options = Options(None, 1, precision, regather=False, differentiate=False)
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
@@ -109,7 +109,10 @@ def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
             else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
             "plan=plan here (a state without an optimizer field cannot carry it)"
         )
-        raise ValueError(f"the state of type {type(state).__name__} is not placed. First: {how}.")
+        raise ValueError(
+            f"the state of type {type(state).__name__} is not placed, or its optimizer was "
+            f"replaced since. First: {how}."
+        )
     if given is not None and given != plan:
         raise ValueError(
             f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
@@ -175,7 +178,7 @@ def apply_gradients(
 
 def grad_norm(grads: Any) -> jax.Array:
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
-    return optax.global_norm(cast_up(floats))
+    return jnp.asarray(optax.tree.norm(cast_up(floats)))
 
 
 def cast_up(grads: list[Any]) -> list[Any]:

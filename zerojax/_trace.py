@@ -75,7 +75,7 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, tuple):
         raise TypeError(
             f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
-            "has_aux=True."
+            "everything else in aux (value_and_grad wants has_aux=True then)."
         )
     if not hasattr(loss, "shape") and not isinstance(loss, int | float):
         raise TypeError(
