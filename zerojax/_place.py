@@ -74,8 +74,7 @@ def gather_params(state: Any) -> Any:
             )
         return np.asarray(leaf)
 
-    params = _state.get_params(state)
-    return jax.tree.map(to_host, state if params is None else params)
+    return jax.tree.map(to_host, _state.get_params(state, default=state))
 
 
 def _with_precision(state_or_fn: Any, precision: Precision | None) -> Any:

@@ -88,8 +88,8 @@ def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
 
 
-def get_params(state: Any) -> Any:
-    return _get(state, PARAMS, 0)
+def get_params(state: Any, default: Any = None) -> Any:
+    return _get(state, PARAMS, 0, default)
 
 
 def get_opt_state(state: Any) -> Any:
@@ -262,14 +262,14 @@ def _filtered(entry: Any, keep: set[str]) -> Any:
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _get(state: Any, name: str, index: int) -> Any:
+def _get(state: Any, name: str, index: int, default: Any = None) -> Any:
     if isinstance(state, dict):
-        return state.get(name)
+        return state.get(name, default)
     if hasattr(state, name):
         return getattr(state, name)
     if isinstance(state, tuple | list) and len(state) > index:
         return state[index]
-    return None
+    return default
 
 
 def is_state_function(state: Any) -> bool:
