@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import time
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -434,3 +436,78 @@ def test_dispatch_costs_what_plain_jit_costs():
             times[step].append(seconds(step))
     ratio = np.median(np.array(times[ours][2:]) / np.array(times[users][2:]))
     assert ratio < 1.10, f"{ratio:.3f} times plain jit"
+
+
+# -- compositions
+
+
+def boxed_state(names):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
+            x = jnp.tanh(nn.Dense(64, kernel_init=init)(x))
+            return nn.Dense(8)(x)
+
+    model = Net()
+    variables = model.init(jax.random.key(0), jnp.ones((1, 24)))
+    loss = lambda p, b: jnp.mean((model.apply(nn.unbox(p), b["x"]) - b["y"]) ** 2)
+    tx = optax.adam(1e-2, eps=1e-4)
+    return TrainState.create(apply_fn=None, params=variables, tx=tx), loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_partitioned_boxes_train_with_their_own_axis_kept(stage):
+    axes = ("data", "tensor")
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
+    state, loss = boxed_state((None, "tensor"))
+    batch = mlp(False).batch
+    wanted = state
+    for _ in range(3):
+        wanted = wanted.apply_gradients(grads=jax.grad(loss)(wanted.params, batch))
+    placed_state = zerojax.shard_train_state(state, stage, mesh=mesh)
+    step = zerojax.train_step(loss)
+    for _ in range(3):
+        placed_state, _ = step(placed_state, batch)
+    kernel = placed_state.params["params"]["Dense_0"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned) and kernel.names == (None, "tensor")
+    assert kernel.value.sharding.spec == (P("data", "tensor") if stage == 3 else P(None, "tensor"))
+    assert_close(placed_state.params, wanted.params)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_that_keeps_an_average_of_its_parameters(stage):
+    class State(TrainState):
+        ema_params: dict
+
+        def apply_gradients(self, *, grads, **fields):
+            new = super().apply_gradients(grads=grads, **fields)
+            ema = optax.incremental_update(new.params, self.ema_params, 0.1)
+            return new.replace(ema_params=ema)
+
+    made = mlp(False)
+    tx = optax.adam(1e-2, eps=1e-4)
+    state = State.create(apply_fn=None, params=made.params, tx=tx, ema_params=made.params)
+    wanted = state
+    for _ in range(3):
+        wanted = wanted.apply_gradients(grads=jax.grad(made.loss)(wanted.params, made.batch))
+    current, step = zerojax.shard_train_state(state, stage), zerojax.train_step(made.loss)
+    for _ in range(3):
+        current, _ = step(current, made.batch)
+    assert step._cache_size() == 1
+    assert_close(current.ema_params, wanted.ema_params)
+    assert current.ema_params["in"]["w"].sharding.spec == (P("data") if stage else P())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_zero_axes_train_as_one(stage):
+    axes = ("host", "gpu")
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
+    made, tx = gpt(True), optax.adam(1e-2, eps=1e-4)
+    state = zerojax.shard_train_state(make_state(made, tx), stage, mesh=mesh, axis=axes)
+    step = zerojax.train_step(made.loss, accumulate=2)
+    for _ in range(2):
+        state, _ = step(state, zerojax.shard_batch(made.batch, mesh, axis=axes))
+    assert_close(state.params, reference_run(made, tx, 2)[0].params)

@@ -28,8 +28,9 @@ PUBLIC = {
 # Each module may import those to its left.
 LAYERS = [
     "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
-    "_opt_specs", "_precision", "_plan", "_mean", "_batch", "_split", "_body", "_layers", "_engine",
-    "_accumulate",    "_trace", "_parameter", "_program", "_grad", "_step", "_place",
+    "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
+    "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
+    "_grad", "_step", "_place",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from zerojax._place import gather_params as gather_params
 from zerojax._place import shard_train_state as shard_train_state
 from zerojax._plan import LeafPlan as LeafPlan
 from zerojax._plan import Plan as Plan
-from zerojax._plan import plan as plan
+from zerojax._planner import plan as plan
 from zerojax._precision import Precision as Precision
 from zerojax._precision import master_weights as master_weights
 from zerojax._step import eval_step as eval_step

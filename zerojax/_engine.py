@@ -7,20 +7,11 @@ import jax
 from jax import lax
 
 from zerojax import _compat, _layers
-from zerojax._body import (
-    Body,
-    Env,
-    How,
-    instantiated,
-    is_float,
-    merge,
-    perturbed,
-    read,
-    without_tangents,
-    write,
-)
+from zerojax._body import Body, Env, How, read, write
 from zerojax._gather import Wire
-from zerojax._split import Atom, Loop, Remat, Scope, Shard, Split, Step, split, unique
+from zerojax._split import split
+from zerojax._steps import Atom, Loop, Remat, Scope, Shard, Split, Step, unique
+from zerojax._vary import instantiated, is_float, merge, perturbed, without_tangents
 
 Array = Any
 

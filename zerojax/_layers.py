@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax._body import Body, How, add, instantiated, is_float, perturbed, without_tangents
-from zerojax._split import Loop
+from zerojax._body import Body, How
+from zerojax._steps import Loop
+from zerojax._vary import add, instantiated, is_float, perturbed, without_tangents
 
 Array = Any
 

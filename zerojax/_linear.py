@@ -12,7 +12,8 @@ from zerojax._inline import is_var
 KEEP = frozenset({
     "add", "sub", "neg", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze",
     "reduce_sum", "stop_gradient", "copy", "psum", "psum_invariant", "pvary", "pcast", "add_any",
-    "concatenate", "stack", "transpose", "slice", "expand_dims", "optimization_barrier", "cumsum", "rev",
+    "concatenate", "stack", "transpose", "slice", "expand_dims", "optimization_barrier", "cumsum",
+    "rev",
 })  # fmt: skip
 NOT_LINEAR = 2  # a degree: 0 does not depend, 1 depends linearly
 

@@ -11,8 +11,8 @@ from zerojax import _gather
 from zerojax._gather import Cut, Wire
 from zerojax._plan import LeafPlan, Plan
 from zerojax._precision import Precision
-from zerojax._split import WEIGHT, Kind, Shard
 from zerojax._state import OPT_STATE, PARAMS
+from zerojax._steps import WEIGHT, Kind, Shard
 
 
 @dataclasses.dataclass(frozen=True)

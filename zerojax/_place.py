@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _plan, _spec, _state
+from zerojax import _planner, _spec, _state
 from zerojax._precision import MasterState, Precision, cast_floats, check_precision, master_weights
 
 
@@ -45,7 +45,7 @@ def shard_train_state(
         (64, 16) (8, 16)
     """
     stored = _with_precision(state_or_fn, precision)
-    plan = _plan.plan(
+    plan = _planner.plan(
         stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
         min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
     )  # fmt: skip

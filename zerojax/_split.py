@@ -15,101 +15,22 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from zerojax import _compat
-from zerojax._gather import Cut
 from zerojax._inline import Inliner, alive, is_var
-
-Var = Any
-Atom = Any
-
-# What a variable is, besides a value of the rest (None).
-WEIGHT = "weight"  # computed from weights and constants alone
-CONST = "const"  # computed from constants alone
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A variable that is held as shards: the input it came in by, and how it is cut."""
-
-    root: Var
-    cut: Cut
-
-
-Kind = Shard | str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-    """A `jax.checkpoint` of the user's, its weights-only part taken out."""
-
-    steps: list["Step"]
-    reads: list[Var]
-    outvars: list[Var]
-    policy: Any
-    prevent_cse: bool
-
-    @property
-    def roots(self) -> list[Var]:
-        return unique(shard.root for shard in shards_read(self.steps))
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return effects_of(self.steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scope:
-    """A `jax.checkpoint` of the user's that gathers its own weights, and again in backward."""
-
-    split: "Split"
-    operands: list[Shard | Atom]
-    outvars: list[Var]
-    policy: Any
-    prevent_cse: bool
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return effects_of(self.split.rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """A scan over stacked weights."""
-
-    body: "Split"
-    operands: list[Shard | Atom]
-    outvars: list[Var]
-    num_consts: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: Any
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return effects_of(self.body.rest)
-
-
-Step = jex_core.JaxprEqn | Remat | Scope | Loop
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """A jaxpr as prefix and rest. `kinds` says how each input comes in."""
-
-    invars: list[Var]
-    kinds: list[Kind]
-    constants: dict[Var, Any]
-    gathers: dict[Var, Shard]
-    prefix: list[jex_core.JaxprEqn]
-    frontier: list[Var]
-    frontier_kinds: list[Kind]
-    rest: list[Step]
-    outvars: list[Atom]
-
-    @property
-    def loop_roots(self) -> list[Var]:
-        """Inputs that the rest still needs as shards, for its loops and scopes."""
-        return unique(s.root for s in shards_read(self.rest))
+from zerojax._steps import (
+    CONST,
+    WEIGHT,
+    Atom,
+    Kind,
+    Loop,
+    Remat,
+    Scope,
+    Shard,
+    Split,
+    Step,
+    Var,
+    reads_of,
+    unique,
+)
 
 
 def split(
@@ -320,34 +241,8 @@ class _Splitter:
         )  # fmt: skip
 
 
-def reads_of(step: Step) -> list[Var]:
-    """The variables that a step reads as values (not as shards)."""
-    match step:
-        case Remat():
-            return step.reads
-        case Scope() | Loop():
-            return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
-    return [v for v in step.invars if is_var(v)]
-
-
-def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
-    return frozenset().union(*(step.effects for step in steps))
-
-
 def is_cast(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
-
-
-def unique(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items))
-
-
-def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
-    for step in steps:
-        if isinstance(step, Remat):
-            yield from shards_read(step.steps)
-        elif isinstance(step, Scope | Loop):
-            yield from (v for v in step.operands if isinstance(v, Shard))
 
 
 def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:

@@ -1,0 +1,166 @@
+"""Makes a plan from shapes: how each leaf of a state is cut, and why not where it is not."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax import _mesh, _opt_specs, _spec, _state
+from zerojax._plan import LeafPlan, Plan
+from zerojax._precision import Precision
+from zerojax._state import OPT_STATE, OTHER, PARAMS
+
+# Warn when more than this share of the parameter bytes, and at least so many, stay whole.
+WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
+
+
+def plan(
+    state_or_fn: Any,
+    *,
+    stage: int = 3,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    overrides: Mapping[str, PartitionSpec] | None = None,
+    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    stacked: str | None = None,
+    precision: Precision | None = None,
+    tx: Any = None,
+) -> Plan:
+    """Decides where each leaf of a state lives. Moves nothing.
+
+    Arguments:
+        state_or_fn: a flax `TrainState`, a tuple `(params, opt_state)`, a dict or dataclass with
+            those names, or a function without arguments that makes one.
+        stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
+        mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
+        axis: the mesh axis or axes to shard over; default, the only one or `data`.
+        overrides: `{path regex: PartitionSpec}` for parameters, read against paths such as
+            `params/dense/kernel`; the optimizer state follows.
+        min_shard_size: parameters with fewer elements stay replicated.
+        stacked: a path regex for parameters whose first dimension counts layers; default, read
+            off the shapes.
+        precision: dtypes that steps by this plan compute and reduce in, unless told otherwise.
+        tx: the optimizer, for states that do not carry theirs.
+
+    Returns:
+        The plan: printable, hashable, made of shapes only.
+
+    Example:
+        >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32")}
+        >>> plan = zerojax.plan({"params": params, "opt_state": ()}, stage=3)
+        >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
+        params/w is cut along dimension 0
+    """
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
+            "state, 2 gradients too, 3 parameters too."
+        )
+    mesh, axes = _mesh.resolve(mesh, axis)
+    axis_sizes = dict(mesh.shape)
+    rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
+    born = _state.is_state_function(state_or_fn)
+    state = jax.eval_shape(state_or_fn) if born else state_or_fn
+    leaves = _state.leaves_of(state)
+    bases = _state.base_specs(state, axes, mesh.axis_names)
+    tx = tx if tx is not None else _state.get_tx(state)
+
+    cut = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
+    cuts = stage >= 1 and rule.size > 1
+    shards = {OPT_STATE: cuts, OTHER: cuts, PARAMS: cuts and stage >= 3}
+    planned = []
+    for leaf, (spec, reason, is_stacked) in zip(leaves, cut, strict=True):
+        struct = _state.shape_dtype(leaf.value)
+        whole = _spec.normal(_rest_spec(spec, axes))
+        shard = _spec.normal(spec) if cuts else whole
+        rest = shard if shards[leaf.kind] else whole
+        dim = _spec.shard_dim(shard, axes)
+        planned.append(
+            LeafPlan(
+                path=leaf.name, kind=leaf.kind, shape=tuple(struct.shape), dtype=struct.dtype,
+                spec=rest, shard_spec=shard, dim=dim, stacked=is_stacked, reason=reason,
+            )
+        )  # fmt: skip
+    made = Plan(
+        stage, mesh, axes, tuple(planned), jax.tree.structure(_state.without_plan(state)), precision
+    )
+    _check_worth(made)
+    return made
+
+
+def _shard_specs(
+    state: Any,
+    leaves: list[_state.Leaf],
+    bases: list[PartitionSpec],
+    rule: _spec.Rule,
+    stacked: str | None,
+    tx: Any,
+    axis_sizes: dict[str, int],
+) -> list[tuple[PartitionSpec, str | None, bool]]:
+    """How each leaf is cut, why not, and whether its first dimension counts layers."""
+    params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
+    for pattern, _ in rule.overrides:
+        _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
+    stacks = _state.stacked_paths(_state.get_params(state), stacked)
+    cuts = {}
+    for leaf, base in params:
+        is_stack = leaf.path[1:] in stacks
+        if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
+            cuts[leaf.path] = (base, "a PRNG key", is_stack)
+            continue
+        shape = _state.shape_dtype(leaf.value).shape
+        cuts[leaf.path] = (*rule(leaf.name, shape, base, is_stack), is_stack)
+    pairs = [(leaf, cuts[leaf.path][0]) for leaf, _ in params]
+    opt_state = _state.get_opt_state(state)
+    typed = None
+    if tx is not None and opt_state is not None:
+        tree = _state.get_params(state)
+        _opt_specs.check_optimizer(tx, tree, opt_state)
+        typed = _opt_specs.from_sharding_types(tx, tree, [s for _, s in pairs], axis_sizes)
+    inferred = iter(jax.tree.leaves(typed))
+    for leaf, base in zip(leaves, bases, strict=True):
+        if leaf.kind == OPT_STATE and typed is not None:
+            cuts[leaf.path] = (*_typed_spec(leaf, next(inferred)), False)
+        elif leaf.kind != PARAMS:
+            fallback = rule if leaf.kind == OPT_STATE else None
+            spec, reason = _opt_specs.from_matching_shapes(leaf, pairs, fallback)
+            cuts[leaf.path] = (spec if tuple(spec) else base, reason, False)
+    return [cuts[leaf.path] for leaf in leaves]
+
+
+def _typed_spec(leaf: _state.Leaf, struct: Any) -> tuple[PartitionSpec, str | None]:
+    spec = getattr(struct.sharding, "spec", PartitionSpec())
+    if not struct.shape:
+        return PartitionSpec(), "scalar"
+    if any(entry is not None for entry in spec):
+        return spec, None
+    return spec, "its own dimensions carry no shard of a parameter"
+
+
+def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """`spec` without the ZeRO axes."""
+    dim = _spec.shard_dim(spec, axes)
+    return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
+
+
+def _check_worth(made: Plan) -> None:
+    """Says so where a stage was asked for and much of the state cannot follow."""
+    params = [leaf for leaf in made.params if leaf.shape]
+    total = sum(leaf.nbytes for leaf in params)
+    if made.stage == 0 or made.size == 1 or not total:
+        return
+    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason != "overrides=")
+    whole = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
+    nbytes = sum(leaf.nbytes for leaf in whole)
+    share = nbytes / total
+    if share <= WHOLE_SHARE or nbytes < WHOLE_BYTES:
+        return
+    named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in whole[:3])
+    more = f"; and {len(whole) - 3} more" if len(whole) > 3 else ""
+    warnings.warn(
+        f"{share:.0%} of the parameter bytes stay whole on every device ({named}{more}). "
+        "Pad those dimensions, lower min_shard_size=, or accept them with overrides=.",
+        stacklevel=3,
+    )
