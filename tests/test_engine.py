@@ -400,8 +400,10 @@ def test_stacks_are_never_gathered_whole(name):
 
 def test_fully_unrolled_layers_are_gathered_again_in_backward():
     grad, params = sharded_grad(fully_unrolled, 3)
-    compiled = grad.lower(params, BATCH).compile().as_text()
-    assert compiled.count(" all-gather(") == 2 * 2 * LAYERS
+    assert sum(c.times for c in collectives(grad.trace(params, BATCH).jaxpr)
+               if c.kind == "all-gather") == 2 * 2 * LAYERS  # fmt: skip
+    times = 2 if KEEPS_BARRIERS else 1
+    assert gathers_compiled(grad, params) == times * 2 * LAYERS
 
 
 def test_prefetch_keeps_no_weights_of_nested_loops():
@@ -459,6 +461,16 @@ def test_regather_false_gathers_once_and_keeps():
     assert sum(c.moved for c in found if c.kind == "all-gather") == size
 
 
+# XLA:CPU of JAX 0.10 drops optimization barriers, and jax.checkpoint's with them. XLA:GPU of
+# both versions keeps them.
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+
+
+def gathers_compiled(grad, params):
+    assert "optimization_barrier" in grad.lower(params, BATCH).as_text()
+    return grad.lower(params, BATCH).compile().as_text().count(" all-gather(")
+
+
 def test_unrolled_layers_are_gathered_again_in_backward():
     layers = [{"w": PARAMS["a"]["w"][i], "b": jnp.ones(DIM)} for i in range(LAYERS)]
 
@@ -472,9 +484,9 @@ def test_unrolled_layers_are_gathered_again_in_backward():
     size = sum(x.size for x in jax.tree.leaves(layers))
     assert sum(c.moved for c in found if c.kind == "all-gather") == 2 * size
     assert sum(c.moved for c in found if c.kind == "reduce-scatter") == size
-    compiled = grad.lower(params, BATCH).compile().as_text()
-    merged = "XLA merged backward's gathers into forward's"
-    assert compiled.count(" all-gather(") > 2 * LAYERS, merged
+    # Biases are not needed again, nor the first matrix: nobody asks for the batch's gradient.
+    again = LAYERS - 1 if KEEPS_BARRIERS else 0
+    assert gathers_compiled(grad, params) == 2 * LAYERS + again
     assert_close(grad(params, BATCH)[1], jax.grad(loss)(layers, BATCH), 1e-6)
 
 

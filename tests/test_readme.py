@@ -1,5 +1,6 @@
 """The README's Python blocks run, in order, as one program; its commands exist."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -15,9 +16,12 @@ def blocks(language):
 
 def test_python_blocks_run(tmp_path):
     first, program, *rest = blocks("python")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     script = tmp_path / "readme.py"
     script.write_text("\n".join([program, "data = [batch] * 2", first, *rest]))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"loss 0\.\d+, w1 \(8, 512\)", done.stdout), done.stdout
     assert "ZeRO stage 3 over data=8" in done.stdout

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
@@ -122,7 +122,7 @@ class Body:
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
         self.how.run(self.split.rest, env, self.how)
-        return read(env, self.split.outvars)
+        return read_arrays(env, self.split.outvars)
 
     def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
         return where(inputs, self.is_weight)
@@ -230,8 +230,12 @@ class Body:
 
 
 def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    # A literal may be a bare Python number; the rest relies on shapes and dtypes.
-    return [jnp.asarray(v.val, v.aval.dtype) if not is_var(v) else env[v] for v in atoms]
+    return [env[v] if is_var(v) else v.val for v in atoms]
+
+
+def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:
+    """As `read`, but a literal, which may be a bare Python number, comes with its dtype."""
+    return [env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in atoms]
 
 
 def write(env: Env, outvars: Sequence[Var], values: Sequence[Any]) -> None:

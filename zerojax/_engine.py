@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from zerojax import _compat, _layers
-from zerojax._body import Body, Env, How, read, write
+from zerojax._body import Body, Env, How, read, read_arrays, write
 from zerojax._gather import Wire
 from zerojax._split import split
 from zerojax._steps import Atom, Loop, Remat, Scope, Shard, Split, Step, unique
@@ -92,4 +92,4 @@ def checkpoint_like(step: Remat | Scope) -> Callable[[Callable], Callable]:
 
 
 def operand_values(operands: Sequence[Shard | Atom], env: Env) -> list[Any]:
-    return [env[v.root] if isinstance(v, Shard) else read(env, [v])[0] for v in operands]
+    return [env[v.root] if isinstance(v, Shard) else read_arrays(env, [v])[0] for v in operands]
