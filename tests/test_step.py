@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import time
+import types
 
 import flax.linen as nn
 import jax
@@ -393,6 +394,12 @@ def test_more_processes_than_expected(monkeypatch):
     ):
         with pytest.raises(ValueError, match=rf"{what}.*2 processes.*make_array_from_process"):
             call()
+
+
+def test_gather_params_of_shards_elsewhere():
+    elsewhere = types.SimpleNamespace(dtype=np.dtype("float32"), is_fully_addressable=False)
+    with pytest.raises(ValueError, match=r"needs all shards in this process. Save with orbax"):
+        zerojax.gather_params({"params": {"w": elsewhere}})
 
 
 def test_failed_step_leaves_the_state_alone():
