@@ -6,6 +6,8 @@ for batch in data:
     state, metrics = step(state, batch)
 """
 
+from zerojax import aot as aot
+from zerojax._audit import audit as audit
 from zerojax._batch import shard_batch as shard_batch
 from zerojax._grad import value_and_grad as value_and_grad
 from zerojax._mean import mean as mean

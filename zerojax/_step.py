@@ -62,7 +62,8 @@ def train_step(
             _state.get_params(state), (batch,) if rng is None else (batch, rng),
         )  # fmt: skip
         aux, fields = split_fields(aux, state, mutable)
-        new_state = apply_gradients(found.scatter(state), grads, tx, fields)
+        with jax.named_scope("optimizer"):
+            new_state = apply_gradients(found.scatter(state), grads, tx, fields)
         metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
         if aux is not None:
             metrics["aux"] = aux

@@ -1,0 +1,269 @@
+"""`audit`: what XLA made of a step."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from zerojax import _gpus, _groups, _hlo, _memory_use, _replay, _state
+from zerojax._compiler_log import heard
+from zerojax._hlo import Module
+from zerojax._lineage import NONE, Labels, Lineage
+from zerojax._plan import Plan
+from zerojax._replay import Collective
+from zerojax._report import Part, Report, Traffic
+
+OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
+REMATERIALIZED = "nvoluntary full rematerialization"
+
+
+def audit(
+    step: Any,
+    state: Any = None,
+    batch: Any = None,
+    rng: Any = None,
+    *,
+    plan: Plan | None = None,
+    gpu: str | None = None,
+    per_host: int = 8,
+    accumulate: int | None = None,
+) -> Report:
+    """Every collective and every byte of a compiled step.
+
+    Arguments:
+        step: what `zerojax.train_step` or `jax.jit` returns, to be compiled for `state` and
+            `batch` (arrays, or shapes such as `plan.abstract()`); or a compiled program; or the
+            text of an HLO module.
+        plan: of the state, where the state does not carry it.
+        gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
+        per_host: how many devices share a host's links.
+        accumulate: microbatches of the step, where it does not say so itself.
+
+    Example:
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> report = zerojax.audit(zerojax.train_step(loss), state, jnp.ones((32, 64)))
+        >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
+        {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
+    """
+    compiled, lines = None, []
+    if isinstance(step, str):
+        text = step
+    else:
+        if not hasattr(step, "as_text") or state is not None:
+            if state is not None:
+                carried = _state.carried_plan(state)
+                plan = carried if carried is not None else plan
+            step, lines = _compile(step, state, batch, rng)
+        compiled, text = step, step.as_text()
+    return _report(text, compiled, plan, gpu, per_host, accumulate or 1, lines)
+
+
+def _compile(step: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, list[str]]:
+    if not hasattr(step, "lower"):
+        raise TypeError(
+            f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass what "
+            "zerojax.train_step or jax.jit returns, a compiled program, or HLO text."
+        )
+    if state is None or batch is None:
+        raise TypeError(
+            "audit compiles the step for a state and a batch: audit(step, state, batch)."
+        )
+    lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
+    with heard() as lines:
+        compiled = lowered.compile()
+    return compiled, [line for line in lines if REMATERIALIZED in line]
+
+
+def _report(
+    text: str,
+    compiled: Any,
+    plan: Plan | None,
+    gpu_name: str | None,
+    per_host: int,
+    accumulate: int,
+    log: list[str],
+) -> Report:
+    module = Module(text)
+    paths = [parameter_path(p) for p in module.parameters]
+    gpu = _gpus.named(gpu_name) if gpu_name else _gpu_of(plan, compiled)
+    rates = (gpu or _gpus.GPUS["H100"]).rates
+    replay = _replay.replay(module, rates, per_host)
+    weights = Lineage(module, [frozenset([i]) for i in range(len(paths))])
+    gradients = Lineage(module, [NONE] * len(paths), _reduced_arrays, arithmetic=True)
+    kinds = [_kind(path, plan) for path in paths]
+    served = _served_leaves(module, gradients, paths, kinds)
+    traffic = [
+        _traffic(module, c, plan, per_host, _parts(c, weights, served, paths))
+        for c in replay.collectives
+    ]
+    donated = set(module.aliases.values())
+    state_kinds = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+    return Report(
+        module=module, traffic=traffic, replay=replay, gpu=gpu, devices=module.devices, plan=plan,
+        memory=_memory_use.measured(
+            module, compiled, kinds, weights, gradients, replay.collectives
+        ),
+        accumulate=accumulate,
+        not_donated=tuple(
+            path
+            for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+            if kind in state_kinds and i not in donated
+        ),
+        placement=tuple(_misplaced(module, paths, plan)),
+        kept=tuple(dict.fromkeys(_kept(module, weights, paths, plan))),
+        warnings=tuple(log),
+        backend="gpu" if gpu and not gpu_name else _backend(text, compiled),
+    )  # fmt: skip
+
+
+def _backend(text: str, compiled: Any) -> str:
+    if compiled is not None and hasattr(compiled, "runtime_executable"):
+        return compiled.runtime_executable().client.platform
+    return "gpu" if "-start(" in text or "gpu" in text[:2000] else "cpu"
+
+
+def _gpu_of(plan: Plan | None, compiled: Any) -> _gpus.Gpu | None:
+    if plan is not None:
+        return _gpus.of_device_kind(plan.mesh.devices.flat[0].device_kind)
+    for sharding in jax.tree.leaves(getattr(compiled, "input_shardings", None)):
+        for device in getattr(sharding, "device_set", ()):
+            return _gpus.of_device_kind(device.device_kind)
+    return None
+
+
+def parameter_path(parameter: _hlo.Instruction) -> str:
+    """'params/blocks/w', from the name under which JAX passed it: state.params['blocks']['w']."""
+    name = parameter.op_name.replace("\\", "")
+    parts = re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name)
+    first = re.match(r"\w*", name)
+    return "/".join("".join(part) for part in parts) or (first[0] if first else "")
+
+
+def _kind(path: str, plan: Plan | None) -> str:
+    if plan is not None:
+        return next((leaf.kind for leaf in plan.leaves if leaf.path == path), "batch")
+    first = path.split("/")[0]
+    return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
+
+
+def _misplaced(module: Module, paths: list[str], plan: Plan | None) -> list[tuple[str, str]]:
+    """State that arrives in other pieces than the plan would have it."""
+    found = []
+    by_path = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
+    for parameter, path in zip(module.parameters, paths, strict=True):
+        leaf = by_path.get(path)
+        if leaf is None or plan is None or not parameter.arrays:
+            continue
+        if leaf.bytes_per_device(plan.mesh) != parameter.nbytes:
+            found.append((path, f"{parameter.arrays[0]} per device of {list(leaf.shape)}"))
+    return found
+
+
+# -- what a collective is for
+
+
+def _reduced_arrays(instruction: _hlo.Instruction) -> list[Labels]:
+    """A label of its own for each array that a reduce-scatter or all-reduce makes."""
+    if instruction.base not in _replay.REDUCING or instruction.opcode.endswith("-done"):
+        return []
+    return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
+
+
+def _served_leaves(
+    module: Module, gradients: Lineage, paths: list[str], kinds: list[str]
+) -> dict[Any, tuple[str, ...]]:
+    """For each array that a collective reduces, the leaves of the state that it updates.
+
+    Parameters where there are any: moments are updated by the same gradient.
+    """
+    found: dict[Any, dict[int, None]] = collections.defaultdict(dict)
+    for output, labels in enumerate(gradients.outputs):
+        if output in module.aliases:
+            for label in labels:
+                found[label][module.aliases[output]] = None
+
+    def named(numbers: dict[int, None]) -> tuple[str, ...]:
+        parameters = [n for n in numbers if kinds[n] == _state.PARAMS]
+        return tuple(paths[n] for n in parameters or numbers)
+
+    return {label: named(numbers) for label, numbers in found.items()}
+
+
+def _parts(
+    collective: Collective,
+    weights: Lineage,
+    served: dict[Any, tuple[str, ...]],
+    paths: list[str],
+) -> tuple[Part, ...]:
+    """The arrays of a collective with what they belong to: gradients by where they go, weights
+    by where they come from."""
+    found, name = [], collective.instruction.name
+    origins = [
+        labels
+        for operand in collective.instruction.operands
+        for labels in weights.values.get((collective.computation, operand), [])
+    ]
+    for at, array in enumerate(collective.arrays):
+        known = served.get((name, at))
+        if known is None:
+            numbers = sorted(origins[at]) if at < len(origins) else []
+            known = tuple(paths[number] for number in numbers if paths[number])
+        found.append(Part(str(array), array.dtype, array.size, array.nbytes, known))
+    return tuple(found)
+
+
+def _traffic(
+    module: Module,
+    collective: Collective,
+    plan: Plan | None,
+    per_host: int,
+    parts: tuple[Part, ...],
+) -> Traffic:
+    instruction, group = collective.instruction, collective.group
+    return Traffic(
+        name=instruction.name, kind=collective.kind, parts=parts,
+        wire_bytes=collective.wire, trips=collective.trips, loops=collective.loops,
+        group=len(group.members), on_host=group.on_host(per_host),
+        axes=group.axes if plan is None else _axes(group, plan),
+        asynchronous=collective.asynchronous, seconds=collective.seconds,
+        between=collective.between, exposed=collective.exposed,
+        scope=instruction.op_name, source=module.source(instruction, OURS),
+    )  # fmt: skip
+
+
+def _kept(
+    module: Module, weights: Lineage, paths: list[str], plan: Plan | None
+) -> Iterator[tuple[str, str]]:
+    """Stacks of a whole weight that a loop hands on, with all of its layers in them."""
+    stacked = {leaf.path: leaf for leaf in (plan.params if plan else ()) if leaf.stacked}
+    for (computation, name), labels in weights.values.items():
+        instruction = module.computations[computation][name]
+        if instruction.opcode == "while":
+            for array, numbers in zip(instruction.arrays, labels, strict=True):
+                for number in numbers:
+                    leaf = stacked.get(paths[number])
+                    if leaf and leaf.dim is not None and array.size == math.prod(leaf.shape):
+                        yield leaf.path, str(array)
+
+
+def _axes(group: _groups.Group, plan: Plan) -> tuple[str, ...] | None:
+    """The mesh axes along which a group's members lie; XLA's own names for them may differ."""
+    if plan.mesh.devices.size <= max(group.members):
+        return None
+    places = [_unravel(member, plan.mesh.devices.shape) for member in group.members]
+    varying = [len({place[d] for place in places}) > 1 for d in range(len(places[0]))]
+    return tuple(name for name, varies in zip(plan.mesh.axis_names, varying, strict=True) if varies)
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        place.append(at)
+    return tuple(reversed(place))

@@ -1,0 +1,139 @@
+"""Facts about GPUs: what they hold, how fast they are, what XLA must know to compile for them."""
+
+import dataclasses
+import re
+
+# What well-tuned programs reach of the data sheet's figures, measured on H100s: 600 of 989
+# TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink.
+REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
+
+# The CUDA context, NCCL's buffers and fragments take the rest.
+USABLE_MEMORY = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a replayed program is charged: FLOP/s, and bytes/s for each device."""
+
+    flops: float
+    memory: float
+    link: float  # between the GPUs of a host
+    network: float  # of one GPU's network card
+    latency: float = 8e-6  # to start one collective
+
+    def bandwidth(self, group: int, on_host: int) -> float:
+        """Of a collective over `group` devices, `on_host` of them on each host."""
+        return self.link if on_host == group else min(self.link, self.network * on_host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Data-sheet facts. Rates are bytes/s in one direction, FLOP/s dense in 16 bits."""
+
+    name: str
+    device_kind: str  # what a real one tells JAX
+    memory: int
+    memory_rate: float
+    flops: float
+    link_rate: float
+    network_rate: float
+    capability: tuple[int, int]
+    cores: int
+    clock_ghz: float
+    l2: int
+    shared_per_core: int
+    threads_per_core: int = 2048
+    fpus_per_core: int = 128
+
+    @property
+    def usable(self) -> int:
+        return int(self.memory * USABLE_MEMORY)
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(
+            self.flops * REACHED_FLOPS,
+            self.memory_rate * REACHED_MEMORY,
+            self.link_rate * REACHED_LINK,
+            self.network_rate,
+        )
+
+    def target_config(self) -> str:
+        """The text proto from which XLA compiles without such a GPU at hand."""
+        major, minor = self.capability
+        minor_text = f" minor: {minor}" if minor else ""
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_per_core}
+  threads_per_core_limit: {self.threads_per_core}
+  core_count: {self.cores}
+  fpus_per_core: {self.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(self.memory_rate)}
+  l2_cache_size: {self.l2}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory}
+  shared_memory_per_block_optin: {self.shared_per_core - 1024}
+  cuda_compute_capability {{ major: {major}{minor_text} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{self.device_kind}"
+"""
+
+
+MB, TB = 2**20, 1e12
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("T4", "Tesla T4", 15_843_721_216, 0.32 * TB, 65e12, 16e9, 12.5e9,
+            (7, 5), 40, 1.59, 4 * MB, 65536, threads_per_core=1024, fpus_per_core=64),
+        Gpu("L4", "NVIDIA L4", 23_659_151_360, 0.3 * TB, 121e12, 32e9, 12.5e9,
+            (8, 9), 58, 2.04, 48 * MB, 102400, threads_per_core=1536),
+        Gpu("L40S", "NVIDIA L40S", 47_576_711_168, 0.864 * TB, 362e12, 32e9, 25e9,
+            (8, 9), 142, 2.52, 96 * MB, 102400, threads_per_core=1536),
+        Gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1.555 * TB, 312e12, 300e9, 25e9,
+            (8, 0), 108, 1.41, 40 * MB, 167936, fpus_per_core=64),
+        Gpu("A100-80GB", "NVIDIA A100-SXM4-80GB", 85_094_825_984, 2.039 * TB, 312e12, 300e9, 25e9,
+            (8, 0), 108, 1.41, 40 * MB, 167936, fpus_per_core=64),
+        Gpu("H100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 3.352 * TB, 989e12, 450e9, 50e9,
+            (9, 0), 132, 1.98, 50 * MB, 233472),
+        Gpu("H200", "NVIDIA H200", 150_110_011_392, 4.8 * TB, 989e12, 450e9, 50e9,
+            (9, 0), 132, 1.98, 50 * MB, 233472),
+        Gpu("B200", "NVIDIA B200", 191_512_969_216, 8.0 * TB, 2250e12, 900e9, 50e9,
+            (10, 0), 148, 1.965, 126 * MB, 233472),
+    )
+}  # fmt: skip
+ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200"}
+
+
+def named(name: str) -> Gpu:
+    """The GPU that a user names, in any case."""
+    known = {key.upper(): gpu for key, gpu in GPUS.items()}
+    known |= {alias.upper(): GPUS[key] for alias, key in ALIASES.items()}
+    if name.upper() not in known:
+        raise ValueError(f"no facts about a GPU {name!r}. Name one of {', '.join(GPUS)}.")
+    return known[name.upper()]
+
+
+def of_device_kind(kind: str) -> Gpu | None:
+    """The GPU that a JAX device says it is."""
+    return next((gpu for gpu in GPUS.values() if gpu.device_kind == kind), None)
+
+
+def parse_count(text: str) -> tuple[int, Gpu]:
+    """'64xH100' -> (64, the H100)."""
+    found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w\-. ]+?)\s*", text)
+    if not found or int(found[1]) == 0:
+        raise ValueError(
+            f"{text!r} does not say how many of which GPU. Write for example '64xH100'; known: "
+            f"{', '.join(GPUS)}."
+        )
+    return int(found[1]), named(found[2])

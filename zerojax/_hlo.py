@@ -1,0 +1,241 @@
+"""A parser for the text of XLA's modules: as much of it as an audit reads, and no more."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+
+_WIDTHS = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
+    r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array type: its dtype as XLA writes it, and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> float:
+        return self.size * dtype_bytes(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def dtype_bytes(dtype: str) -> float:
+    """bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
+    if dtype in _WIDTHS:
+        return _WIDTHS[dtype]
+    bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
+    return int(bits[1]) / 8 if bits else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    type: str
+    opcode: str
+    inside: str  # what stands in its parentheses
+    attributes: str  # what follows them
+    is_root: bool = False
+
+    @functools.cached_property
+    def operands(self) -> list[str]:
+        return [] if self.opcode in ("parameter", "constant") else _NAME.findall(self.inside)
+
+    @functools.cached_property
+    def arrays(self) -> list[Array]:
+        """Every array of its type, tuples flattened."""
+        return arrays_of(self.type)
+
+    @property
+    def nbytes(self) -> float:
+        return sum(array.nbytes for array in self.arrays)
+
+    @functools.cached_property
+    def called(self) -> list[str]:
+        """Names of the computations it runs."""
+        return [name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)]
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression found among its attributes."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+    @property
+    def base(self) -> str:
+        """The opcode, without what makes it one half of an asynchronous pair."""
+        return re.sub(r"-(start|done)$", "", self.opcode)
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a `while`, where XLA knows it."""
+        count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        return None if count is None else int(count)
+
+    @property
+    def op_name(self) -> str:
+        """The path of name scopes under which JAX traced it."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+
+def arrays_of(type_text: str) -> list[Array]:
+    return [
+        Array(dtype, tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip()))
+        for dtype, dims in _ARRAY.findall(type_text)
+    ]
+
+
+def top_level_types(type_text: str) -> list[str]:
+    """The members of a tuple type; of any other, itself."""
+    if not type_text.startswith("("):
+        return [type_text]
+    members, depth, start = [], 0, 1
+    for at, char in enumerate(type_text):
+        depth += (char in "([{") - (char in ")]}")
+        if (char == "," and depth == 1) or (char == ")" and depth == 0):
+            members.append(re.sub(r"/\*.*?\*/", "", type_text[start:at]).strip())
+            start = at + 1
+    return [member for member in members if member]
+
+
+class Module:
+    """`computations[name][instruction name]`, in the order in which they are scheduled."""
+
+    def __init__(self, text: str) -> None:
+        if not text.lstrip().startswith("HloModule"):
+            raise ValueError(
+                f"this is not the text of an HLO module: it starts with {text[:40]!r} and not "
+                "with 'HloModule'. Pass compiled.as_text(), or a file it was written to."
+            )
+        self.text = text
+        self.header = text.lstrip().split("\n", 1)[0]
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        self._parse(text)
+        if not self.entry:
+            raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
+        self.fused = {
+            name
+            for instructions in self.computations.values()
+            for instruction in instructions.values()
+            if instruction.opcode == "fusion"
+            for name in instruction.called
+        }
+
+    def _parse(self, text: str) -> None:
+        current: dict[str, Instruction] | None = None
+        for line in text.splitlines():
+            if line.startswith("}"):
+                current = None
+            elif current is not None:
+                found = _INSTRUCTION.match(line)
+                if found:
+                    instruction = _parse_instruction(found[2], found[3], bool(found[1]))
+                    current[found[2]] = instruction
+            elif found := _COMPUTATION.match(line):
+                current = self.computations.setdefault(found[2], {})
+                if found[1]:
+                    self.entry = found[2]
+
+    def root(self, computation: str) -> Instruction:
+        return next(i for i in self.computations[computation].values() if i.is_root)
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """The entry computation's, in order."""
+        entry = self.computations[self.entry].values()
+        found = [i for i in entry if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.inside))
+
+    @property
+    def is_scheduled(self) -> bool:
+        return "is_scheduled=true" in self.header
+
+    @property
+    def devices(self) -> int:
+        counts = dict(re.findall(r"(num_partitions|replica_count)=(\d+)", self.header))
+        return math.prod(map(int, counts.values()))
+
+    @functools.cached_property
+    def aliases(self) -> dict[int, int]:
+        """Outputs that reuse the memory of a donated parameter: {output: parameter}."""
+        pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
+        return {int(output or 0): int(parameter) for output, parameter in pairs}
+
+    @functools.cached_property
+    def _frames(self) -> dict[str, dict[int, str]]:
+        """The tables of source positions that newer modules start with."""
+        tables: dict[str, dict[int, str]] = {}
+        names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+        rows: dict[int, str] | None = None
+        for line in self.text.splitlines():
+            if line.strip() in names:
+                rows = tables.setdefault(line.strip(), {})
+            elif rows is not None and (found := re.match(r"(\d+) (.*)", line)):
+                rows[int(found[1])] = found[2]
+            else:
+                rows = None
+        return tables
+
+    def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str | None:
+        """'file.py:12', the innermost position whose file contains none of `skip`."""
+        for file, line in self._positions(instruction):
+            if not any(part in file for part in skip):
+                return f"{file}:{line}"
+        return None
+
+    def _positions(self, instruction: Instruction) -> list[tuple[str, str]]:
+        file = instruction.attribute(r'source_file="([^"]*)"')
+        if file:
+            return [(file, instruction.attribute(r"source_line=(\d+)") or "?")]
+        frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
+        found = []
+        while row := self._frames.get("StackFrames", {}).get(frame):
+            ids = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
+            place = self._frames["FileLocations"].get(ids.get("file_location_id", 0), "")
+            where = dict(re.findall(r"(\w+)=(\d+)", place))
+            name = self._frames["FileNames"].get(int(where.get("file_name_id", 0)), '""')
+            found.append((name.strip('"'), where.get("line", "?")))
+            parent = ids.get("parent_frame_id", 0)
+            if parent == frame:
+                break
+            frame = parent
+        return found
+
+
+def _parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
+    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    type_text, rest = text[:type_end], text[type_end:].lstrip()
+    opcode, _, rest = rest.partition("(")
+    end = _closing("(" + rest, 0) - 1
+    return Instruction(name, type_text, opcode, rest[:end], rest[end + 1 :], is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for found in itertools.islice(re.finditer(r"[()]", text[start:]), None):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return start + found.start()
+    return len(text)

@@ -1,0 +1,120 @@
+"""Meshes of GPUs that are not there: XLA compiles for them, nothing can run on them.
+
+mesh = zerojax.aot.mesh("64xH100")
+plan = zerojax.plan(make_state, stage=3, mesh=mesh)
+batch = zerojax.aot.batch(jax.ShapeDtypeStruct((256, 1024), "int32"), plan)
+compiled = step.lower(plan.abstract(), batch).compile()
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _gpus, _mesh
+from zerojax._plan import Plan
+
+PER_HOST = 8
+
+
+def mesh(
+    gpus: str,
+    shape: Sequence[int] | None = None,
+    axis_names: str | Sequence[str] = _mesh.DEFAULT_AXIS,
+    *,
+    per_host: int = PER_HOST,
+) -> Mesh:
+    """A mesh of GPUs to compile for, such as "64xH100"; usable wherever a mesh is.
+
+    Arguments:
+        gpus: how many of which GPU; the known ones are T4, L4, L40S, A100-40GB, A100-80GB, H100,
+            H200 and B200.
+        shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
+        per_host: GPUs of a host; fewer GPUs than that are one host.
+    """
+    count, gpu = _gpus.parse_count(gpus)
+    local = min(count, per_host)
+    if per_host < 1 or count % local:
+        raise ValueError(
+            f"{count} GPUs do not fill hosts of {per_host}. Pass a multiple, or per_host=."
+        )
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    sizes = (count,) if shape is None else tuple(shape)
+    if int(np.prod(sizes)) != count or len(sizes) != len(names):
+        raise ValueError(
+            f"a mesh of shape {sizes} with axes {names} does not hold {count} GPUs. Pass shape= "
+            "with that product, and as many axis_names=."
+        )
+    devices = np.array(_devices(gpu.name, count // local, local)).reshape(sizes)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def batch(shapes: Any, plan: Plan) -> Any:
+    """`jax.ShapeDtypeStruct`s of a global batch, cut by their first dimension over the plan's axes.
+
+    Random keys and scalars, whole on every device.
+    """
+
+    def placed(leaf: Any) -> Any:
+        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        spec = PartitionSpec() if key or not leaf.shape else PartitionSpec(plan.axes)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
+
+    return jax.tree.map(placed, shapes)
+
+
+@functools.cache
+def _devices(name: str, hosts: int, local: int) -> list[Any]:
+    check_packages()
+    # XLA reads it when the plugin is first loaded, and refuses machines without a driver.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.devices()  # backends must exist before a topology is asked for
+    topology = topologies.get_topology_desc(
+        name, platform="cuda", topology=f"1x{hosts}x{local}",
+        target_config=_gpus.GPUS[name].target_config(),
+    )  # fmt: skip
+    return list(topology.devices)
+
+
+def check_packages() -> None:
+    """Says what to install; the compiler ends the whole process where ptxas is missing."""
+    version = jax.__version__
+    missing = [
+        package
+        for package, found in (
+            (f"jax-cuda13-plugin=={version}", importlib.util.find_spec("jax_cuda13_plugin")),
+            (f"jax-cuda13-pjrt=={version}", importlib.util.find_spec("jax_plugins.xla_cuda13")),
+            ("nvidia-cuda-nvcc", _find_tool("bin/ptxas") or shutil.which("ptxas")),
+            ("nvidia-nvvm", _find_tool("nvvm/libdevice/libdevice.10.bc")),
+        )
+        if not found
+    ]
+    if missing:
+        raise ModuleNotFoundError(
+            f"compiling for GPUs needs packages that are missing here. Run: {sys.executable} -m "
+            f"pip install --no-deps {' '.join(missing)}"
+        )
+    plugin = importlib.metadata.version("jax-cuda13-plugin")
+    if plugin != version:
+        raise ModuleNotFoundError(
+            f"jax-cuda13-plugin {plugin} does not match jax {version}. Run: {sys.executable} -m "
+            f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+        )
+
+
+def _find_tool(relative: str) -> pathlib.Path | None:
+    """Inside the wheels that NVIDIA publishes."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    found = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))
+    return next(found, None)
