@@ -8,9 +8,13 @@ for batch in data:
 
 from zerojax import aot as aot
 from zerojax._audit import audit as audit
+from zerojax._audit_report import Report as Report
 from zerojax._batch import shard_batch as shard_batch
+from zerojax._forecast import forecast as forecast
+from zerojax._gpus import Rates as Rates
 from zerojax._grad import value_and_grad as value_and_grad
 from zerojax._mean import mean as mean
+from zerojax._memory_table import memory_table as memory_table
 from zerojax._place import gather_params as gather_params
 from zerojax._place import shard_train_state as shard_train_state
 from zerojax._plan import LeafPlan as LeafPlan

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from zerojax import _gpus, _groups, _hlo, _memory_use, _replay, _state
+from zerojax import _gpus, _groups, _hlo, _memory_use, _schedule, _state
+from zerojax._audit_report import Part, Report, Traffic
 from zerojax._compiler_log import heard
+from zerojax._gpus import Gpu
 from zerojax._hlo import Module
 from zerojax._lineage import NONE, Labels, Lineage
 from zerojax._plan import Plan
-from zerojax._replay import Collective
-from zerojax._report import Part, Report, Traffic
+from zerojax._schedule import Collective
 
 OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
 REMATERIALIZED = "nvoluntary full rematerialization"
@@ -27,7 +28,7 @@ def audit(
     rng: Any = None,
     *,
     plan: Plan | None = None,
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     per_host: int = 8,
     accumulate: int | None = None,
 ) -> Report:
@@ -84,16 +85,19 @@ def _report(
     text: str,
     compiled: Any,
     plan: Plan | None,
-    gpu_name: str | None,
+    given_gpu: str | Gpu | None,
     per_host: int,
     accumulate: int,
     log: list[str],
 ) -> Report:
     module = Module(text)
     paths = [parameter_path(p) for p in module.parameters]
-    gpu = _gpus.named(gpu_name) if gpu_name else _gpu_of(plan, compiled)
+    gpu = _gpus.named(given_gpu) if isinstance(given_gpu, str) else given_gpu
+    device = _device_of(plan, compiled)
+    if gpu is None and device is not None:
+        gpu = _gpus.of_device_kind(device.device_kind)
     rates = (gpu or _gpus.GPUS["H100"]).rates
-    replay = _replay.replay(module, rates, per_host)
+    replay = _schedule.replay(module, rates, per_host)
     weights = Lineage(module, [frozenset([i]) for i in range(len(paths))])
     gradients = Lineage(module, [NONE] * len(paths), _reduced_arrays, arithmetic=True)
     kinds = [_kind(path, plan) for path in paths]
@@ -118,23 +122,23 @@ def _report(
         placement=tuple(_misplaced(module, paths, plan)),
         kept=tuple(dict.fromkeys(_kept(module, weights, paths, plan))),
         warnings=tuple(log),
-        backend="gpu" if gpu and not gpu_name else _backend(text, compiled),
+        backend=_backend(text, device),
     )  # fmt: skip
 
 
-def _backend(text: str, compiled: Any) -> str:
-    if compiled is not None and hasattr(compiled, "runtime_executable"):
-        return compiled.runtime_executable().client.platform
-    return "gpu" if "-start(" in text or "gpu" in text[:2000] else "cpu"
+def _backend(text: str, device: Any) -> str:
+    """'cpu' or 'gpu'; GPU programs tell themselves by the queues they run on."""
+    if device is not None:
+        return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return "gpu" if '"operation_queue_id"' in text else "cpu"
 
 
-def _gpu_of(plan: Plan | None, compiled: Any) -> _gpus.Gpu | None:
+def _device_of(plan: Plan | None, compiled: Any) -> Any:
+    """One of the devices that a program was compiled for, where it or its plan says."""
     if plan is not None:
-        return _gpus.of_device_kind(plan.mesh.devices.flat[0].device_kind)
-    for sharding in jax.tree.leaves(getattr(compiled, "input_shardings", None)):
-        for device in getattr(sharding, "device_set", ()):
-            return _gpus.of_device_kind(device.device_kind)
-    return None
+        return plan.mesh.devices.flat[0]
+    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
+    return next((device for s in shardings for device in s.device_set), None)
 
 
 def parameter_path(parameter: _hlo.Instruction) -> str:
@@ -170,7 +174,7 @@ def _misplaced(module: Module, paths: list[str], plan: Plan | None) -> list[tupl
 
 def _reduced_arrays(instruction: _hlo.Instruction) -> list[Labels]:
     """A label of its own for each array that a reduce-scatter or all-reduce makes."""
-    if instruction.base not in _replay.REDUCING or instruction.opcode.endswith("-done"):
+    if instruction.base not in _schedule.REDUCING or instruction.opcode.endswith("-done"):
         return []
     return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
 

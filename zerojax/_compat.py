@@ -80,3 +80,14 @@ def fresh(var: Any) -> Any:
 def bound_axes() -> tuple[str, ...]:
     """The mesh axes over which the running code is per-device code; empty outside `shard_map`."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
+    """Every open jaxpr among an equation's parameters: bodies, branches, calls."""
+    values = [
+        one
+        for value in eqn.params.values()
+        for one in (value if isinstance(value, tuple | list) else (value,))
+    ]
+    opened = [getattr(value, "jaxpr", value) for value in values]
+    return [jaxpr for jaxpr in opened if hasattr(jaxpr, "eqns")]

@@ -14,7 +14,7 @@ from zerojax._plan import LeafPlan, Plan
 from zerojax._table import human_bytes
 
 if TYPE_CHECKING:
-    from zerojax._report import Part, Report, Traffic
+    from zerojax._audit_report import Part, Report, Traffic
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # where no plan says what is sharded

@@ -44,6 +44,7 @@ class Gpu:
     shared_per_core: int
     threads_per_core: int = 2048
     fpus_per_core: int = 128
+    given_rates: Rates | None = None  # in place of those from the data sheet
 
     @property
     def usable(self) -> int:
@@ -51,7 +52,8 @@ class Gpu:
 
     @property
     def rates(self) -> Rates:
-        return Rates(
+        """What programs reach of the data sheet."""
+        return self.given_rates or Rates(
             self.flops * REACHED_FLOPS,
             self.memory_rate * REACHED_MEMORY,
             self.link_rate * REACHED_LINK,

@@ -7,7 +7,7 @@ from typing import Any
 from zerojax import _liveness, _state
 from zerojax._hlo import Module
 from zerojax._lineage import NONE, Labels, Lineage
-from zerojax._replay import REDUCING, Collective
+from zerojax._schedule import REDUCING, Collective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def shard_train_state(
         >>> print(state.params["w"].shape, state.params["w"].addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
-    stored = _with_precision(state_or_fn, precision)
+    stored = stored_with(state_or_fn, precision)
     plan = _planner.plan(
         stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
         min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
@@ -77,13 +77,13 @@ def gather_params(state: Any) -> Any:
     return jax.tree.map(to_host, _state.get_params(state, default=state))
 
 
-def _with_precision(state_or_fn: Any, precision: Precision | None) -> Any:
+def stored_with(state_or_fn: Any, precision: Precision | None) -> Any:
     """The state with its parameters and optimizer as `precision` wants them stored."""
     check_precision(precision)
     if precision is None or precision.param is None:
         return state_or_fn
     if _state.is_state_function(state_or_fn):
-        return lambda: _with_precision(state_or_fn(), precision)
+        return lambda: stored_with(state_or_fn(), precision)
     state = state_or_fn
     tx = _state.get_tx(_state.without_plan(state))
     if tx is None or not hasattr(state, "replace"):

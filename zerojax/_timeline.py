@@ -1,15 +1,21 @@
 """An audit as a picture: compute above, collectives below, in the order in which they run."""
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zerojax._schedule import Span
+
 if TYPE_CHECKING:
-    from zerojax._report import Report
+    from zerojax._audit_report import Report
 
 # Readable in grey too: each is darker than the one before.
-COLOURS = {"compute": "#a6cee3", "collectives": "#1f78b4", "waiting": "#b2182b"}
+COLOURS = {
+    "compute": "#a6cee3", "all-gather": "#4f9bd0", "reduce-scatter": "#1b4f80", "other": "#777777",
+    "exposed": "#8b1a1a",
+}  # fmt: skip
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
-LABELS = {"compute": "compute", "collectives": "collectives", "waiting": "exposed"}
-MARKED = {"all-gather": "gather", "reduce-scatter": "scatter", "all-reduce": "reduce"}
 
 
 def plot(report: "Report", path: str | None) -> Any:
@@ -24,53 +30,53 @@ def plot(report: "Report", path: str | None) -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("plots need matplotlib. Run: pip install matplotlib") from None
     figure, axes = plt.subplots(figsize=(10, 2.8), layout="constrained")
-    for stream, lane in LANES.items():
-        spans = [s for s in report.replay.spans if s.stream == stream]
-        bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans]
-        axes.broken_barh(bars, (lane - 0.4, 0.8), color=COLOURS[stream], linewidth=0)
-    _mark_loops(report, axes)
-    _name_longest(report, axes)
-    axes.set_yticks(list(LANES.values()), [LABELS[stream] for stream in LANES])
-    axes.set_xlabel("ms; loops are drawn once, their runs stand above")
+    spans = drawn_once(report.replay.spans)
+    for what, group in itertools.groupby(sorted(spans, key=_what), key=_what):
+        drawn = list(group)
+        bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in drawn]
+        place = (LANES[drawn[0].stream] - 0.4, 0.8)
+        axes.broken_barh(bars, place, color=COLOURS[what], linewidth=0, label=what)
+    _mark_loops(spans, axes)
+    axes.set_yticks(list(LANES.values()), LANES)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set_xlabel("ms of one run; how often loops run stands above them")
     axes.set_title(
         f"modelled step {1e3 * report.replay.step:.1f} ms on {report.devices} x {report.gpu.name}, "
         f"{1e3 * report.replay.exposed:.1f} ms exposed"
     )
     axes.spines[["top", "right"]].set_visible(False)
-    _, last = _extent(report.replay.spans)
-    axes.set_xlim(0, last)
+    axes.set_xlim(0, _extent(spans)[1])
     axes.set_ylim(-0.6, 2.9)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
 
 
-def _extent(spans: list[Any]) -> tuple[float, float]:
+def drawn_once(spans: Sequence[Span]) -> list[Span]:
+    """The spans moved together: no room for the runs of a loop after its first."""
+    moved, end, gap = [], 0.0, 0.0
+    for span in sorted(spans, key=lambda s: s.start):
+        gap += max(0.0, span.start - gap - end)
+        moved.append(dataclasses.replace(span, start=span.start - gap, end=span.end - gap))
+        end = max(end, span.end - gap)
+    return moved
+
+
+def _extent(spans: Sequence[Span]) -> tuple[float, float]:
     return 1e3 * min(s.start for s in spans), 1e3 * max(s.end for s in spans)
 
 
-def _mark_loops(report: "Report", axes: Any) -> None:
+def _mark_loops(spans: Sequence[Span], axes: Any) -> None:
     """A bracket over each loop's body, with how often it runs."""
-    by_trips: list[list[Any]] = []
-    for span in sorted(report.replay.spans, key=lambda s: s.start):
-        if by_trips and by_trips[-1][-1].trips == span.trips:
-            by_trips[-1].append(span)
-        else:
-            by_trips.append([span])
-    for spans in by_trips:
-        if spans[0].trips > 1:
-            first, last = _extent(spans)
+    for trips, group in itertools.groupby(spans, key=lambda s: s.trips):
+        if trips > 1:
+            first, last = _extent(list(group))
             axes.plot([first, last], [2.55, 2.55], color="black", linewidth=1)
-            axes.text((first + last) / 2, 2.6, f"x {spans[0].trips}", ha="center", va="bottom")
+            axes.text((first + last) / 2, 2.6, f"x {trips}", ha="center", va="bottom")
 
 
-def _name_longest(report: "Report", axes: Any) -> None:
-    spans = [s for s in report.replay.spans if s.stream == "collectives"]
-    widest = max((s.end - s.start for s in spans), default=0.0)
-    _, extent = _extent(report.replay.spans)
-    for span in spans:
-        width = span.end - span.start
-        kind = next((short for long, short in MARKED.items() if span.name.startswith(long)), "")
-        if width > widest / 3 and 1e3 * width > extent / 20:
-            middle = 500 * (span.start + span.end)
-            axes.text(middle, 1, kind, ha="center", va="center", color="white", fontsize=8)
+def _what(span: Span) -> str:
+    """The key of its colour."""
+    if span.stream == "collectives":
+        return next((kind for kind in COLOURS if span.name.startswith(kind)), "other")
+    return "exposed" if span.stream == "waiting" else span.stream

@@ -10,7 +10,7 @@ from zerojax._gpus import Gpu
 from zerojax._hlo import Module
 from zerojax._memory_use import MemoryUse
 from zerojax._plan import Plan
-from zerojax._replay import Replay
+from zerojax._schedule import Replay
 from zerojax._table import human_bytes, text_table
 
 if TYPE_CHECKING:

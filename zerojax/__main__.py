@@ -1,0 +1,207 @@
+"""The command line: python -m zerojax forecast | audit | doctor | table.
+
+Exits with 0 where all is well, 1 where something does not fit or breaks its contract, 2 on bad
+input.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import zerojax
+from zerojax import _doctor, _gpus, _presets
+from zerojax._memory_table import STAGES
+from zerojax._precision import Precision
+from zerojax._table import text_table
+
+SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table."
+OK, NOT_OK, BAD_INPUT = 0, 1, 2
+PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
+    if not os.path.exists("/proc/driver/nvidia"):
+        # Else a plugin that is only here to compile with complains that there is no GPU.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # whatever a user's module or the compiler says, in a line
+        if os.environ.get("ZEROJAX_TRACEBACK"):
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"zerojax: {text[:600]}", file=sys.stderr)
+        return BAD_INPUT
+
+
+# -- commands
+
+
+def forecast(arguments: argparse.Namespace) -> int:
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
+    losses, make_state, batch, rng = _model(arguments)
+    found = zerojax.forecast(
+        losses, make_state, batch, gpus=arguments.gpus, stages=arguments.stages, rng=rng,
+        accumulate=arguments.accumulate, precision=_precision(arguments),
+        per_host=arguments.per_host,
+    )  # fmt: skip
+    _show(arguments, found.to_dict(), str(found))
+    return OK if found.best else NOT_OK
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    path = pathlib.Path(arguments.program)
+    if path.exists() or arguments.program.endswith((".hlo", ".txt")):
+        report = zerojax.audit(
+            path.read_text(), gpu=arguments.gpu, per_host=arguments.per_host,
+            accumulate=arguments.accumulate,
+        )  # fmt: skip
+    else:
+        report = _audited(arguments)
+    if arguments.plot:
+        report.plot(arguments.plot)
+    found = report.findings(
+        max_peak_bytes=arguments.max_peak_bytes, min_overlap=arguments.min_overlap
+    )
+    text = "\n".join([str(report), "", *(f"broken: {line}" for line in found)])
+    _show(arguments, report.to_dict() | {"findings": found}, text.rstrip())
+    return NOT_OK if found else OK
+
+
+def _audited(arguments: argparse.Namespace) -> zerojax.Report:
+    """A model given as module:function or preset, compiled for GPUs."""
+    jax.config.update("jax_platforms", "cpu")
+    arguments.model, arguments.remat = arguments.program, None
+    losses, make_state, batch, rng = _model(arguments)
+    mesh = zerojax.aot.mesh(arguments.gpus, per_host=arguments.per_host)
+    plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh)
+    loss = losses if callable(losses) else next(iter(losses.values()))
+    step = zerojax.train_step(loss, accumulate=arguments.accumulate)
+    return zerojax.audit(
+        step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, gpu=arguments.gpu
+    )
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    checks = _doctor.doctor()
+    rows = [("", "", ""), *((check.status, check.name, check.text) for check in checks)]
+    body = "\n".join(text_table(rows).splitlines()[2:])
+    found = [vars(check) for check in checks]
+    _show(arguments, found, body)
+    return NOT_OK if any(check.status == "fail" for check in checks) else OK
+
+
+def table(arguments: argparse.Namespace) -> int:
+    """The paper's Figure 1 (7.5B on 64 devices) is one cell of its Table 1."""
+    found = zerojax.memory_table(
+        arguments.params, arguments.devices, param_bytes=arguments.param_bytes,
+        grad_bytes=arguments.grad_bytes, optimizer_bytes=arguments.optimizer_bytes,
+        stages=arguments.stages,
+    )  # fmt: skip
+    _show(arguments, found.to_dict(), str(found))
+    return OK
+
+
+# -- what commands share
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
+    """(loss or losses, make_state, batch, rng) of a preset, or of the user's function."""
+    if ":" not in arguments.model:
+        preset = _presets.gpt(arguments.model)
+        count, _ = _gpus.parse_count(arguments.gpus)
+        remats = tuple(arguments.remat or ("full",))
+        return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
+    module, _, function = arguments.model.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{arguments.model} cannot be imported: {error}. Give module:function, seen from this "
+            "directory, where function() returns (loss_fn, make_state, batch) or, with a key, "
+            "(loss_fn, make_state, batch, rng)."
+        ) from None
+    made = found()
+    if not isinstance(made, tuple) or len(made) not in (3, 4):
+        raise ValueError(
+            f"{arguments.model} returned a {type(made).__name__}. Return (loss_fn, make_state, "
+            "batch) or (loss_fn, make_state, batch, rng)."
+        )
+    loss, make_state, batch, *rng = made
+    return loss, make_state, batch, rng[0] if rng else None
+
+
+def _precision(arguments: argparse.Namespace) -> Precision | None:
+    if not arguments.master:
+        return None
+    return Precision(compute="bfloat16", param="bfloat16", master="float32")
+
+
+def _show(arguments: argparse.Namespace, data: Any, text: str) -> None:
+    print(json.dumps(data, indent=1, default=str) if arguments.json else text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
+    parser.add_argument("--version", action="version", version=zerojax.__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    number = lambda text: int(float(text))  # noqa: E731  # 7.5e9
+
+    def command(run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(run.__name__, help=text, description=text)
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.set_defaults(run=run)
+        return made
+
+    one = command(forecast, "memory, traffic and speed of a training step on GPUs, by compiling it")
+    sizes = ", ".join(_presets.GPTS)
+    one.add_argument("model", help=f"a GPT by size ({sizes}), or module:function")
+    _gpu_arguments(one)
+    one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    one.add_argument("--accumulate", type=int, nargs="+", default=[1])
+    one.add_argument("--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full")
+    one.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
+
+    one = command(audit, "every collective and byte of a compiled program, held to its contract")
+    one.add_argument("program", help="a file of HLO text, a preset, or module:function")
+    _gpu_arguments(one)
+    one.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
+    one.add_argument("--stage", type=int, default=3, choices=STAGES)
+    one.add_argument("--accumulate", type=int, default=1)
+    one.add_argument("--max-peak-bytes", type=number)
+    one.add_argument("--min-overlap", type=float)
+    one.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
+
+    command(doctor, "what on this machine helps or hurts")
+
+    one = command(table, "the ZeRO paper's memory table, or yours")
+    one.add_argument("--params", type=float, nargs="+", default=list(PAPER_PARAMS))
+    one.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
+    one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    one.add_argument("--param-bytes", type=float, default=2)
+    one.add_argument("--grad-bytes", type=float, default=2)
+    one.add_argument("--optimizer-bytes", type=float, default=12)
+    return parser
+
+
+def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
+    parser.add_argument("--per-host", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4, help="of a preset: sequences per GPU")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

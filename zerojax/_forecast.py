@@ -1,0 +1,235 @@
+"""`forecast`: what a training step will need and cost on GPUs that nobody has rented yet."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import _audit, _flops, _gpus, _planner, aot
+from zerojax._audit_report import Report
+from zerojax._gpus import Gpu, Rates
+from zerojax._place import stored_with
+from zerojax._plan import Plan
+from zerojax._precision import Precision
+from zerojax._progress import progress
+from zerojax._state import PARAMS, get_params
+from zerojax._step import train_step, with_fields
+from zerojax._table import human_bytes, text_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train, compiled. Bytes are per GPU, times modelled seconds of one step.
+
+    `formula` is parameters, optimizer state and gradients by the plan alone; `gradients`,
+    `activations` and `peak` are the compiler's.
+    """
+
+    stage: int
+    accumulate: int
+    variant: str
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    formula: int
+    peak: int
+    fits: bool
+    spare: int
+    link_bytes: float
+    network_bytes: float
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    examples_per_second: float
+    tokens_per_second: float | None
+    mfu: float
+    compile_seconds: float
+    report: Report = dataclasses.field(repr=False)
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.link_bytes + self.network_bytes
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Forecast:
+    """Made by `zerojax.forecast`; print it. `best` is the fastest case that fits, or None."""
+
+    gpus: str
+    gpu: Gpu
+    cases: tuple[Case, ...]
+
+    @property
+    def best(self) -> Case | None:
+        return min(
+            (case for case in self.cases if case.fits), key=lambda c: c.step_seconds, default=None
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        cases = [
+            {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "report"}
+            | {"wire_bytes": case.wire_bytes}
+            for case in self.cases
+        ]
+        best = None if self.best is None else self.cases.index(self.best)
+        return {
+            "gpus": self.gpus,
+            "usable_bytes": self.gpu.usable,
+            "cases": cases,
+            "best": best,
+        }
+
+    def __str__(self) -> str:
+        header = (
+            "stage", "accumulate", "remat", "params", "optimizer", "grads", "activations", "peak",
+            "fits", "spare", "sent, host", "sent, network", "step", "exposed", "tokens/s", "MFU",
+        )  # fmt: skip
+        rows = [header, *(_row(case) for case in self.cases)]
+        right = frozenset({0, 1, *range(3, 8), *range(9, 16)})
+        usable = human_bytes(self.gpu.usable)
+        lines = [
+            f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
+            "times modelled",
+            text_table(rows, right),
+            self._advice(),
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _advice(self) -> str:
+        best = self.best
+        if best is None:
+            least = min(self.cases, key=lambda case: case.peak)
+            return (
+                f"Nothing fits. The least is {human_bytes(least.peak)} at stage {least.stage}: use "
+                "more GPUs, more microbatches (accumulate), or more rematerialization."
+            )
+        how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
+        remat = f", remat {best.variant!r}" if best.variant else ""
+        return (
+            f"Fastest that fits: {how}{remat}, {1e3 * best.step_seconds:.0f} ms a step, "
+            f"{human_bytes(best.spare)} to spare."
+        )
+
+
+def forecast(
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    make_state: Callable[[], Any],
+    batch: Any,
+    *,
+    gpus: str,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    accumulate: Sequence[int] | int = 1,
+    precision: Precision | None = None,
+    mutable: Sequence[str] = (),
+    tx: Any = None,
+    rng: Any = None,
+    tokens: int | None = None,
+    rates: Rates | None = None,
+    per_host: int = aot.PER_HOST,
+) -> Forecast:
+    """Compiles a training step for GPUs that are not there, at each stage, and tells what it costs.
+
+    Arguments:
+        loss_fn: as for `zerojax.train_step`, or a dict of several: a model with and without
+            `jax.checkpoint`, say.
+        make_state: a function without arguments that makes the state, or the state's shapes.
+        batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
+        gpus: such as "64xH100".
+        stages, accumulate: what to try.
+        precision, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
+        rng: a key, if the loss takes one.
+        tokens: in a step, if not the size of the batch's first matrix of integers.
+        rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
+        per_host: GPUs of a host.
+    """
+    count, gpu = _gpus.parse_count(gpus)
+    if rates is not None:
+        gpu = dataclasses.replace(gpu, given_rates=rates)
+    mesh = aot.mesh(gpus, per_host=per_host)
+    losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
+    stored = stored_with(make_state, precision)
+    cases = []
+    choices = list(itertools.product(losses.items(), stages, microbatches))
+    for (variant, loss), stage, each in progress(choices, "compiling"):
+        plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
+        step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx)
+        shapes, key = aot.batch((batch, rng), plan)
+        started = time.perf_counter()
+        report = _audit.audit(step, plan.abstract(), shapes, key, plan=plan, gpu=gpu)
+        seconds = time.perf_counter() - started
+        flops = needed_flops(loss, plan, batch, rng, mutable) / count
+        cases.append(_case(report, plan, each, variant, batch, tokens, flops, seconds))
+    return Forecast(gpus, gpu, tuple(cases))
+
+
+def _case(
+    report: Report, plan: Plan, accumulate: int, variant: str, batch: Any, tokens: int | None,
+    flops: float, seconds: float,
+) -> Case:  # fmt: skip
+    memory, gpu, replay = report.memory, report.gpu, report.replay
+    assert gpu is not None
+    network = sum(t.total_bytes for t in report.traffic if t.on_host < t.group)
+    leaves = jax.tree.leaves(batch)
+    count = _tokens(leaves) if tokens is None else tokens
+    return Case(
+        stage=plan.stage, accumulate=accumulate, variant=variant,
+        parameters=memory.parameters, optimizer=memory.optimizer, gradients=memory.gradients,
+        activations=memory.activations + memory.gathered, formula=_formula(plan),
+        peak=memory.peak, fits=memory.peak <= gpu.usable, spare=gpu.usable - memory.peak,
+        link_bytes=report.wire_bytes - network, network_bytes=network,
+        compute_seconds=replay.compute, exposed_seconds=replay.exposed, step_seconds=replay.step,
+        examples_per_second=leaves[0].shape[0] / replay.step,
+        tokens_per_second=None if count is None else count / replay.step,
+        mfu=flops / (replay.step * gpu.flops), compile_seconds=seconds, report=report,
+    )  # fmt: skip
+
+
+def _formula(plan: Plan) -> int:
+    """What lives between backward and update: the state, and gradients in parameters' dtypes."""
+    cut = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
+    grads = (
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in zip(plan.leaves, cut, strict=True)
+        if leaf.kind == PARAMS
+    )
+    return sum(plan.bytes_per_device().values()) + sum(grads)
+
+
+def needed_flops(
+    loss_fn: Callable[..., Any], plan: Plan, batch: Any, rng: Any, mutable: Sequence[str]
+) -> float:
+    """Of the whole batch: three times the forward's matmuls. What backward computes again is
+    work, but none that was needed."""
+    state = plan.abstract()
+    loss = with_fields(loss_fn, state, mutable)
+    args = (batch,) if rng is None else (batch, rng)
+    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.axes]
+    return 3 * _flops.matmul_flops(loss, get_params(state), *args, axis_env=sizes)
+
+
+def _tokens(leaves: list[Any]) -> int | None:
+    integers = (
+        x.size for x in leaves if len(x.shape) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
+    )
+    return next(integers, None)
+
+
+def _row(case: Case) -> tuple[str, ...]:
+    tokens = case.tokens_per_second
+    return (
+        str(case.stage), str(case.accumulate), case.variant or "-",
+        *map(human_bytes, (case.parameters, case.optimizer, case.gradients, case.activations)),
+        human_bytes(case.peak), "yes" if case.fits else "no", human_bytes(case.spare),
+        human_bytes(case.link_bytes), human_bytes(case.network_bytes),
+        f"{1e3 * case.step_seconds:.1f} ms", f"{1e3 * case.exposed_seconds:.1f} ms",
+        "-" if tokens is None else f"{tokens:,.0f}", f"{case.mfu:.1%}",
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""GPTs by size, the ZeRO paper's runs among them, to forecast without writing a model."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+REMATS = ("none", "dots", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpt:
+    """Stacked decoder layers, tied embeddings, bf16 compute over fp32 parameters."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 50304
+    tokens: int = 1024
+
+    @property
+    def n_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
+
+    def shapes(self) -> dict[str, Any]:
+        n, d = self.layers, self.hidden
+        blocks = {
+            "norm1": (n, d), "qkv": (n, d, 3 * d), "proj": (n, d, d),
+            "norm2": (n, d), "up": (n, d, 4 * d), "down": (n, 4 * d, d),
+        }  # fmt: skip
+        tree = {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
+        struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        return jax.tree.map(struct, tree, is_leaf=lambda x: isinstance(x, tuple))
+
+    def make_state(self) -> TrainState:
+        params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes())
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-4))  # type: ignore
+
+    def batch(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
+
+    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., Any]]:
+        return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
+
+    def loss(self, params: Any, tokens: jax.Array, remat: str = "full") -> jax.Array:
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        x = params["embed"][tokens] + params["pos"]
+        x, _ = jax.lax.scan(_rematted(self._layer, remat), x, params["blocks"])
+        logits = _norm(x, params["norm"]) @ params["embed"].T
+        logits = logits[:, :-1].astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
+
+    def _layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        rows, tokens, dim = x.shape
+        qkv = (_norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, 3, self.heads, -1)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
+        return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+
+
+GPTS = {
+    "124m": Gpt(12, 768, 12),
+    "350m": Gpt(24, 1024, 16),
+    # The paper's runs without model parallelism, and its baselines.
+    "1.16b": Gpt(24, 1920, 16),
+    "1.38b": Gpt(40, 1536, 16),
+    "1.5b": Gpt(34, 1920, 16),
+    "2.5b": Gpt(54, 1920, 16),
+    "4b": Gpt(64, 2304, 24),
+    "6b": Gpt(52, 3072, 24),
+    "7.5b": Gpt(36, 4096, 32),
+    "8b": Gpt(72, 3072, 24),
+    "10b": Gpt(50, 4096, 32),
+    "11b": Gpt(54, 4096, 32),
+    "12b": Gpt(58, 4096, 32),
+    "13b": Gpt(62, 4096, 32),
+    # And those with it.
+    "20b": Gpt(98, 4096, 32),
+    "40b": Gpt(88, 6144, 32),
+    "60b": Gpt(132, 6144, 32),
+    "80b": Gpt(100, 8192, 64),
+    "100b": Gpt(125, 8192, 64),
+    "120b": Gpt(150, 8192, 64),
+    "140b": Gpt(175, 8192, 64),
+    "170b": Gpt(212, 8192, 64),
+    "1t": Gpt(128, 25600, 200),
+}
+
+
+def gpt(name: str) -> Gpt:
+    if name.lower() not in GPTS:
+        raise ValueError(f"no preset {name!r}. Name one of {', '.join(GPTS)}, or module:function.")
+    return GPTS[name.lower()]
+
+
+def _rematted(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    if remat == "none":
+        return layer
+    if remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(layer, policy=policy)
+    if remat == "full":
+        return jax.checkpoint(layer)
+    raise ValueError(f"no remat {remat!r}. Name one of {', '.join(REMATS)}.")
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
