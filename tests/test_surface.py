@@ -22,8 +22,8 @@ import zerojax
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "LeafPlan", "Plan", "Precision", "Rates", "Report", "audit", "eval_step", "forecast",
-    "gather_params", "master_weights", "mean", "memory_table", "plan", "shard_batch", "shard_train_state",
-    "train_step", "value_and_grad",
+    "gather_params", "master_weights", "mean", "memory_table", "plan", "shard_batch",
+    "shard_train_state", "train_step", "value_and_grad",
 }  # fmt: skip
 
 # Each module may import those to its left.
