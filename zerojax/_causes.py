@@ -13,6 +13,9 @@ from zerojax._reference import Reference
 from zerojax._replay import Replayed, Split
 
 
+STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+
+
 class Observed(NamedTuple):
     """What a step gave: its new state and, where it tells them, its loss and gradients."""
 
@@ -40,7 +43,7 @@ def of_the_step(
 ) -> Iterator[str]:
     """Likely causes of a step that is not the mean over the parts."""
     wrong = {check.kind for check in checks if check.verdict.startswith(WRONG)}
-    differing = [check.path for check in checks if check.copies_differ]
+    differing = [check.path for check in checks if check.copies_differ and check.kind in STATE]
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         yield (
@@ -48,7 +51,7 @@ def of_the_step(
             "device went by its own part of the batch. Reduce gradients before the update: "
             f"jax.lax.pmean(grads, {axis_of(reference)})."
         )
-    state_is_wrong = bool(wrong - {"loss", "grad_norm", "aux"})
+    state_is_wrong = bool(wrong & {"gradient", *STATE})
     found_loss = found_state = False
     for mistake in mistakes(reference, right):
         if "loss" in wrong and not found_loss:
@@ -76,7 +79,7 @@ def mistakes(reference: Reference, right: Replayed) -> Iterator[Mistake]:
         yield _multiple(right, size, f"{size} times too large: a sum over the devices",
                         f"Take the mean: jax.lax.pmean(x, {axis}).")  # fmt: skip
         first = reference.replay(split.whole(split.accumulate), reference.part_args([0], size))
-        yield Mistake("those of the first device's part alone", first.loss, first.grads,
+        yield Mistake("what the first device's part alone gives", first.loss, first.grads,
                       f"Take the mean over the devices: jax.lax.pmean(x, {axis}).")  # fmt: skip
     if split.accumulate > 1:
         count = split.accumulate
@@ -163,8 +166,8 @@ def _updated_on_shards(
             s.devices_indices_map(g.shape)[device] for s, g in zip(param_cut, grads, strict=True)
         ]
         shards = [v[i] for v, i in zip(old, at, strict=True)]
-        grad_shards = [g[i].astype(g.dtype) for g, i in zip(grads, grads_at, strict=True)]
-        made = reference.update_on(
+        grad_shards = [g[i] for g, i in zip(grads, grads_at, strict=True)]
+        made = reference.update_of(
             treedef.unflatten(shards), grad_tree.unflatten(grad_shards), fields
         )
         parts = zip(new, shards, jax.tree.leaves(made), at, spreads, strict=True)

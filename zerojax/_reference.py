@@ -9,7 +9,6 @@ import numpy as np
 
 from zerojax import _batch, _compare, _state
 from zerojax._plan import Plan
-from zerojax._precision import cast_floats
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
 from zerojax._step import Recipe, apply_gradients, split_fields, with_fields
@@ -28,7 +27,9 @@ class Reference:
         self.precision = precision_of(plan, recipe.options.precision)
         sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
         self.split = Split(sizes, recipe.options.accumulate)
-        self._update = jax.jit(self.update_on)
+        self._update = jax.jit(
+            lambda state, grads, fields: apply_gradients(state, grads, recipe.tx, fields)
+        )
 
     @property
     def has_keys(self) -> bool:
@@ -68,12 +69,13 @@ class Reference:
         return split_fields(averaged(replayed.aux), self.state, self.recipe.mutable)[1]
 
     def update(self, grads: Any, fields: dict[str, Any]) -> Any:
-        params = _state.get_params(self.state)
-        grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
-        return self._update(self.state, grads, fields)
+        return self.update_of(self.state, grads, fields)
 
-    def update_on(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
-        return apply_gradients(state, grads, self.recipe.tx, fields)
+    def update_of(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+        """The same, of any state: of the shards of one device, say."""
+        params = _state.get_params(state)
+        grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
+        return self._update(state, grads, fields)
 
     def part_args(self, parts: Sequence[int], ways: int) -> Any:
         """The arguments with these parts of `ways` put together as the batch."""
@@ -92,8 +94,7 @@ def averaged(aux: Any) -> Any:
     """The mean over the parts; integers as floats."""
 
     def mean(leaf: Any) -> Any:
-        is_exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.mean(cast_floats(leaf.astype(jnp.float32) if is_exact else leaf, None), axis=0)
+        return jnp.mean(leaf, axis=0, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
 
     return jax.tree.map(mean, aux)
 

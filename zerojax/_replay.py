@@ -88,7 +88,8 @@ def replay(
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
     roles = _batch.roles(args)
     traced = _traced(loss_fn, values, treedef, arg_values, arg_tree, roles, split, compute)
-    closed_over = [jax.device_put(v, values[0].sharding) for v in traced.closed_over]
+    (device,) = values[0].devices()
+    closed_over = on_one_device(traced.closed_over, device)
     parts = [split.parts(v, role, fold) for v, role in zip(arg_values, roles, strict=True)]
     is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
 
@@ -189,8 +190,18 @@ def _all_at_once(
 
 
 def on_one_device(tree: Any, device: jax.Device) -> Any:
-    """Every leaf whole on `device`, moved there one at a time."""
-    return jax.tree.map(lambda leaf: jax.block_until_ready(jax.device_put(leaf, device)), tree)
+    """Every leaf whole on `device`, moved there one at a time.
+
+    By way of the host: arrays put straight from a mesh to a device still carry it in their type.
+    """
+
+    def moved(leaf: Any) -> jax.Array:
+        if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jax.device_put(np.asarray(leaf), device)
+        words = jax.device_put(np.asarray(jax.random.key_data(leaf)), device)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+
+    return jax.tree.map(lambda leaf: jax.block_until_ready(moved(leaf)), tree)
 
 
 def check_fits(plan: Plan, device: jax.Device) -> None:
