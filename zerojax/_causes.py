@@ -12,7 +12,6 @@ from zerojax._compare import WRONG, Check
 from zerojax._reference import Reference
 from zerojax._replay import Replayed, Split
 
-
 STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
@@ -174,15 +173,15 @@ def _updated_on_shards(
         for value, before, wanted, index, far in parts:
             leaf = _state.Leaf((), wanted)
             found = _state.Leaf((), _compare.numbers(value)[index])
-            check = next(_compare.compare_states([found], [before], [leaf], [far[index]], tolerance))
+            check = next(
+                _compare.compare_states([found], [before], [leaf], [far[index]], tolerance)
+            )
             if check.verdict.startswith(WRONG):
                 return False
     return True
 
 
-def of_the_loss(
-    reference: Reference, parts: Replayed, whole: float, tolerance: float
-) -> str:
+def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
     """The likely cause of a loss that means something else on a part than on the whole batch."""
     split, axis = reference.split, axis_of(reference)
     accept = "or accept it with whole_batch=False"

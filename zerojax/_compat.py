@@ -39,7 +39,7 @@ def has_side_effects(step: Any) -> bool:
 
 
 def names_an_axis(jaxpr: Any) -> bool:
-    """Whether anything in a jaxpr, at any depth, speaks to other devices or asks which one it is."""
+    """Whether a jaxpr, at any depth, speaks to other devices or asks which one it is on."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
 
 

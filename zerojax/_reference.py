@@ -18,7 +18,7 @@ class Reference:
     """A recipe followed on one device, from a state and a batch gathered there."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, state: Any, args: Sequence[Any], device: jax.Device
+        self, recipe: Recipe, plan: Plan, state: Any, args: Sequence[Any], device: Any
     ) -> None:
         self.recipe, self.plan, self.device = recipe, plan, device
         self.state = on_one_device(state, device)

@@ -189,7 +189,7 @@ def _all_at_once(
     return losses.reshape(-1), aux, grads
 
 
-def on_one_device(tree: Any, device: jax.Device) -> Any:
+def on_one_device(tree: Any, device: Any) -> Any:
     """Every leaf whole on `device`, moved there one at a time.
 
     By way of the host: arrays put straight from a mesh to a device still carry it in their type.
@@ -204,7 +204,7 @@ def on_one_device(tree: Any, device: jax.Device) -> Any:
     return jax.tree.map(lambda leaf: jax.block_until_ready(moved(leaf)), tree)
 
 
-def check_fits(plan: Plan, device: jax.Device) -> None:
+def check_fits(plan: Plan, device: Any) -> None:
     """Raises where the device says that it cannot hold the whole state and its successor."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:

@@ -11,7 +11,7 @@ import optax
 
 from zerojax import _batch, _causes, _compare, _mesh, _state, _table
 from zerojax._causes import Observed
-from zerojax._compare import OK, UNSEEN, WRONG, Check
+from zerojax._compare import UNSEEN, WRONG, Check
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
@@ -94,7 +94,7 @@ def verify(
     mutable: Sequence[str] | None = None,
     whole_batch: bool = True,
     tolerance: float | None = None,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> Verification:
     """Replays one step on one device, and compares loss, gradients and new state.
 
