@@ -35,11 +35,9 @@ def masked_loss(params, batch, mean=jnp.mean):
     return mean(squares(params, batch["x"]), where=batch["mask"])
 
 
-def placed(params, tx=ADAM, stage=3, **fields):
-    state = zerojax.shard_train_state(
-        make_state(type("Made", (), {"params": params, "fields": fields}), tx), stage
-    )
-    return state
+def placed(params, tx=ADAM, stage=3, **options):
+    state = make_state(Model(params, None, None), tx)
+    return zerojax.shard_train_state(state, stage, **options)
 
 
 def verified(made, stage=3, tx=ADAM, accumulate=1, **options):
@@ -52,7 +50,7 @@ def verified(made, stage=3, tx=ADAM, accumulate=1, **options):
 # -- steps that are right
 
 
-@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 4), (2, 1), (2, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 4), (2, 4), (3, 1)])
 def test_right_steps_pass(stage, accumulate):
     report = verified(mlp(False), stage, accumulate=accumulate)
     assert report.ok and not report.causes and not report.notes, report
@@ -91,6 +89,7 @@ def test_dropout_passes_and_is_not_held_against_the_whole_batch(accumulate):
 def test_optimizers_pass(tx):
     report = verified(mlp(False), tx=tx)
     assert report.ok, report
+    assert {c.verdict for c in report.checks} == {"ok"}, "tolerances too wide to tell"
 
 
 def attention(params, x):
@@ -122,6 +121,13 @@ def test_narrow_precision_widens_the_tolerance(options):
     assert "mean over the parts, in float32" in report.losses
     tight = zerojax.verify(step, state, made.batch, tolerance=1e-6)
     assert not tight.ok and tight.tolerance == 1e-6
+
+
+def test_what_a_narrow_loss_means_is_judged_in_float32():
+    loss = lambda params, batch: 1 + 1e-3 * masked_loss(params, batch)  # alike but for 0.1%
+    state = placed(W, precision=zerojax.Precision(compute="bfloat16"))
+    report = zerojax.verify(zerojax.train_step(loss), state, MASKED)
+    assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -443,8 +449,7 @@ def test_replay_on_two_axes_numbers_the_parts_as_the_mesh_does():
         np.array(jax.devices()).reshape(2, 4), ("a", "b"),
         axis_types=(jax.sharding.AxisType.Auto,) * 2,
     )  # fmt: skip
-    state = make_state(type("Made", (), {"params": W, "fields": {}}), ADAM)
-    state = zerojax.shard_train_state(state, 3, mesh=mesh, axis=("a", "b"))
+    state = placed(W, mesh=mesh, axis=("a", "b"))
 
     def loss(params, x, rng):
         weight = 1 + lax.axis_index("b") + 4 * lax.axis_index("a") + jax.random.uniform(rng)

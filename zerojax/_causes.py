@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _compare, _state
-from zerojax._compare import WRONG, Check
+from zerojax._compare import Check
 from zerojax._reference import Reference
 from zerojax._replay import Replayed, Split
 
@@ -41,7 +41,7 @@ def of_the_step(
     tolerance: float,
 ) -> Iterator[str]:
     """Likely causes of a step that is not the mean over the parts."""
-    wrong = {check.kind for check in checks if check.verdict.startswith(WRONG)}
+    wrong = {check.kind for check in checks if check.is_wrong}
     differing = [check.path for check in checks if check.copies_differ and check.kind in STATE]
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -113,7 +113,7 @@ def _explains(
             )
             if check.kind != _state.OTHER
         ]  # fmt: skip
-    return not any(check.verdict.startswith(WRONG) for check in checks)
+    return not any(check.is_wrong for check in checks)
 
 
 def _of_the_update(
@@ -176,7 +176,7 @@ def _updated_on_shards(
             check = next(
                 _compare.compare_states([found], [before], [leaf], [far[index]], tolerance)
             )
-            if check.verdict.startswith(WRONG):
+            if check.is_wrong:
                 return False
     return True
 

@@ -1,4 +1,4 @@
-"""`zerojax.verify`: one step against one device, and what differs, why and what to do."""
+"""`zerojax.verify`: one step against one device."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,75 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _mesh, _state, _table
+from zerojax import _batch, _causes, _compare, _mesh, _state
 from zerojax._causes import Observed
-from zerojax._compare import UNSEEN, WRONG, Check
+from zerojax._compare import Check
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._program import Options
 from zerojax._reference import Reference, aux_like
 from zerojax._replay import Replayed, check_fits
+from zerojax._report import Verification
 from zerojax._step import Recipe, find_plan, grad_norm, split_fields, with_fields
 
-ROWS_SHOWN = 12
 WHOLE_BATCH = "loss on the whole batch"
 # One device and one code round alike for batches of two sizes, whatever they round to.
 MEANING_TOLERANCE = 5e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """What `zerojax.verify` found; print it to see.
-
-    `losses` are the step's, the mean over the parts of the batch on one device, and that of the
-    whole batch at once; `checks` one for each leaf, worst first; `causes` what is likely wrong and
-    how to mend it; `notes` what could not be compared.
-    """
-
-    losses: dict[str, float]
-    checks: tuple[Check, ...]
-    causes: tuple[str, ...]
-    notes: tuple[str, ...]
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.wrong
-
-    @property
-    def wrong(self) -> list[Check]:
-        return [check for check in self.checks if check.verdict.startswith(WRONG)]
-
-    def raise_if_wrong(self) -> None:
-        """Raises an `AssertionError` that says what `print` says, unless `ok`."""
-        if not self.ok:
-            raise AssertionError(str(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same in plain Python types, as `json` takes them."""
-        return {"ok": self.ok, **dataclasses.asdict(self)}
-
-    def __str__(self) -> str:
-        unseen = sum(check.verdict == UNSEEN for check in self.checks)
-        title = f"wrong: {len(self.wrong)} of {len(self.checks)} comparisons"
-        if self.ok:
-            title = f"the step agrees with one device in {len(self.checks)} comparisons"
-        title += f" ({unseen} too small to tell)" if unseen else ""
-        lines = [f"{title}; tolerance {self.tolerance:.0e}"]
-        width = max(map(len, self.losses))
-        lines += [f"  {name.ljust(width)}  {value:.7g}" for name, value in self.losses.items()]
-        lines += [f"* {text}" for text in (*self.causes, *self.notes)]
-        head = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
-        rows = [
-            (c.path, c.kind, f"{c.difference:.2e}", f"{c.scale:.2e}", f"{c.tolerance:.2e}",
-             c.verdict + (", copies differ" if c.copies_differ else ""))
-            for c in self.checks[:ROWS_SHOWN]
-        ]  # fmt: skip
-        lines.append(_table.text_table([head, *rows], frozenset({2, 3, 4})))
-        left = len(self.checks) - len(rows)
-        return "\n".join([*lines, f"and {left} more, none worse"] if left else lines)
 
 
 def verify(
@@ -203,7 +149,7 @@ def _compared(
         ),
     ]  # fmt: skip
     causes = []
-    if any(check.verdict.startswith(WRONG) or check.copies_differ for check in checks):
+    if any(check.is_wrong or check.copies_differ for check in checks):
         causes += _causes.of_the_step(reference, parts, observed, checks, spreads, tolerance)
     losses = {"the step": _number(observed.loss), "mean over the parts": parts.loss}
     notes += _notes(reference, observed, parts)
@@ -212,7 +158,7 @@ def _compared(
         checks.append(meaning.check)
         causes += meaning.causes
         losses |= meaning.losses
-    checks.sort(key=lambda check: (not check.verdict.startswith(WRONG), -check.excess))
+    checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
     return Verification(losses, tuple(checks), tuple(causes), tuple(notes), tolerance)
 
 
@@ -248,7 +194,7 @@ def _meaning(reference: Reference, parts: Replayed, given: float | None) -> _Mea
     tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE) if given is None else given
     limit = tolerance * _largest([*parts.losses, whole.loss])
     check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(parts.loss), whole.loss, limit)
-    is_wrong = check.verdict.startswith(WRONG)
+    is_wrong = check.is_wrong
     causes = [_causes.of_the_loss(reference, parts, whole.loss, tolerance)] if is_wrong else []
     return _Meaning(check, causes, losses)
 
