@@ -1,5 +1,6 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding pinned."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,18 @@ from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._program import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a step is made of. Those of `train_step` carry theirs as `step.recipe`."""
+
+    loss_fn: Callable[..., Any]
+    options: Options
+    mutable: tuple[str, ...] = ()
+    plan: Plan | None = None
+    tx: optax.GradientTransformation | None = None
+    stage: int | None = None
 
 
 def train_step(
@@ -70,7 +83,10 @@ def train_step(
         return found.constrain(new_state, into=state if donate else None), metrics
 
     donated = (0,) if donate else ()
-    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options)
+    jitted = jax.jit(step, donate_argnums=donated, compiler_options=compiler_options)
+    # JAX's functions take attributes, so the step stays what `jax.jit` returns.
+    vars(jitted)["recipe"] = Recipe(loss_fn, options, tuple(mutable), plan, tx, stage)
+    return jitted
 
 
 def eval_step(
