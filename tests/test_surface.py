@@ -30,7 +30,8 @@ PUBLIC = {
 LAYERS = [
     "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
     "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
-    "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
+    "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_accumulate", "_trace",
+    "_parameter", "_program",
     "_grad", "_xla_options", "_step", "_place", "_replay", "_compare", "_reference", "_causes",
     "_report",
     "_verify", "_gpus", "aot", "_compiler_log", "_hlo", "_groups", "_cost", "_schedule",

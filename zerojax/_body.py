@@ -172,6 +172,16 @@ class Body:
 
         Lost inputs come as their types. `cts` has None where an output is of no float dtype.
         """
+        return self.reduced(inputs, *self.unreduced(inputs, gathered, saved, cts))
+
+    def unreduced(
+        self,
+        inputs: Sequence[Any],
+        gathered: Sequence[Array],
+        saved: Saved,
+        cts: Sequence[Array | None],
+    ) -> tuple[list[Any], list[Array | None]]:
+        """Gradients of the inputs less what comes through gathered weights, and of these."""
         weights, want_weights = self.weights_of(inputs), self.weights_of(saved.wanted)
         # Shards get their gradients through the gathered weights and through inner loops.
         want_whole = [
@@ -198,25 +208,27 @@ class Body:
         num_roots = len(self.split.loop_roots)
         totals = self._by_var(d_sources[len(gathered) :])
         self._add_roots(totals, d_roots_and_plain[:num_roots])
-        self._add_gathered(totals, d_sources[: len(gathered)], weights)
-        return merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+        grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+        return grads, d_sources[: len(gathered)]
 
     def _add_roots(self, totals: Env, grads: Sequence[tuple]) -> None:
         """Adds the gradients that inner loops gave their shards."""
         for root, grad in zip(self.split.loop_roots, grads, strict=True):
             totals[root] = tuple(map(add, totals[root], grad))
 
-    def _add_gathered(
-        self, totals: Env, grads: Sequence[Array | None], weights: Sequence[Any]
-    ) -> None:
+    def reduced(
+        self, inputs: Sequence[Any], grads: Sequence[Any], d_gathered: Sequence[Array | None]
+    ) -> list[Any]:
         """Sends the gradients of gathered weights to their shards, and adds them."""
-        held = self._by_var(weights)
-        for shard, grad in zip(self.split.gathers.values(), grads, strict=True):
+        held = self._by_var(self.weights_of(inputs))
+        totals = self._by_var(self.weights_of(grads))
+        for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
             if grad is not None:
                 *whole, last = totals[shard.root]
                 dtype = held[shard.root][-1].dtype
                 mine = dispose(grad, dtype, shard.cut, self.how.wire)
                 totals[shard.root] = (*whole, add(last, mine))
+        return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
     def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
         values = [*self.roots_of(inputs), *self.plain_of(inputs)]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from zerojax import _compat, _layers
+from zerojax import _compat, _loops
 from zerojax._body import Body, Env, How, read, read_arrays, write
 from zerojax._gather import Wire
 from zerojax._split import split
@@ -40,7 +40,7 @@ def run(steps: Sequence[Step], env: Env, how: How) -> None:
                 inputs = operand_values(step.operands, env)
                 outs = run_scope(step.split, inputs, how, checkpoint_like(step))
             case Loop():
-                outs = _layers.run_loop(step, operand_values(step.operands, env), how)
+                outs = _loops.run_loop(step, operand_values(step.operands, env), how)
             case _:
                 outs = _compat.bind(step, read(env, step.invars))
         write(env, step.outvars, outs)

@@ -1,4 +1,4 @@
-"""The layer loop: a scan over stacked weights, one layer gathered at a time in both directions.
+"""A scan over stacked weights, one layer gathered at a time in both directions.
 
 Forward keeps of each layer what its derivative needs, less the weights; backward walks the
 layers in reverse, gathers each again and reduce-scatters its gradient inside the loop.
@@ -15,36 +15,16 @@ from jax import lax
 
 from zerojax._body import Body, How
 from zerojax._steps import Loop
-from zerojax._vary import add, instantiated, is_float, perturbed, without_tangents
+from zerojax._vary import add, instantiated, is_float
 
 Array = Any
 
 
-def run_loop(loop: Loop, inputs: Sequence[Any], how: How) -> list[Array]:
-    """The outputs of a scan whose operands are `inputs`; `Held` stacks among them."""
-    layers = _Layers(loop, how)
-    if not how.regather:
-        return layers.forward(list(inputs))
+class Layers:
+    """One scan in three forms: plain, keeping residuals, and backward over them.
 
-    @jax.custom_vjp
-    def call(inputs: list[Any]) -> list[Array]:
-        return layers.forward(inputs)
-
-    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
-        wanted, values = perturbed(inputs)
-        outs, saved = layers.forward_saving(values, wanted)
-        return outs, (values, saved)
-
-    def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
-        inputs, saved = residuals
-        return (layers.backward(inputs, saved, cts),)
-
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    return without_tangents(call(list(inputs)))
-
-
-class _Layers:
-    """One scan in three forms: plain, keeping residuals, and backward over them."""
+    Turn 0 is the first layer that forward walks, whichever end of the stack it is.
+    """
 
     def __init__(self, loop: Loop, how: How) -> None:
         self.loop = loop
@@ -60,11 +40,6 @@ class _Layers:
         carry = slice(self.loop.num_consts, first_x)
         return list(operands[: carry.start]), list(operands[carry]), list(operands[first_x:])
 
-    def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
-        return lax.scan(
-            step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
-        )
-
     def forward(self, inputs: Sequence[Any]) -> list[Array]:
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
@@ -78,106 +53,85 @@ class _Layers:
 
     def forward_saving(
         self, inputs: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[Array], tuple[Any, list[Array]]]:
+    ) -> tuple[list[Array], Any]:
+        """The outputs, and what `backward` needs besides the inputs."""
         consts, carry, xs = self.parts(inputs)
-        want_consts, _, want_xs = self.parts(wanted)
         num_carry = self.loop.num_carry
-        # The carry may vary inside the loop even where its first value does not.
-        wanted = [*want_consts, *[True] * num_carry, *want_xs]
-        order = self.order(reverse=self.loop.reverse)
+        wanted = self.wanted_inside(wanted)
 
-        def step(state: tuple[list, list], layer: tuple[Any, list]) -> tuple[Any, Any]:
-            (carry, gathered), (index, xs) = state, layer
-            gathered, ahead = self.weights_now_and_ahead(inputs, gathered, order, index)
+        def step(carry: list, xs: list) -> tuple[Any, Any]:
+            gathered = self.gathered(inputs, xs)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
-            return (outs[:num_carry], ahead), (outs[num_carry:], saved)
+            return outs[:num_carry], (outs[num_carry:], saved)
 
-        start = (carry, self.first_weights(inputs, order))
-        (carry, last), (ys, saved) = self.scan(
-            step, start, (jnp.arange(self.loop.length), xs), reverse=self.loop.reverse
-        )
-        # Backward starts where forward ends, with the weights that are there already. Within
-        # an outer loop they would be kept for each of its turns.
-        return [*carry, *ys], (saved, [] if self.how.in_loop else last)
+        carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys], saved
 
-    def backward(self, inputs: Sequence[Any], residuals: Any, cts: Sequence[Any]) -> list[Any]:
-        saved, last = residuals
-        if self.loop.unroll != 1:
-            # Without a loop of its own between them, XLA would merge backward's gathers with
-            # forward's and keep their results.
-            inputs, cts = self.tied(inputs, cts)
-        consts, carry, xs = self.parts(inputs)
-        want_consts, _, _ = self.parts(saved.wanted)
-        varied = [want and is_float(x) for x, want in zip(consts, want_consts, strict=True)]
-        d_consts = [jnp.zeros_like(x) if v else None for x, v in zip(consts, varied, strict=True)]
-        d_outs = [
-            instantiated(ct) if is_float(v.aval) else None
-            for ct, v in zip(cts, self.loop.body.outvars, strict=True)
-        ]
-        d_carry, d_ys = d_outs[: len(carry)], d_outs[len(carry) :]
-        carry_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
-        order = self.order(reverse=not self.loop.reverse)
+    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs."""
+        inputs, cts = self.tied(inputs, cts)
+        consts, _, xs = self.parts(inputs)
+        d_carry, d_ys = self.d_outs(cts)
+        types = self.carry_types(inputs)
 
-        def step(state: tuple[list, list, list], layer: tuple[Any, Any, list, list]) -> Any:
-            (d_carry, d_consts, gathered), (index, saved, d_ys, xs) = state, layer
-            gathered, ahead = self.weights_now_and_ahead(inputs, gathered, order, index)
-            layer_inputs = [*consts, *carry_types, *xs]
-            d_inputs = self.body.backward(layer_inputs, gathered, saved, [*d_carry, *d_ys])
+        def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> Any:
+            (d_carry, d_consts), (saved, d_ys, xs) = state, layer
+            gathered = self.gathered(inputs, xs)
+            d_layer = [*d_carry, *d_ys]
+            d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
-            return (d_carry, list(map(add, d_consts, more)), ahead), d_xs
+            return (d_carry, list(map(add, d_consts, more))), d_xs
 
-        (d_carry, d_consts, _), d_xs = self.scan(
-            step,
-            (d_carry, d_consts, last or self.first_weights(inputs, order)),
-            (jnp.arange(self.loop.length), saved, d_ys, xs),
-            reverse=not self.loop.reverse,
+        start = (d_carry, self.d_consts(consts, saved.wanted))
+        (d_carry, d_consts), d_xs = self.scan(
+            step, start, (saved, d_ys, xs), reverse=not self.loop.reverse
         )
         return [*d_consts, *d_carry, *d_xs]
 
-    def tied(self, inputs: Sequence[Any], cts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The inputs and cotangents, the shards not to be used before these are there."""
+    # -- what both walks share
+
+    def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
+        return lax.scan(
+            step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
+        )
+
+    def gathered(self, inputs: Sequence[Any], xs: Sequence[Any]) -> list[Array]:
+        """The full weights of one layer, whose shards are among `xs`."""
+        consts, carry, _ = self.parts(inputs)
+        return self.body.gather(self.body.weights_of([*consts, *carry, *xs]))
+
+    def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
+        """The carry may vary inside the loop even where its first value does not."""
+        consts, carry, xs = self.parts(wanted)
+        return [*consts, *[True] * len(carry), *xs]
+
+    def d_outs(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the carry and of the stacked outputs, None where there can be none."""
+        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+        return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
+
+    def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """Zeros to add the constants' gradients to."""
+        pairs = zip(consts, wanted[: len(consts)], strict=True)
+        return [jnp.zeros_like(x) if want and is_float(x) else None for x, want in pairs]
+
+    def carry_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        _, carry, _ = self.parts(inputs)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+
+    def tied(
+        self, inputs: Sequence[Any], cts: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The inputs and cotangents, the shards not to be used before these are there.
+
+        Without a loop of its own between them, XLA would merge backward's gathers with forward's
+        and keep their results.
+        """
+        if self.loop.unroll == 1:
+            return inputs, cts
         pairs = zip(cts, self.loop.body.outvars, strict=True)
         floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
         shards = [x if isinstance(x, tuple) else None for x in inputs]
         shards, floats = lax.optimization_barrier((shards, floats))
         return [x if s is None else s for x, s in zip(inputs, shards, strict=True)], floats
-
-    # -- weights, one layer ahead of their use
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether weights travel while the layer before computes. One layer has none before."""
-        return bool(self.body.how.prefetch and self.body.split.gathers) and self.loop.length > 1
-
-    def order(self, *, reverse: bool) -> int:
-        """The way a loop walks through the layers."""
-        return -1 if reverse else 1
-
-    def first_weights(self, inputs: Sequence[Any], order: int) -> list[Array]:
-        first = 0 if order > 0 else self.loop.length - 1
-        return self.weights_at(inputs, first) if self.prefetches else []
-
-    def weights_now_and_ahead(
-        self, inputs: Sequence[Any], gathered: list[Array], order: int, index: Any
-    ) -> tuple[list[Array], list[Array]]:
-        """This layer's weights and the next one's, which are asked for first of all.
-
-        The last layer asks for its own again: backward starts with them.
-        """
-        if not self.prefetches:
-            return self.weights_at(inputs, index), []
-        ahead = jnp.clip(index + order, 0, self.loop.length - 1)
-        return gathered, self.weights_at(inputs, ahead)
-
-    def weights_at(self, inputs: Sequence[Any], index: Any) -> list[Array]:
-        """One layer's weights, gathered."""
-        consts, carry, xs = self.parts(inputs)
-
-        def layer(stack: Any) -> Any:
-            # Only shards are gathered; the others stand in their places.
-            if not isinstance(stack, tuple):
-                return None
-            return tuple(lax.dynamic_index_in_dim(a, index, keepdims=False) for a in stack)
-
-        inside = [*consts, *carry, *map(layer, xs)]
-        return self.body.gather(self.body.weights_of(inside))

@@ -8,26 +8,25 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
 
-COMBINE = (
-    "xla_gpu_all_gather_combine_threshold_bytes",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes",
-)
+COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
+COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of what comes out of them
 DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 # Its kernel for small all-reduces does not compile over several hosts.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 
 
-def options_for(jaxpr: Any, mesh: Mesh) -> dict[str, Any]:
+def options_for(jaxpr: Any, mesh: Mesh, size: int) -> dict[str, Any]:
     """For a step on this mesh. Loops that gather a layer ahead want the layer's collectives
     combined into one, and gathered weights that pass from turn to turn without a copy; other
-    programs are slower with either."""
+    programs are slower with either. ZeRO shards over `size` devices."""
     device = mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda"):
         return {}
     wanted: dict[str, Any] = {}
     layer = max(gathered_in_loops(jaxpr), default=0)
     if layer:
-        wanted |= dict.fromkeys(COMBINE, layer + layer // 8) | {DOUBLE_BUFFER: True}
+        most = layer + layer // 8  # and not two layers: the first could hide behind the second
+        wanted = {COMBINE_GATHERS: most, COMBINE_SCATTERS: most // size, DOUBLE_BUFFER: True}
     if len({d.process_index for d in mesh.devices.flat}) > 1:
         wanted[COLLECTIVE_KERNELS] = ""
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
