@@ -98,15 +98,6 @@ class Instruction:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
-def operand_arrays(start: Instruction, instructions: dict[str, Instruction]) -> int:
-    """How many arrays of a `-start`'s value are its operands, which come before its results.
-
-    An all-reduce has none of them; some others end with what the pair needs to know.
-    """
-    count = sum(len(instructions[o].arrays) for o in start.operands)
-    return count if len(start.arrays) > count else 0
-
-
 def arrays_of(type_text: str) -> list[Array]:
     return [
         Array(dtype, tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip()))

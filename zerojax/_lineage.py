@@ -13,9 +13,9 @@ from zerojax._hlo import Instruction, Module, arrays_of, top_level_types
 Labels = frozenset[Any]  # of anything that can be told apart
 NONE: Labels = frozenset()
 _MOVES = {
-    "bitcast", "copy", "convert", "reshape", "transpose", "slice", "dynamic-slice", "opt-barrier",
-    "optimization-barrier", "pad", "bitcast-convert", "all-gather", "broadcast", "reverse",
-    "custom-call",
+    "bitcast", "copy", "convert", "reshape", "transpose", "slice", "dynamic-slice", "copy-start",
+    "copy-done", "opt-barrier", "optimization-barrier", "pad", "bitcast-convert", "all-gather",
+    "broadcast", "reverse", "all-gather-done", "custom-call",
 }  # fmt: skip
 MOST_PASSES = 8  # of one loop, until its labels settle
 
@@ -44,10 +44,8 @@ class Lineage:
         for instruction in instructions.values():
             operands = [found.get(o, []) for o in instruction.operands]
             labels = list(self._labels(instructions, instruction, operands, given))
-            born = self.born(instruction)
-            first = len(born) if instruction.opcode.endswith("-start") else 0  # operands come first
-            for at, fresh in enumerate(born, start=first):
-                labels[at] |= fresh
+            for at, fresh in enumerate(reversed(self.born(instruction)), start=1):
+                labels[-at] |= fresh  # the last arrays: a `-start` has its operands before them
             found[instruction.name] = labels
             self.values[name, instruction.name] = labels
             if instruction.is_root:
@@ -72,16 +70,13 @@ class Lineage:
             return self._loop(instruction, operands[0])
         if opcode in ("fusion", "call") and instruction.called:
             return self._run(instruction.called[0], operands)
-        if opcode.endswith("-start"):
+        if opcode.endswith("-start") and opcode != "copy-start":
             moved = [labels for operand in operands for labels in operand]
-            made = moved if opcode in ("all-gather-start", "copy-start") else []
-            if opcode == "fusion-start":
-                made = self._run(instruction.called[0], operands)
-            return ([*moved, *made] + [NONE] * count)[:count]
-        if opcode.endswith("-done"):
-            start = instructions[instruction.operands[0]]
-            first = sum(len(instructions[o].arrays) for o in start.operands)
-            return operands[0][first : first + count]
+            return (moved * 2)[:count] if opcode == "all-gather-start" else [NONE] * count
+        if opcode == "all-gather-done":
+            return operands[0][-count:]
+        if opcode.endswith("-done") and opcode != "copy-done":
+            return [NONE] * count if not self.arithmetic else operands[0][-count:]
         if opcode == "dynamic-update-slice":
             return [_union(operands[0] + operands[1])]
         if opcode in _MOVES:

@@ -129,16 +129,11 @@ class _Walk:
         if opcode in ("call", "conditional") and instruction.called:
             return self.run(instruction.called[0], operands)
         if opcode.endswith("-start"):
-            # Its value is (operands, results, what the pair needs to know of each other).
             started = [one for operand in operands for one in operand]
             new = self.new(name, instruction)[len(started) :]
-            for at, into in enumerate(self.in_place(instruction)):
-                new[at] = new[at] if into is None or not operands[into] else operands[into][0]
-            return [*started, *new], []
+            return [*started, *new][: len(instruction.arrays)], []
         if opcode.endswith("-done"):
-            start = self.module.computations[name][instruction.operands[0]]
-            first = sum(len(held[o]) for o in start.operands)
-            return operands[0][first : first + len(instruction.arrays)], []
+            return operands[0][-len(instruction.arrays) :], []
         return list(self.updated(name, instruction, operands)), []
 
     def updated(
@@ -153,10 +148,8 @@ class _Walk:
         """For each array of the result: the operand whose memory it updates."""
         if instruction.opcode == "dynamic-update-slice":
             return [0]
-        if not instruction.opcode.startswith("fusion"):
-            return (
-                [None] * len(instruction.arrays) if instruction.base == instruction.opcode else []
-            )
+        if instruction.opcode != "fusion":
+            return [None] * len(instruction.arrays)
         inside = self.module.computations[instruction.called[0]]
         root = self.module.root(instruction.called[0])
         outputs = root.operands if root.opcode == "tuple" else [root.name]
