@@ -21,9 +21,9 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "LeafPlan", "Plan", "Precision", "Rates", "Report", "audit", "eval_step", "forecast",
-    "gather_params", "master_weights", "mean", "memory_table", "plan", "shard_batch",
-    "shard_train_state", "train_step", "value_and_grad",
+    "LeafPlan", "Plan", "Precision", "Rates", "Report", "Verification", "audit", "eval_step",
+    "forecast", "gather_params", "master_weights", "mean", "memory_table", "plan", "shard_batch",
+    "shard_train_state", "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 # Each module may import those to its left.
@@ -31,10 +31,11 @@ LAYERS = [
     "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
     "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
     "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
-    "_grad", "_step", "_place", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups",
-    "_cost", "_schedule", "_lineage", "_liveness", "_memory_use", "_contract", "_timeline",
-    "_audit_report", "_audit", "_memory_table", "_flops", "_presets", "_progress", "_forecast",
-    "_doctor",
+    "_grad", "_xla_options", "_step", "_place", "_replay", "_compare", "_reference", "_causes",
+    "_report",
+    "_verify", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups", "_cost",
+    "_schedule", "_lineage", "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report",
+    "_audit", "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
 ]  # fmt: skip
 
 

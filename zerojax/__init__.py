@@ -22,7 +22,9 @@ from zerojax._plan import Plan as Plan
 from zerojax._planner import plan as plan
 from zerojax._precision import Precision as Precision
 from zerojax._precision import master_weights as master_weights
+from zerojax._report import Verification as Verification
 from zerojax._step import eval_step as eval_step
 from zerojax._step import train_step as train_step
+from zerojax._verify import verify as verify
 
 __version__ = "0.1.0"

@@ -53,6 +53,9 @@ def audit(
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
     compiled, lines = None, []
+    if accumulate is None:
+        recipe = getattr(step, "recipe", None)
+        accumulate = recipe.options.accumulate if recipe else None
     if isinstance(step, str):
         text = step
     else:

@@ -38,6 +38,11 @@ def has_side_effects(step: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
+def names_an_axis(jaxpr: Any) -> bool:
+    """Whether a jaxpr, at any depth, speaks to other devices or asks which one it is on."""
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
+
+
 def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs one equation on `values`, keeping its name scope, source line and context.
 

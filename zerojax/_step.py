@@ -1,17 +1,83 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding pinned."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from zerojax import _state
+from zerojax import _state, _xla_options
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._program import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a step is made of; `step.recipe`."""
+
+    loss_fn: Callable[..., Any]
+    options: Options
+    mutable: tuple[str, ...] = ()
+    plan: Plan | None = None
+    tx: optax.GradientTransformation | None = None
+    stage: int | None = None
+
+
+class Step:
+    """A jitted step, used like what `jax.jit` returns.
+
+    Which XLA options suit it depends on the loss and on the mesh, so it is compiled with them
+    when it first sees its state.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        recipe: Recipe,
+        donate: bool,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        self.recipe, self.compiler_options = recipe, compiler_options
+        self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
+        self.nested = self.jit()  # an inner jit may have no options of its own
+        self.jitted: dict[Plan | None, Any] = {}
+
+    def __call__(self, state: Any, batch: Any, *rng: Any) -> tuple[Any, dict[str, Any]]:
+        return self.for_args(state, batch, *rng)(state, batch, *rng)
+
+    def lower(self, state: Any, batch: Any, *rng: Any) -> Any:
+        return self.for_args(state, batch, *rng).lower(state, batch, *rng)
+
+    def trace(self, state: Any, batch: Any, *rng: Any) -> Any:
+        return self.for_args(state, batch, *rng).trace(state, batch, *rng)
+
+    def eval_shape(self, state: Any, batch: Any, *rng: Any) -> Any:
+        return self.nested.eval_shape(state, batch, *rng)
+
+    def for_args(self, *args: Any) -> Any:
+        """The jitted function for the plan by which the state was placed."""
+        carried = _state.carried_plan(args[0])
+        plan = carried if carried is not None else self.recipe.plan
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args[0])[:1]):
+            return self.nested
+        if plan not in self.jitted:
+            options = self.options_for(plan, args) | (self.compiler_options or {})
+            self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
+        return self.jitted[plan]
+
+    def options_for(self, plan: Plan | None, args: Sequence[Any]) -> dict[str, Any]:
+        if plan is None or plan.mesh.devices.flat[0].platform == "cpu":
+            return {}
+        return _xla_options.options_for(self.nested.trace(*args).jaxpr, plan.mesh)
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in self.jitted.values())
 
 
 def train_step(
@@ -27,7 +93,7 @@ def train_step(
     prefetch: int | str = "auto",
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
-) -> Any:
+) -> Step:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
     The old state is donated, and the new one lives where the old one lived. `metrics` holds
@@ -47,10 +113,11 @@ def train_step(
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
         donate: give the old state's memory to the new one.
-        compiler_options: as in `jax.jit`; the README has those that suit layer loops on GPUs.
+        compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
 
     Returns:
-        What `jax.jit` returns, so `step.lower(state, batch).compile()` works too.
+        A `Step`, to be used like what `jax.jit` returns: `step.lower(state, batch).compile()`
+        works too.
     """
     options = Options(None, accumulate, precision, regather, prefetch=prefetch)
 
@@ -69,8 +136,8 @@ def train_step(
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics
 
-    donated = (0,) if donate else ()
-    return jax.jit(step, donate_argnums=donated, compiler_options=compiler_options)
+    recipe = Recipe(loss_fn, options, tuple(mutable), plan, tx, stage)
+    return Step(step, recipe, donate, compiler_options)
 
 
 def eval_step(

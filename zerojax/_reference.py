@@ -1,0 +1,114 @@
+"""What one device makes of a step's inputs: loss, gradients, new state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax import _batch, _compare, _state
+from zerojax._plan import Plan
+from zerojax._program import precision_of
+from zerojax._replay import Replayed, Split, on_one_device, replay
+from zerojax._step import Recipe, apply_gradients, split_fields, with_fields
+
+
+class Reference:
+    """A recipe followed on one device, from a state and a batch gathered there."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, state: Any, args: Sequence[Any], device: Any
+    ) -> None:
+        self.recipe, self.plan, self.device = recipe, plan, device
+        self.state = on_one_device(state, device)
+        self.args = on_one_device(tuple(args), device)
+        self.roles = _batch.roles(args)
+        self.precision = precision_of(plan, recipe.options.precision)
+        sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
+        self.split = Split(sizes, recipe.options.accumulate)
+        self._update = jax.jit(
+            lambda state, grads, fields: apply_gradients(state, grads, recipe.tx, fields)
+        )
+
+    @property
+    def has_keys(self) -> bool:
+        return _batch.KEY in self.roles
+
+    def replay(
+        self, split: Split | None = None, args: Any = None, *, wide: bool = False, **options: Any
+    ) -> Replayed:
+        """The loss on every part. `wide`: in float32, whatever the step computes in."""
+        compute, state = self.precision.compute, self.state
+        if wide and self.computes_narrow:
+            compute = jnp.float32
+        loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
+        return replay(
+            loss_fn, _state.get_params(state), self.args if args is None else args,
+            self.split if split is None else split, compute=compute, **options,
+        )  # fmt: skip
+
+    @property
+    def computes_narrow(self) -> bool:
+        dtypes = [self.precision.compute, *(p.dtype for p in self.plan.params)]
+        floats = [d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)]
+        return any(jnp.finfo(d).bits < 32 for d in floats)
+
+    def tolerance(self, replayed: Replayed) -> float:
+        """For all that a step rounds: in the loss, and on the way between devices."""
+        reduce = [self.precision.reduce] if self.precision.reduce is not None else []
+        return _compare.tolerance_for([replayed.dtype, *reduce], self.device.platform)
+
+    def new_state(self, replayed: Replayed) -> Any:
+        """The state after the update, by the user's own optimizer."""
+        return self.update(replayed.grads, self.fields(replayed))
+
+    def fields(self, replayed: Replayed) -> dict[str, Any]:
+        if not self.recipe.mutable:
+            return {}
+        return split_fields(averaged(replayed.aux), self.state, self.recipe.mutable)[1]
+
+    def update(self, grads: Any, fields: dict[str, Any]) -> Any:
+        return self.update_of(self.state, grads, fields)
+
+    def update_of(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+        """The same, of any state: of the shards of one device, say."""
+        params = _state.get_params(state)
+        grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
+        return self._update(state, grads, fields)
+
+    def part_args(self, parts: Sequence[int], ways: int) -> Any:
+        """The arguments with these parts of `ways` put together as the batch."""
+        values, treedef = jax.tree.flatten(self.args)
+
+        def taken(value: Any, role: str) -> Any:
+            if role != _batch.BATCH:
+                return value
+            rows = value.shape[0] // ways
+            return jnp.concatenate([value[i * rows : (i + 1) * rows] for i in parts])
+
+        return treedef.unflatten(map(taken, values, self.roles))
+
+
+def averaged(aux: Any) -> Any:
+    """The mean over the parts; integers as floats."""
+
+    def mean(leaf: Any) -> Any:
+        return jnp.mean(leaf, axis=0, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+
+    return jax.tree.map(mean, aux)
+
+
+def aux_like(aux: Any, like: Any) -> Any:
+    """The aux of all parts as a step gives it back: averaged, or put together row by row."""
+
+    def joined(stacked: Any, mean: Any, value: Any) -> Any:
+        rows = stacked.reshape(-1, *stacked.shape[2:]) if stacked.ndim > 1 else mean
+        fits = rows.shape == np.shape(value) != mean.shape
+        return rows if fits else mean
+
+    return jax.tree.map(joined, aux, averaged(aux), like)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.extended)

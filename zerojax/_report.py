@@ -1,0 +1,63 @@
+"""What a verification found, and how it prints."""
+
+import dataclasses
+from typing import Any
+
+from zerojax import _table
+from zerojax._compare import UNSEEN, Check
+
+ROWS_SHOWN = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `zerojax.verify` found; print it to see.
+
+    `losses` are the step's, the mean over the parts of the batch on one device, and that of the
+    whole batch at once; `checks` one for each leaf, worst first; `causes` what is likely wrong and
+    how to mend it; `notes` what could not be compared.
+    """
+
+    losses: dict[str, float]
+    checks: tuple[Check, ...]
+    causes: tuple[str, ...]
+    notes: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.wrong
+
+    @property
+    def wrong(self) -> list[Check]:
+        return [check for check in self.checks if check.is_wrong]
+
+    def raise_if_wrong(self) -> None:
+        """Raises an `AssertionError` that says what `print` says, unless `ok`."""
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain Python types, as `json` takes them."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        unseen = sum(check.verdict == UNSEEN for check in self.checks)
+        title = f"wrong: {len(self.wrong)} of {len(self.checks)} comparisons"
+        if self.ok:
+            title = f"the step agrees with one device in {len(self.checks)} comparisons"
+        title += f" ({unseen} too small to tell)" if unseen else ""
+        lines = [f"{title}; tolerance {self.tolerance:.0e}"]
+        width = max(map(len, self.losses))
+        lines += [f"  {name.ljust(width)}  {value:.7g}" for name, value in self.losses.items()]
+        lines += [f"* {text}" for text in (*self.causes, *self.notes)]
+        head = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
+        rows = [
+            (c.path, c.kind, f"{c.difference:.2e}", f"{c.scale:.2e}", f"{c.tolerance:.2e}",
+             c.verdict + (", copies differ" if c.copies_differ else ""))
+            for c in self.checks[:ROWS_SHOWN]
+        ]  # fmt: skip
+        lines.append(_table.text_table([head, *rows], frozenset({2, 3, 4})))
+        left = len(self.checks) - len(rows)
+        return "\n".join([*lines, f"and {left} more, none worse"] if left else lines)
