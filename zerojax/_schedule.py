@@ -52,6 +52,7 @@ class Span:
     name: str
     stream: str  # "compute", "collectives" or "waiting"
     trips: int
+    kind: str = ""  # of a collective: newer JAX names instructions as it likes
 
 
 @dataclasses.dataclass
@@ -131,7 +132,8 @@ class _Player:
                 collective = self.collective(name, instruction, kind, trips, loops)
                 start = max(now, free)
                 free = start + collective.seconds
-                self.span(origin + start, origin + free, instruction.name, "collectives", trips)
+                when = (origin + start, origin + free)
+                self.span(*when, instruction.name, "collectives", trips, kind)
                 if collective.asynchronous:
                     pending[instruction.name] = (free, compute, collective)
                 else:
@@ -205,6 +207,8 @@ class _Player:
         )
         return max(now, end)
 
-    def span(self, start: float, end: float, name: str, stream: str, trips: int) -> None:
+    def span(
+        self, start: float, end: float, name: str, stream: str, trips: int, kind: str = ""
+    ) -> None:
         if end > start:
-            self.result.spans.append(Span(start, end, name, stream, trips))
+            self.result.spans.append(Span(start, end, name, stream, trips, kind))
