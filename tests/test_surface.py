@@ -34,9 +34,9 @@ LAYERS = [
     "_parameter", "_program",
     "_grad", "_xla_options", "_step", "_place", "_replay", "_compare", "_reference", "_causes",
     "_report",
-    "_verify", "_gpus", "aot", "_compiler_log", "_hlo", "_groups", "_cost", "_schedule",
-    "_lineage", "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report", "_audit",
-    "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
+    "_verify", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups", "_cost",
+    "_schedule", "_lineage", "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report",
+    "_audit", "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
 ]  # fmt: skip
 
 

@@ -90,8 +90,9 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
     return zerojax.audit(
-        step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, gpu=arguments.gpu
-    )
+        step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, plan=plan, gpu=arguments.gpu,
+        per_host=arguments.per_host, accumulate=arguments.accumulate,
+    )  # fmt: skip
 
 
 def doctor(arguments: argparse.Namespace) -> int:

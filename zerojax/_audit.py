@@ -104,7 +104,9 @@ def _report(
     weights = Lineage(module, [frozenset([i]) for i in range(len(paths))])
     gradients = Lineage(module, [NONE] * len(paths), _reduced_arrays, arithmetic=True)
     kinds = [_kind(path, plan) for path in paths]
+    updated = Lineage(module, [NONE] * len(paths), _gathered_arrays)
     served = _served_leaves(module, gradients, paths, kinds)
+    served |= _served_leaves(module, updated, paths, kinds)
     traffic = [
         _traffic(module, c, plan, per_host, _parts(c, weights, served, paths))
         for c in replay.collectives
@@ -179,13 +181,23 @@ def _reduced_arrays(instruction: _hlo.Instruction) -> list[Labels]:
     """A label of its own for each array that a reduce-scatter or all-reduce makes."""
     if instruction.base not in _schedule.REDUCING or instruction.opcode.endswith("-done"):
         return []
+    return _numbered(instruction)
+
+
+def _gathered_arrays(instruction: _hlo.Instruction) -> list[Labels]:
+    """The same for gathers: what stages 1 and 2 gather after the update becomes the parameter."""
+    is_gather = instruction.opcode in ("all-gather", "all-gather-start")
+    return _numbered(instruction) if is_gather else []
+
+
+def _numbered(instruction: _hlo.Instruction) -> list[Labels]:
     return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
 
 
 def _served_leaves(
     module: Module, gradients: Lineage, paths: list[str], kinds: list[str]
 ) -> dict[Any, tuple[str, ...]]:
-    """For each array that a collective reduces, the leaves of the state that it updates.
+    """For each labelled array of a collective, the leaves of the state that it updates.
 
     Parameters where there are any: moments are updated by the same gradient.
     """
@@ -208,8 +220,8 @@ def _parts(
     served: dict[Any, tuple[str, ...]],
     paths: list[str],
 ) -> tuple[Part, ...]:
-    """The arrays of a collective with what they belong to: gradients by where they go, weights
-    by where they come from."""
+    """The arrays of a collective with what they belong to: gradients and updated parameters by
+    where they go, weights by where they come from."""
     found, name = [], collective.instruction.name
     origins = [
         labels
@@ -248,7 +260,8 @@ def _kept(
     module: Module, weights: Lineage, paths: list[str], plan: Plan | None
 ) -> Iterator[tuple[str, str]]:
     """Stacks of a whole weight that a loop hands on, with all of its layers in them."""
-    stacked = {leaf.path: leaf for leaf in (plan.params if plan else ()) if leaf.stacked}
+    gathers = plan is not None and plan.sharded[_state.PARAMS]
+    stacked = {leaf.path: leaf for leaf in (plan.params if gathers else ()) if leaf.stacked}
     for (computation, name), labels in weights.values.items():
         instruction = module.computations[computation][name]
         if instruction.opcode == "while":

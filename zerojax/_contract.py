@@ -113,7 +113,8 @@ def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
                 if path in promised and _is_ours(one, report.plan):
                     leaf, size = promised[path].leaf, _size(report)
                     sent[path] += part.elements * size * one.trips / math.prod(leaf.shape)
-                    if leaf.stacked and part.elements * size >= math.prod(leaf.shape) > 0:
+                    at_once = part.elements * size >= math.prod(leaf.shape) > 0
+                    if leaf.stacked and at_once and _stage(report) == 3:
                         yield (
                             f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} "
                             f"at once ({part.array} a device), outside of the loop over them. "

@@ -45,7 +45,7 @@ class CostModel:
             return self._dot_flops(computation, instruction, pattern)
         if instruction.opcode == "convolution":
             return self._convolution_flops(computation, instruction)
-        if instruction.opcode in ("fusion", "call"):
+        if instruction.fuses or instruction.opcode == "call":
             return sum(self.computation_flops(name) for name in instruction.called)
         return 0
 
@@ -72,7 +72,7 @@ class CostModel:
             if flops := self.flops(computation, instruction):
                 left = self.module.computations[computation][instruction.operands[0]]
                 found[left.arrays[0].dtype] += flops
-        elif instruction.opcode in ("fusion", "call"):
+        elif instruction.fuses or instruction.opcode == "call":
             for name in instruction.called:
                 for inner in self.module.computations[name].values():
                     for dtype, flops in self.matmul_dtypes(name, inner).items():
@@ -84,13 +84,13 @@ class CostModel:
     def touched(self, computation: str, instruction: Instruction) -> float:
         """Bytes read and written."""
         opcode = instruction.opcode
+        if instruction.fuses:
+            reads, writes = self.fusion_bytes(instruction.called[0])
+            return reads + writes
         if opcode in _FREE or opcode.endswith(("-start", "-done")):
             return 0
         instructions = self.module.computations[computation]
         operands = [instructions[o].nbytes for o in instruction.operands if o in instructions]
-        if opcode == "fusion":
-            reads, writes = self.fusion_bytes(instruction.called[0])
-            return reads + writes
         if opcode == "dynamic-slice":
             return 2 * instruction.nbytes
         if opcode == "dynamic-update-slice":

@@ -164,7 +164,10 @@ def forecast(
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx)
         shapes, key = aot.batch((batch, rng), plan)
         started = time.perf_counter()
-        report = _audit.audit(step, plan.abstract(), shapes, key, plan=plan, gpu=gpu)
+        report = _audit.audit(
+            step, plan.abstract(), shapes, key, plan=plan, gpu=gpu, per_host=per_host,
+            accumulate=each,
+        )  # fmt: skip
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, batch, rng, mutable) / count
         cases.append(_case(report, plan, each, variant, batch, tokens, flops, seconds))

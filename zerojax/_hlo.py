@@ -1,121 +1,22 @@
 """A parser for the text of XLA's modules: as much of it as an audit reads, and no more."""
 
-import dataclasses
 import functools
-import itertools
 import math
 import re
+
+from zerojax._instruction import Array as Array
+from zerojax._instruction import Instruction as Instruction
+from zerojax._instruction import arrays_of as arrays_of
+from zerojax._instruction import parse_instruction
+from zerojax._instruction import top_level_types as top_level_types
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
 
-_WIDTHS = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
-    r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """One array type: its dtype as XLA writes it, and its dimensions."""
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def nbytes(self) -> float:
-        return self.size * dtype_bytes(self.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-def dtype_bytes(dtype: str) -> float:
-    """bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
-    if dtype in _WIDTHS:
-        return _WIDTHS[dtype]
-    bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
-    return int(bits[1]) / 8 if bits else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    name: str
-    type: str
-    opcode: str
-    inside: str  # what stands in its parentheses
-    attributes: str  # what follows them
-    is_root: bool = False
-
-    @functools.cached_property
-    def operands(self) -> list[str]:
-        return [] if self.opcode in ("parameter", "constant") else _NAME.findall(self.inside)
-
-    @functools.cached_property
-    def arrays(self) -> list[Array]:
-        """Every array of its type, tuples flattened."""
-        return arrays_of(self.type)
-
-    @property
-    def nbytes(self) -> float:
-        return sum(array.nbytes for array in self.arrays)
-
-    @functools.cached_property
-    def called(self) -> list[str]:
-        """Names of the computations it runs."""
-        return [name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)]
-
-    def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression found among its attributes."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
-
-    @property
-    def base(self) -> str:
-        """The opcode, without what makes it one half of an asynchronous pair."""
-        return re.sub(r"-(start|done)$", "", self.opcode)
-
-    @property
-    def trip_count(self) -> int | None:
-        """Of a `while`, where XLA knows it."""
-        count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
-        return None if count is None else int(count)
-
-    @property
-    def op_name(self) -> str:
-        """The path of name scopes under which JAX traced it."""
-        return self.attribute(r'op_name="([^"]*)"') or ""
-
-
-def arrays_of(type_text: str) -> list[Array]:
-    return [
-        Array(dtype, tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip()))
-        for dtype, dims in _ARRAY.findall(type_text)
-    ]
-
-
-def top_level_types(type_text: str) -> list[str]:
-    """The members of a tuple type; of any other, itself."""
-    if not type_text.startswith("("):
-        return [type_text]
-    members, depth, start = [], 0, 1
-    for at, char in enumerate(type_text):
-        depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            members.append(re.sub(r"/\*.*?\*/", "", type_text[start:at]).strip())
-            start = at + 1
-    return [member for member in members if member]
 
 
 class Module:
@@ -134,28 +35,38 @@ class Module:
         self._parse(text)
         if not self.entry:
             raise ValueError("the HLO text has no ENTRY computation: was it cut off?")
-        self.fused = {
-            name
-            for instructions in self.computations.values()
-            for instruction in instructions.values()
-            if instruction.opcode == "fusion"
-            for name in instruction.called
-        }
+        for name, instructions in self.computations.items():
+            self._check(name, instructions)
 
     def _parse(self, text: str) -> None:
         current: dict[str, Instruction] | None = None
-        for line in text.splitlines():
+        for number, line in enumerate(text.splitlines(), start=1):
             if line.startswith("}"):
                 current = None
             elif current is not None:
                 found = _INSTRUCTION.match(line)
                 if found:
-                    instruction = _parse_instruction(found[2], found[3], bool(found[1]))
-                    current[found[2]] = instruction
+                    try:
+                        made = parse_instruction(found[2], found[3], bool(found[1]))
+                    except ValueError as error:
+                        raise _damaged(f"line {number}, {line.strip()[:60]!r}: {error}") from None
+                    current[found[2]] = made
             elif found := _COMPUTATION.match(line):
                 current = self.computations.setdefault(found[2], {})
                 if found[1]:
                     self.entry = found[2]
+
+    def _check(self, name: str, instructions: dict[str, Instruction]) -> None:
+        """What everything after relies on; text that lost lines does not have it."""
+        if sum(i.is_root for i in instructions.values()) != 1:
+            raise _damaged(f"computation {name} has no ROOT")
+        for instruction in instructions.values():
+            missing = [o for o in instruction.operands if o not in instructions]
+            missing += [c for c in instruction.called if c not in self.computations]
+            if not instruction.called and (instruction.fuses or instruction.opcode == "while"):
+                raise _damaged(f"{instruction.name} in {name} does not say what it calls")
+            if missing:
+                raise _damaged(f"{instruction.name} in {name} uses {missing[0]}, which is nowhere")
 
     def root(self, computation: str) -> Instruction:
         return next(i for i in self.computations[computation].values() if i.is_root)
@@ -223,19 +134,5 @@ class Module:
         return found
 
 
-def _parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
-    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    type_text, rest = text[:type_end], text[type_end:].lstrip()
-    opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest, 0) - 1
-    return Instruction(name, type_text, opcode, rest[:end], rest[end + 1 :], is_root)
-
-
-def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
-    depth = 0
-    for found in itertools.islice(re.finditer(r"[()]", text[start:]), None):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return start + found.start()
-    return len(text)
+def _damaged(what: str) -> ValueError:
+    return ValueError(f"the HLO text is damaged: {what}. Write it anew with compiled.as_text().")

@@ -14,8 +14,8 @@ Labels = frozenset[Any]  # of anything that can be told apart
 NONE: Labels = frozenset()
 _MOVES = {
     "bitcast", "copy", "convert", "reshape", "transpose", "slice", "dynamic-slice", "copy-start",
-    "copy-done", "opt-barrier", "optimization-barrier", "pad", "bitcast-convert", "all-gather",
-    "broadcast", "reverse", "all-gather-done", "custom-call",
+    "opt-barrier", "optimization-barrier", "pad", "bitcast-convert", "all-gather", "broadcast",
+    "reverse", "custom-call",
 }  # fmt: skip
 MOST_PASSES = 8  # of one loop, until its labels settle
 
@@ -70,13 +70,16 @@ class Lineage:
             return self._loop(instruction, operands[0])
         if opcode in ("fusion", "call") and instruction.called:
             return self._run(instruction.called[0], operands)
+        if opcode == "conditional":
+            branches = zip(instruction.called, operands[1:], strict=True)
+            runs = [self._run(name, [argument]) for name, argument in branches]
+            return [_union(list(sets)) for sets in zip(*runs, strict=True)]
         if opcode.endswith("-start") and opcode != "copy-start":
-            moved = [labels for operand in operands for labels in operand]
-            return (moved * 2)[:count] if opcode == "all-gather-start" else [NONE] * count
-        if opcode == "all-gather-done":
-            return operands[0][-count:]
-        if opcode.endswith("-done") and opcode != "copy-done":
-            return [NONE] * count if not self.arithmetic else operands[0][-count:]
+            return self._started(instruction, operands)
+        if opcode.endswith("-done"):
+            start = instructions[instruction.operands[0]]
+            before = sum(len(instructions[o].arrays) for o in start.operands)
+            return operands[0][instruction.result_of(start, before)]
         if opcode == "dynamic-update-slice":
             return [_union(operands[0] + operands[1])]
         if opcode in _MOVES:
@@ -84,6 +87,17 @@ class Lineage:
             return moved if len(moved) == count else [_union(moved)] * count
         if self.arithmetic:
             return [self._same_size(instructions, instruction, operands)] * count
+        return [NONE] * count
+
+    def _started(self, instruction: Instruction, operands: list[list[Labels]]) -> list[Labels]:
+        """(operands, results, contexts); only gathers and fusions hand labels on."""
+        count = len(instruction.arrays)
+        moved = [labels for operand in operands for labels in operand]
+        if instruction.opcode == "all-gather-start":
+            return (moved * 2)[:count]
+        if instruction.fuses:
+            made = self._run(instruction.called[0], operands)
+            return ([*moved, *made] + [NONE] * count)[:count]
         return [NONE] * count
 
     def _same_size(

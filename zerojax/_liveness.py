@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from zerojax._hlo import Instruction, Module, arrays_of, top_level_types
 
-_HAND_ON = {"bitcast", "opt-barrier", "optimization-barrier", "all-reduce-done", "copy-done"}
+_HAND_ON = {"bitcast", "opt-barrier", "optimization-barrier"}
 _NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
 
 
@@ -126,21 +126,40 @@ class _Walk:
             inside = [b for b in most if b not in known]
             # A loop's result takes the memory of what it started from.
             return operands[0] if len(operands[0]) == len(result) else result, inside
-        if opcode in ("call", "conditional") and instruction.called:
+        if opcode == "call" and instruction.called:
             return self.run(instruction.called[0], operands)
+        if opcode == "conditional":
+            branches = zip(instruction.called, operands[1:], strict=True)
+            runs = [self.run(branch, [argument]) for branch, argument in branches]
+            return max(runs, key=lambda run: sum(buffer.nbytes for buffer in run[1]))
         if opcode.endswith("-start"):
-            started = [one for operand in operands for one in operand]
-            new = self.new(name, instruction)[len(started) :]
-            return [*started, *new][: len(instruction.arrays)], []
+            return self.started(name, instruction, operands), []
         if opcode.endswith("-done"):
-            return operands[0][-len(instruction.arrays) :], []
+            start = self.module.computations[name][instruction.operands[0]]
+            before = [self.module.computations[name][o] for o in start.operands]
+            place = instruction.result_of(start, sum(len(one.arrays) for one in before))
+            return operands[0][place], []
         return list(self.updated(name, instruction, operands)), []
 
+    def started(self, name: str, instruction: Instruction, operands: list[Buffers]) -> Buffers:
+        """New buffers for results alone: operands stand beside them in the type."""
+        new = self.new(name, instruction)
+        given = [one for operand in operands for one in operand]
+        if instruction.opcode == "copy-start":
+            return [new[0], *given, *new[2:]]
+        if len(new) <= len(given):
+            return new
+        if instruction.fuses:
+            at = len(given)
+            made = self.updated(name, instruction, operands, at)
+            return [*given, *made, *new[at + len(self.in_place(instruction)) :]]
+        return [*given, *new[len(given) :]]
+
     def updated(
-        self, name: str, instruction: Instruction, operands: list[Buffers]
+        self, name: str, instruction: Instruction, operands: list[Buffers], first: int = 0
     ) -> Iterator[frozenset[Buffer]]:
         """New buffers, but for updates in place, whose buffer is that of what they update."""
-        new = self.new(name, instruction)
+        new = self.new(name, instruction)[first:]
         for at, into in enumerate(self.in_place(instruction)):
             yield new[at] if into is None or not operands[into] else operands[into][0]
 
@@ -148,7 +167,7 @@ class _Walk:
         """For each array of the result: the operand whose memory it updates."""
         if instruction.opcode == "dynamic-update-slice":
             return [0]
-        if instruction.opcode != "fusion":
+        if not instruction.fuses:
             return [None] * len(instruction.arrays)
         inside = self.module.computations[instruction.called[0]]
         root = self.module.root(instruction.called[0])

@@ -52,6 +52,7 @@ class Span:
     name: str
     stream: str  # "compute", "collectives" or "waiting"
     trips: int
+    kind: str = ""  # of a collective: newer JAX names instructions as it likes
 
 
 @dataclasses.dataclass
@@ -72,6 +73,16 @@ class Replay:
     @property
     def wire(self) -> float:
         return sum(c.wire * c.trips for c in self.collectives)
+
+    def add(self, part: "Replay") -> None:
+        """What happened inside of a called computation, but for the time that it took."""
+        self.exposed += part.exposed
+        self.flops += part.flops
+        self.collectives += part.collectives
+        self.spans += part.spans
+        self.unknown_loops += part.unknown_loops
+        for dtype, flops in part.flops_by_dtype.items():
+            self.flops_by_dtype[dtype] += flops
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
@@ -121,7 +132,8 @@ class _Player:
                 collective = self.collective(name, instruction, kind, trips, loops)
                 start = max(now, free)
                 free = start + collective.seconds
-                self.span(origin + start, origin + free, instruction.name, "collectives", trips)
+                when = (origin + start, origin + free)
+                self.span(*when, instruction.name, "collectives", trips, kind)
                 if collective.asynchronous:
                     pending[instruction.name] = (free, compute, collective)
                 else:
@@ -130,12 +142,25 @@ class _Player:
                 elapsed, inside = self.loop(instruction, trips, loops, origin + now)
                 now, compute = now + elapsed, compute + inside
             elif instruction.opcode in ("call", "conditional") and instruction.called:
-                elapsed, inside = self.run(instruction.called[0], trips, loops, origin + now)
+                elapsed, inside = self.slowest(instruction.called, trips, loops, origin + now)
                 now, compute = now + elapsed, compute + inside
             else:
                 seconds = self.compute(name, instruction, trips, origin + now)
                 now, compute = now + seconds, compute + seconds
         return now, compute
+
+    def slowest(
+        self, names: list[str], trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        """Nobody knows which branch a step takes: the slowest one counts, and only that one."""
+        before, tried = self.result, []
+        for name in names:
+            self.result = Replay()
+            tried.append((*self.run(name, trips, loops, origin), self.result))
+        elapsed, compute, chosen = max(tried, key=lambda one: one[0])
+        self.result = before
+        before.add(chosen)
+        return elapsed, compute
 
     def loop(
         self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
@@ -182,6 +207,8 @@ class _Player:
         )
         return max(now, end)
 
-    def span(self, start: float, end: float, name: str, stream: str, trips: int) -> None:
+    def span(
+        self, start: float, end: float, name: str, stream: str, trips: int, kind: str = ""
+    ) -> None:
         if end > start:
-            self.result.spans.append(Span(start, end, name, stream, trips))
+            self.result.spans.append(Span(start, end, name, stream, trips, kind))

@@ -78,5 +78,5 @@ def _mark_loops(spans: Sequence[Span], axes: Any) -> None:
 def _what(span: Span) -> str:
     """The key of its colour."""
     if span.stream == "collectives":
-        return next((kind for kind in COLOURS if span.name.startswith(kind)), "other")
+        return span.kind if span.kind in COLOURS else "other"
     return "exposed" if span.stream == "waiting" else span.stream

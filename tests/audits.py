@@ -1,0 +1,67 @@
+"""Small steps to audit: a stack of layers in powers of two, for CPU devices or GPUs not there."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests.conftest import make_mesh
+
+LAYERS, DIM, ROWS = 4, 128, 32
+
+
+@functools.cache
+def gpu_mesh(gpus: str = "8xH100") -> Any:
+    """Of GPUs to compile for; skips where the packages for that are missing."""
+    try:
+        zerojax.aot.check_packages()
+    except ModuleNotFoundError as error:
+        pytest.skip(f"cannot compile for GPUs here: {error}")
+    return zerojax.aot.mesh(gpus)
+
+
+def mesh_of(where: str) -> Any:
+    return make_mesh() if where == "cpu" else gpu_mesh(where)
+
+
+def make_state(tx: Any = None) -> Any:
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "layers": {
+            "w": jax.random.normal(keys[0], (LAYERS, DIM, DIM)) / 16,
+            "norm": jnp.ones((LAYERS, DIM)),
+        },
+        "embed": jax.random.normal(keys[1], (2 * DIM, DIM)),
+    }
+    return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
+
+
+def layer(x: Any, p: Any) -> tuple[Any, None]:
+    return x + jnp.tanh((x * p["norm"].astype(x.dtype)) @ p["w"].astype(x.dtype)), None
+
+
+def loss(params: Any, tokens: Any, wrap: Any = jax.checkpoint, dtype: Any = jnp.bfloat16) -> Any:
+    x = params["embed"].astype(dtype)[tokens]
+    x, _ = jax.lax.scan(wrap(layer), x, params["layers"])
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def tokens(plan: Any, rows: int = ROWS) -> Any:
+    shape = jax.ShapeDtypeStruct((rows * plan.size,), jnp.int32)
+    return zerojax.aot.batch(shape, plan)
+
+
+def planned(where: str, stage: int, **options: Any) -> Any:
+    return zerojax.plan(make_state, stage=stage, mesh=mesh_of(where), **options)
+
+
+def audited(plan: Any, loss_fn: Any = loss, step: Any = None, state: Any = None, **options) -> Any:
+    """The audit of a step on abstract arguments."""
+    step = zerojax.train_step(loss_fn, **options) if step is None else step
+    state = plan.abstract() if state is None else state
+    return zerojax.audit(step, state, tokens(plan), plan=plan)
