@@ -337,7 +337,10 @@ def scan_residuals(jaxpr, least):
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
-            stacked = [v.aval.shape for v in eqn.outvars if v.aval.shape[:1] == (LAYERS,)]
+            # Loops that prefetch have a layer of forward, two of backward, outside.
+            lengths = (LAYERS, LAYERS - 1, LAYERS - 2)
+            shapes = [v.aval.shape for v in eqn.outvars]
+            stacked = [shape for shape in shapes if shape and shape[0] in lengths]
             found += [s for s in stacked if math.prod(s[1:]) >= least]
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             found += scan_residuals(inner, least)
@@ -362,15 +365,29 @@ def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
     jaxpr = grad.trace(params, BATCH).jaxpr
     gathers = [c for c in collectives(jaxpr) if c.kind == "all-gather"]
     layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
-    # The first layer before the loop; backward begins with what forward's last step asked for.
-    assert sum(c.elements for c in gathers if c.depth == 0) == layer
-    assert sum(c.moved for c in gathers if c.depth == 1) == 2 * LAYERS * layer
+    # Each direction's first outside of its loop; backward begins with forward's last layer.
+    assert sum(c.elements for c in gathers if c.depth == 0) == 2 * layer
+    assert sum(c.moved for c in gathers) == (2 * LAYERS - 1) * layer
     for loop in scans_of(jaxpr):
         body = loop.params["jaxpr"].jaxpr
         made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
         carried = body.outvars[: sum(_compat.scan_counts(loop.params)[1:])]
         # In forward the gather may still be wrapped in its custom derivative.
         assert sum(made.get(v) in ("all_gather", "custom_vjp_call") for v in carried) == 2
+
+
+@pytest.mark.parametrize("name", ["plain_scan", "remat_in_the_middle", "reverse_unrolled_scan"])
+def test_prefetching_loops_scatter_what_the_turn_before_left(name):
+    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
+    jaxpr = grad.trace(params, BATCH).jaxpr
+    scatters = [c for c in collectives(jaxpr) if c.kind == "reduce-scatter"]
+    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
+    assert sum(c.moved for c in scatters) == LAYERS * layer
+    assert sum(c.elements for c in scatters if c.depth == 1) == layer
+    _, backward = scans_of(jaxpr)
+    body = backward.params["jaxpr"].jaxpr
+    reduced = [e.invars[0] for e in body.eqns if e.primitive.name == "reduce_scatter"]
+    assert len(reduced) == 2 and set(reduced) <= set(body.invars)
 
 
 def scans_of(jaxpr):
