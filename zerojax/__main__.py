@@ -121,7 +121,7 @@ def table(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     """(loss or losses, make_state, batch, rng) of a preset, or of the user's function."""
     if ":" not in arguments.model:
-        preset = _presets.gpt(arguments.model)
+        preset = _presets.preset(arguments.model)
         count, _ = _gpus.parse_count(arguments.gpus)
         remats = tuple(arguments.remat or ("full",))
         return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
@@ -168,8 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     one = command(forecast, "memory, traffic and speed of a training step on GPUs, by compiling it")
-    sizes = ", ".join(_presets.GPTS)
-    one.add_argument("model", help=f"a GPT by size ({sizes}), or module:function")
+    sizes = ", ".join(_presets.PRESETS)
+    one.add_argument("model", help=f"a model by size ({sizes}), or module:function")
     _gpu_arguments(one)
     one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
     one.add_argument("--accumulate", type=int, nargs="+", default=[1])

@@ -260,8 +260,9 @@ def _kept(
     module: Module, weights: Lineage, paths: list[str], plan: Plan | None
 ) -> Iterator[tuple[str, str]]:
     """Stacks of a whole weight that a loop hands on, with all of its layers in them."""
-    gathers = plan is not None and plan.sharded[_state.PARAMS]
-    stacked = {leaf.path: leaf for leaf in (plan.params if gathers else ()) if leaf.stacked}
+    if plan is None or not plan.sharded[_state.PARAMS]:
+        return
+    stacked = {leaf.path: leaf for leaf in plan.params if leaf.stacked}
     for (computation, name), labels in weights.values.items():
         instruction = module.computations[computation][name]
         if instruction.opcode == "while":

@@ -5,6 +5,7 @@ the loop's carry. The ends stand outside of the loops: nothing is gathered that 
 backward starts with the weights that forward ended with.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,20 +50,27 @@ class PrefetchedLayers(Layers):
 
     def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
         """Each turn reduce-scatters what the turn before left: its gradients travel, as the
-        next layer's weights do, beside this layer's compute."""
+        next layer's weights do, beside this layer's compute. See `late`."""
         kept, last_kept, gathered = saved
         inputs, cts = self.tied(inputs, cts)
         consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
         types, last = self.carry_types(inputs), self.loop.length - 1
+        late = self.late()
         layer_at = lambda at: [*consts, *types, *layer_of(xs, self.index(at))]  # noqa: E731
 
         def turn(grads: tuple[list, list], gathered: list, saved: Saved, at: Any) -> Any:
             d_carry, d_consts = grads
             d_layer = [*d_carry, *layer_of(d_ys, self.index(at))]
-            d_inputs, left = self.body.unreduced(layer_at(at), gathered, saved, d_layer)
+            layer = layer_at(at)
+            d_inputs, d_gathered = self.body.unreduced(layer, gathered, saved, d_layer)
+            pairs = list(zip(d_gathered, late, strict=True))
+            d_inputs = self.body.reduced(
+                layer, d_inputs, [None if is_late else d for d, is_late in pairs]
+            )
             more, d_carry, d_xs = self.parts(d_inputs)
-            return (d_carry, list(map(add, d_consts, more))), (d_xs, left)
+            left = d_xs, [d if is_late else None for d, is_late in pairs]
+            return (d_carry, list(map(add, d_consts, more))), left
 
         def reduced(left: tuple[list, list], at: Any) -> list:
             d_xs, d_gathered = left
@@ -88,6 +96,16 @@ class PrefetchedLayers(Layers):
         stacks = with_layer(stacks, reduced(left, 1), self.index(1))
         (d_carry, d_consts), left = turn(grads, gathered, layer_of(kept, 0), 0)
         return [*d_consts, *d_carry, *with_layer(stacks, reduced(left, 0), self.index(0))]
+
+    def late(self) -> list[bool]:
+        """For each gathered weight, whether backward comes to its gradient late in a turn.
+
+        That is the half, by size, which forward uses first. What comes early is reduced behind the
+        rest of its own turn; keeping that too for the next turn would only cost memory.
+        """
+        sizes = [weight.aval.size for weight in self.body.split.gathers]
+        before = itertools.accumulate(sizes, initial=0)
+        return [used < sum(sizes) / 2 for used, _ in zip(before, sizes, strict=False)]
 
     def turns(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)

@@ -1,4 +1,4 @@
-"""GPTs by size, the ZeRO paper's runs among them, to forecast without writing a model."""
+"""Models by size, the ZeRO paper's runs among them, to forecast without writing one."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ REMATS = ("none", "dots", "full")
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpt:
-    """Stacked decoder layers, tied embeddings, bf16 compute over fp32 parameters."""
+class Decoder:
+    """Stacked decoder layers in a scan, bf16 compute over fp32 parameters."""
 
     layers: int
     hidden: int
@@ -28,14 +28,11 @@ class Gpt:
         return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
 
     def shapes(self) -> dict[str, Any]:
-        n, d = self.layers, self.hidden
-        blocks = {
-            "norm1": (n, d), "qkv": (n, d, 3 * d), "proj": (n, d, d),
-            "norm2": (n, d), "up": (n, d, 4 * d), "down": (n, 4 * d, d),
-        }  # fmt: skip
-        tree = {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
         struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        return jax.tree.map(struct, tree, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(struct, self.dims(), is_leaf=lambda x: isinstance(x, tuple))
+
+    def dims(self) -> dict[str, Any]:
+        raise NotImplementedError
 
     def make_state(self) -> TrainState:
         params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes())
@@ -49,14 +46,41 @@ class Gpt:
 
     def loss(self, params: Any, tokens: jax.Array, remat: str = "full") -> jax.Array:
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        x = params["embed"][tokens] + params["pos"]
-        x, _ = jax.lax.scan(_rematted(self._layer, remat), x, params["blocks"])
-        logits = _norm(x, params["norm"]) @ params["embed"].T
-        logits = logits[:, :-1].astype(jnp.float32)
+        x, _ = jax.lax.scan(
+            _rematted(self.layer, remat), self.embedded(params, tokens), params["blocks"]
+        )
+        logits = self.logits(params, x)[:, :-1].astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
 
-    def _layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        raise NotImplementedError
+
+
+class Gpt(Decoder):
+    """Learned positions, tied embeddings."""
+
+    def dims(self) -> dict[str, Any]:
+        n, d = self.layers, self.hidden
+        blocks = {
+            "norm1": (n, d), "qkv": (n, d, 3 * d), "proj": (n, d, d),
+            "norm2": (n, d), "up": (n, d, 4 * d), "down": (n, 4 * d, d),
+        }  # fmt: skip
+        return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
+
+    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+        return params["embed"][tokens] + params["pos"]
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        return _norm(x, params["norm"]) @ params["embed"].T
+
+    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         rows, tokens, dim = x.shape
         qkv = (_norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, 3, self.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
@@ -65,6 +89,44 @@ class Gpt:
         return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
 
 
+@dataclasses.dataclass(frozen=True)
+class Llama(Decoder):
+    """Rotary positions, grouped-query attention, SwiGLU, its own head."""
+
+    kv_heads: int = 8
+    inner: int = 14336
+
+    def dims(self) -> dict[str, Any]:
+        n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
+        blocks = {
+            "norm1": (n, d), "q": (n, d, d), "k": (n, d, kv), "v": (n, d, kv), "proj": (n, d, d),
+            "norm2": (n, d), "gate": (n, d, self.inner), "up": (n, d, self.inner),
+            "down": (n, self.inner, d),
+        }  # fmt: skip
+        head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
+        return {**head, "blocks": blocks}
+
+    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+        return params["embed"][tokens]
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        return _rms_norm(x, params["norm"]) @ params["head"]
+
+    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        rows, tokens, dim = x.shape
+        h = _rms_norm(x, p["norm1"])
+        q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
+        attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
+        h = _rms_norm(x, p["norm2"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+
+LLAMAS = {
+    "llama-8b": Llama(32, 4096, 32, vocab=128256),
+    "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
+    "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
+}
 GPTS = {
     "124m": Gpt(12, 768, 12),
     "350m": Gpt(24, 1024, 16),
@@ -94,10 +156,15 @@ GPTS = {
 }
 
 
-def gpt(name: str) -> Gpt:
-    if name.lower() not in GPTS:
-        raise ValueError(f"no preset {name!r}. Name one of {', '.join(GPTS)}, or module:function.")
-    return GPTS[name.lower()]
+PRESETS: dict[str, Decoder] = {**GPTS, **LLAMAS}
+
+
+def preset(name: str) -> Decoder:
+    if name.lower() not in PRESETS:
+        raise ValueError(
+            f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
+        )
+    return PRESETS[name.lower()]
 
 
 def _rematted(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
@@ -115,3 +182,19 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of (rows, tokens, heads, features)."""
+    tokens, features = x.shape[1], x.shape[3]
+    rates = 500000.0 ** (-jnp.arange(0, features, 2) / features)
+    angles = jnp.arange(tokens)[:, None, None] * rates
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -74,7 +74,7 @@ class Step:
     def options_for(self, plan: Plan | None, args: Sequence[Any]) -> dict[str, Any]:
         if plan is None or plan.mesh.devices.flat[0].platform == "cpu":
             return {}
-        return _xla_options.options_for(self.nested.trace(*args).jaxpr, plan.mesh, plan.size)
+        return _xla_options.options_for(self.nested.trace(*args).jaxpr, plan.mesh)
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self.jitted.values())

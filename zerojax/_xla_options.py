@@ -1,5 +1,6 @@
 """The XLA options that a program needs, on GPU backends only, and only those XLA knows."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
+from zerojax._inline import is_var
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of what comes out of them
@@ -15,41 +17,76 @@ DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 
 
-def options_for(jaxpr: Any, mesh: Mesh, size: int) -> dict[str, Any]:
+def options_for(jaxpr: Any, mesh: Mesh) -> dict[str, Any]:
     """For a step on this mesh. Loops that gather a layer ahead want the layer's collectives
     combined into one, and gathered weights that pass from turn to turn without a copy; other
-    programs are slower with either. ZeRO shards over `size` devices."""
+    programs are slower with either."""
     device = mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda"):
         return {}
     wanted: dict[str, Any] = {}
-    layer = max(gathered_in_loops(jaxpr), default=0)
-    if layer:
-        most = layer + layer // 8  # and not two layers: the first could hide behind the second
-        wanted = {COMBINE_GATHERS: most, COMBINE_SCATTERS: most // size, DOUBLE_BUFFER: True}
+    turns = [turn for turn in turns_of(jaxpr) if turn.gathered]
+    if turns:
+        # Just above what belongs together: two layers in one could not hide behind each other.
+        wanted[COMBINE_GATHERS] = _above(max(turn.gathered for turn in turns))
+        wanted[COMBINE_SCATTERS] = _above(max(turn.scattered_together for turn in turns))
+        wanted[DOUBLE_BUFFER] = True
     if len({d.process_index for d in mesh.devices.flat}) > 1:
         wanted[COLLECTIVE_KERNELS] = ""
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
 
 
-def gathered_in_loops(jaxpr: Any) -> list[int]:
-    """For each loop, the bytes that one turn of it gathers, inner loops apart."""
-    loops: list[int] = []
-    _gathered(jaxpr, loops)
+def _above(nbytes: int) -> int:
+    return nbytes + nbytes // 16
+
+
+@dataclasses.dataclass
+class Turn:
+    """Bytes that one turn of a loop gathers and scatters, by what comes out of it.
+
+    What it scatters is what the turn before left and what comes up early in this one; neither
+    should wait for the other.
+    """
+
+    gathered: int = 0
+    left_over: int = 0
+    early: int = 0
+
+    @property
+    def scattered_together(self) -> int:
+        return max(self.left_over, self.early)
+
+
+def turns_of(jaxpr: Any) -> list[Turn]:
+    """One for each loop, inner loops apart."""
+    loops: list[Turn] = []
+    _count(jaxpr, Turn(), loops)
     return loops
 
 
-def _gathered(jaxpr: Any, loops: list[int]) -> int:
-    total = 0
+def _count(jaxpr: Any, turn: Turn, loops: list[Turn]) -> None:
+    carried = set(jaxpr.invars)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "all_gather":
-            total += sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-        inside = sum(_gathered(inner, loops) for inner in _compat.inner_jaxprs(eqn))
-        if eqn.primitive.name in ("scan", "while"):
+        nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if _is_array(v))
+        name, operands = eqn.primitive.name, {v for v in eqn.invars if is_var(v)}
+        if name == "all_gather":
+            turn.gathered += nbytes
+        elif name == "reduce_scatter" and operands <= carried:
+            turn.left_over += nbytes
+        elif name == "reduce_scatter":
+            turn.early += nbytes
+        elif name == "convert_element_type" and operands <= carried:
+            carried.update(eqn.outvars)
+        inside = turn
+        if name in ("scan", "while"):
+            inside = Turn()
             loops.append(inside)
-        else:
-            total += inside
-    return total
+        for inner in _compat.inner_jaxprs(eqn):
+            _count(inner, inside, loops)
+
+
+def _is_array(var: Any) -> bool:
+    return hasattr(var.aval, "size") and hasattr(var.aval.dtype, "itemsize")
 
 
 @functools.cache

@@ -1,0 +1,171 @@
+"""Steps compiled for GPUs that are not there: speed, exposed communication, traffic, memory.
+
+python benchmarks/compiled.py                      # all rows, printed
+python benchmarks/compiled.py --json               # and stored for this JAX version
+python benchmarks/compiled.py --check              # a few rows against what is stored
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import jax
+import rivals
+
+import zerojax
+from zerojax import _presets, _xla_options
+
+HERE = pathlib.Path(__file__).parent
+MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
+SLOWER, LARGER = 1.01, 1.02  # what a change may cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    model: str
+    gpus: str
+    stage: int = 3
+    remat: str = "full"
+    rows: int = 4  # sequences of 1024 tokens per GPU
+    master: bool = False  # bf16 parameters, fp32 copies
+    rival: str = ""
+    options: tuple = ()  # a rival's
+
+    @property
+    def name(self):
+        how = f"annotations, {self.rival}" if self.rival else f"stage {self.stage}"
+        extra = " + master" * self.master + " + " * bool(self.options)
+        flags = ",".join(f"{k.removeprefix('xla_gpu_')}={v}" for k, v in self.options)
+        return f"{self.model} {self.gpus} {self.remat}: {how}{extra}{flags}"
+
+
+SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)  # the best flag for them
+MAIN = Row("7.5b", "64xH100")
+ROWS = [
+    MAIN,
+    *(Row("7.5b", "64xH100", rival=what) for what in ("weights", "blocks", "nothing")),
+    Row("7.5b", "64xH100", rival="blocks", options=SCATTER_ONE),
+    Row("7.5b", "64xH100", remat="dots"),
+    Row("7.5b", "64xH100", remat="dots", rival="blocks", options=SCATTER_ONE),
+    Row("7.5b", "64xH100", remat="none", rows=1),
+    Row("7.5b", "64xH100", remat="none"),
+    *(Row("7.5b", gpus) for gpus in ("8xH100", "128xH100", "512xH100")),
+    *(Row("7.5b", "64xH100", stage=stage) for stage in (1, 2)),
+    *(Row("7.5b", "64xH100", stage=stage, master=True) for stage in (1, 2, 3)),
+    Row("llama-13b", "64xH100"),
+    Row("llama-13b", "64xH100", remat="dots"),
+    Row("1.5b", "8xA100-80GB"),
+    Row("1t", "1024xH100", rows=1),
+]
+CHECKED = [Row("1.5b", "8xA100-80GB"), MAIN]
+
+
+def measure(row):
+    model, mesh = _presets.preset(row.model), zerojax.aot.mesh(row.gpus)
+    batch = model.batch(row.rows * mesh.devices.size)
+    started = time.perf_counter()
+    if row.rival:
+        fixes = {_xla_options.COLLECTIVE_KERNELS: ""}
+        known = lambda kv: _xla_options.is_known(*kv, mesh.devices.flat[0])
+        options = dict(filter(known, [*fixes.items(), *row.options]))
+        program, plan = rivals.compiled(model, mesh, row.remat, row.rival, batch, options)
+    else:
+        precision = MASTER if row.master else None
+        stored = zerojax._place.stored_with(model.make_state, precision)
+        plan = zerojax.plan(stored, stage=row.stage, mesh=mesh, precision=precision)
+        loss = model.losses((row.remat,))[row.remat]
+        step = zerojax.train_step(loss)
+        program = step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile()
+    seconds = time.perf_counter() - started
+    report = zerojax.audit(program, plan=plan)
+    gib = lambda count: round(count / 2**30, 3)
+    all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
+    slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
+    matmuls = report.replay.flops / report.gpu.rates.flops
+    return {
+        "row": row.name,
+        "step_ms": round(1e3 * report.step_seconds, 1),
+        "exposed_ms": round(1e3 * report.exposed_seconds, 1),
+        "matmul_share": round(matmuls / report.step_seconds, 3),
+        "wire_gib": gib(report.wire_bytes),
+        "largest_all_reduce_bytes": round(max(all_reduces, default=0)),
+        "synchronous_gathers_in_loops": sum(t.trips for t in slow),
+        "state_gib": gib(report.memory.state),
+        "temp_gib": gib(report.memory.temporary),
+        "peak_gib": gib(report.memory.peak),
+        "findings": [] if row.rival else report.findings(),
+        "compile_s": round(seconds, 1),
+    }  # fmt: skip
+
+
+COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
+           "peak_gib", "compile_s")  # fmt: skip
+
+
+def shown(result):
+    cells = (str(result[c]) for c in COLUMNS[1:])
+    return f"{result['row']:68s}" + "".join(f"{cell:>12s}" for cell in cells)
+
+
+def results_path():
+    return HERE / f"compiled_jax{'.'.join(jax.__version__.split('.')[:3])}.json"
+
+
+def check(stored):
+    """Exits with 1 where a program got slower or larger than what is stored."""
+    worse = []
+    for row in CHECKED:
+        if row.name not in stored:
+            sys.exit(f"{results_path().name} has no row {row.name!r}. Run with --json.")
+        was, now = stored[row.name], measure(row)
+        print(shown(now), flush=True)
+        limits = (("step_ms", SLOWER), ("peak_gib", LARGER), ("wire_gib", SLOWER))
+        worse += [
+            f"{row.name}: {what} {was[what]} -> {now[what]}"
+            for what, limit in limits
+            if now[what] > was[what] * limit
+        ]
+    if worse:
+        sys.exit("\n".join(["worse than stored:", *worse]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help=f"store in {results_path().name}")
+    parser.add_argument("--check", action="store_true", help="fail where worse than what is stored")
+    parser.add_argument("--only", default="", help="rows whose name matches this expression")
+    arguments = parser.parse_args()
+    path = results_path()
+    stored = {}
+    if path.exists():
+        stored = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    print(f"JAX {jax.__version__}\n{COLUMNS[0]:68s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:]))
+    if arguments.check:
+        return check(stored)
+    for row in ROWS:
+        if re.search(arguments.only, row.name):
+            try:
+                result = measure(row)
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{row.name:68s} {str(error).splitlines()[0][:120]}", flush=True)
+                continue
+            print(shown(result), *result["findings"], sep="\n    ", flush=True)
+            stored[row.name] = result
+            if arguments.json:
+                kept = [stored[r.name] for r in ROWS if r.name in stored]
+                data = {"jax": jax.__version__, "date": str(datetime.date.today()), "rows": kept}
+                path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
