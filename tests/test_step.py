@@ -71,12 +71,18 @@ def test_one_trace_and_one_compile_a_batch_shape(stage):
     assert (len(traces), step._cache_size()) == (2, 2)
 
 
-def test_step_is_what_jit_returns():
+def test_step_is_used_like_what_jit_returns():
     made = mlp(False)
-    step, state = zerojax.train_step(made.loss), placed(made)
-    assert type(step) is type(jax.jit(lambda x: x))
-    new_state, _ = step.lower(state, made.batch).compile()(state, made.batch)
-    assert isinstance(new_state, TrainState)
+    step, state = zerojax.train_step(made.loss, donate=False), placed(made)
+    compiled, _ = step.lower(state, made.batch).compile()(state, made.batch)
+    called, metrics = step(state, made.batch)
+    nested, _ = jax.jit(lambda state, batch: step(state, batch))(state, made.batch)
+    assert isinstance(compiled, TrainState)
+    for other in (compiled, nested):
+        jax.tree.map(np.testing.assert_array_equal, other.params, called.params)
+    shapes = step.eval_shape(state, made.batch)[1]
+    assert jax.tree.structure(shapes) == jax.tree.structure(metrics)
+    assert step._cache_size() == 1
 
 
 def test_metrics_are_means_over_the_mesh():

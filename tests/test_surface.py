@@ -22,15 +22,17 @@ import zerojax
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "LeafPlan", "Plan", "Precision", "Rates", "Report", "Verification", "audit", "eval_step",
-    "forecast", "gather_params", "master_weights", "mean", "memory_table", "plan", "shard_batch",
-    "shard_train_state", "train_step", "value_and_grad", "verify",
+    "forecast", "gather", "gather_params", "master_weights", "mean", "memory_table", "param_specs",
+    "plan", "scan", "shard_batch", "shard_train_state", "shards", "train_step", "value_and_grad",
+    "verify",
 }  # fmt: skip
 
 # Each module may import those to its left.
 LAYERS = [
     "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
     "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
-    "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_accumulate", "_trace",
+    "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",
+    "_trace",
     "_parameter", "_program",
     "_grad", "_xla_options", "_step", "_place", "_replay", "_compare", "_reference", "_causes",
     "_report",

@@ -10,6 +10,10 @@ from zerojax import aot as aot
 from zerojax._audit import audit as audit
 from zerojax._audit_report import Report as Report
 from zerojax._batch import shard_batch as shard_batch
+from zerojax._explicit import gather as gather
+from zerojax._explicit import param_specs as param_specs
+from zerojax._explicit import scan as scan
+from zerojax._explicit import shards as shards
 from zerojax._forecast import forecast as forecast
 from zerojax._gpus import Rates as Rates
 from zerojax._grad import value_and_grad as value_and_grad

@@ -1,0 +1,139 @@
+"""ZeRO-3 written down by hand, inside a `shard_map` of one's own: `gather` and `scan`.
+
+What `zerojax.train_step` finds in a loss by itself can also be stated: which weights are gathered
+where, and which loop is a loop over layers. The gradients of shards are sums over the devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import register_dataclass
+
+from zerojax import _compat, _engine, _spec
+from zerojax._gather import Cut, Wire, obtain
+from zerojax._plan import Plan
+from zerojax._state import PARAMS, get_params
+from zerojax._steps import Shard
+
+
+@functools.partial(
+    register_dataclass, data_fields=["data"], meta_fields=["dim", "axes", "prefetch"]
+)
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """This device's part of a parameter, cut along `dim` over the mesh axes `axes`."""
+
+    data: jax.Array
+    dim: int
+    axes: tuple[str, ...]
+    prefetch: int
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """The shape of the full parameter."""
+        size = lax.axis_size(self.axes)
+        shape = (n * size if d == self.dim else n for d, n in enumerate(self.data.shape))
+        return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
+
+
+def param_specs(plan: Plan) -> Any:
+    """The parameters' `PartitionSpec`s, for the `in_specs` and `out_specs` of `jax.shard_map`."""
+    specs = [_spec.only_axes(leaf.spec, plan.axes) for leaf in plan.params]
+    return _params_tree(plan).unflatten(specs)
+
+
+def shards(params: Any, plan: Plan) -> Any:
+    """Inside of `jax.shard_map`: the device's parts of the parameters, marked as such.
+
+    Take gradients by what this returns. Parameters that the plan does not cut stay plain arrays,
+    and their gradients are the device's own: sum those with `jax.lax.psum`.
+    """
+    if not plan.sharded[PARAMS]:
+        raise ValueError(
+            f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
+            f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
+        )
+    platform = plan.mesh.devices.flat[0].platform
+    prefetch = int(platform in ("gpu", "cuda", "rocm"))
+
+    def marked(value: jax.Array, dim: int | None) -> Any:
+        return value if dim is None else Sharded(value, dim, plan.axes, prefetch)
+
+    leaves, treedef = jax.tree.flatten(params)
+    pairs = zip(leaves, plan.params, strict=True)
+    return treedef.unflatten([marked(value, leaf.dim) for value, leaf in pairs])
+
+
+def gather(tree: Any, dtype: Any = None) -> Any:
+    """The full parameters, from what `zerojax.shards` returns; other arrays pass as they are.
+
+    Backward reduce-scatters their gradients. With `dtype`, floats travel, and arrive, in it.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded):
+            return leaf
+        is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
+        wanted = dtype if dtype is not None and is_float else leaf.data.dtype
+        return obtain((leaf.data,), Cut(leaf.dim, jnp.dtype(wanted)), Wire(leaf.axes))
+
+    return jax.tree.map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    prefetch: int | str = "auto",
+    regather: bool = True,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over layers: weights marked by `zerojax.shards` reach `body` whole.
+
+    Each layer is gathered for its turn, in backward again, and its gradients are reduce-scattered
+    in the loop. Without marked weights it is `jax.lax.scan`.
+
+    Arguments:
+        body, init, xs, length, reverse, unroll: as in `jax.lax.scan`.
+        prefetch, regather: as in `zerojax.train_step`.
+    """
+    is_shard = lambda leaf: isinstance(leaf, Sharded)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(xs, is_leaf=is_shard)
+    marked = [leaf for leaf in leaves if is_shard(leaf)]
+    if not marked:
+        return lax.scan(body, init, xs, length, reverse, unroll)
+    if any(leaf.dim == 0 for leaf in marked):
+        raise ValueError(
+            "a stack of layers is cut along its layers, so no device has a part of each. Pass "
+            "stacked= with its path to zerojax.plan."
+        )
+    loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
+    shapes = [leaf.whole if is_shard(leaf) else leaf for leaf in leaves]
+    closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
+    jaxpr = _compat.make_jaxpr(
+        closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
+    )
+    plain = jax.tree.leaves(init)
+    inputs = [*plain, *((leaf.data,) if is_shard(leaf) else leaf for leaf in leaves)]
+    kinds = [None] * len(plain)
+    kinds += [Shard(None, Cut(x.dim, x.data.dtype)) if is_shard(x) else None for x in leaves]
+    outs = _engine.evaluate(
+        jaxpr, [*inputs, *closed.consts], [*kinds, *[None] * len(closed.consts)],
+        Wire(marked[0].axes), regather=regather,
+        prefetch=marked[0].prefetch if prefetch == "auto" else int(prefetch),
+    )  # fmt: skip
+    return jax.tree.structure(out_shape).unflatten(outs)
+
+
+def _params_tree(plan: Plan) -> Any:
+    """The structure of the parameters alone."""
+    numbered = plan.treedef.unflatten(range(len(plan.leaves)))
+    return jax.tree.structure(get_params(numbered))
