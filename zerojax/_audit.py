@@ -18,7 +18,7 @@ from zerojax._plan import Plan
 from zerojax._schedule import Collective
 
 OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
-REMATERIALIZED = "nvoluntary full rematerialization"
+REMATERIALIZED = "Involuntary full rematerialization"
 
 
 def audit(
@@ -81,7 +81,8 @@ def _compile(step: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, list[str
     lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
     with heard() as lines:
         compiled = lowered.compile()
-    return compiled, [line for line in lines if REMATERIALIZED in line]
+    said = (line[line.find(REMATERIALIZED) :] for line in lines if REMATERIALIZED in line)
+    return compiled, list(dict.fromkeys(said))
 
 
 def _report(
