@@ -90,7 +90,7 @@ def argument_bytes(params, count, stage):
     (where,) = (s for s, leaf in zip(cut, plan.leaves) if leaf.kind == "params")
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)}
     # keep_unused, or the parameters that an update of masters does not read would vanish.
-    update = lambda state, grads: plan.constrain(plan.scatter(state).apply_gradients(grads=grads))
+    update = lambda state, grads: plan.scatter(state).apply_gradients(grads=grads)
     stats = jax.jit(update, keep_unused=True).lower(state, grads).compile().memory_analysis()
     counters = sum(leaf.nbytes for leaf in plan.leaves if not leaf.shape)
     return stats.argument_size_in_bytes - counters
