@@ -60,6 +60,12 @@ def planned(where: str, stage: int, **options: Any) -> Any:
     return zerojax.plan(make_state, stage=stage, mesh=mesh_of(where), **options)
 
 
+@functools.cache
+def plain(where: str, stage: int) -> Any:
+    """The audit of the step as it should be."""
+    return audited(planned(where, stage))
+
+
 def audited(plan: Any, loss_fn: Any = loss, step: Any = None, state: Any = None, **options) -> Any:
     """The audit of a step on abstract arguments."""
     step = zerojax.train_step(loss_fn, **options) if step is None else step

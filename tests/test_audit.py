@@ -54,6 +54,7 @@ def test_traffic_is_the_papers_to_the_byte(model, stage):
     if stage < 3:
         assert report.totals["all-gather"] == psi
     assert report.wire_bytes == sum(report.totals.values())
+    assert report.check() is report
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])

@@ -38,7 +38,7 @@ LAYERS = [
     "_report",
     "_verify", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups", "_cost",
     "_schedule", "_lineage", "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report",
-    "_audit", "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
+    "_serves", "_audit", "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
 ]  # fmt: skip
 
 

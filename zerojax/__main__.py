@@ -129,7 +129,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(
             f"{arguments.model} cannot be imported: {error}. Give module:function, seen from this "
             "directory, where function() returns (loss_fn, make_state, batch) or, with a key, "

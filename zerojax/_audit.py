@@ -1,6 +1,5 @@
 """`audit`: what XLA made of a step."""
 
-import collections
 import math
 import re
 from collections.abc import Iterator
@@ -8,17 +7,17 @@ from typing import Any
 
 import jax
 
-from zerojax import _gpus, _groups, _hlo, _memory_use, _schedule, _state
+from zerojax import _gpus, _groups, _hlo, _memory_use, _schedule, _serves, _state
 from zerojax._audit_report import Part, Report, Traffic
 from zerojax._compiler_log import heard
 from zerojax._gpus import Gpu
 from zerojax._hlo import Module
-from zerojax._lineage import NONE, Labels, Lineage
+from zerojax._lineage import NONE, Lineage
 from zerojax._plan import Plan
 from zerojax._schedule import Collective
 
 OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
-REMATERIALIZED = "nvoluntary full rematerialization"
+REMATERIALIZED = "Involuntary full rematerialization"
 
 
 def audit(
@@ -81,7 +80,8 @@ def _compile(step: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, list[str
     lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
     with heard() as lines:
         compiled = lowered.compile()
-    return compiled, [line for line in lines if REMATERIALIZED in line]
+    said = (line[line.find(REMATERIALIZED) :] for line in lines if REMATERIALIZED in line)
+    return compiled, list(dict.fromkeys(said))
 
 
 def _report(
@@ -102,13 +102,13 @@ def _report(
     rates = (gpu or _gpus.GPUS["H100"]).rates
     replay = _schedule.replay(module, rates, per_host)
     weights = Lineage(module, [frozenset([i]) for i in range(len(paths))])
-    gradients = Lineage(module, [NONE] * len(paths), _reduced_arrays, arithmetic=True)
+    gradients = Lineage(module, [NONE] * len(paths), _serves.reduced_arrays, arithmetic=True)
     kinds = [_kind(path, plan) for path in paths]
-    updated = Lineage(module, [NONE] * len(paths), _gathered_arrays)
-    served = _served_leaves(module, gradients, paths, kinds)
-    served |= _served_leaves(module, updated, paths, kinds)
+    updated = Lineage(module, [NONE] * len(paths), _serves.gathered_arrays)
+    served = _serves.served_leaves(module, gradients, paths, kinds)
+    served |= _serves.served_leaves(module, updated, paths, kinds)
     traffic = [
-        _traffic(module, c, plan, per_host, _parts(c, weights, served, paths))
+        _traffic(module, c, plan, per_host, _serves.parts(c, weights, served, paths))
         for c in replay.collectives
     ]
     donated = set(module.aliases.values())
@@ -172,69 +172,6 @@ def _misplaced(module: Module, paths: list[str], plan: Plan | None) -> list[tupl
         if leaf.bytes_per_device(plan.mesh) != parameter.nbytes:
             found.append((path, f"{parameter.arrays[0]} per device of {list(leaf.shape)}"))
     return found
-
-
-# -- what a collective is for
-
-
-def _reduced_arrays(instruction: _hlo.Instruction) -> list[Labels]:
-    """A label of its own for each array that a reduce-scatter or all-reduce makes."""
-    if instruction.base not in _schedule.REDUCING or instruction.opcode.endswith("-done"):
-        return []
-    return _numbered(instruction)
-
-
-def _gathered_arrays(instruction: _hlo.Instruction) -> list[Labels]:
-    """The same for gathers: what stages 1 and 2 gather after the update becomes the parameter."""
-    is_gather = instruction.opcode in ("all-gather", "all-gather-start")
-    return _numbered(instruction) if is_gather else []
-
-
-def _numbered(instruction: _hlo.Instruction) -> list[Labels]:
-    return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
-
-
-def _served_leaves(
-    module: Module, gradients: Lineage, paths: list[str], kinds: list[str]
-) -> dict[Any, tuple[str, ...]]:
-    """For each labelled array of a collective, the leaves of the state that it updates.
-
-    Parameters where there are any: moments are updated by the same gradient.
-    """
-    found: dict[Any, dict[int, None]] = collections.defaultdict(dict)
-    for output, labels in enumerate(gradients.outputs):
-        if output in module.aliases:
-            for label in labels:
-                found[label][module.aliases[output]] = None
-
-    def named(numbers: dict[int, None]) -> tuple[str, ...]:
-        parameters = [n for n in numbers if kinds[n] == _state.PARAMS]
-        return tuple(paths[n] for n in parameters or numbers)
-
-    return {label: named(numbers) for label, numbers in found.items()}
-
-
-def _parts(
-    collective: Collective,
-    weights: Lineage,
-    served: dict[Any, tuple[str, ...]],
-    paths: list[str],
-) -> tuple[Part, ...]:
-    """The arrays of a collective with what they belong to: gradients and updated parameters by
-    where they go, weights by where they come from."""
-    found, name = [], collective.instruction.name
-    origins = [
-        labels
-        for operand in collective.instruction.operands
-        for labels in weights.values.get((collective.computation, operand), [])
-    ]
-    for at, array in enumerate(collective.arrays):
-        known = served.get((name, at))
-        if known is None:
-            numbers = sorted(origins[at]) if at < len(origins) else []
-            known = tuple(paths[number] for number in numbers if paths[number])
-        found.append(Part(str(array), array.dtype, array.size, array.nbytes, known))
-    return tuple(found)
 
 
 def _traffic(

@@ -81,7 +81,7 @@ def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str
         if one.kind != "all-reduce" or not _is_ours(one, report.plan):
             continue
         for part in one.parts:
-            promise = _is_gradient_of(part, promised)
+            promise = _is_gradient_of(part, promised) or _joined_gradients(part, promised)
             if promise is not None:
                 yield (
                     f"all-reduce {one.name} sums the gradient of {promise.leaf.path} whole "
@@ -89,7 +89,9 @@ def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str
                     "bytes. Take gradients with zerojax.value_and_grad or zerojax.train_step, and "
                     "no psum or pmean of gradients of your own."
                 )
-            elif part.nbytes > allowed and not (whole_gradients and part.paths):
+            elif whole_gradients and part.paths:
+                continue
+            elif part.nbytes > max(allowed, _joined_whole(part, report.plan)):
                 yield (
                     f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
                     f"({one.serves}): larger than any statistic a loss should reduce. Look for "
@@ -240,6 +242,23 @@ def _is_gradient_of(part: "Part", promised: dict[str, Promise]) -> Promise | Non
             if part.elements in (size, layer):
                 return promise
     return None
+
+
+def _joined_gradients(part: "Part", promised: dict[str, Promise]) -> Promise | None:
+    """XLA:GPU puts gradients and scalars in one array: the largest cut one among them."""
+    known = [promised[path] for path in part.paths if path in promised]
+    sizes = {promise.leaf.path: math.prod(promise.leaf.shape) for promise in known}
+    if not known or part.elements < sum(sizes.values()):
+        return None
+    return max(known, key=lambda promise: sizes[promise.leaf.path])
+
+
+def _joined_whole(part: "Part", plan: Plan | None) -> float:
+    """Bytes of the uncut leaves, and scalars, that a joined array may be made of."""
+    leaves = plan.leaves if plan else ()
+    return SMALL + sum(
+        leaf.nbytes for leaf in leaves if leaf.path in part.paths and leaf.dim is None
+    )
 
 
 def _computes_narrow(report: "Report") -> bool:

@@ -36,6 +36,7 @@ HURTFUL_VARIABLES = {
     "JAX_DEBUG_NANS": "every step is synchronous and keeps its inputs",
     "JAX_ENABLE_X64": "constants without a dtype become 64 bits wide",
 }
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 OFF = ("", "0", "false", "False")
 
 
@@ -102,7 +103,9 @@ def _flags(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _memory(environ: Mapping[str, str]) -> Iterator[Check]:
-    fraction = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    # The first is the newer name; JAX takes either, not both.
+    names = [name for name in MEMORY_FRACTION if name in environ]
+    fraction = environ[names[0]] if names else None
     grows = environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false"
     if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         yield Check(
@@ -116,11 +119,23 @@ def _memory(environ: Mapping[str, str]) -> Iterator[Check]:
     elif fraction is None:
         yield Check(
             "memory", "note",
-            "JAX takes 75% of each GPU. Forecasts count on 92%: set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 where nothing else uses the GPU.",
+            "JAX takes 75% of each GPU. Forecasts count on 92%: set XLA_CLIENT_MEM_FRACTION=0.92 "
+            "where nothing else uses the GPU.",
+        )  # fmt: skip
+    elif (share := _number(fraction)) is None or share <= 0:
+        yield Check(
+            "memory", "fail",
+            f"{names[0]}={fraction!r} is no share of a GPU. Set it to 0.92, say.",
         )  # fmt: skip
     else:
-        yield Check("memory", "ok", f"JAX takes {float(fraction):.0%} of each GPU")
+        yield Check("memory", "ok", f"JAX takes {share:.0%} of each GPU")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -129,7 +144,7 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("processes", "ok", "one; JAX_COORDINATOR_ADDRESS is not set")
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) >= 2**16:
         yield Check(
             "processes",
             "fail",

@@ -151,6 +151,8 @@ def forecast(
         per_host: GPUs of a host.
     """
     count, gpu = _gpus.parse_count(gpus)
+    if not jax.tree.leaves(batch):
+        raise ValueError("the batch has no arrays. Pass the global batch of one step.")
     if rates is not None:
         gpu = dataclasses.replace(gpu, given_rates=rates)
     mesh = aot.mesh(gpus, per_host=per_host)
@@ -159,6 +161,11 @@ def forecast(
     stored = stored_with(make_state, precision)
     cases = []
     choices = list(itertools.product(losses.items(), stages, microbatches))
+    if not choices:
+        raise ValueError(
+            f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
+            f"{len(losses)} losses. Name at least one of each."
+        )
     for (variant, loss), stage, each in progress(choices, "compiling"):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx)

@@ -67,6 +67,9 @@ def memory_table(
     if unknown:
         raise ValueError(f"stage {unknown[0]!r} is none of {STAGES}.")
     each = (optimizer_bytes, grad_bytes, param_bytes)
+    for name, width in zip(("optimizer_bytes", "grad_bytes", "param_bytes"), each, strict=True):
+        if width < 0:
+            raise ValueError(f"{name}={width} must not be negative: bytes for each parameter.")
     return MemoryTable(
         tuple(
             {

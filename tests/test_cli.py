@@ -1,0 +1,315 @@
+"""The command line: what scripts can rely on."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import zerojax
+from tests import audits
+from zerojax import __main__ as cli
+from zerojax import _doctor
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+STEP = str(PROGRAMS / "step3-8xH100-jax0.12.hlo")
+OK, NOT_OK, BAD_INPUT = 0, 1, 2
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """Commands run in this process: their signal handling and paths end with the test."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("ZEROJAX_TRACEBACK", raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        """(exit code, standard output, standard error)."""
+        try:
+            code = cli.main(arguments)
+        except SystemExit as stop:  # from argparse
+            code = stop.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module beside which commands run; gives its name."""
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        monkeypatch.chdir(tmp_path)
+        return name
+
+    yield write
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_help_names_every_command(run):
+    code, out, _ = run("--help")
+    assert code == OK
+    for command in ("forecast", "audit", "doctor", "table"):
+        assert command in out
+        assert run(command, "--help")[0] == OK
+    assert run("--version")[:2] == (OK, zerojax.__version__ + "\n")
+
+
+# -- table
+
+
+def test_table_prints_the_papers(run):
+    code, out, _ = run("table")
+    assert code == OK
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert len(rows) == 18
+    assert ["7.5B", "64", "120", "31.41", "16.64", "1.875"] in rows, "Figure 1"
+
+
+def test_table_as_json(run):
+    code, out, _ = run("table", "--json", "--params", "1e9", "--devices", "2", "8")
+    rows = json.loads(out)
+    assert code == OK and len(rows) == 8
+    assert set(rows[0]) == {"params", "devices", "stage", "bytes_per_device"}
+    assert rows[3] == {"params": 1e9, "devices": 2, "stage": 3, "bytes_per_device": 8e9}
+
+
+def test_table_of_other_bytes(run):
+    arguments = ("--param-bytes", "4", "--grad-bytes", "4", "--optimizer-bytes", "8")
+    _, out, _ = run("table", "--json", "--params", "1e9", "--devices", "8", *arguments)
+    assert [row["bytes_per_device"] / 1e9 for row in json.loads(out)] == [16, 9, 5.5, 2]
+
+
+# -- audit
+
+
+def test_audit_of_a_stored_program(run):
+    code, out, err = run("audit", STEP)
+    assert (code, err) == (OK, "")
+    assert out.startswith("8 devices (gpu)") and "params/layers/w" in out
+    code, out, _ = run("audit", STEP, "--gpu", "H100", "--json")
+    found = json.loads(out)
+    assert code == OK and found["findings"] == []
+    assert found["step_seconds"] > 0
+    assert sum(t["total_bytes"] for t in found["traffic"]) == found["wire_bytes"]
+
+
+def test_audit_fails_where_the_contract_is_broken(run):
+    code, out, _ = run("audit", STEP, "--max-peak-bytes", "1e3")
+    assert code == NOT_OK
+    assert "\nbroken: the peak is 1." in out and "above max_peak_bytes=1000 B" in out
+    code, out, _ = run("audit", STEP, "--min-overlap", "0.99", "--gpu", "H100", "--json")
+    assert code == NOT_OK
+    assert "below min_overlap=0.99" in json.loads(out)["findings"][0]
+
+
+def test_audit_of_activations_that_move(run):
+    code, out, _ = run("audit", str(PROGRAMS / "exchange-8xH100-jax0.12.hlo"))
+    assert code == NOT_OK and out.count("broken: ") == 2
+    assert "broken: all-to-all all_to_all" in out and "collective-permute" in out
+
+
+def test_audit_plots(run, tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    picture = tmp_path / "step.png"
+    assert run("audit", STEP, "--gpu", "H100", "--plot", str(picture))[0] == OK
+    assert picture.stat().st_size > 5000
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+MODEL = """
+    import jax, jax.numpy as jnp, optax
+    from flax.training.train_state import TrainState
+
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+    def state():
+        params = {"w": jnp.zeros((256, 256))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    def model():
+        return loss, state, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def untraceable():
+        return lambda params, batch: float(batch.sum()), state, jnp.ones((64, 256))
+
+    def list_of_three():
+        return [1, 2, 3]
+
+    def failing():
+        raise RuntimeError("no data\\nat all")
+"""
+
+
+def test_audit_and_forecast_of_a_users_module(run, module):
+    audits.gpu_mesh()
+    name = module("mymodel", MODEL)
+    code, out, err = run("audit", f"{name}:model", "--stage", "3", "--json", "--accumulate", "2")
+    assert (code, err) == (OK, "")
+    found = json.loads(out)
+    assert found["stage"] == 3 and found["findings"] == []
+    assert found["memory"]["parameters"] == 256 * 256 * 4 // 8
+    code, out, err = run("forecast", f"{name}:model", "--stages", "2", "--json")
+    (case,) = json.loads(out)["cases"]
+    assert (code, err, case["stage"]) == (OK, "", 2) and case["fits"]
+    assert case["parameters"] == 256 * 256 * 4
+
+
+def test_forecast_of_what_does_not_fit(run, module, monkeypatch):
+    """On a GPU of which others use nearly all memory."""
+    audits.gpu_mesh()
+    monkeypatch.setattr(zerojax._gpus, "USABLE_MEMORY", 1e-6)
+    name = module("mymodel", MODEL)
+    code, out, _ = run("forecast", f"{name}:model", "--gpus", "8xA100-40GB", "--stages", "3")
+    assert code == NOT_OK
+    assert "Nothing fits. The least is" in out and "at stage 3" in out
+
+
+# -- bad input: one line, exit code 2
+
+BAD = {
+    "unknown GPU": (("forecast", "124m", "--gpus", "8xV900"), "no facts about a GPU 'V900'. Name"),
+    "no GPUs": (("forecast", "124m", "--gpus", "0xH100"), "does not say how many of which GPU"),
+    "no devices": (("table", "--devices", "0"), "devices=[0] must be positive"),
+    "no parameters": (("table", "--params", "-1"), "params=[-1.0] must be positive"),
+    "negative bytes": (("table", "--grad-bytes", "-2"), "grad_bytes=-2.0 must not be negative"),
+    "unknown preset": (("forecast", "3x"), "no preset '3x'. Name one of 124m"),
+    "no module": (("forecast", "nosuch:model"), "nosuch:model cannot be imported: No module named"),
+    "no function": (("forecast", "mymodel:nosuch"), "cannot be imported: module 'mymodel' has no"),
+    "not three": (("forecast", "mymodel:list_of_three"), "returned a list. Return (loss_fn, make_"),
+    "failing": (("audit", "mymodel:failing"), "no data at all"),
+    "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
+    "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
+    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "accumulate"),
+    "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "do not fill hosts of 0"),
+    "no file": (("audit", "nosuch.hlo"), "nosuch.hlo"),
+    "no program": (("audit", "mymodel.py"), "this is not the text of an HLO module"),
+    "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
+    "folder": (("audit", "."), "directory"),
+    "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
+    module("mymodel", MODEL)
+    module("broken", "def model(:\n")
+    (tmp_path / "damaged.hlo").write_text("HloModule x\n\n%f (a: f32[]) -> f32[] {\n")
+    arguments, message = BAD[case]
+    if arguments[0] == "forecast":
+        audits.gpu_mesh()
+    code, out, err = run(*arguments)
+    assert (code, out) == (BAD_INPUT, "")
+    assert err.startswith("zerojax: ") and message in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("nosuch",), ("table", "--stages", "4"), ("forecast",), ("table", "--params", "x")],
+)
+def test_bad_usage(arguments, run):
+    code, out, err = run(*arguments)
+    assert (code, out) == (BAD_INPUT, "") and "usage: zerojax" in err
+
+
+def test_tracebacks_on_request(run, monkeypatch):
+    monkeypatch.setenv("ZEROJAX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="must be positive"):
+        run("table", "--devices", "0")
+
+
+def test_as_a_process():
+    """python -m zerojax: the exit code, one line and no traceback."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", "audit", "nosuch.hlo"], env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == BAD_INPUT and done.stdout == ""
+    assert done.stderr.startswith("zerojax: ") and len(done.stderr.splitlines()) == 1
+
+
+# -- doctor
+
+
+def statuses(**environ):
+    return {check.name: (check.status, check.text) for check in _doctor.doctor(environ)}
+
+
+def test_doctor_on_this_machine(run):
+    code, out, _ = run("doctor")
+    assert code == OK and "versions" in out and "8 (cpu)" in out
+    code, out, _ = run("doctor", "--json")
+    checks = json.loads(out)
+    assert {check["status"] for check in checks} <= {"ok", "note", "warn"}
+    assert {"name", "status", "text"} == set(checks[0])
+
+
+def test_doctor_finds_nothing_in_a_clean_environment():
+    found = statuses()
+    assert found["flags"] == ("ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
+    assert found["processes"][0] == "ok" and found["memory"][0] == "note"
+    assert found["versions"][0] == "ok" and "optax" in found["versions"][1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "status", "message"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "warn", "host memory. Unset it."),
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE", "warn", "talk over TCP"),
+        ({"JAX_DISABLE_JIT": "True"}, "JAX_DISABLE_JIT", "warn", "nothing is compiled"),
+        (
+            {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}, "XLA_FLAGS", "warn",
+            "no collective hides behind compute. Take it out of XLA_FLAGS",
+        ),
+        (
+            {"XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1"}, "XLA_FLAGS", "warn",
+            "steps set it by what a layer needs",
+        ),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "memory", "warn", "allocator is slow"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "memory", "warn", "which fragments"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, "memory", "ok", "takes 90% of each GPU"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, "memory", "ok", "takes 92% of each GPU"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, "memory", "fail", "'most' is no share of a"),
+        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
+    ],
+)  # fmt: skip
+def test_doctor_finds_what_hurts(environ, name, status, message):
+    found = statuses(**environ)
+    assert found[name][0] == status and message in found[name][1]
+
+
+@pytest.mark.parametrize("off", ["", "0", "false"])
+def test_doctor_knows_what_is_off(off):
+    assert statuses(NCCL_P2P_DISABLE=off)["flags"][0] == "ok"
+
+
+def test_doctor_reaches_the_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        there = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
+    gone = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
+    assert there["processes"] == ("ok", f"the coordinator 127.0.0.1:{port} answers")
+    assert gone["processes"][0] == "warn" and "open the port" in gone["processes"][1]
+
+
+def test_doctor_fails_scripts_where_something_is_wrong(run, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "nohost")
+    code, out, _ = run("doctor")
+    assert code == NOT_OK and "fail" in out
