@@ -5,7 +5,6 @@ the loop's carry. The ends stand outside of the loops: nothing is gathered that 
 backward starts with the weights that forward ended with.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,27 +49,20 @@ class PrefetchedLayers(Layers):
 
     def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
         """Each turn reduce-scatters what the turn before left: its gradients travel, as the
-        next layer's weights do, beside this layer's compute. See `late`."""
+        next layer's weights do after them, beside this layer's compute."""
         kept, last_kept, gathered = saved
         inputs, cts = self.tied(inputs, cts)
         consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
         types, last = self.carry_types(inputs), self.loop.length - 1
-        late = self.late()
         layer_at = lambda at: [*consts, *types, *layer_of(xs, self.index(at))]  # noqa: E731
 
         def turn(grads: tuple[list, list], gathered: list, saved: Saved, at: Any) -> Any:
             d_carry, d_consts = grads
             d_layer = [*d_carry, *layer_of(d_ys, self.index(at))]
-            layer = layer_at(at)
-            d_inputs, d_gathered = self.body.unreduced(layer, gathered, saved, d_layer)
-            pairs = list(zip(d_gathered, late, strict=True))
-            d_inputs = self.body.reduced(
-                layer, d_inputs, [None if is_late else d for d, is_late in pairs]
-            )
+            d_inputs, d_gathered = self.body.unreduced(layer_at(at), gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
-            left = d_xs, [d if is_late else None for d, is_late in pairs]
-            return (d_carry, list(map(add, d_consts, more))), left
+            return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
 
         def reduced(left: tuple[list, list], at: Any) -> list:
             d_xs, d_gathered = left
@@ -80,8 +72,12 @@ class PrefetchedLayers(Layers):
         def step(state: tuple, turns: Any) -> tuple[tuple, None]:
             grads, gathered, left, stacks = state
             at = last - 1 - turns
-            ahead = self.weights_at(inputs, at - 1)
-            stacks = with_layer(stacks, reduced(left, at + 1), self.index(at + 1))
+            done = reduced(left, at + 1)
+            # They share the wires: one after the other lets the gradients' memory go before the
+            # weights need theirs.
+            shards, done = lax.optimization_barrier((self.shards_at(inputs, at - 1), done))
+            ahead = self.gathered(inputs, shards)
+            stacks = with_layer(stacks, done, self.index(at + 1))
             grads, left = turn(grads, gathered, layer_of(kept, at), at)
             return (grads, ahead, left, stacks), None
 
@@ -97,16 +93,6 @@ class PrefetchedLayers(Layers):
         (d_carry, d_consts), left = turn(grads, gathered, layer_of(kept, 0), 0)
         return [*d_consts, *d_carry, *with_layer(stacks, reduced(left, 0), self.index(0))]
 
-    def late(self) -> list[bool]:
-        """For each gathered weight, whether backward comes to its gradient late in a turn.
-
-        That is the half, by size, which forward uses first. What comes early is reduced behind the
-        rest of its own turn; keeping that too for the next turn would only cost memory.
-        """
-        sizes = [weight.aval.size for weight in self.body.split.gathers]
-        before = itertools.accumulate(sizes, initial=0)
-        return [used < sum(sizes) / 2 for used, _ in zip(before, sizes, strict=False)]
-
     def turns(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
 
@@ -115,10 +101,13 @@ class PrefetchedLayers(Layers):
         return self.loop.length - 1 - turn if self.loop.reverse else turn
 
     def weights_at(self, inputs: Sequence[Any], turn: Any) -> list[Array]:
+        return self.gathered(inputs, self.shards_at(inputs, turn))
+
+    def shards_at(self, inputs: Sequence[Any], turn: Any) -> list[Any]:
         _, _, xs = self.parts(inputs)
         # Only shards are gathered; the others stand in their places.
         shards = [x if isinstance(x, tuple) else None for x in xs]
-        return self.gathered(inputs, layer_of(shards, self.index(turn)))
+        return layer_of(shards, self.index(turn))
 
 
 def layer_of(stacks: Any, index: Any) -> Any:

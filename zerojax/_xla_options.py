@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._inline import is_var
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of what comes out of them
@@ -27,9 +27,9 @@ def options_for(jaxpr: Any, mesh: Mesh) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     turns = [turn for turn in turns_of(jaxpr) if turn.gathered]
     if turns:
-        # Just above what belongs together: two layers in one could not hide behind each other.
+        # Just above one layer: two in one could not hide behind each other.
         wanted[COMBINE_GATHERS] = _above(max(turn.gathered for turn in turns))
-        wanted[COMBINE_SCATTERS] = _above(max(turn.scattered_together for turn in turns))
+        wanted[COMBINE_SCATTERS] = _above(max(turn.scattered for turn in turns))
         wanted[DOUBLE_BUFFER] = True
     if len({d.process_index for d in mesh.devices.flat}) > 1:
         wanted[COLLECTIVE_KERNELS] = ""
@@ -42,19 +42,10 @@ def _above(nbytes: int) -> int:
 
 @dataclasses.dataclass
 class Turn:
-    """Bytes that one turn of a loop gathers and scatters, by what comes out of it.
-
-    What it scatters is what the turn before left and what comes up early in this one; neither
-    should wait for the other.
-    """
+    """Bytes that come out of what one turn of a loop gathers and reduce-scatters."""
 
     gathered: int = 0
-    left_over: int = 0
-    early: int = 0
-
-    @property
-    def scattered_together(self) -> int:
-        return max(self.left_over, self.early)
+    scattered: int = 0
 
 
 def turns_of(jaxpr: Any) -> list[Turn]:
@@ -65,18 +56,12 @@ def turns_of(jaxpr: Any) -> list[Turn]:
 
 
 def _count(jaxpr: Any, turn: Turn, loops: list[Turn]) -> None:
-    carried = set(jaxpr.invars)
     for eqn in jaxpr.eqns:
-        nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if _is_array(v))
-        name, operands = eqn.primitive.name, {v for v in eqn.invars if is_var(v)}
+        name = eqn.primitive.name
         if name == "all_gather":
-            turn.gathered += nbytes
-        elif name == "reduce_scatter" and operands <= carried:
-            turn.left_over += nbytes
+            turn.gathered += _nbytes(eqn.outvars)
         elif name == "reduce_scatter":
-            turn.early += nbytes
-        elif name == "convert_element_type" and operands <= carried:
-            carried.update(eqn.outvars)
+            turn.scattered += _nbytes(eqn.outvars)
         inside = turn
         if name in ("scan", "while"):
             inside = Turn()
@@ -85,8 +70,8 @@ def _count(jaxpr: Any, turn: Turn, loops: list[Turn]) -> None:
             _count(inner, inside, loops)
 
 
-def _is_array(var: Any) -> bool:
-    return hasattr(var.aval, "size") and hasattr(var.aval.dtype, "itemsize")
+def _nbytes(variables: Sequence[Any]) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
 
 
 @functools.cache
