@@ -5,7 +5,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
-.PHONY: demo test lint examples notebooks gpu-compile clean
+.PHONY: demo test lint examples notebooks gpu-compile regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ gpu-compile: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $$($(BIN)/python -c 'import jax; v = jax.__version__; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")') \
 	  nvidia-cuda-nvcc nvidia-nvvm
+
+# Steps compiled for GPUs: none may get slower or larger than what is stored.
+regressions: gpu-compile
+	$(BIN)/python benchmarks/compiled.py --check
 
 clean:
 	rm -rf .venv

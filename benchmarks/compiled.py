@@ -123,6 +123,9 @@ def results_path():
 
 def check(stored):
     """Exits with 1 where a program got slower or larger than what is stored."""
+    if not stored:
+        print(f"nothing is stored for JAX {jax.__version__}: run with --json, look, and commit it")
+        return
     worse = []
     for row in CHECKED:
         if row.name not in stored:

@@ -173,16 +173,17 @@ def test_flops_in_loops_branches_and_remat():
 # -- presets
 
 
-@pytest.mark.parametrize("name", _presets.GPTS)
+@pytest.mark.parametrize("name", _presets.PRESETS)
 def test_presets_have_the_size_of_their_name(name):
-    number, unit = float(name[:-1]), {"m": 1e6, "b": 1e9, "t": 1e12}[name[-1]]
+    size = name.removeprefix("llama-")
+    number, unit = float(size[:-1]), {"m": 1e6, "b": 1e9, "t": 1e12}[size[-1]]
     # The paper's own names are loose: 40 layers of 1536 are no 1.38B.
-    assert _presets.gpt(name.upper()).n_params == pytest.approx(number * unit, rel=0.13)
+    assert _presets.preset(name.upper()).n_params == pytest.approx(number * unit, rel=0.13)
 
 
 def test_a_preset_counts_six_flops_for_each_parameter_and_token():
     """Kaplan's rule, less the table of positions, plus attention: 12 n d t."""
-    gpt = dataclasses.replace(_presets.gpt("124m"), tokens=256)
+    gpt = dataclasses.replace(_presets.preset("124m"), tokens=256)
     params = gpt.shapes()
     forward = _flops.matmul_flops(gpt.loss, params, gpt.batch(2))
     blocks = 12 * gpt.layers * gpt.hidden**2 + gpt.vocab * gpt.hidden
@@ -210,7 +211,7 @@ def test_presets_train():
 
 def test_unknown_presets():
     with pytest.raises(ValueError, match=r"no preset '3x'. Name one of 124m, 350m"):
-        _presets.gpt("3x")
+        _presets.preset("3x")
     with pytest.raises(ValueError, match=r"no remat 'some'. Name one of none, dots, full"):
         _presets._rematted(lambda x: x, "some")
 
