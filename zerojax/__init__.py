@@ -7,6 +7,12 @@ for batch in data:
 """
 
 from zerojax._batch import shard_batch as shard_batch
+from zerojax._checkpoint import read_extras as read_extras
+from zerojax._checkpoint import restore as restore
+from zerojax._checkpoint import save as save
+from zerojax._checkpoints import Checkpoints as Checkpoints
+from zerojax._checkpoints import Preempted as Preempted
+from zerojax._extras import Extras as Extras
 from zerojax._grad import value_and_grad as value_and_grad
 from zerojax._mean import mean as mean
 from zerojax._place import gather_params as gather_params
