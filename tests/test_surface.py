@@ -22,8 +22,9 @@ import zerojax
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Checkpoints", "Extras", "LeafPlan", "Plan", "Precision", "Preempted", "eval_step",
-    "gather_params", "master_weights", "mean", "plan", "read_extras", "restore", "save",
-    "shard_batch", "shard_train_state", "train_step", "value_and_grad",
+    "export_safetensors", "gather_params", "import_safetensors", "master_weights", "mean", "plan",
+    "read_extras", "restore", "save", "shard_batch", "shard_train_state", "train_step",
+    "value_and_grad",
 }  # fmt: skip
 
 # Each module may import those to its left.
@@ -32,7 +33,7 @@ LAYERS = [
     "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
     "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
     "_grad", "_step", "_place", "_files", "_extras", "_matching", "_checkpoint",
-    "_checkpoints",
+    "_checkpoints", "_safetensors",
 ]  # fmt: skip
 
 

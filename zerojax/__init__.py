@@ -22,6 +22,8 @@ from zerojax._plan import Plan as Plan
 from zerojax._planner import plan as plan
 from zerojax._precision import Precision as Precision
 from zerojax._precision import master_weights as master_weights
+from zerojax._safetensors import export_safetensors as export_safetensors
+from zerojax._safetensors import import_safetensors as import_safetensors
 from zerojax._step import eval_step as eval_step
 from zerojax._step import train_step as train_step
 

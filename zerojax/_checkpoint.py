@@ -82,9 +82,9 @@ def save(
             if exists
             else None
         )
-        handler = Handler(**_limits(state, "save_concurrent_gb", "save_device_host_concurrent_gb"))
+        handler = Handler(**_limits(state, "save_concurrent_gb"))
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(target, args=save_args(state, custom))
+            checkpointer.save(target, args=save_args(jax.tree.map(_one_replica, state), custom))
 
 
 def restore(
@@ -136,6 +136,13 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
     return _extras.unpack(custom, path)
 
 
+def _one_replica(leaf: Any) -> Any:
+    """A leaf that every device has, as the first has it: Orbax would slice the copies of all."""
+    if jax.process_count() > 1 or not isinstance(leaf, jax.Array):
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+
 def save_args(state: Any, custom: dict[str, Any]) -> Any:
     """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks."""
 
@@ -178,8 +185,5 @@ def _metadata(directory: epath.Path) -> Any:
 
 def _limits(tree: Any, *names: str) -> dict[str, Any]:
     """Orbax's options that hold bytes in flight to about one leaf, the largest."""
-    sizes = [
-        struct.size * getattr(struct.dtype, "itemsize", 8)
-        for struct in map(_state.shape_dtype, jax.tree.leaves(tree))
-    ]
-    return dict.fromkeys(names, (max(sizes, default=0) + CHUNK_BYTES) / 1e9)
+    largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
+    return dict.fromkeys(names, (largest + CHUNK_BYTES) / 1e9)

@@ -107,6 +107,10 @@ class Checkpoints:
         """Waits until what was saved is complete; raises what went wrong in the background."""
         self._manager.wait_until_finished()
 
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
     def steps(self) -> list[int]:
         """The steps that have complete checkpoints."""
         return sorted(self._manager.all_steps())

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -81,16 +82,41 @@ def match(
 
 
 def read(handler: Any, directory: Any, tree: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The wanted leaves of the checkpoint `tree`, each where its `like` lives."""
-    if not wanted:
-        return {}
+    """The wanted leaves of the checkpoint `tree`, each where its `like` lives.
 
+    In groups no larger than the largest leaf: what a group was read into is free again, and
+    used again, before the next is read.
+    """
+    done: dict[str, Any] = {}
+    for group in _groups(wanted):
+        leaves = _read_group(handler, directory, tree, group)
+        done |= {name: laundered(leaves.pop(name), like) for name, like in group.items()}
+    return done
+
+
+def _groups(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    sizes = {name: nbytes(like) for name, like in wanted.items()}
+    group: dict[str, Any] = {}
+    room = most = max(sizes.values(), default=0)
+    for name, like in wanted.items():
+        if group and sizes[name] > room:
+            yield group
+            group, room = {}, most
+        group[name] = like
+        room -= sizes[name]
+    if group:
+        yield group
+
+
+def _read_group(
+    handler: Any, directory: Any, tree: Any, group: dict[str, Any]
+) -> dict[str, jax.Array]:
     def target(path: tuple, _: Any) -> Any:
-        like = wanted.get(_state.path_name(path))
+        like = group.get(_state.path_name(path))
         return ocp.PLACEHOLDER if like is None else stored_struct(like)
 
     def restore_args(path: tuple, _: Any) -> Any:
-        like = wanted.get(_state.path_name(path))
+        like = group.get(_state.path_name(path))
         if like is None:
             return ocp.RestoreArgs()
         struct, place = stored_struct(like), sharding_of(like)
@@ -101,8 +127,7 @@ def read(handler: Any, directory: Any, tree: Any, wanted: dict[str, Any]) -> dic
     over_leaves = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_metadata)
     args = ocp.args.PyTreeRestore(over_leaves(target, tree), over_leaves(restore_args, tree))
     leaves = _state.named_leaves(handler.restore(directory, args=args))
-    done = {leaf.name: leaf.value for leaf in leaves}
-    return {name: laundered(done[name], like) for name, like in wanted.items()}
+    return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 
 
 def laundered(value: jax.Array, like: Any) -> jax.Array:
@@ -132,6 +157,11 @@ def stored_struct(value: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype as stored; of a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
     return jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
+
+
+def nbytes(value: Any) -> int:
+    struct = stored_struct(value)
+    return struct.size * struct.dtype.itemsize
 
 
 def sharding_of(value: Any) -> Sharding:
