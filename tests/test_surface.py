@@ -32,7 +32,7 @@ LAYERS = [
     "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
     "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
     "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
-    "_grad", "_step", "_place", "_files", "_extras", "_matching", "_checkpoint",
+    "_grad", "_finite", "_step", "_place", "_files", "_extras", "_matching", "_checkpoint",
     "_checkpoints", "_safetensors",
 ]  # fmt: skip
 
