@@ -21,19 +21,19 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Extras", "LeafPlan", "Plan", "Precision", "Preempted", "eval_step",
-    "export_safetensors", "gather_params", "import_safetensors", "master_weights", "mean", "plan",
-    "read_extras", "restore", "save", "shard_batch", "shard_train_state", "train_step",
-    "value_and_grad",
+    "Checkpoints", "Extras", "LeafPlan", "Plan", "Precision", "Preempted", "Watchdog", "eval_step",
+    "export_safetensors", "gather_params", "import_safetensors", "initialize", "log",
+    "master_weights", "mean", "plan", "process_slice", "read_extras", "restore", "save",
+    "shard_batch", "shard_train_state", "train_step", "value_and_grad",
 }  # fmt: skip
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_mesh", "_spec", "_state", "_inline", "_linear", "_gather", "_table",
-    "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps", "_split",
-    "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter", "_program",
-    "_grad", "_finite", "_step", "_place", "_files", "_extras", "_matching", "_checkpoint",
-    "_checkpoints", "_safetensors",
+    "_compat", "_processes", "_mesh", "_move", "_spec", "_state", "_inline", "_linear", "_gather",
+    "_table", "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_steps",
+    "_split", "_vary", "_body", "_layers", "_engine", "_accumulate", "_trace", "_parameter",
+    "_program", "_grad", "_finite", "_step", "_place", "_files", "_extras", "_matching",
+    "_checkpoint", "_checkpoints", "_safetensors",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ for batch in data:
     state, metrics = step(state, batch)
 """
 
+from zerojax._batch import process_slice as process_slice
 from zerojax._batch import shard_batch as shard_batch
 from zerojax._checkpoint import read_extras as read_extras
 from zerojax._checkpoint import restore as restore
@@ -22,6 +23,9 @@ from zerojax._plan import Plan as Plan
 from zerojax._planner import plan as plan
 from zerojax._precision import Precision as Precision
 from zerojax._precision import master_weights as master_weights
+from zerojax._processes import Watchdog as Watchdog
+from zerojax._processes import initialize as initialize
+from zerojax._processes import log as log
 from zerojax._safetensors import export_safetensors as export_safetensors
 from zerojax._safetensors import import_safetensors as import_safetensors
 from zerojax._step import eval_step as eval_step

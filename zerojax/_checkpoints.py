@@ -127,16 +127,20 @@ class Checkpoints:
         """Where the checkpoint of a step is, for `zerojax.restore` and `zerojax.read_extras`."""
         return os.fspath(self.directory / str(step))
 
-    def resume(self, like: Any, *, step: int | None = None, **options: Any) -> tuple[Any, Extras]:
+    def resume(
+        self, like: Any, *, step: int | None = None, data: bool = True, **options: Any
+    ) -> tuple[Any, Extras]:
         """The state and extras of the newest complete checkpoint, or of `step`.
 
-        `like` and `options` are as in `zerojax.restore`. Where nothing was saved yet, a state is
-        given back as it is; a plan has none to give, so check `latest()` first.
+        `like` and `options` are as in `zerojax.restore`, `data` as in `zerojax.read_extras`.
+        Where nothing was saved yet, a state is given back as it is; a plan has none to give, so
+        check `latest()` first.
         """
         step = self.latest() if step is None else step
         if step is not None:
             path = self.path(step)
-            return _checkpoint.restore(path, like, **options), _checkpoint.read_extras(path)
+            extras = _checkpoint.read_extras(path, data=data)
+            return _checkpoint.restore(path, like, **options), extras
         if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "

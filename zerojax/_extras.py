@@ -48,8 +48,8 @@ def unpack(custom_metadata: Any, path: Any) -> Extras:
     if len(parts) != jax.process_count() and any(part is not None for part in parts):
         raise ValueError(
             f"{path} has the data iterators of {len(parts)} processes, and this run has "
-            f"{jax.process_count()}. Read the rest with zerojax.read_extras(path, data=False) and "
-            "start the data anew from its step."
+            f"{jax.process_count()}. Read the rest with data=False, and start the data anew from "
+            "its step."
         )
     data = parts[jax.process_index()] if len(parts) == jax.process_count() else None
     return Extras(found["step"], decode(found["rng"]), data, decode(found["metadata"]))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from zerojax import _state
+from zerojax import _move, _state
 from zerojax._state import Leaf
 
 SHOWN = 5  # paths that a message names before it counts the rest
@@ -136,27 +136,18 @@ def laundered(value: jax.Array, like: Any) -> jax.Array:
     What a file was read into belongs to the reader: it cannot be donated, and a resumed run
     would hold more than a fresh one. One leaf at a time, so that only one exists twice.
     """
-    if is_key(like) and not is_key(value):
+    if _move.is_key(like) and not _move.is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
-    copied = _copy_to(sharding_of(like))(value)
+    copied = _move.copied(value, sharding_of(like))
     jax.block_until_ready(copied)
     value.delete()
     return copied
 
 
-@functools.cache
-def _copy_to(sharding: Sharding) -> Any:
-    return jax.jit(jnp.copy, out_shardings=sharding)
-
-
-def is_key(value: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
-
-
 def stored_struct(value: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype as stored; of a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
-    return jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
+    return jax.eval_shape(jax.random.key_data, struct) if _move.is_key(struct) else struct
 
 
 def nbytes(value: Any) -> int:
