@@ -2,7 +2,12 @@
 
 import itertools
 import json
+import os
 import pathlib
+import pickle
+import resource
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from flax import struct
 from flax.training import checkpoints as flax_checkpoints
 from flax.training.train_state import TrainState
@@ -17,6 +23,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.conftest import make_mesh
 from tests.reference import assert_equal_bits
+from zerojax import _files
 
 PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 4, 8)))
 
@@ -324,3 +331,70 @@ def test_a_path_without_a_complete_checkpoint_says_so(tmp_path):
     (tmp_path / "c.orbax-checkpoint-tmp").mkdir()
     with pytest.raises(ValueError, match=r"c.orbax-checkpoint-tmp is one that was not finished"):
         zerojax.restore(tmp_path / "c", plan_of(3, 8))
+
+
+def test_a_second_writer_to_one_path_is_refused(tmp_path):
+    target, lock = epath.Path(tmp_path / "c"), epath.Path(tmp_path / ".c.lock")
+    with _files.only_writer(target, lock):
+        with pytest.raises(ValueError, match=r"another process is writing to .*/c. Give each"):
+            zerojax.save(tmp_path / "c", place())
+        assert not (tmp_path / "c").exists()
+    zerojax.save(tmp_path / "c", place())
+    assert not lock.exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # threads, failing
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    """As a limit on the size of files: to the writer both are a write that fails."""
+    small = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 64))}})
+    noise = jax.random.normal(jax.random.key(0), (1024, 1024))
+    large = zerojax.shard_train_state({"params": {"w": noise}})
+    with zerojax.Checkpoints(tmp_path / "loop") as checkpoints:
+        checkpoints.save(1, small)
+        checkpoints.wait()
+        before = {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")}
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(ValueError, match=r"Failed writing: .*/one.*/d/\w+.*too large"):
+                zerojax.save(tmp_path / "one", large)
+            checkpoints.save(2, large)
+            with pytest.raises(ValueError, match=r"Failed writing: .*/loop/2.*/d/\w+.*too large"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert checkpoints.steps() == [1] and not (tmp_path / "one").exists()
+        assert {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")} == before
+        assert_equal_bits(checkpoints.resume(small)[0], small)
+        checkpoints.save(3, large)  # with room again, it goes on
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+    zerojax.save(tmp_path / "one", large)
+
+
+def test_reading_a_checkpoint_runs_no_code_from_it(tmp_path):
+    """An audit hook sees every class that an unpickler looks up."""
+    state = {"params": {"w": jnp.ones(8)}}
+    zerojax.save(tmp_path / "c", state, metadata={"blob": pickle.dumps(pathlib.Path("x"))})
+    code = f"""
+import sys, jax.numpy as jnp, zerojax
+def hook(event, args):
+    if event == "pickle.find_class":
+        raise RuntimeError(f"unpickled {{args}}")
+sys.addaudithook(hook)
+state = zerojax.restore({str(tmp_path / "c")!r}, {{"params": {{"w": jnp.zeros(8)}}}})
+blob = zerojax.read_extras({str(tmp_path / "c")!r}).metadata["blob"]
+print(float(state["params"]["w"].sum()), type(blob).__name__)
+import pickle
+try:
+    pickle.loads(blob)
+except RuntimeError as error:
+    print(error)
+"""
+    root = str(pathlib.Path(zerojax.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert ran.stdout.startswith("8.0 bytes\nunpickled ('pathlib"), ran.stderr
