@@ -9,7 +9,9 @@ off its peak. glibc is told to give freed memory back, or the peak would be that
 """
 
 import argparse
+import ctypes
 import datetime
+import gc
 import json
 import os
 import pathlib
@@ -21,7 +23,7 @@ import time
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 4)
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,8 @@ def reset_peak():
 
 def measured(work):
     """Seconds, and peak MiB above what was held before."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else pools of freed memory hide what follows
     before = memory("VmRSS")
     reset_peak()
     started = time.perf_counter()
@@ -129,10 +133,13 @@ def background(args):
         while checkpoints.busy():
             during.append(timed_step())
         whole = time.perf_counter() - started
+    # On emulated devices the writer takes the processors that the steps compute on.
+    slower = sum(during) - len(during) * float(np.median(plain))
     return {
         "save_returned_s": round(blocked, 3),
         "write_s": round(whole, 2),
         "hidden": round(1 - blocked / whole, 3),
+        "hidden_less_slower_steps": round(1 - (blocked + max(0, slower)) / whole, 3),
         "step_s": round(float(np.median(plain)), 3),
         "step_while_writing_s": round(float(np.median(during)), 3),
         "steps_while_writing": len(during),
@@ -159,7 +166,7 @@ def main():
         print(json.dumps(WORK[args.run](args)))
         return
     leaf = args.dim**2 * 4 / MIB
-    results = {"state_mib": leaf * args.layers * 3, "limit_mib": 1.3 * leaf + leaf / 8}
+    results = {"state_mib": leaf * args.layers * 3, "limit_mib": 1.3 * leaf + leaf / 4}
     args.directory = pathlib.Path(tempfile.mkdtemp())
     try:
         for name in WORK:

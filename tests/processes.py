@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, as torchrun would."""
+"""Starts the processes of a run on this machine."""
 
 import os
 import pathlib

@@ -23,8 +23,9 @@ def initialize(
 ) -> int:
     """Joins the processes of one run; call it first, and in each of them.
 
-    Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and
-    `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK` as torchrun sets them.
+    Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and the
+    variables `MASTER_ADDR`, `MASTER_PORT` (a free one of process 0's host), `WORLD_SIZE` and
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`.
     Where there is none of these it leaves one process with all its devices, and says so.
 
     Arguments:
@@ -45,7 +46,7 @@ def initialize(
     }
     explicit = any(value is not None for value in given.values())
     if not explicit and "WORLD_SIZE" in os.environ:
-        given = _from_torchrun(os.environ)
+        given = _from_environment(os.environ)
         explicit = True
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
@@ -116,17 +117,19 @@ class Watchdog:
         os._exit(1)
 
 
-def _from_torchrun(env: Any) -> dict[str, Any]:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK") if name not in env]
+def _from_environment(env: Any) -> dict[str, Any]:
+    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK"]
+    needed += ["LOCAL_RANK"] if int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 else []
+    missing = [name for name in needed if name not in env]
     if missing:
         raise ValueError(
             f"WORLD_SIZE={env['WORLD_SIZE']} is set and {missing[0]} is not. Set MASTER_ADDR, "
             "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
         )
-    local = env.get("LOCAL_RANK")
+    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
     return {
         "coordinator_address": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
         "num_processes": int(env["WORLD_SIZE"]),
         "process_id": int(env["RANK"]),
-        "local_device_ids": None if local is None else [int(local)],
+        "local_device_ids": [int(env["LOCAL_RANK"])] if shared else None,
     }
