@@ -63,6 +63,7 @@ def test_sigterm_saves_before_exiting(tmp_path):
         run(tmp_path, 9, every=100, stop_at=3)
     assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert zerojax.read_extras(tmp_path / "3").data == {"at": 3}
     want = words(run(tmp_path / "undisturbed", 5))
     assert_equal_bits(words(run(tmp_path, 5, every=100)), want)
 

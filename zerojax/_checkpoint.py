@@ -18,7 +18,7 @@ from zerojax._extras import Extras
 from zerojax._plan import Plan
 
 # Files are cut so fine that a shard is read without the rest of its leaf.
-CHUNK_BYTES = 2**26
+CHUNK_BYTES = 2**25
 ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
 
 

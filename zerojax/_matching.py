@@ -140,7 +140,7 @@ def laundered(value: jax.Array, like: Any) -> jax.Array:
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     copied = _move.copied(value, sharding_of(like))
     jax.block_until_ready(copied)
-    value.delete()
+    value.delete()  # now, whoever else still holds it
     return copied
 
 
