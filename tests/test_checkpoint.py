@@ -306,6 +306,18 @@ def test_damage_to_any_file_is_an_error_that_names_it(tmp_path, how):
     assert_equal_bits(words(zerojax.restore(tmp_path / "c", plan)), words(state))
 
 
+def test_extras_are_read_without_the_rest_but_checked(tmp_path, monkeypatch):
+    zerojax.save(tmp_path / "c", place(), step=4)
+    read = []
+    monkeypatch.setattr(_files, "_size_and_crc", lambda file, real=_files._size_and_crc: (
+        read.append(file.name) or real(file)))  # fmt: skip
+    assert zerojax.read_extras(tmp_path / "c").step == 4 and read == ["_METADATA"]
+    metadata = tmp_path / "c" / "_METADATA"
+    metadata.write_text(metadata.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.raises(ValueError, match=r"_METADATA is damaged.*Restore another"):
+        zerojax.read_extras(tmp_path / "c")
+
+
 def test_a_damaged_list_of_checksums_is_named(tmp_path):
     zerojax.save(tmp_path / "c", place())
     listing = tmp_path / "c" / "zerojax_checksums.json"

@@ -20,6 +20,7 @@ from zerojax._plan import Plan
 # Files are cut so fine that a shard is read without the rest of its leaf.
 CHUNK_BYTES = 2**25
 ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
+METADATA = "_METADATA"  # Orbax's file of the tree, and of what travels beside it
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
@@ -76,12 +77,12 @@ def save(
     target = absolute(path)
     custom = _extras.pack(step, rng, data, metadata)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
-        exists = jax.process_index() == 0 and target.exists()
-        _files.raise_together(
-            ValueError(f"{target} exists, and nothing is overwritten. Save to a new path.")
-            if exists
-            else None
-        )
+        refusal = None
+        if jax.process_index() == 0 and target.exists():
+            refusal = ValueError(
+                f"{target} exists, and nothing is overwritten. Save to a new path."
+            )
+        _files.raise_together(refusal)
         handler = Handler(**_limits(state, "save_concurrent_gb"))
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(target, args=save_args(jax.tree.map(_one_replica, state), custom))
@@ -129,7 +130,7 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
     take up again.
     """
     directory = find_state(path)
-    _files.check_files(directory)
+    _files.check_files(directory, only=METADATA)
     custom = _metadata(directory).custom_metadata
     if not data and custom and _extras.KEY in custom:
         custom = {_extras.KEY: {**custom[_extras.KEY], "data": []}}
@@ -163,7 +164,7 @@ def find_state(path: str | os.PathLike) -> epath.Path:
     """The directory of the tree: `path` itself, or the only item that a manager put in it."""
     given = absolute(path)
     for directory in (given, given / ITEM, given / "state"):
-        if any((directory / file).exists() for file in ("_METADATA", _files.CHECKSUMS)):
+        if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
             return directory
     busy = list(given.parent.glob(f"{given.name}.orbax-checkpoint-tmp*")) if given.name else []
     note = f" {busy[0]} is one that was not finished." if busy else ""
@@ -179,7 +180,7 @@ def _metadata(directory: epath.Path) -> Any:
         return ocp.PyTreeCheckpointHandler().metadata(directory)
     except Exception as error:
         raise ValueError(
-            f"{directory / '_METADATA'} cannot be read ({error}). Restore another checkpoint."
+            f"{directory} cannot be read ({error}). Restore another checkpoint."
         ) from error
 
 

@@ -139,8 +139,8 @@ class Checkpoints:
         step = self.latest() if step is None else step
         if step is not None:
             path = self.path(step)
-            extras = _checkpoint.read_extras(path, data=data)
-            return _checkpoint.restore(path, like, **options), extras
+            state = _checkpoint.restore(path, like, **options)
+            return state, _checkpoint.read_extras(path, data=data)
         if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "

@@ -23,17 +23,18 @@ def write_checksums(directory: epath.Path) -> None:
     (directory / CHECKSUMS).write_text(json.dumps(sums))
 
 
-def check_files(directory: epath.Path) -> None:
-    """Raises where a file is not as it was written. The processes share the reading."""
+def check_files(directory: epath.Path, only: str | None = None) -> None:
+    """Raises where a file, or that one, is not as written. The processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
     if listing.exists():
         try:
-            sums = sorted(json.loads(listing.read_text()).items())
+            noted = json.loads(listing.read_text())
+            sums = sorted(noted.items()) if only is None else [(only, noted[only])]
             mine = sums[jax.process_index() :: jax.process_count()]
             found = (_damage(directory / name, *sum_) for name, sum_ in mine)
             wrong = next((damage for damage in found if damage), None)
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             wrong = f"{listing} is not the list of checksums it was"
     raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
 
