@@ -392,19 +392,9 @@ def test_accumulate_that_is_no_count(accumulate):
         zerojax.train_step(lambda p, b: 0.0, accumulate=accumulate)
 
 
-def test_more_processes_than_expected(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for call, what in (
-        (lambda: zerojax.shard_batch(np.ones((8, 2))), "shard_batch"),
-        (lambda: placed(mlp(False)), "placing a state"),
-    ):
-        with pytest.raises(ValueError, match=rf"{what}.*2 processes.*make_array_from_process"):
-            call()
-
-
 def test_gather_params_of_shards_elsewhere():
     elsewhere = types.SimpleNamespace(dtype=np.dtype("float32"), is_fully_addressable=False)
-    with pytest.raises(ValueError, match=r"needs all shards in this process. Save with orbax"):
+    with pytest.raises(ValueError, match=r"needs all shards in this process.*zerojax.save"):
         zerojax.gather_params({"params": {"w": elsewhere}})
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _mesh, _spec
+from zerojax import _mesh, _move, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
@@ -97,24 +98,64 @@ def shard_batch(
     `train_step` takes host batches too; placing the next batch early overlaps its transfer
     with the running step. Scalars and PRNG keys go to every device.
 
+    In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
+    the batch is all of them.
+
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
         >>> print(batch["x"].addressable_shards[0].data.shape)
         (1, 3)
     """
     mesh, axes = _mesh.resolve(mesh, axis)
-    _mesh.check_one_process("shard_batch")
-    size = _mesh.axes_size(mesh, axes)
     found = roles((batch,))
-    check((batch,), found, size)
     split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
     whole = NamedSharding(mesh, PartitionSpec())
+    check((batch,), found, len(_local_parts(split, _mesh.axes_size(mesh, axes))))
     leaves, treedef = jax.tree.flatten(batch)
     placed = [
-        jax.device_put(value, split if role == BATCH else whole)
+        _from_this_process(value, split) if role == BATCH else _move.moved(value, whole)
         for value, role in zip(leaves, found, strict=True)
     ]
     return treedef.unflatten(placed)
+
+
+def process_slice(
+    rows: int, mesh: Mesh | None = None, *, axis: str | Sequence[str] | None = None
+) -> slice:
+    """Which of the `rows` of a batch over all processes this one is to load.
+
+    Example:
+        >>> print(zerojax.process_slice(32))  # of one process: all
+        slice(0, 32, None)
+    """
+    mesh, axes = _mesh.resolve(mesh, axis)
+    size = _mesh.axes_size(mesh, axes)
+    if rows < 1 or rows % size:
+        raise ValueError(
+            f"a batch of {rows} rows does not divide over {size} devices. Use a multiple of {size}."
+        )
+    split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    parts = _local_parts(split, size)
+    first, last = min(parts), max(parts)
+    if last - first + 1 != len(parts):
+        raise ValueError(
+            f"this process has the parts {sorted(parts)} of the batch, which are not one slice. "
+            "Order the mesh so that a process's devices follow one another along the ZeRO axis."
+        )
+    return slice(first * rows // size, (last + 1) * rows // size)
+
+
+def _local_parts(split: NamedSharding, size: int) -> set[int]:
+    """Of the batch's `size` parts, those on devices of this process."""
+    slices = split.addressable_devices_indices_map((size,)).values()
+    return {index[0].indices(size)[0] for index in slices if index is not None}
+
+
+def _from_this_process(value: Any, split: NamedSharding) -> jax.Array:
+    placed = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if placed or split.is_fully_addressable:
+        return jax.device_put(value, split)
+    return jax.make_array_from_process_local_data(split, np.asarray(value))
 
 
 def _name(path: tuple) -> str:

@@ -4,15 +4,14 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 DEFAULT_AXIS = "data"
 
 
 def default_mesh() -> Mesh:
-    """One axis, `data`, over all devices."""
-    return Mesh(np.array(jax.devices()), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
+    """One axis, `data`, over all devices, neighbours on it joined by the fastest links."""
+    return jax.make_mesh((jax.device_count(),), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
@@ -47,16 +46,6 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
     return mesh, axes
-
-
-def check_one_process(what: str) -> None:
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"{what} works in one process, and this run has {jax.process_count()} processes. Build "
-            "global arrays from each process's part with "
-            "jax.make_array_from_process_local_data, and states with jax.jit(make_state, "
-            "out_shardings=...)."
-        )
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -69,8 +69,8 @@ def gather_params(state: Any) -> Any:
             return leaf
         if not leaf.is_fully_addressable:
             raise ValueError(
-                "gather_params needs all shards in this process. Save with orbax instead, which "
-                "writes from every process."
+                "gather_params needs all shards in this process. Save with zerojax.save or "
+                "zerojax.export_safetensors instead, which work in several processes."
             )
         return np.asarray(leaf)
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _gather, _mesh, _spec, _state, _table
+from zerojax import _gather, _mesh, _move, _spec, _state, _table
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -101,7 +101,6 @@ class Plan:
 
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
-        _mesh.check_one_process("placing a state")
         if _state.is_state_function(state):
             made: list[Any] = []
             leaves = self.born_sharded(state, made.append)()
@@ -109,7 +108,9 @@ class Plan:
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
-        placed = [_moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)]
+        placed = [
+            _move.moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)
+        ]
         return _state.carry_plan(treedef.unflatten(placed), self)
 
     def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
@@ -209,16 +210,6 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
 
 def _show(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
     return f"{shape_dtype[1]}{list(shape_dtype[0])}"
-
-
-def _moved(value: Any, sharding: NamedSharding) -> jax.Array:
-    """`value` at `sharding`, sharing no memory with it: a step will donate what comes out.
-
-    `device_put(may_alias=False)` still reuses the source as one of several replicas.
-    """
-    if isinstance(value, jax.Array) and sharding.is_fully_replicated:
-        value = value.copy()
-    return jax.device_put(value, sharding, may_alias=False)
 
 
 def _as_array(value: Any, leaf: LeafPlan) -> Any:

@@ -48,9 +48,13 @@ def kind_of(path: tuple) -> str:
     return OTHER
 
 
+def named_leaves(tree: Any) -> list[Leaf]:
+    return [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def leaves_of(state: Any) -> list[Leaf]:
     """The leaves with their paths; an error where one of them is no array."""
-    leaves = [Leaf(p, v) for p, v in jax.tree_util.tree_flatten_with_path(state)[0]]
+    leaves = named_leaves(state)
     for leaf in leaves:
         if not (hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype")) and not np.isscalar(
             leaf.value

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax import _state, _xla_options
+from zerojax import _finite, _state, _xla_options
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
@@ -91,6 +91,7 @@ def train_step(
     tx: optax.GradientTransformation | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
+    skip_nonfinite: bool = False,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
@@ -98,6 +99,10 @@ def train_step(
 
     The old state is donated, and the new one lives where the old one lived. `metrics` holds
     `loss`, `grad_norm` and, where the loss returns it, `aux`, all means over the devices.
+
+    A state with a field `dynamic_scale`, a `flax.training.dynamic_scale.DynamicScale`, has its
+    loss scaled for float16 gradients; `skip_nonfinite` is on then, and `metrics` has
+    `loss_scale`, the scale of this step.
 
     Arguments:
         loss_fn: `loss_fn(params, batch[, rng]) -> loss` or `(loss, aux)`, written for one
@@ -112,6 +117,9 @@ def train_step(
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+        skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
+            optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
+            is 1 then and 0 otherwise, to be summed.
         donate: give the old state's memory to the new one.
         compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
 
@@ -124,14 +132,24 @@ def train_step(
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
         found.check_structure(state)
+        scale = _finite.scale_of(state)
         loss, aux, grads = loss_and_grads(
-            with_fields(loss_fn, state, mutable), found, options,
+            _finite.scaled(with_fields(loss_fn, state, mutable), scale), found, options,
             _state.get_params(state), (batch,) if rng is None else (batch, rng),
         )  # fmt: skip
+        loss, grads = _finite.unscaled((loss, grads), scale)
         aux, fields = split_fields(aux, state, mutable)
-        with jax.named_scope("optimizer"):
-            new_state = apply_gradients(found.scatter(state), grads, tx, fields)
         metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
+        old_state = found.scatter(state)
+        with jax.named_scope("optimizer"):
+            new_state = apply_gradients(old_state, grads, tx, fields)
+        if skip_nonfinite or scale is not None:
+            finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+            new_state = _finite.held(finite, new_state, old_state, mutable)
+            metrics["skipped"] = 1 - finite.astype(jnp.int32)
+        if scale is not None:
+            metrics["loss_scale"] = scale.scale
+            new_state = _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
         if aux is not None:
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _mesh, _state
+from zerojax import _batch, _causes, _compare, _state
 from zerojax._causes import Observed
 from zerojax._compare import Check
 from zerojax._grad import loss_and_grads
@@ -83,7 +83,11 @@ def verify(
     recipe = made or Recipe(loss_fn, options, tuple(mutable or ()), plan, tx)  # type: ignore
     _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable)
     found = find_plan(state, recipe.plan, recipe.stage)
-    _mesh.check_one_process("verify")
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"verify gathers everything on one device, and this run has {jax.process_count()} "
+            "processes. Run it in one process, on fewer devices."
+        )
     found.check_structure(state)
     args = (batch,) if rng is None else (batch, rng)
     _batch.check(args, _batch.roles(args), found.size, recipe.options.accumulate)

@@ -1,0 +1,196 @@
+"""Host memory and times of saving and restoring, on a state of 2 GiB or more.
+
+    python benchmarks/checkpoint.py                          # prints what the limits are held to
+    python benchmarks/checkpoint.py --json checkpoint.json   # and keeps it
+
+Memory is the process's peak resident set above what it held before (Linux), read in a fresh
+process each; emulated devices live in host memory, so what a restore holds in the end is taken
+off its peak. glibc is told to give freed memory back, or the peak would be that of its pools.
+"""
+
+import argparse
+import ctypes
+import datetime
+import gc
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import zerojax
+
+MIB = 2**20
+GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--layers", type=int, default=5)
+parser.add_argument("--dim", type=int, default=6144)
+parser.add_argument("--json", type=pathlib.Path)
+parser.add_argument("--run", help="one measurement, in this process: 'save 3', 'restore 1', ...")
+parser.add_argument("--directory", type=pathlib.Path)
+
+
+def make_state(args):
+    keys = jax.random.split(jax.random.key(0), args.layers)
+    shape = (args.dim, args.dim)
+    params = {f"layer{i}": jax.random.normal(key, shape) / 99 for i, key in enumerate(keys)}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+def loss_fn(params, batch):
+    for weight in params.values():
+        batch = jnp.tanh(batch @ weight)
+    return jnp.mean(batch**2)
+
+
+def memory(field):
+    """MiB of this process: VmRSS now, VmHWM at the most since `reset_peak`."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak():
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def measured(work):
+    """Seconds, and peak MiB above what was held before."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else pools of freed memory hide what follows
+    before = memory("VmRSS")
+    reset_peak()
+    started = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - started
+    return result, {
+        "seconds": round(seconds, 2),
+        "peak_mib": round(max(0, memory("VmHWM") - before)),
+    }
+
+
+def save(args, stage):
+    state = jax.block_until_ready(zerojax.shard_train_state(lambda: make_state(args), stage))
+    return measured(lambda: zerojax.save(args.directory / f"stage{stage}", state))[1]
+
+
+def restore(args, stage, written=3):
+    plan = zerojax.plan(lambda: make_state(args), stage=stage)
+    path = args.directory / f"stage{written}"
+    state, result = measured(lambda: jax.block_until_ready(zerojax.restore(path, plan)))
+    held = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in x.addressable_shards) / MIB
+    return {**result, "state_mib": round(held), "above_state_mib": round(result["peak_mib"] - held)}
+
+
+def resumed(args, stage, fresh):
+    """Peak of three steps, from a state that is made here or restored."""
+    plan = zerojax.plan(lambda: make_state(args), stage=stage)
+    state = plan.place(lambda: make_state(args))
+    if not fresh:
+        zerojax.save(args.directory / "resumed", state)
+        del state
+        state = zerojax.restore(args.directory / "resumed", plan)
+    step = zerojax.train_step(loss_fn)
+    batch = np.ones((8, args.dim), np.float32)
+
+    def steps():
+        nonlocal state
+        for _ in range(3):
+            state, _ = jax.block_until_ready(step(state, batch))
+
+    return measured(steps)[1]
+
+
+def background(args):
+    """How much of a write is hidden behind steps: what `save` itself takes, of the whole."""
+    state = zerojax.shard_train_state(lambda: make_state(args))
+    step = zerojax.train_step(loss_fn)
+    batch = np.ones((64, args.dim), np.float32)
+
+    def timed_step():
+        nonlocal state
+        started = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        return time.perf_counter() - started
+
+    plain = [timed_step() for _ in range(4)][1:]
+    with zerojax.Checkpoints(args.directory / "loop") as checkpoints:
+        started = time.perf_counter()
+        checkpoints.save(1, state)
+        blocked = time.perf_counter() - started
+        during = []
+        while checkpoints.busy():
+            during.append(timed_step())
+        whole = time.perf_counter() - started
+    # On emulated devices the writer takes the processors that the steps compute on.
+    slower = sum(during) - len(during) * float(np.median(plain))
+    return {
+        "save_returned_s": round(blocked, 3),
+        "write_s": round(whole, 2),
+        "hidden": round(1 - blocked / whole, 3),
+        "hidden_less_slower_steps": round(1 - (blocked + max(0, slower)) / whole, 3),
+        "step_s": round(float(np.median(plain)), 3),
+        "step_while_writing_s": round(float(np.median(during)), 3),
+        "steps_while_writing": len(during),
+    }
+
+
+WORK = {
+    "save 3": lambda args: save(args, 3),
+    "save 0": lambda args: save(args, 0),
+    "restore 3 at 3": lambda args: restore(args, 3),
+    "restore 0 at 3": lambda args: restore(args, 3, written=0),
+    "restore 3 at 1": lambda args: restore(args, 1),
+    "steps, fresh": lambda args: resumed(args, 3, fresh=True),
+    "steps, resumed": lambda args: resumed(args, 3, fresh=False),
+    "background": background,
+}
+
+STEPS = ("steps, fresh", "steps, resumed", "background")
+
+
+def main():
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(WORK[args.run](args)))
+        return
+    leaf = args.dim**2 * 4 / MIB
+    results = {"state_mib": leaf * args.layers * 3, "limit_mib": 1.3 * leaf + leaf / 4}
+    args.directory = pathlib.Path(tempfile.mkdtemp())
+    try:
+        for name in WORK:
+            # Steps of a state so large take minutes on emulated devices.
+            dim = min(args.dim, 2048) if name in STEPS else args.dim
+            directory = args.directory / str(dim)
+            sizes = ["--layers", str(args.layers), "--dim", str(dim)]
+            command = [sys.executable, __file__, *sizes, "--directory", directory, "--run", name]
+            env = {**os.environ, **GIVE_BACK}
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+            results[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{name:16}{results[name]}", flush=True)
+    finally:
+        shutil.rmtree(args.directory)
+    print({k: v for k, v in results.items() if k.endswith("mib")})
+    if args.json:
+        record = {
+            "device": f"{len(jax.devices())} x {jax.devices()[0].device_kind}, emulated",
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+            **results,
+        }
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Trains on several hosts under Slurm: sbatch examples/slurm.sh my_program.py
+# One process a GPU; zerojax.initialize() in the program finds the others by itself.
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+set -euo pipefail
+# SIGTERM comes 120 s before the end of the allocation, to the processes; `Checkpoints.save` then
+# saves and ends them with status 143, and the job goes back to the queue and resumes.
+srun --kill-on-bad-exit=1 python -u "$@" && status=0 || status=$?
+if [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

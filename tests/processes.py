@@ -1,0 +1,69 @@
+"""Starts the processes of a run on this machine."""
+
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Run:
+    """Processes of `tests.worker`; their output is in files of `logs`."""
+
+    def __init__(self, count: int, logs: pathlib.Path, arguments: Sequence[str]) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"{number}.log" for number in range(count)]
+        common = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        common |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
+        port = str(free_port())
+        self.processes = []
+        for number, log in enumerate(self.logs):
+            env = {**common, "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(number)}
+            command = [sys.executable, "-m", "tests.worker", *arguments]
+            with log.open("w") as out:
+                self.processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+                )
+
+    def wait(self, timeout: float) -> list[int]:
+        """Exit codes; kills what has not ended in time and says so."""
+        try:
+            return [process.wait(timeout) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not ended within {timeout} s:\n{self.text()}") from None
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def text(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.logs)
+
+    def steps_done(self) -> int:
+        return len(re.findall(r"^step ", self.logs[0].read_text(), flags=re.MULTILINE))
+
+    def said(self, pattern: str) -> str | None:
+        found = re.search(pattern, self.logs[0].read_text(), flags=re.MULTILINE)
+        return found and found.group(1)
+
+    def digest(self) -> str | None:
+        return self.said(r"^digest (\w+)")
+
+
+def completed(count: int, logs: pathlib.Path, *arguments: object, timeout: float = 240) -> Run:
+    run = Run(count, logs, [str(argument) for argument in arguments])
+    codes = run.wait(timeout)
+    assert codes == [0] * count, run.text()
+    return run

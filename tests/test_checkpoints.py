@@ -1,0 +1,133 @@
+"""The checkpoints of a loop: when, which are kept, and where a run goes on."""
+
+import multiprocessing
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import zerojax
+from tests.reference import assert_equal_bits
+from tests.test_checkpoint import BATCH, DAMAGE, loss_fn, place, plan_of, words
+
+
+def run(directory, steps, every=2, state=None, stop_at=None, **options):
+    """A training loop; sends itself a SIGTERM before `stop_at`."""
+    step = zerojax.train_step(loss_fn)
+    with zerojax.Checkpoints(directory, every=every, **options) as checkpoints:
+        state, saved = checkpoints.resume(place() if state is None else state)
+        for n in range(saved.step or 0, steps):
+            state, _ = jax.block_until_ready(step(state, BATCH * (n + 1)))
+            if n + 1 == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpoints.save(n + 1, state, data={"at": n + 1})
+    return state
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_loop_saves_every_so_many_steps_and_keeps_the_newest(tmp_path, background):
+    run(tmp_path, 9, every=2, keep=2, background=background)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [6, 8] and checkpoints.latest() == 8
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path):
+    want = words(run(tmp_path / "a", 7))
+    run(tmp_path / "b", 5)
+    assert_equal_bits(words(run(tmp_path / "b", 7)), want)
+    assert zerojax.read_extras(tmp_path / "b" / "6").data == {"at": 6}
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    state = place()
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 5.0}
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        for n, loss in losses.items():
+            checkpoints.save(n, state, metrics={"loss": np.float32(loss), "aux": {"x": [1]}})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
+        with pytest.raises(ValueError, match=r"best='loss' is not among .*Pass metrics="):
+            checkpoints.save(6, state, metrics={"accuracy": 1.0})
+    with zerojax.Checkpoints(tmp_path / "max", keep=1, best="loss", mode="max") as checkpoints:
+        for n, loss in losses.items():
+            checkpoints.save(n, state, metrics={"loss": -loss})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
+
+
+def test_sigterm_saves_before_exiting(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=r"143|SIGTERM; step 3 is saved") as stopped:
+        run(tmp_path, 9, every=100, stop_at=3)
+    assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert zerojax.read_extras(tmp_path / "3").data == {"at": 3}
+    want = words(run(tmp_path / "undisturbed", 5))
+    assert_equal_bits(words(run(tmp_path, 5, every=100)), want)
+
+
+def test_an_unfinished_write_is_not_resumed_from(tmp_path):
+    run(tmp_path, 4, every=2)
+    leftover = tmp_path / "6.orbax-checkpoint-tmp"
+    leftover.mkdir()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 4
+        checkpoints.save(8, place())
+    assert not leftover.exists()
+
+
+def test_a_damaged_newest_is_an_error_and_the_one_before_opens(tmp_path):
+    run(tmp_path, 4, every=2)
+    file = next(p for p in (tmp_path / "4").rglob("d/*") if p.stat().st_size)
+    DAMAGE["flipped"](file, file.read_bytes())
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged.*Restore another"):
+            checkpoints.resume(plan_of(3, 8))
+        _, saved = checkpoints.resume(plan_of(3, 8), step=2)
+    assert saved.step == 2
+
+
+def test_a_saved_step_is_not_overwritten(tmp_path):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, place())
+        checkpoints.wait()
+        with pytest.raises(ValueError, match=r"step 1 is saved .* already.*resume\(\)"):
+            checkpoints.save(1, place())
+
+
+def test_with_nothing_saved_a_plan_says_what_to_do(tmp_path):
+    with (
+        zerojax.Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"no complete checkpoint.*plan.place\(make_state\)"),
+    ):
+        checkpoints.resume(plan_of(3, 8))
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"every and keep are positive \(keep=None keeps all\)"):
+        zerojax.Checkpoints(tmp_path, keep=0)
+
+
+def hold(directory, ready, release):
+    with zerojax.Checkpoints(directory):
+        ready.set()
+        release.wait(60)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
+    """In another process, and killed without a chance to clean up."""
+    spawn = multiprocessing.get_context("spawn")
+    ready, release = spawn.Event(), spawn.Event()
+    writer = spawn.Process(target=hold, args=(str(tmp_path), ready, release))
+    writer.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(ValueError, match=r"another process is writing to .*path of its own"):
+            zerojax.Checkpoints(tmp_path)
+    finally:
+        writer.kill()
+        writer.join()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == []

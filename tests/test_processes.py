@@ -1,0 +1,143 @@
+"""Real processes on this machine: the same numbers, and the same after they are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType, Mesh
+
+import zerojax
+from tests.processes import ROOT, Run, completed
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digest of one process with four devices."""
+    logs = tmp_path_factory.mktemp("undisturbed")
+    arguments = ("--directory", logs / "c", "--steps", STEPS, "--devices", 4)
+    return completed(1, logs, *arguments, "--export", logs / "weights"), logs / "weights"
+
+
+def arguments(directory, **more):
+    found = {"directory": directory / "c", "steps": STEPS, **more}
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in found.items()]
+    return [str(x) for pair in pairs for x in pair]
+
+
+def wait_until(condition, seconds=120):
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "count, devices, stage",
+    [(2, 2, 3), pytest.param(4, 1, 3, marks=pytest.mark.slow),
+     pytest.param(2, 2, 1, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, devices, stage):
+    one, weights = undisturbed
+    export = tmp_path / "weights"
+    run = completed(
+        count, tmp_path, *arguments(tmp_path, devices=devices, stage=stage, export=export)
+    )
+    assert run.said(r"zerojax: (.*)") == f"{count} processes, 4 devices"
+    assert all("step" not in log.read_text() for log in run.logs[1:])  # process 0 alone speaks
+    if stage == 3:
+        assert run.digest() == one.digest()
+    for file in weights.glob("*.safetensors"):
+        want, have = (safetensors.numpy.load_file(d / file.name) for d in (weights, export))
+        for name, value in want.items():
+            np.testing.assert_allclose(have[name], value, rtol=0 if stage == 3 else 2e-6, atol=1e-7)
+
+
+def test_what_two_processes_saved_one_goes_on_from(undisturbed, tmp_path):
+    completed(2, tmp_path, *arguments(tmp_path, steps=4))
+    again = [*arguments(tmp_path, devices=4), "--no-data"]
+    run = completed(1, tmp_path, *again)
+    assert run.said(r"^from (\d+)") == "4" and run.digest() == undisturbed[0].digest()
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1]])
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims):
+    """kill -9: the others end within a bounded time, and the next run ends bit-equal."""
+    run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1))
+    wait_until(lambda: run.steps_done() >= 5)  # the write of step 2 is done, before step 4's began
+    for victim in victims:
+        run.processes[victim].kill()
+    assert all(run.wait(60))  # killed, or ended with an error
+    again = completed(2, tmp_path, *arguments(tmp_path))
+    assert int(again.said(r"^from (\d+)")) in (2, 4, 6, 8)
+    assert again.digest() == undisturbed[0].digest()
+
+
+def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
+    run = Run(2, tmp_path, arguments(tmp_path, every=100, step_seconds=0.1))
+    wait_until(lambda: run.steps_done() >= 3)
+    run.processes[1].send_signal(signal.SIGTERM)
+    assert run.wait(60) == [128 + signal.SIGTERM] * 2, run.text()
+    again = completed(2, tmp_path, *arguments(tmp_path))
+    assert int(again.said(r"^from (\d+)")) >= 3
+    assert again.digest() == undisturbed[0].digest()
+
+
+def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
+    run = Run(2, tmp_path, arguments(tmp_path, hang_at=2, watchdog=8))
+    wait_until(lambda: run.steps_done() >= 2)
+    started = time.monotonic()
+    assert all(run.wait(30)) and time.monotonic() - started < 25
+    assert any(
+        "was not alive for 8 s after step 2. It, or one" in log.read_text() for log in run.logs
+    )
+    assert any(
+        "time.sleep" in log.read_text() or "worker.py" in log.read_text() for log in run.logs
+    )
+
+
+# -- one process
+
+
+def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
+    code = "import zerojax, time\nwith zerojax.Watchdog(2) as dog:\n  for n in range({n}):\n"
+    code += "    dog.alive(n); time.sleep({nap})\nprint('done')"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for n, nap, done in ((30, 0.1, True), (1, 30, False)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.format(n=n, nap=nap)], env=env, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert (ran.returncode == 0) == done == ("done" in ran.stdout), ran.stderr
+        assert ("process 0 of 1 was not alive for 2 s after step 0" in ran.stderr) != done
+    with pytest.raises(ValueError, match=r"give a positive number of seconds"):
+        zerojax.Watchdog(0)
+
+
+def test_alone_initialize_leaves_one_process_and_says_so():
+    code = "import zerojax; print(zerojax.initialize())"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.stdout.split("\n")[:2] == ["zerojax: 1 processes, 8 devices", "1"], ran.stderr
+
+
+def test_half_an_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2 is set and MASTER_ADDR is not. Set"):
+        zerojax.initialize()
+
+
+def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():
+    with pytest.raises(ValueError, match=r"30 rows does not divide over 8.*a multiple of 8"):
+        zerojax.process_slice(30)
+    two = Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+    )
+    assert zerojax.process_slice(6, two) == slice(0, 6)

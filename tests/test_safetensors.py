@@ -1,0 +1,106 @@
+"""Parameters out to safetensors and back, checked against the safetensors package itself."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.flax
+import safetensors.numpy
+
+import zerojax
+from tests.reference import assert_equal_bits
+from tests.test_checkpoint import make_state, place, plan_of
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_go_out_in_files_that_others_read(tmp_path, stage):
+    state = place(stage)
+    zerojax.export_safetensors(tmp_path / "w", state, max_file_bytes=3000)
+    index = json.loads((tmp_path / "w" / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted((tmp_path / "w").glob("*.safetensors")):
+        found |= safetensors.flax.load_file(file)
+    assert set(found) == {"head.0", "layer.b", "layer.w"} == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == 64 * 8 * 2 + 64 * 4 + 16 * 64 * 4
+    assert sorted(set(index["weight_map"].values())) == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    ]  # fmt: skip
+    assert_equal_bits([found["head.0"], found["layer.b"], found["layer.w"]], state.params)
+
+
+@pytest.mark.parametrize("stage, devices", [(3, 8), (3, 2), (1, 4), (0, 1)])
+def test_parameters_come_in_where_a_plan_wants_them(tmp_path, stage, devices):
+    zerojax.export_safetensors(tmp_path / "w", make_state().params)
+    plan = plan_of(stage, devices)
+    params = zerojax.import_safetensors(tmp_path / "w", plan)
+    assert_equal_bits(params, make_state().params)
+    specs = [leaf.spec for leaf in plan.params]
+    for value, spec in zip(jax.tree.leaves(params), specs, strict=True):
+        want = jax.sharding.NamedSharding(plan.mesh, spec)
+        assert value.sharding.is_equivalent_to(want, value.ndim)
+
+
+def test_each_device_reads_its_own_part_only(tmp_path, monkeypatch):
+    zerojax.export_safetensors(tmp_path / "w", make_state().params)
+    asked = []
+    real = jax.make_array_from_callback
+
+    def spy(shape, sharding, part):
+        return real(shape, sharding, lambda index: asked.append(part(index).shape) or part(index))
+
+    monkeypatch.setattr(jax, "make_array_from_callback", spy)
+    zerojax.import_safetensors(tmp_path / "w", plan_of(3, 8))
+    assert set(asked) == {(8, 8), (64,), (2, 64)} and len(asked) == 17
+
+
+def test_files_of_the_package_come_in(tmp_path):
+    tensors = {"a.b": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": np.array(3, np.int32)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    like = {"a": {"b": jnp.zeros((2, 3))}, "n": jnp.int32(0)}
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        back = zerojax.import_safetensors(path, like)
+        assert_equal_bits([back["a"]["b"], back["n"]], [tensors["a.b"], tensors["n"]])
+
+
+def test_differences_are_errors_that_say_what_to_do(tmp_path):
+    zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4), "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"not in the checkpoint: c .*only in.*: b \(ignore"):
+        zerojax.import_safetensors(tmp_path / "w", {"a": jnp.ones(4), "c": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"a: float32 saved, bfloat16 wanted \(cast=True"):
+        zerojax.import_safetensors(tmp_path / "w", {"a": jnp.ones(4, "bfloat16")}, ignore="b")
+    back = zerojax.import_safetensors(
+        tmp_path / "w", {"a": jnp.zeros(4, "bfloat16")}, ignore="b", cast=True
+    )
+    assert back["a"].dtype == jnp.bfloat16 and back["a"].sum() == 4
+    with pytest.raises(ValueError, match=r"w exists, and nothing is overwritten"):
+        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
+    with pytest.raises(TypeError, match=r"k is key<fry>.*Cast it or leave it out"):
+        zerojax.export_safetensors(tmp_path / "k", {"k": jax.random.key(0)})
+    with pytest.raises(ValueError, match=r"a/b and a.b are both a.b. Rename one"):
+        zerojax.export_safetensors(tmp_path / "k", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"there is no model.safetensors.index.json"):
+        zerojax.import_safetensors(tmp_path / "none", {"a": jnp.ones(4)})
+
+
+def test_damaged_files_are_named(tmp_path):
+    params = {"a": jnp.ones(64)}
+    zerojax.export_safetensors(tmp_path / "w", params)
+    file = next((tmp_path / "w").glob("*.safetensors"))
+    whole = file.read_bytes()
+    for damaged in (whole[:-4], whole[:40], b"", b"\xff" * 20, whole.replace(b"[64]", b"[65]")):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"of-00001.safetensors is truncated or damaged"):
+            zerojax.import_safetensors(tmp_path / "w", params)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"of-00001.safetensors is missing, and .*index.json"):
+        zerojax.import_safetensors(tmp_path / "w", params)
+    index = tmp_path / "w" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    with pytest.raises(ValueError, match=r"outside of its directory. Fix the index"):
+        zerojax.import_safetensors(tmp_path / "w", params)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index.json is damaged"):
+        zerojax.import_safetensors(tmp_path / "w", params)

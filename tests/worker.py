@@ -1,0 +1,95 @@
+"""One process of a training run, for tests and benchmarks that start, kill and compare runs.
+
+    python -m tests.worker --directory runs/a --steps 8
+
+Prints `step N` after each step, and in the end `digest HEX` of the whole state on process 0.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+
+import jax
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--directory", required=True)
+parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--every", type=int, default=2)
+parser.add_argument("--stage", type=int, default=3)
+parser.add_argument("--devices", type=int, default=2, help="of this process")
+parser.add_argument("--dim", type=int, default=64)
+parser.add_argument("--step-seconds", type=float, default=0.0)
+parser.add_argument("--heartbeat", type=int, default=10)
+parser.add_argument("--watchdog", type=float, default=120)
+parser.add_argument("--hang-at", type=int)
+parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
+parser.add_argument("--export")
+
+
+def main() -> None:
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.devices)
+
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax.training.train_state import TrainState
+
+    import zerojax
+    from zerojax import _safetensors
+
+    zerojax.initialize(heartbeat_timeout_seconds=args.heartbeat)
+
+    def make_state():
+        k1, k2 = jax.random.split(jax.random.key(0))
+        params = {
+            "w1": jax.random.normal(k1, (args.dim, 4 * args.dim)) / 8,
+            "w2": jax.random.normal(k2, (4 * args.dim, args.dim)) / 16,
+            "bias": jnp.zeros(args.dim),
+        }
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
+
+    def loss_fn(params, batch, rng):
+        hidden = jnp.tanh(batch @ params["w1"])
+        hidden *= jax.random.bernoulli(rng, 0.9, hidden.shape)
+        return jnp.mean((hidden @ params["w2"] + params["bias"] - batch) ** 2)
+
+    def batch(n):
+        rows = np.random.default_rng(n).normal(size=(16, args.dim)).astype(np.float32)
+        return zerojax.shard_batch(rows[zerojax.process_slice(16)])
+
+    plan = zerojax.plan(make_state, stage=args.stage)
+    step = zerojax.train_step(loss_fn)
+    with (
+        zerojax.Watchdog(args.watchdog) as watchdog,
+        zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
+    ):
+        saved = zerojax.Extras()
+        if checkpoints.latest() is None:
+            state = plan.place(make_state)
+        else:
+            state, saved = checkpoints.resume(plan, data=not args.no_data)
+            assert args.no_data or saved.data == ("rows", jax.process_index(), saved.step)
+        zerojax.log(f"from {saved.step or 0}")
+        for n in range(saved.step or 0, args.steps):
+            if n == args.hang_at and jax.process_index() == 1:
+                time.sleep(1000)
+            rng = jax.random.fold_in(jax.random.key(1), n)
+            state, metrics = jax.block_until_ready(step(state, batch(n), rng))
+            time.sleep(args.step_seconds)
+            watchdog.alive(n + 1)
+            zerojax.log(f"step {n + 1} loss {float(metrics['loss']):.9g}")
+            checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
+    if args.export:
+        zerojax.export_safetensors(args.export, state)
+    whole = [_safetensors._whole(leaf) for leaf in jax.tree.leaves(state)]
+    zerojax.log("digest", hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest())
+    sys.stdout.flush()
+    if os.environ.get("WORLD_SIZE"):
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

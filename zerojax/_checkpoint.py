@@ -1,0 +1,190 @@
+"""Checkpoints that open at any stage, on any number of devices: Orbax's, with strict borders.
+
+The tree that is saved is the same at every stage; only where its leaves live differs. So a
+restore reads each shard of the new placement straight from the file.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from zerojax import _extras, _files, _matching, _state
+from zerojax._extras import Extras
+from zerojax._plan import Plan
+
+# Files are cut so fine that a shard is read without the rest of its leaf.
+CHUNK_BYTES = 2**25
+ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
+METADATA = "_METADATA"  # Orbax's file of the tree, and of what travels beside it
+
+
+class Handler(ocp.PyTreeCheckpointHandler):
+    """Orbax's, noting checksums just before a checkpoint counts as complete."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        _files.write_checksums(directory)
+
+
+@ocp.args.register_with_handler(Handler, for_save=True)
+@dataclasses.dataclass
+class SaveArgs(ocp.args.PyTreeSave):
+    pass
+
+
+@ocp.args.register_with_handler(Handler, for_restore=True)
+@dataclasses.dataclass
+class RestoreArgs(ocp.args.PyTreeRestore):
+    pass
+
+
+def save(
+    path: str | os.PathLike,
+    state: Any,
+    *,
+    step: int | None = None,
+    rng: Any = None,
+    data: Any = None,
+    metadata: Any = None,
+) -> None:
+    """Writes a state as an Orbax checkpoint, complete or not at all.
+
+    Every process calls it, and each writes its own shards. Nothing that exists is overwritten,
+    and of two writers to one path the second is refused. `zerojax.Checkpoints` is for loops.
+
+    Arguments:
+        path: a new directory; what Orbax takes, `gs://` included.
+        state: a placed state, or any tree of arrays.
+        step, rng: kept beside the state, as are
+        data: the state of the data iterator, or an iterator with `get_state()`, as Grain's; each
+            process keeps its own;
+        metadata: anything made of numbers, strings, bytes, arrays, lists, tuples and dicts.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/100"
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> zerojax.save(path, state, step=100)
+        >>> state = zerojax.restore(path, like=zerojax.plan(state, stage=1))
+        >>> print(zerojax.read_extras(path).step)
+        100
+    """
+    target = absolute(path)
+    custom = _extras.pack(step, rng, data, metadata)
+    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
+        refusal = None
+        if jax.process_index() == 0 and target.exists():
+            refusal = ValueError(
+                f"{target} exists, and nothing is overwritten. Save to a new path."
+            )
+        _files.raise_together(refusal)
+        handler = Handler(**_limits(state, "save_concurrent_gb"))
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(target, args=save_args(jax.tree.map(_one_replica, state), custom))
+
+
+def restore(
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    keep: str | None = None,
+    ignore: str | None = None,
+    cast: bool = False,
+) -> Any:
+    """Reads a state into the places that `like` gives, whatever stage and devices wrote it.
+
+    Each device's shards are read on their own; nothing holds the whole state. The result
+    donates to a step as a fresh state does. Also opens what plain Orbax and Flax wrote.
+
+    Arguments:
+        path: the directory given to `save`, or one step of `Checkpoints` or of Orbax's manager.
+        like: a `Plan` (holds one state only), a placed state, or an abstract one. Leaves
+            without a sharding go to the first local device.
+        keep: a path regex; leaves of `like` that it finds keep their value and are not read.
+        ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
+        cast: read floats of other dtypes, cast to those of `like`.
+    """
+    directory = find_state(path)
+    _files.check_files(directory)
+    if isinstance(like, Plan):
+        like = like.abstract()
+    leaves = _state.named_leaves(like)
+    tree = _metadata(directory).tree
+    saved = _matching.saved_leaves(tree)
+    wanted = _matching.match(leaves, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    handler = Handler(**_limits([leaf.value for leaf in leaves], "restore_concurrent_gb"))
+    read = _matching.read(handler, directory, tree, wanted)
+    values = [read.get(leaf.name, leaf.value) for leaf in leaves]
+    return jax.tree.structure(like).unflatten(values)
+
+
+def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
+    """Reads what was saved beside a state: `step`, `rng`, `data` and `metadata`.
+
+    `data=False` leaves out the data iterators, which only as many processes as saved them can
+    take up again.
+    """
+    directory = find_state(path)
+    _files.check_files(directory, only=METADATA)
+    custom = _metadata(directory).custom_metadata
+    if not data and custom and _extras.KEY in custom:
+        custom = {_extras.KEY: {**custom[_extras.KEY], "data": []}}
+    return _extras.unpack(custom, path)
+
+
+def _one_replica(leaf: Any) -> Any:
+    """A leaf that every device has, as the first has it: Orbax would slice the copies of all."""
+    if jax.process_count() > 1 or not isinstance(leaf, jax.Array):
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+
+def save_args(state: Any, custom: dict[str, Any]) -> Any:
+    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks."""
+
+    def as_array(leaf: Any) -> Any:
+        dtype = _state.shape_dtype(leaf).dtype
+        return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
+
+    arrays = jax.tree.map(as_array, state)
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
+    return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
+
+
+def absolute(path: str | os.PathLike) -> epath.Path:
+    return epath.Path(path if "://" in str(path) else os.path.abspath(path))
+
+
+def find_state(path: str | os.PathLike) -> epath.Path:
+    """The directory of the tree: `path` itself, or the only item that a manager put in it."""
+    given = absolute(path)
+    for directory in (given, given / ITEM, given / "state"):
+        if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
+            return directory
+    busy = list(given.parent.glob(f"{given.name}.orbax-checkpoint-tmp*")) if given.name else []
+    note = f" {busy[0]} is one that was not finished." if busy else ""
+    what = "no complete checkpoint" if given.exists() else "nothing"
+    raise ValueError(
+        f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
+        "or zerojax.Checkpoints(...).latest()'s."
+    )
+
+
+def _metadata(directory: epath.Path) -> Any:
+    try:
+        return ocp.PyTreeCheckpointHandler().metadata(directory)
+    except Exception as error:
+        raise ValueError(
+            f"{directory} cannot be read ({error}). Restore another checkpoint."
+        ) from error
+
+
+def _limits(tree: Any, *names: str) -> dict[str, Any]:
+    """Orbax's options that hold bytes in flight to about one leaf, the largest."""
+    largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
+    return dict.fromkeys(names, (largest + CHUNK_BYTES) / 1e9)

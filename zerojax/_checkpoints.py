@@ -1,0 +1,226 @@
+"""Checkpoints of a training loop: when to save, what to keep, where to go on."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from zerojax import _checkpoint, _extras, _files
+from zerojax._extras import Extras
+from zerojax._plan import Plan
+
+
+class Preempted(SystemExit):
+    """Raised by `Checkpoints.save` once the state is saved after a SIGTERM.
+
+    Uncaught, it ends the program as the signal would have, with status 143.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"ended by SIGTERM; step {self.step} is saved"
+
+
+class Checkpoints:
+    """The checkpoints of a loop: one every so many steps, written behind the steps that follow.
+
+    Use it as a context manager, in every process: leaving it waits for the last write. A second
+    writer to the directory is refused. After a SIGTERM, the next `save` saves whatever the
+    step, waits, and raises `Preempted`, which ends the program.
+
+    Arguments:
+        directory: holds a directory for each saved step; `zerojax.restore` and Orbax open them.
+        every: `save` does something at multiples of this many steps.
+        keep: how many of the newest to keep; None keeps all.
+        best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well,
+        mode: where best is the "min" or the "max".
+        background: write while the loop goes on, from a copy in host memory that `save` makes.
+
+    Example:
+        >>> import tempfile
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> with zerojax.Checkpoints(tempfile.mkdtemp(), every=10, keep=2) as checkpoints:
+        ...     state, saved = checkpoints.resume(state)  # the newest; here, nothing yet
+        ...     for n in range(saved.step or 0, 40):
+        ...         done = checkpoints.save(n + 1, state)
+        ...     checkpoints.wait()
+        ...     print(checkpoints.steps())
+        [30, 40]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        best: str | None = None,
+        mode: str = "min",
+        background: bool = True,
+    ) -> None:
+        if every < 1 or (keep is not None and keep < 1) or mode not in ("min", "max"):
+            raise ValueError(
+                f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
+                "positive (keep=None keeps all), mode is 'min' or 'max'."
+            )
+        self.directory = _checkpoint.absolute(directory)
+        self._every, self._best = every, best
+        self._signalled = threading.Event()
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                item_handlers=_checkpoint.Handler(),
+                options=ocp.CheckpointManagerOptions(
+                    cleanup_tmp_directories=True,
+                    enable_async_checkpointing=background,
+                    best_fn=None if best is None else (lambda metrics: metrics[best]),
+                    best_mode=mode,
+                    preservation_policy=_preservation(keep, best, mode),
+                ),
+            )
+            stack.callback(self._manager.close)
+            stack.enter_context(_on_sigterm(self._signalled))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the last write and lets another writer in."""
+        self._stack.close()
+
+    def wait(self) -> None:
+        """Waits until what was saved is complete; raises what went wrong in the background."""
+        self._manager.wait_until_finished()
+
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def steps(self) -> list[int]:
+        """The steps that have complete checkpoints."""
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int | None:
+        """The newest step that has a complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step whose `best=` metric is best, of those kept."""
+        return None if self._best is None else self._manager.best_step()
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, for `zerojax.restore` and `zerojax.read_extras`."""
+        return os.fspath(self.directory / str(step))
+
+    def resume(
+        self, like: Any, *, step: int | None = None, data: bool = True, **options: Any
+    ) -> tuple[Any, Extras]:
+        """The state and extras of the newest complete checkpoint, or of `step`.
+
+        `like` and `options` are as in `zerojax.restore`, `data` as in `zerojax.read_extras`.
+        Where nothing was saved yet, a state is given back as it is; a plan has none to give, so
+        check `latest()` first.
+        """
+        step = self.latest() if step is None else step
+        if step is not None:
+            path = self.path(step)
+            state = _checkpoint.restore(path, like, **options)
+            return state, _checkpoint.read_extras(path, data=data)
+        if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
+            raise ValueError(
+                f"{self.directory} has no complete checkpoint, and like= is no state to start "
+                "from. Place one where latest() is None: plan.place(make_state)."
+            )
+        return like, Extras()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        rng: Any = None,
+        data: Any = None,
+        metadata: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves where `step` is a multiple of `every`, with `force=True`, or after a SIGTERM.
+
+        Returns as soon as the step may donate `state`. `rng`, `data` and `metadata` are as in
+        `zerojax.save`. Call it after each step; it says whether it saved.
+        """
+        preempted = self._preempted(step)
+        due = force or preempted or step % self._every == 0
+        if due and step not in self._manager.all_steps():
+            custom = _extras.pack(step, rng, data, metadata)
+            args = _checkpoint.save_args(state, custom)
+            self._manager.save(step, args=args, metrics=self._ranked(metrics), force=True)
+        elif due and not preempted:
+            raise ValueError(
+                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
+                "Go on from the newest with resume(), or give this run a directory of its own."
+            )
+        if preempted:
+            self.wait()
+            raise Preempted(step)
+        return due
+
+    def _ranked(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+        if self._best is None:
+            return None
+        if self._best not in (metrics or {}):
+            raise ValueError(
+                f"best={self._best!r} is not among the metrics {sorted(metrics or {})}. Pass "
+                f"metrics={{{self._best!r}: ...}} to save."
+            )
+        return {self._best: float((metrics or {})[self._best])}
+
+    def _preempted(self, step: int) -> bool:
+        """Whether a SIGTERM came; under jax.distributed, all processes agree on the step."""
+        if jax.distributed.is_initialized():
+            return self._manager.reached_preemption(step)
+        return self._signalled.is_set()
+
+
+def _preservation(keep: int | None, best: str | None, mode: str) -> Any:
+    newest = policies.LatestN(n=keep)
+    if best is None:
+        return newest
+    ranked = policies.BestN(
+        get_metric_fn=lambda metrics: metrics[best], reverse=mode == "min", n=1,
+        keep_checkpoints_without_metrics=False,
+    )  # fmt: skip
+    return policies.AnyPreservationPolicy([newest, ranked])
+
+
+@contextlib.contextmanager
+def _on_sigterm(signalled: threading.Event) -> Any:
+    """Notes a SIGTERM. With jax.distributed, JAX does, and tells the other processes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if jax.distributed.is_initialized() or not in_main:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signalled.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,0 +1,115 @@
+"""What travels beside a state: step, rng, the data iterator's state, the user's own metadata.
+
+It is stored as JSON: a checkpoint is data, and reading one never runs code from it.
+"""
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+KEY = "zerojax"  # of Orbax's custom metadata, and the tag of a value that JSON has no word for
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What was saved beside a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+
+    step: int | None = None
+    rng: Any = None
+    data: Any = None
+    metadata: Any = None
+
+
+def pack(step: int | None, rng: Any, data: Any, metadata: Any) -> dict[str, Any]:
+    """As Orbax's custom metadata. Every process calls this: each has its own data iterator."""
+    data = data.get_state() if hasattr(data, "get_state") else data
+    return {
+        KEY: {
+            "step": None if step is None else int(step),
+            "rng": encode(rng, "rng"),
+            "data": [json.loads(text) for text in _gathered(json.dumps(encode(data, "data")))],
+            "metadata": encode(metadata, "metadata"),
+        }
+    }
+
+
+def unpack(custom_metadata: Any, path: Any) -> Extras:
+    """From Orbax's custom metadata; empty for a checkpoint that zerojax did not write."""
+    found = (custom_metadata or {}).get(KEY)
+    if found is None:
+        return Extras()
+    parts = [decode(part) for part in found["data"]]
+    if len(parts) != jax.process_count() and any(part is not None for part in parts):
+        raise ValueError(
+            f"{path} has the data iterators of {len(parts)} processes, and this run has "
+            f"{jax.process_count()}. Read the rest with data=False, and start the data anew from "
+            "its step."
+        )
+    data = parts[jax.process_index()] if len(parts) == jax.process_count() else None
+    return Extras(found["step"], decode(found["rng"]), data, decode(found["metadata"]))
+
+
+def encode(value: Any, where: str) -> Any:
+    """Plain JSON; tuples, bytes, arrays and PRNG keys as tagged objects."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {KEY: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}/{i}") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {KEY: "tuple", "value": items}
+    if isinstance(value, dict) and all(isinstance(key, str) and key != KEY for key in value):
+        return {key: encode(item, f"{where}/{key}") for key, item in value.items()}
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = encode(np.asarray(jax.random.key_data(value)), where)
+        return {KEY: "key", "impl": str(jax.random.key_impl(value)), "value": data}
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        text = base64.b64encode(array.tobytes()).decode()
+        return {KEY: "array", "dtype": array.dtype.str, "shape": list(array.shape), "value": text}
+    raise TypeError(
+        f"{where} is {_show(value)}, which a checkpoint cannot hold as data. Make it numbers, "
+        "strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string keys of those."
+    )
+
+
+def decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if KEY not in value:
+        return {key: decode(item) for key, item in value.items()}
+    decoders: dict[str, Callable[[], Any]] = {
+        "bytes": lambda: base64.b64decode(value["value"]),
+        "tuple": lambda: tuple(decode(value["value"])),
+        "key": lambda: jax.random.wrap_key_data(decode(value["value"]), impl=value["impl"]),
+        "array": lambda: np.frombuffer(
+            base64.b64decode(value["value"]), np.dtype(value["dtype"])
+        ).reshape(value["shape"]),
+    }
+    return decoders[value[KEY]]()
+
+
+def _gathered(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    raw = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(raw.size)).reshape(-1)
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: raw.size] = raw
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {list(value)[:3]}"
+    return f"a {type(value).__name__}"

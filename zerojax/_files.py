@@ -1,0 +1,116 @@
+"""Files of a checkpoint: one writer at a time, and every byte accounted for on the way back."""
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath  # Orbax's own path type: local, gs:// and s3://
+from jax.experimental import multihost_utils
+
+CHECKSUMS = "zerojax_checksums.json"
+WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
+BLOCK = 2**22
+
+
+def write_checksums(directory: epath.Path) -> None:
+    """Notes the size and CRC-32 of every file. Orbax calls this before a checkpoint counts."""
+    sums = {file: _size_and_crc(directory / file) for file in sorted(_files_below(directory))}
+    (directory / CHECKSUMS).write_text(json.dumps(sums))
+
+
+def check_files(directory: epath.Path, only: str | None = None) -> None:
+    """Raises where a file, or that one, is not as written. The processes share the reading."""
+    listing = directory / CHECKSUMS
+    wrong = None
+    if listing.exists():
+        try:
+            noted = json.loads(listing.read_text())
+            sums = sorted(noted.items()) if only is None else [(only, noted[only])]
+            mine = sums[jax.process_index() :: jax.process_count()]
+            found = (_damage(directory / name, *sum_) for name, sum_ in mine)
+            wrong = next((damage for damage in found if damage), None)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            wrong = f"{listing} is not the list of checksums it was"
+    raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises in every process when one has an error, so that none waits for it forever."""
+    failed = [error is not None]
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.asarray(failed)).reshape(-1).tolist()
+    if error is not None:
+        raise error
+    if any(failed):
+        raise ValueError(f"process {failed.index(True)} refused; its own message says why.")
+
+
+@contextlib.contextmanager
+def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
+    """Refuses a second writer. The lock is the kernel's: it goes when its process dies.
+
+    Object stores have no locks; there the refusal of a path that exists must do.
+    """
+    held, error = None, None
+    if jax.process_index() == 0 and "://" not in str(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = _lock(os.fspath(lock))
+        if held is None:
+            error = ValueError(
+                f"another process is writing to {path}. Give each writer a path of its own, or "
+                "wait for it to finish."
+            )
+    raise_together(error)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.unlink(lock)
+            os.close(held)
+
+
+def _lock(name: str) -> int | None:
+    import fcntl  # not on every system that can import zerojax
+
+    while True:
+        held = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(held).st_ino == os.stat(name).st_ino:
+                return held
+        os.close(held)  # its last holder has removed this file since: take the new one
+
+
+def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
+    for entry in (directory / name).iterdir():
+        below = f"{name}/{entry.name}" if name else entry.name
+        if entry.is_dir():
+            yield from _files_below(directory, below)
+        elif entry.name != WRITTEN_LATER:
+            yield below
+
+
+def _size_and_crc(file: epath.Path) -> list[int]:
+    size = crc = 0
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _damage(file: epath.Path, size: int, crc: int) -> str | None:
+    if not file.exists():
+        return f"{file} is missing"
+    have: Any = _size_and_crc(file)
+    if have[0] != size:
+        return f"{file} has {have[0]} bytes and was written with {size}"
+    return None if have[1] == crc else f"{file} is damaged: its bytes are not those written"

@@ -1,0 +1,42 @@
+"""Values to their places on the devices, in one process or several."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+
+def moved(value: Any, sharding: NamedSharding) -> jax.Array:
+    """`value` at `sharding`, sharing no memory with it: a step will donate what comes out.
+
+    In several processes, each gives the same value, of which its devices take their parts.
+    """
+    if not sharding.is_fully_addressable:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return copied(value, sharding)
+        if is_key(value):
+            words = moved(np.asarray(jax.random.key_data(value)), sharding)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        whole = np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    # `device_put(may_alias=False)` still reuses the source as one of several replicas.
+    if isinstance(value, jax.Array) and sharding.is_fully_replicated:
+        value = value.copy()
+    return jax.device_put(value, sharding, may_alias=False)
+
+
+def copied(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """`value` at `sharding`, in memory that a jitted program allocated."""
+    return _copy_to(sharding)(value)
+
+
+@functools.cache
+def _copy_to(sharding: Sharding) -> Any:
+    return jax.jit(jnp.copy, out_shardings=sharding)
+
+
+def is_key(value: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)

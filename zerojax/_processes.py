@@ -1,0 +1,135 @@
+"""Several processes: finding each other, speaking once, and failing together."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    heartbeat_timeout_seconds: int = 100,
+) -> int:
+    """Joins the processes of one run; call it first, and in each of them.
+
+    Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and the
+    variables `MASTER_ADDR`, `MASTER_PORT` (a free one of process 0's host), `WORLD_SIZE` and
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`.
+    Where there is none of these it leaves one process with all its devices, and says so.
+
+    Arguments:
+        coordinator_address, num_processes, process_id, local_device_ids: as in
+            `jax.distributed.initialize`.
+        heartbeat_timeout_seconds: how long after one process dies the others end too.
+
+    Returns:
+        The number of processes.
+    """
+    if jax.distributed.is_initialized():
+        return jax.process_count()
+    given: dict[str, Any] = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+        "local_device_ids": local_device_ids,
+    }
+    explicit = any(value is not None for value in given.values())
+    if not explicit and "WORLD_SIZE" in os.environ:
+        given = _from_environment(os.environ)
+        explicit = True
+    try:
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+    except ValueError as error:
+        if explicit or "coordinator_address" not in str(error):
+            raise
+    log(f"zerojax: {jax.process_count()} processes, {jax.device_count()} devices")
+    return jax.process_count()
+
+
+def log(*values: Any) -> None:
+    """Prints on process 0 alone: what a run has to say, it says once."""
+    if jax.process_index() == 0:
+        print(*values, flush=True)
+
+
+class Watchdog:
+    """Ends the process, saying where it stood, when `alive` was not called for `seconds`.
+
+    A process that hangs makes the others wait in a collective; each ends by its own watchdog.
+    `seconds` must cover the longest step, the first one's compilation and a save included.
+
+    Example:
+        >>> with zerojax.Watchdog(600) as watchdog:
+        ...     for n in range(3):
+        ...         watchdog.alive(n)
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"Watchdog({seconds!r}): give a positive number of seconds.")
+        self.seconds = seconds
+        self._done = threading.Event()
+        self._last: tuple[float, Any] = (time.monotonic(), None)
+
+    def __enter__(self) -> "Watchdog":
+        self._done.clear()
+        self.alive()
+        threading.Thread(target=self._watch, name="zerojax-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def alive(self, step: Any = None) -> None:
+        """Starts the time anew; `step` is named in the message."""
+        self._last = (time.monotonic(), step)
+        faulthandler.dump_traceback_later(
+            self.seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+
+    def _watch(self) -> None:
+        while not self._done.wait(max(0.01, self._last[0] + self.seconds - time.monotonic())):
+            since, step = self._last
+            if time.monotonic() - since >= self.seconds:
+                self._end(step)
+
+    def _end(self, step: Any) -> None:
+        after = "" if step is None else f" after step {step}"
+        stream = sys.__stderr__ or sys.stderr
+        print(
+            f"zerojax: process {jax.process_index()} of {jax.process_count()} was not alive for "
+            f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:",
+            file=stream, flush=True,
+        )  # fmt: skip
+        faulthandler.dump_traceback(file=stream)
+        os._exit(1)
+
+
+def _from_environment(env: Any) -> dict[str, Any]:
+    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK"]
+    needed += ["LOCAL_RANK"] if int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 else []
+    missing = [name for name in needed if name not in env]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={env['WORLD_SIZE']} is set and {missing[0]} is not. Set MASTER_ADDR, "
+            "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
+        )
+    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
+    return {
+        "coordinator_address": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
+        "num_processes": int(env["WORLD_SIZE"]),
+        "process_id": int(env["RANK"]),
+        "local_device_ids": [int(env["LOCAL_RANK"])] if shared else None,
+    }

@@ -1,0 +1,227 @@
+"""Parameters as safetensors files, one leaf in memory at a time, out and in.
+
+The format is a length, a JSON header and the raw bytes. The `safetensors` package can neither
+write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax import _files, _matching, _state
+from zerojax._matching import Saved
+from zerojax._plan import Plan
+from zerojax._state import Leaf
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+def export_safetensors(
+    path: str | os.PathLike, params: Any, *, max_file_bytes: int = 5 * 10**9
+) -> None:
+    """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
+
+    Leaf by leaf: the host holds one whole leaf at a time. Every process calls it, process 0
+    writes. Tensors are named by their paths with dots, such as `dense.kernel`.
+
+    Arguments:
+        path: a new directory; complete or not there at all.
+        params: a tree of parameters, or a state that has them.
+        max_file_bytes: start a new file rather than grow one beyond this.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> zerojax.export_safetensors(path, state)
+        >>> params = zerojax.import_safetensors(path, like=state)
+        >>> print(params["w"].addressable_shards[0].data.shape)
+        (8, 16)
+    """
+    leaves = _state.named_leaves(_state.get_params(params, default=params))
+    first = jax.process_index() == 0
+    target, unfinished = os.fspath(path), f"{os.fspath(path)}.unfinished"
+    _files.raise_together(_refusal(target, leaves, first))
+    files = list(_files_of(leaves, max_file_bytes))
+    weight_map = {}
+    if first:
+        os.makedirs(unfinished, exist_ok=True)
+    for number, group in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {_dotted(leaf): name for leaf in group}
+        _write_file(os.path.join(unfinished, name), group, first)
+    if first:
+        total = sum(_matching.nbytes(leaf.value) for leaf in leaves)
+        with open(os.path.join(unfinished, INDEX), "w") as index:
+            json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index)
+        os.rename(unfinished, target)
+    _files.raise_together(None)  # nobody goes on before it is there
+
+
+def import_safetensors(
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    keep: str | None = None,
+    ignore: str | None = None,
+    cast: bool = False,
+) -> Any:
+    """Reads safetensors files straight into shards: each device's part, and no more.
+
+    Arguments:
+        path: a directory with an index, or one `.safetensors` file.
+        like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and places.
+        keep, ignore, cast: as in `zerojax.restore`.
+
+    Returns:
+        The parameters. For a state: `state.replace(params=...)`.
+    """
+    like = like.abstract() if isinstance(like, Plan) else like
+    like = _state.get_params(like, default=like)
+    leaves = _state.named_leaves(like)
+    slashed = {_dotted(leaf): leaf.name for leaf in leaves}
+    tensors: dict[str, np.ndarray] = {}
+    for file in _stored_files(os.fspath(path)):
+        tensors |= {slashed.get(name, name): value for name, value in _read_file(file)}
+    saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
+    wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
+    done = {name: _place(tensors[name], value) for name, value in wanted.items()}
+    values = [done.get(leaf.name, leaf.value) for leaf in leaves]
+    return jax.tree.structure(like).unflatten(values)
+
+
+def _refusal(target: str, leaves: list[Leaf], first: bool) -> Exception | None:
+    if first and os.path.exists(target):
+        return ValueError(f"{target} exists, and nothing is overwritten. Export to a new path.")
+    named: dict[str, str] = {}
+    for leaf in leaves:
+        if str(getattr(leaf.value, "dtype", None)) not in DTYPES.values():
+            return TypeError(
+                f"{leaf.name} is {_state.shape_dtype(leaf.value).dtype}, which safetensors does "
+                "not know. Cast it or leave it out."
+            )
+        other = named.setdefault(_dotted(leaf), leaf.name)
+        if other != leaf.name:
+            return ValueError(f"{other} and {leaf.name} are both {_dotted(leaf)}. Rename one.")
+    return None
+
+
+def _dotted(leaf: Leaf) -> str:
+    return leaf.name.replace("/", ".")
+
+
+def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
+    group: list[Leaf] = []
+    held = 0
+    for leaf in leaves:
+        size = _matching.nbytes(leaf.value)
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(leaf)
+        held += size
+    if group:
+        yield group
+
+
+def _write_file(name: str, group: list[Leaf], first: bool) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    end = 0
+    for leaf in group:
+        start, end = end, end + _matching.nbytes(leaf.value)
+        header[_dotted(leaf)] = {
+            "dtype": kinds[str(leaf.value.dtype)],
+            "shape": list(leaf.value.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(name if first else os.devnull, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for leaf in group:
+            whole = _whole(leaf.value)
+            if first:
+                file.write(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
+
+
+def _whole(value: Any) -> np.ndarray:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    # A copy of one's own: JAX would keep the host's copy of every leaf for as long as the leaf.
+    return np.array(value) if not isinstance(value, jax.Array) else _gathered(value)
+
+
+def _gathered(value: jax.Array) -> np.ndarray:
+    whole = np.empty(value.shape, value.dtype)
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+def _stored_files(path: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    index = os.path.join(path, INDEX)
+    if not os.path.exists(index):
+        only = os.path.join(path, "model.safetensors")
+        if os.path.exists(only):
+            return [only]
+        raise ValueError(f"there is no {INDEX} in {path}. Give that directory, or one file.")
+    try:
+        with open(index) as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
+    files = [os.path.join(path, name) for name in names]
+    for name in names:
+        if os.path.basename(name) != name:
+            raise ValueError(f"{index} names {name!r}, outside of its directory. Fix the index.")
+    for file in files:
+        if not os.path.exists(file):
+            raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
+    return files
+
+
+def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
+    """Names and arrays of a file; their bytes are read where they are used."""
+    stored = np.memmap(file, np.uint8, mode="r") if os.path.getsize(file) else np.zeros(0, np.uint8)
+    length = int.from_bytes(stored[:8].tobytes(), "little")
+    try:
+        header = json.loads(stored[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        return [(name, _tensor(stored[8 + length :], **entry)) for name, entry in header.items()]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
+
+
+def _tensor(data: np.ndarray, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
+    kind = jnp.dtype(DTYPES[dtype])
+    start, end = data_offsets
+    if not 0 <= start <= end <= data.size or end - start != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{shape} of {dtype} do not lie at bytes {start} to {end}")
+    return data[start:end].view(kind).reshape(shape)
+
+
+def _place(stored: np.ndarray, like: Any) -> jax.Array:
+    struct = _matching.stored_struct(like)
+
+    def part(index: Any) -> np.ndarray:
+        return np.asarray(stored[index], struct.dtype)
+
+    place = _matching.sharding_of(like)
+    return _matching.laundered(jax.make_array_from_callback(struct.shape, place, part), like)
