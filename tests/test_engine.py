@@ -397,6 +397,25 @@ def test_prefetching_loops_scatter_what_the_turn_before_left(name):
             source = made[source.invars[0]]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_prefetch_in_short_loops(length, reverse):
+    params = {"params": {"a": jax.tree.map(lambda a: a[:length], PARAMS["a"])}}
+
+    def loss(p, batch):
+        scale = jnp.arange(1.0, length + 1)  # an ordinary scanned input beside the weights
+        body = lambda x, layer: (dense(x, layer[0]) * layer[1], x.mean())
+        x, means = jax.lax.scan(body, batch["x"], (p["a"], scale), reverse=reverse)
+        return end(x) + (means * scale).sum()
+
+    plan = zerojax.plan(params, stage=3, mesh=make_mesh(), stacked="a/")
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
+    got = grad(plan.place(params)["params"], BATCH)
+    parts = [jax.tree.map(lambda a: a[i * 2 : i * 2 + 2], BATCH) for i in range(8)]
+    want = jax.grad(lambda p: sum(loss(p, part) for part in parts) / 8)(params["params"])
+    assert_close(got[1], want, 1e-6)
+
+
 def scans_of(jaxpr):
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "scan":
