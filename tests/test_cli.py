@@ -313,3 +313,8 @@ def test_doctor_fails_scripts_where_something_is_wrong(run, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "nohost")
     code, out, _ = run("doctor")
     assert code == NOT_OK and "fail" in out
+
+
+def test_terminals_get_bold_headings_and_red_findings():
+    text = "a  b\n-  -\n1  2\nbroken: w is kept"
+    assert cli.styled(text) == "\x1b[1ma  b\x1b[0m\n-  -\n1  2\n\x1b[31mbroken: w is kept\x1b[0m"

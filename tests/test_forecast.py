@@ -143,6 +143,14 @@ def test_bad_input(options, message):
 # -- needed FLOPs
 
 
+def test_a_ready_step_brings_what_it_was_made_of():
+    audits.gpu_mesh()
+    step = zerojax.train_step(audits.loss, stage=3, accumulate=2)
+    found = zerojax.forecast(step, audits.make_state, BATCH, gpus="8xH100")
+    assert [(case.stage, case.accumulate) for case in found.cases] == [(3, 2)]
+    assert found.cases[0].report.accumulate == 2
+
+
 def test_flops_of_matmuls_and_convolutions():
     a, b = jnp.ones((4, 8)), jnp.ones((8, 16))
     assert _flops.matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 8 * 16

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -152,7 +153,22 @@ def _precision(arguments: argparse.Namespace) -> Precision | None:
 
 
 def _show(arguments: argparse.Namespace, data: Any, text: str) -> None:
-    print(json.dumps(data, indent=1, default=str) if arguments.json else text)
+    if arguments.json:
+        text = json.dumps(data, indent=1, default=str)
+    elif sys.stdout.isatty():
+        text = styled(text)
+    print(text)
+
+
+def styled(text: str) -> str:
+    """For terminals: headings (the lines over rules) bold, what is broken red."""
+    lines = text.split("\n")
+    for at, line in enumerate(lines):
+        if at and re.fullmatch(r"[- ]*-[- ]*", line):
+            lines[at - 1] = f"\x1b[1m{lines[at - 1]}\x1b[0m"
+        if line.startswith(("broken:", "warning:", "fail", "Nothing fits")):
+            lines[at] = f"\x1b[31m{line}\x1b[0m"
+    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._progress import progress
 from zerojax._state import PARAMS, get_params
-from zerojax._step import train_step, with_fields
+from zerojax._step import Step, train_step, with_fields
 from zerojax._table import human_bytes, text_table
 
 
@@ -87,11 +87,12 @@ class Forecast:
 
     def __str__(self) -> str:
         header = (
-            "stage", "accumulate", "remat", "params", "optimizer", "grads", "activations", "peak",
-            "fits", "spare", "sent, host", "sent, network", "step", "exposed", "tokens/s", "MFU",
+            "stage", "accumulate", "remat", "params", "optimizer", "grads", "activations",
+            "formula", "peak", "fits", "spare", "sent, host", "sent, network", "step", "exposed",
+            "tokens/s", "MFU",
         )  # fmt: skip
         rows = [header, *(_row(case) for case in self.cases)]
-        right = frozenset({0, 1, *range(3, 8), *range(9, 16)})
+        right = frozenset({0, 1, *range(3, 9), *range(10, 17)})
         usable = human_bytes(self.gpu.usable)
         lines = [
             f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
@@ -120,7 +121,7 @@ class Forecast:
 
 
 def forecast(
-    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | Step,
     make_state: Callable[[], Any],
     batch: Any,
     *,
@@ -139,7 +140,7 @@ def forecast(
 
     Arguments:
         loss_fn: as for `zerojax.train_step`, or a dict of several: a model with and without
-            `jax.checkpoint`, say.
+            `jax.checkpoint`, say. Or a step of `zerojax.train_step`, with all that it was made of.
         make_state: a function without arguments that makes the state, or the state's shapes.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         gpus: such as "64xH100".
@@ -157,6 +158,13 @@ def forecast(
         gpu = dataclasses.replace(gpu, given_rates=rates)
     mesh = aot.mesh(gpus, per_host=per_host)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    options: dict[str, Any] = {}
+    if isinstance(loss_fn, Step):
+        recipe = loss_fn.recipe
+        losses, mutable, tx = {"": recipe.loss_fn}, recipe.mutable, tx or recipe.tx
+        stages = stages if recipe.stage is None else (recipe.stage,)
+        accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
+        options = {"regather": recipe.options.regather, "prefetch": recipe.options.prefetch}
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
     stored = stored_with(make_state, precision)
     cases = []
@@ -168,7 +176,7 @@ def forecast(
         )
     for (variant, loss), stage, each in progress(choices, "compiling"):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
-        step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx)
+        step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
         shapes, key = aot.batch((batch, rng), plan)
         started = time.perf_counter()
         report = _audit.audit(
@@ -238,7 +246,8 @@ def _row(case: Case) -> tuple[str, ...]:
     return (
         str(case.stage), str(case.accumulate), case.variant or "-",
         *map(human_bytes, (case.parameters, case.optimizer, case.gradients, case.activations)),
-        human_bytes(case.peak), "yes" if case.fits else "no", human_bytes(case.spare),
+        human_bytes(case.formula), human_bytes(case.peak), "yes" if case.fits else "no",
+        human_bytes(case.spare),
         human_bytes(case.link_bytes), human_bytes(case.network_bytes),
         f"{1e3 * case.step_seconds:.1f} ms", f"{1e3 * case.exposed_seconds:.1f} ms",
         "-" if tokens is None else f"{tokens:,.0f}", f"{case.mfu:.1%}",
