@@ -46,7 +46,7 @@ class Row:
         how = f"annotations, {self.rival}" if self.rival else f"stage {self.stage}"
         extra = " + master" * self.master + " + " * bool(self.options)
         flags = ",".join(f"{k.removeprefix('xla_gpu_')}={v}" for k, v in self.options)
-        return f"{self.model} {self.gpus} {self.remat}: {how}{extra}{flags}"
+        return f"{self.model} {self.gpus} x{self.rows} {self.remat}: {how}{extra}{flags}"
 
 
 SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)  # the best flag for them

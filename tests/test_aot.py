@@ -147,3 +147,34 @@ def test_a_plugin_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1.2")
     with pytest.raises(ModuleNotFoundError, match=r"jax-cuda13-plugin 0.1.2 does not match jax \d"):
         zerojax.aot.check_packages()
+
+
+def test_nothing_can_be_placed_on_gpus_that_are_not_there():
+    plan = audits.planned("8xH100", 3)
+    with pytest.raises(ValueError, match="one can only compile"):
+        plan.place(audits.make_state)
+
+
+def test_audits_know_the_hosts_and_the_convolutions():
+    """The mesh says that hosts have 4 GPUs; convolutions are calls of cuDNN on GPUs."""
+    mesh = zerojax.aot.mesh("8xH100", per_host=4)
+    spec = NamedSharding(mesh, PartitionSpec("data"))
+    images = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.bfloat16, sharding=spec)
+    whole = NamedSharding(mesh, PartitionSpec())
+    kernel = jax.ShapeDtypeStruct((3, 3, 64, 128), jnp.bfloat16, sharding=whole)
+
+    def loss(kernel, images):
+        dims = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    plan = zerojax.plan({"params": {"k": jnp.ones((64, 64))}}, stage=3, mesh=mesh)
+    step = jax.jit(jax.grad(loss))
+    if jax.__version_info__ >= (0, 12):
+        step = jax.jit(
+            jax.grad(loss), compiler_options={"xla_gpu_experimental_use_collective_kernels": ""}
+        )
+    report = zerojax.audit(step.lower(kernel, images).compile(), plan=plan)
+    forward = 2 * 8 * 32 * 32 * 128 * 3 * 3 * 64
+    assert report.replay.flops == 2 * forward  # forward, and the gradient of the kernel
+    assert {(one.group, one.on_host) for one in report.traffic} == {(8, 4)}

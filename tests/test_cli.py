@@ -74,7 +74,7 @@ def test_table_prints_the_papers(run):
     assert code == OK
     rows = [line.split() for line in out.splitlines()[2:]]
     assert len(rows) == 18
-    assert ["7.5B", "64", "120", "31.41", "16.64", "1.875"] in rows, "Figure 1"
+    assert ["7.5B", "64", "120.00", "31.41", "16.64", "1.88"] in rows, "Figure 1"
 
 
 def test_table_as_json(run):
@@ -190,7 +190,7 @@ BAD = {
     "unknown preset": (("forecast", "3x"), "no preset '3x'. Name one of 124m"),
     "no module": (("forecast", "nosuch:model"), "nosuch:model cannot be imported: No module named"),
     "no function": (("forecast", "mymodel:nosuch"), "cannot be imported: module 'mymodel' has no"),
-    "not three": (("forecast", "mymodel:list_of_three"), "returned a list. Return (loss_fn, make_"),
+    "not three": (("forecast", "mymodel:list_of_three"), "returned list. Return (loss_fn, make_"),
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
@@ -318,3 +318,15 @@ def test_doctor_fails_scripts_where_something_is_wrong(run, monkeypatch):
 def test_terminals_get_bold_headings_and_red_findings():
     text = "a  b\n-  -\n1  2\nbroken: w is kept"
     assert cli.styled(text) == "\x1b[1ma  b\x1b[0m\n-  -\n1  2\n\x1b[31mbroken: w is kept\x1b[0m"
+
+
+def test_errors_of_the_users_code_say_what_and_where(run, module):
+    name = module("theirs", "def f():\n    return {}['missing']\n")
+    code, out, err = run("forecast", f"{name}:f")
+    assert (code, out) == (BAD_INPUT, "")
+    assert err.startswith("zerojax: KeyError: 'missing' (") and "theirs.py:2)" in err
+
+
+def test_sizes_in_words(run):
+    _, out, _ = run("table", "--params", "7.5b", "--devices", "64", "--stages", "3")
+    assert out.splitlines()[-1].split() == ["7.5B", "64", "1.88"]

@@ -14,6 +14,7 @@ from tests import audits
 from tests.audits import DIM, LAYERS, audited, loss, planned
 from tests.models import MODELS
 from tests.reference import make_state as model_state
+from zerojax import _contract
 
 P = PartitionSpec
 WHERE = ("cpu", "8xH100")
@@ -255,7 +256,7 @@ def test_an_overlap_below_the_limit():
     assert report.findings(min_overlap=report.overlap) == []
     line = broken(report, r"below min_overlap=0.999", min_overlap=0.999)
     assert line.startswith(f"compute is {report.overlap:.3f} of the modelled step")
-    assert "ms of communication are exposed" in line
+    assert "of communication are exposed" in line
     cpu = audits.plain("cpu", 3)
     assert "Pass gpu='H100' to audit" in broken(cpu, "needs modelled times", min_overlap=0.5)
 
@@ -272,3 +273,34 @@ def test_all_findings_are_told_at_once():
 def test_without_a_plan_only_what_no_stage_does_is_wrong():
     text = audited(planned("cpu", 3), donate=False).module.text
     assert zerojax.audit(text).findings() == []
+
+
+def test_gradients_that_nobody_reduces():
+    plan = planned("cpu", 1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        grads = jax.shard_map(
+            jax.grad(loss), mesh=plan.mesh, in_specs=(P(), P("data")), out_specs=P(),
+            check_vma=False,
+        )(state.params, batch)  # fmt: skip
+        return plan.constrain(plan.scatter(state).apply_gradients(grads=grads))
+
+    found = zerojax.audit(step, plan.abstract(), audits.tokens(plan)).findings()
+    assert any("no collective reduces the gradient of params/" in line for line in found)
+
+
+def test_a_state_that_cannot_be_recognized():
+    plan = planned("cpu", 3)
+    step = zerojax.train_step(loss)
+    args = (plan.abstract(), audits.tokens(plan))
+    found = zerojax.audit(jax.jit(lambda *given: step(*given)), *args).findings()
+    assert any("Let the step take the state as one argument" in line for line in found)
+
+
+def test_statistics_of_wide_batch_norms_may_be_reduced():
+    """What the README advises: flax's `axis_name` for the statistics of the whole batch."""
+    plan = zerojax.plan(
+        {"params": {"w": jnp.ones((64, 64))}, "batch_stats": {"mean": jnp.zeros(4096)}}, stage=3
+    )
+    assert _contract._largest_whole(plan) == 2 * 4 * 4096

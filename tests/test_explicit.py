@@ -128,3 +128,12 @@ def test_a_stack_cut_along_its_layers_is_refused():
     mapped = jax.shard_map(run, mesh=plan.mesh, in_specs=(spec,), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match="stacked="):
         jax.jit(mapped)(stack)
+
+
+def test_shards_are_checked_against_the_plan():
+    plan, params = placed()
+    inside = lambda p: zerojax.gather(zerojax.shards(p, plan))
+    with pytest.raises(ValueError, match=r"in_specs=zerojax.param_specs\(plan\)"):
+        inside(params)  # whole, and outside of shard_map
+    with pytest.raises(ValueError, match="not those of the plan"):
+        zerojax.shards({"other": jnp.ones(8)}, plan)

@@ -147,3 +147,9 @@ def test_the_scale_is_part_of_a_checkpoint(tmp_path):
     state = zerojax.shard_train_state(make)
     zerojax.save(tmp_path / "c", state)
     assert float(zerojax.restore(tmp_path / "c", state).dynamic_scale.scale) == 8
+
+
+def test_verify_knows_loss_scales():
+    scale = DynamicScale(scale=2.0**10)
+    state = zerojax.shard_train_state(make_state(dynamic_scale=scale), 3)
+    assert zerojax.verify(zerojax.train_step(loss_fn), state, GOOD).ok

@@ -77,7 +77,7 @@ def test_the_fastest_that_fits_wins(made):
     )
     found = Forecast("8xH100", gpu, cases)
     assert found.best is cases[2]
-    assert "Fastest that fits: stage=3, 2000 ms a step" in str(found)
+    assert "Fastest that fits: stage=3, 2.0 s a step" in str(found)
     assert found.to_dict()["best"] == 2
 
 

@@ -146,8 +146,8 @@ def test_rows_and_text():
     }  # fmt: skip
     header, _, first, *_, last = str(table).splitlines()
     assert header.split("  ")[-2:] == ["stage 1, GB", "stage 3, GB"]
-    assert first.split() == ["7.5B", "4", "52.5", "30"]
-    assert last.split() == ["1000B", "64", "4188", "250"]
+    assert first.split() == ["7.5B", "4", "52.50", "30.00"]
+    assert last.split() == ["1000B", "64", "4,187.50", "250.00"]
 
 
 @pytest.mark.parametrize(

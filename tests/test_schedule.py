@@ -3,8 +3,9 @@
 import pytest
 
 import zerojax
-from zerojax import _hlo, _liveness, _schedule
+from zerojax import _groups, _hlo, _liveness, _schedule
 from zerojax._cost import CostModel
+from zerojax._instruction import Instruction
 from zerojax._timeline import drawn_once
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us.
@@ -267,3 +268,9 @@ def test_the_timeline_leaves_no_room_for_later_runs_of_a_loop():
     ]
     moved = [(s.start, s.end) for s in drawn_once(spans)]
     assert moved == [(0.0, 1.0), (1.0, 2.0), (1.5, 3.0)]
+
+
+def test_permutations_group_those_who_exchange():
+    text = "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,4}}"
+    permute = Instruction("p", "f32[8]", "collective-permute", "%x", text)
+    assert _groups.group_of(permute, 8).members == (0, 1, 2, 3)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import time
 import types
 
@@ -514,3 +515,22 @@ def test_two_zero_axes_train_as_one(stage):
     for _ in range(2):
         state, _ = step(state, zerojax.shard_batch(made.batch, mesh, axis=axes))
     assert_close(state.params, reference_run(made, tx, 2)[0].params)
+
+
+def test_keys_by_name_and_tracers_anywhere():
+    made = transformer(False)
+    step = zerojax.train_step(
+        made.loss, donate=False, compiler_options={"xla_cpu_enable_fast_math": False}
+    )
+    state = placed(made)
+    by_name, _ = step(state, made.batch, rng=made.rng)
+    nested, _ = jax.jit(lambda batch: step(state, batch, made.rng))(made.batch)
+    inner, _ = jax.jit(lambda params: step(state.replace(params=params), made.batch, made.rng))(
+        state.params
+    )
+    for other in (nested, inner):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, other.params, by_name.params)
+    assert step._cache_size() == 1
+    step.clear_cache()
+    assert step._cache_size() == 0

@@ -12,6 +12,7 @@ import pathlib
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,9 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever a user's module or the compiler says, in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"zerojax: {text[:600]}", file=sys.stderr)
+        print(f"zerojax: {described(error)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def described(error: Exception) -> str:
+    """In one line; with its type and place where it does not come from this package."""
+    text = " ".join(str(error).split())[:600]
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    ours = pathlib.Path(__file__).parent
+    if not last or pathlib.Path(last[0].filename).parent == ours:
+        return text or type(error).__name__
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {text}{where}. All of it: ZEROJAX_TRACEBACK=1."
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    library = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
+    return not any(part in frame.filename for part in library)
 
 
 # -- commands
@@ -54,7 +71,8 @@ def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
     found = zerojax.forecast(
-        losses, make_state, batch, gpus=arguments.gpus, stages=arguments.stages, rng=rng,
+        losses, make_state, batch, gpus=arguments.gpus, tokens=arguments.tokens, rng=rng,
+        stages=arguments.stages,
         accumulate=arguments.accumulate, precision=_precision(arguments),
         per_host=arguments.per_host,
     )  # fmt: skip
@@ -106,7 +124,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def table(arguments: argparse.Namespace) -> int:
-    """The paper's Figure 1 (7.5B on 64 devices) is one cell of its Table 1."""
+    """The paper's Figure 1 (7.5B on 64 devices) is a row of its Table 1."""
     found = zerojax.memory_table(
         arguments.params, arguments.devices, param_bytes=arguments.param_bytes,
         grad_bytes=arguments.grad_bytes, optimizer_bytes=arguments.optimizer_bytes,
@@ -138,8 +156,9 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
         ) from None
     made = found()
     if not isinstance(made, tuple) or len(made) not in (3, 4):
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise ValueError(
-            f"{arguments.model} returned a {type(made).__name__}. Return (loss_fn, make_state, "
+            f"{arguments.model} returned {type(made).__name__}{size}. Return (loss_fn, make_state, "
             "batch) or (loss_fn, make_state, batch, rng)."
         )
     loss, make_state, batch, *rng = made
@@ -175,7 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
     parser.add_argument("--version", action="version", version=zerojax.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    number = lambda text: int(float(text))  # noqa: E731  # 7.5e9
 
     def command(run: Any, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(run.__name__, help=text, description=text)
@@ -190,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
     one.add_argument("--accumulate", type=int, nargs="+", default=[1])
     one.add_argument("--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full")
+    one.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
     one.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
 
     one = command(audit, "every collective and byte of a compiled program, held to its contract")
@@ -198,14 +217,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     one.add_argument("--stage", type=int, default=3, choices=STAGES)
     one.add_argument("--accumulate", type=int, default=1)
-    one.add_argument("--max-peak-bytes", type=number)
+    one.add_argument("--max-peak-bytes", type=size)
     one.add_argument("--min-overlap", type=float)
     one.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
 
     command(doctor, "what on this machine helps or hurts")
 
     one = command(table, "the ZeRO paper's memory table, or yours")
-    one.add_argument("--params", type=float, nargs="+", default=list(PAPER_PARAMS))
+    one.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
     one.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
     one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
     one.add_argument("--param-bytes", type=float, default=2)
@@ -214,10 +233,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def size(text: str) -> float:
+    """'7.5b' or '7.5e9' -> 7.5e9."""
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    unit = units.get(text[-1:].lower())
+    return float(text[:-1]) * unit if unit else float(text)
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be positive")
+    return int(text)
+
+
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=4, help="of a preset: sequences per GPU")
+    parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from zerojax._plan import Plan
 from zerojax._schedule import Collective
 
 OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
+DEFAULT_PER_HOST = 8
 REMATERIALIZED = "Involuntary full rematerialization"
 
 
@@ -28,7 +29,7 @@ def audit(
     *,
     plan: Plan | None = None,
     gpu: str | Gpu | None = None,
-    per_host: int = 8,
+    per_host: int | None = None,
     accumulate: int | None = None,
 ) -> Report:
     """Every collective and every byte of a compiled step.
@@ -39,7 +40,7 @@ def audit(
             text of an HLO module.
         plan: of the state, where the state does not carry it.
         gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
-        per_host: how many devices share a host's links.
+        per_host: how many devices share a host's links; by default as the devices say, or 8.
         accumulate: microbatches of the step, where it does not say so itself.
 
     Example:
@@ -51,6 +52,8 @@ def audit(
         >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
+    if per_host is not None and (not isinstance(per_host, int) or per_host < 1):
+        raise ValueError(f"per_host={per_host!r} must be a positive integer: devices of a host.")
     compiled, lines = None, []
     if accumulate is None:
         recipe = getattr(step, "recipe", None)
@@ -58,10 +61,10 @@ def audit(
     if isinstance(step, str):
         text = step
     else:
-        if not hasattr(step, "as_text") or state is not None:
-            if state is not None:
-                carried = _state.carried_plan(state)
-                plan = carried if carried is not None else plan
+        if state is not None:
+            carried = _state.carried_plan(state)
+            plan = carried if carried is not None else plan
+        if not hasattr(step, "as_text"):
             step, lines = _compile(step, state, batch, rng)
         compiled, text = step, step.as_text()
     return _report(text, compiled, plan, gpu, per_host, accumulate or 1, lines)
@@ -89,7 +92,7 @@ def _report(
     compiled: Any,
     plan: Plan | None,
     given_gpu: str | Gpu | None,
-    per_host: int,
+    per_host: int | None,
     accumulate: int,
     log: list[str],
 ) -> Report:
@@ -97,6 +100,7 @@ def _report(
     paths = [parameter_path(p) for p in module.parameters]
     gpu = _gpus.named(given_gpu) if isinstance(given_gpu, str) else given_gpu
     device = _device_of(plan, compiled)
+    per_host = per_host or _per_host(plan)
     if gpu is None and device is not None:
         gpu = _gpus.of_device_kind(device.device_kind)
     rates = (gpu or _gpus.GPUS["H100"]).rates
@@ -136,6 +140,14 @@ def _backend(text: str, device: Any) -> str:
     if device is not None:
         return "gpu" if device.platform in ("cuda", "rocm") else device.platform
     return "gpu" if '"operation_queue_id"' in text else "cpu"
+
+
+def _per_host(plan: Plan | None) -> int:
+    """How many of a plan's devices share the first one's host."""
+    if plan is None:
+        return DEFAULT_PER_HOST
+    hosts = [device.process_index for device in plan.mesh.devices.flat]
+    return hosts.count(hosts[0])
 
 
 def _device_of(plan: Plan | None, compiled: Any) -> Any:

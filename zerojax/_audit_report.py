@@ -11,11 +11,12 @@ from zerojax._hlo import Module
 from zerojax._memory_use import MemoryUse
 from zerojax._plan import Plan
 from zerojax._schedule import Replay
-from zerojax._table import human_bytes, text_table
+from zerojax._table import human_bytes, human_time, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+LONGEST_NAME = 60
 ROWS = 40  # of the printed table; to_dict has them all
 
 
@@ -69,9 +70,14 @@ class Traffic:
     def serves(self) -> str:
         """The parameters it moves where they are known, else where in the code it comes from."""
         if self.paths:
-            named = ", ".join(self.paths[:2])
+            named = ", ".join(_shortened(path) for path in self.paths[:2])
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return self.source or self.scope[-60:]
+        return _shortened(self.source or self.scope)
+
+
+def _shortened(name: str) -> str:
+    """Long names by their ends, which tell more than their beginnings."""
+    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -185,16 +191,16 @@ class Report:
         stage = f"ZeRO stage {self.plan.stage}, " if self.plan else ""
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
-            f"memory per device  peak {human_bytes(memory.peak)}: {self._memory_text()}",
+            f"memory per device  {human_bytes(memory.peak)} when fullest: {self._memory_text()}",
             "sent per device    "
             + human_bytes(self.wire_bytes)
             + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items()),
         ]
         if self.gpu:
             lines.append(
-                f"modelled step      {1e3 * self.replay.step:.1f} ms: compute "
-                f"{1e3 * self.replay.compute:.1f}, exposed communication "
-                f"{1e3 * self.replay.exposed:.1f} (overlap {self.overlap or 0:.3f})"
+                f"modelled step      {human_time(self.replay.step)}: compute "
+                f"{human_time(self.replay.compute)}, exposed communication "
+                f"{human_time(self.replay.exposed)} (overlap {self.overlap or 0:.3f})"
             )
         if self.replay.unknown_loops:
             names = ", ".join(self.replay.unknown_loops[:3])
@@ -231,5 +237,5 @@ class Report:
             group, when,
         )  # fmt: skip
         if self.gpu:
-            row = (*row, f"{1e3 * one.between:.2f} ms", f"{1e3 * one.exposed:.2f} ms")
+            row = (*row, human_time(one.between), human_time(one.exposed))
         return (*row, one.serves)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zerojax._plan import LeafPlan, Plan
-from zerojax._table import human_bytes
+from zerojax._table import human_bytes, human_time
 
 if TYPE_CHECKING:
     from zerojax._audit_report import Part, Report, Traffic
@@ -22,6 +22,13 @@ BIG_GATHER = 2**20  # a gather in a loop that should not be synchronous
 WIDE = {"f32", "f64"}
 NARROW = {"bf16", "f16"}
 OPTIMIZER_SCOPE = "optimizer"  # whole-matrix optimizers communicate as they must
+
+
+UNNAMED = (
+    "none of the plan's parameters is among the program's arguments by name, so its contract "
+    "cannot be checked. Let the step take the state as one argument, of a name of its own: "
+    "jax.jit(lambda state, batch: ...)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +60,13 @@ def findings(
     found = [*_exchanges(report), *_warnings(report), *_limits(report, max_peak_bytes, min_overlap)]
     if report.plan is None:
         return [*found, *_all_reduces(report, {})]
+    if not report.memory.parameters and report.plan.params:
+        return [UNNAMED, *found]
     promised = promises(report.plan, report.accumulate)
     return [
         *_placement(report), *_donation(report), *_all_reduces(report, promised),
-        *_gathers(report, promised), *_dtypes(report, promised), *_kept(report), *found,
+        *_reduced(report, promised), *_gathers(report, promised), *_dtypes(report, promised),
+        *_kept(report), *found,
     ]  # fmt: skip
 
 
@@ -99,12 +109,26 @@ def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str
                 )
 
 
+def _reduced(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+    reducing = [one for one in report.traffic if one.kind in ("reduce-scatter", "all-reduce")]
+    reaches = any(path in promised for one in reducing for path in one.paths)
+    if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
+        first = next(iter(promised))
+        yield (
+            f"no collective reduces the gradient of {first}, or of any other parameter: each "
+            "device trains on its own part of the batch. Take gradients with "
+            "zerojax.value_and_grad or zerojax.train_step."
+        )
+
+
 def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
     sent: dict[str, float] = collections.defaultdict(float)
     for one in report.traffic:
         if one.kind != "all-gather":
             continue
-        slow = not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
+        # On some GPUs XLA makes no collective asynchronous; then the step is not to blame.
+        possible = any(other.asynchronous for other in report.traffic)
+        slow = possible and not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
         if slow and report.backend == "gpu":
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
@@ -176,7 +200,8 @@ def _donation(report: "Report") -> Iterator[str]:
         yield (
             f"{len(report.not_donated)} leaves of the state are not donated ({first}"
             f"{f' and {more} more' if more > 0 else ''}): the step holds them twice. Leave "
-            "donate=True, or jit your own step with donate_argnums=0 and the same dtypes out as in."
+            "donate=True, or jit your own step with donate_argnums=0 and return the state in the "
+            "dtypes and shardings it came in (plan.constrain)."
         )
 
 
@@ -203,7 +228,7 @@ def _limits(
     elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
         yield (
             f"compute is {report.overlap:.3f} of the modelled step, below min_overlap="
-            f"{min_overlap}: {1e3 * report.replay.exposed:.1f} ms of communication are exposed. "
+            f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
             "Use prefetch=1, or more tokens per device."
         )
 
@@ -228,8 +253,9 @@ def _is_ours(one: "Traffic", plan: Plan | None) -> bool:
 
 def _largest_whole(plan: Plan) -> float:
     """Leaves that no stage cuts are all-reduced as they are."""
-    whole = (leaf.nbytes for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None)
-    return max([SMALL, *whole])
+    whole = [leaf.nbytes for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None]
+    statistics = sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == "other")
+    return max([SMALL, 2 * statistics, *whole])
 
 
 def _is_gradient_of(part: "Part", promised: dict[str, Promise]) -> Promise | None:

@@ -43,7 +43,7 @@ class CostModel:
         ):
             pattern = r'"?lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
             return self._dot_flops(computation, instruction, pattern)
-        if instruction.opcode == "convolution":
+        if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.attributes:
             return self._convolution_flops(computation, instruction)
         if instruction.fuses or instruction.opcode == "call":
             return sum(self.computation_flops(name) for name in instruction.called)
@@ -59,11 +59,20 @@ class CostModel:
         return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
 
     def _convolution_flops(self, computation: str, convolution: Instruction) -> float:
-        """Two for each output element and kernel element that reaches it."""
-        kernel = self.module.computations[computation][convolution.operands[1]].arrays[0]
+        """Two for each output element and kernel element that reaches it.
+
+        Backward's convolutions have forward's output, or its kernel, in other places.
+        """
+        instructions = self.module.computations[computation]
+        first, second = (instructions[o].arrays[0] for o in convolution.operands[:2])
+        output, kernel = convolution.arrays[0], second
+        if "convBackwardInput" in convolution.attributes:
+            output = first
+        elif "convBackwardFilter" in convolution.attributes:
+            output, kernel = second, output
         labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
         features = kernel.dims[labels.index("o")] if "o" in labels else 1
-        return 2 * convolution.arrays[0].size * kernel.size / max(features, 1)
+        return 2 * output.size * kernel.size / max(features, 1)
 
     def matmul_dtypes(self, computation: str, instruction: Instruction) -> dict[str, float]:
         """FLOPs by the operands' dtype."""

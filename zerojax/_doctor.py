@@ -25,7 +25,6 @@ HURTFUL_FLAGS = {
     "xla_gpu_enable_async_collectives=false": "every collective blocks",
     "xla_gpu_all_gather_combine_threshold_bytes": "steps set it by what a layer needs",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "steps set it by what a layer needs",
-    "xla_gpu_enable_command_buffer=": "known to break overlap in some versions",
 }
 HURTFUL_VARIABLES = {
     "NCCL_P2P_DISABLE": "GPUs of one host then talk through host memory",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat, _engine, _spec
@@ -65,6 +66,7 @@ def shards(params: Any, plan: Plan) -> Any:
         return value if dim is None else Sharded(value, dim, plan.axes, prefetch)
 
     leaves, treedef = jax.tree.flatten(params)
+    _check_parts(leaves, treedef, plan)
     pairs = zip(leaves, plan.params, strict=True)
     return treedef.unflatten([marked(value, leaf.dim) for value, leaf in pairs])
 
@@ -105,6 +107,8 @@ def scan(
         body, init, xs, length, reverse, unroll: as in `jax.lax.scan`.
         prefetch, regather: as in `zerojax.train_step`.
     """
+    if prefetch not in (0, 1, "auto"):
+        raise ValueError(f"prefetch must be 0, 1 or 'auto', got {prefetch!r}.")
     is_shard = lambda leaf: isinstance(leaf, Sharded)  # noqa: E731
     leaves, treedef = jax.tree.flatten(xs, is_leaf=is_shard)
     marked = [leaf for leaf in leaves if is_shard(leaf)]
@@ -115,6 +119,7 @@ def scan(
             "a stack of layers is cut along its layers, so no device has a part of each. Pass "
             "stacked= with its path to zerojax.plan."
         )
+    init = jax.tree.map(jnp.asarray, init)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     shapes = [leaf.whole if is_shard(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
@@ -131,6 +136,23 @@ def scan(
         prefetch=marked[0].prefetch if prefetch == "auto" else int(prefetch),
     )  # fmt: skip
     return jax.tree.structure(out_shape).unflatten(outs)
+
+
+def _check_parts(leaves: list[Any], treedef: Any, plan: Plan) -> None:
+    """Raises where these are not the parts of the plan's parameters that one device has."""
+    if treedef != _params_tree(plan):
+        raise ValueError(
+            f"these parameters are not those of the plan: {treedef} instead of "
+            f"{_params_tree(plan)}. Make a plan for them: zerojax.plan(state, stage=3)."
+        )
+    for value, leaf in zip(leaves, plan.params, strict=True):
+        spec = _spec.only_axes(leaf.spec, plan.axes)
+        part = NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)
+        if value.shape != part:
+            raise ValueError(
+                f"{leaf.path} is {value.shape} here, and a device's part of it is {part}. Call "
+                "zerojax.shards inside jax.shard_map, with in_specs=zerojax.param_specs(plan)."
+            )
 
 
 def _params_tree(plan: Plan) -> Any:

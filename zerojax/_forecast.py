@@ -19,7 +19,7 @@ from zerojax._precision import Precision
 from zerojax._progress import progress
 from zerojax._state import PARAMS, get_params
 from zerojax._step import Step, train_step, with_fields
-from zerojax._table import human_bytes, text_table
+from zerojax._table import human_bytes, human_time, text_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Case:
     """One way to train, compiled. Bytes are per GPU, times modelled seconds of one step.
 
     `formula` is parameters, optimizer state and gradients by the plan alone; `gradients`,
-    `activations` and `peak` are the compiler's.
+    `activations` (with the gathered weights) and `peak` are the compiler's, at the moment when
+    most is in memory.
     """
 
     stage: int
@@ -96,7 +97,7 @@ class Forecast:
         usable = human_bytes(self.gpu.usable)
         lines = [
             f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
-            "times modelled",
+            "times modelled; grads and activations when fullest; MFU of the peak in 16 bits",
             text_table(rows, right),
             self._advice(),
         ]
@@ -115,7 +116,7 @@ class Forecast:
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
         remat = f", remat {best.variant!r}" if best.variant else ""
         return (
-            f"Fastest that fits: {how}{remat}, {1e3 * best.step_seconds:.0f} ms a step, "
+            f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
             f"{human_bytes(best.spare)} to spare."
         )
 
@@ -152,6 +153,8 @@ def forecast(
         per_host: GPUs of a host.
     """
     count, gpu = _gpus.parse_count(gpus)
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens={tokens} must be positive: how many a step trains on.")
     if not jax.tree.leaves(batch):
         raise ValueError("the batch has no arrays. Pass the global batch of one step.")
     if rates is not None:
@@ -205,7 +208,7 @@ def _case(
         peak=memory.peak, fits=memory.peak <= gpu.usable, spare=gpu.usable - memory.peak,
         link_bytes=report.wire_bytes - network, network_bytes=network,
         compute_seconds=replay.compute, exposed_seconds=replay.exposed, step_seconds=replay.step,
-        examples_per_second=leaves[0].shape[0] / replay.step,
+        examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
         tokens_per_second=None if count is None else count / replay.step,
         mfu=flops / (replay.step * gpu.flops), compile_seconds=seconds, report=report,
     )  # fmt: skip
@@ -249,6 +252,6 @@ def _row(case: Case) -> tuple[str, ...]:
         human_bytes(case.formula), human_bytes(case.peak), "yes" if case.fits else "no",
         human_bytes(case.spare),
         human_bytes(case.link_bytes), human_bytes(case.network_bytes),
-        f"{1e3 * case.step_seconds:.1f} ms", f"{1e3 * case.exposed_seconds:.1f} ms",
+        human_time(case.step_seconds), human_time(case.exposed_seconds),
         "-" if tokens is None else f"{tokens:,.0f}", f"{case.mfu:.1%}",
     )  # fmt: skip

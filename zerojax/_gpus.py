@@ -132,7 +132,7 @@ def of_device_kind(kind: str) -> Gpu | None:
 
 def parse_count(text: str) -> tuple[int, Gpu]:
     """'64xH100' -> (64, the H100)."""
-    found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w\-. ]+?)\s*", text)
+    found = isinstance(text, str) and re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w\-. ]+?)\s*", text)
     if not found or int(found[1]) == 0:
         raise ValueError(
             f"{text!r} does not say how many of which GPU. Write for example '64xH100'; known: "

@@ -21,7 +21,7 @@ class Group:
 
 
 def group_of(instruction: Instruction, devices: int) -> Group:
-    """Reads all three notations of `replica_groups`."""
+    """Reads all three notations of `replica_groups`, and the pairs of permutations."""
     text = instruction.attributes
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
         return _mesh_group(found[1], found[2])
@@ -31,7 +31,18 @@ def group_of(instruction: Instruction, devices: int) -> Group:
         return Group(tuple(_iota(shape, order)[: int(found[2])]))
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return Group(tuple(int(x) for x in found[1].split(",")))
+    if found := re.search(r"source_target_pairs=\{([\d,{}]*)\}", text):
+        return Group(_connected(re.findall(r"(\d+),(\d+)", found[1])))
     return Group(tuple(range(devices)))
+
+
+def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
+    """The devices that exchange with the first one, directly or through others."""
+    links = [{int(a), int(b)} for a, b in pairs]
+    members = set(links[0]) if links else {0}
+    while grown := [link for link in links if link & members and not link <= members]:
+        members.update(*grown)
+    return tuple(sorted(members))
 
 
 def _mesh_group(sizes: str, used: str) -> Group:

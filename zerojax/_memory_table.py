@@ -1,6 +1,7 @@
 """The ZeRO paper's formula for what each device holds, for any bytes per parameter."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class MemoryTable:
         lines: dict[tuple[float, int], list[str]] = {}
         for row in self.rows:
             cells = lines.setdefault((row["params"], row["devices"]), [])
-            cells.append(f"{row['bytes_per_device'] / 1e9:.4g}")
+            cells.append(f"{row['bytes_per_device'] / 1e9:,.2f}")
         header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
         body = [(f"{n / 1e9:g}B", str(devices), *cells) for (n, devices), cells in lines.items()]
         return text_table([header, *body], frozenset(range(len(header))))
@@ -56,12 +57,12 @@ def memory_table(
         >>> print(zerojax.memory_table(7.5e9, 64))
         parameters  devices  stage 0, GB  stage 1, GB  stage 2, GB  stage 3, GB
         ----------  -------  -----------  -----------  -----------  -----------
-              7.5B       64          120        31.41        16.64        1.875
+              7.5B       64       120.00        31.41        16.64         1.88
     """
     sizes = [params] if isinstance(params, int | float) else list(params)
     counts = [devices] if isinstance(devices, int) else list(devices)
     for name, values in (("params", sizes), ("devices", counts)):
-        if not values or min(values) <= 0:
+        if not values or not all(0 < value < math.inf for value in values):
             raise ValueError(f"{name}={values} must be positive: how many there are.")
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:

@@ -48,6 +48,15 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
     return mesh, axes
 
 
+def check_runs(mesh: Mesh) -> None:
+    """Raises for devices that code can only be compiled for."""
+    if type(getattr(mesh.devices.flat[0], "client", None)).__name__.startswith("CompileOnly"):
+        raise ValueError(
+            f"these {mesh.devices.flat[0].device_kind} are not there: one can only compile for the "
+            "meshes of zerojax.aot. Use plan.abstract(), step.lower(...).compile(), zerojax.audit."
+        )
+
+
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     """Over how many devices ZeRO shards."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -101,6 +101,7 @@ class Plan:
 
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
+        _mesh.check_runs(self.mesh)
         if _state.is_state_function(state):
             made: list[Any] = []
             leaves = self.born_sharded(state, made.append)()

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import _batch, _compare, _state
+from zerojax import _batch, _compare, _finite, _state
 from zerojax._plan import Plan
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
-from zerojax._step import Recipe, apply_gradients, split_fields, with_fields
+from zerojax._step import Recipe, apply_gradients, grad_norm, split_fields, with_fields
 
 
 class Reference:
@@ -27,9 +27,17 @@ class Reference:
         self.precision = precision_of(plan, recipe.options.precision)
         sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
         self.split = Split(sizes, recipe.options.accumulate)
-        self._update = jax.jit(
-            lambda state, grads, fields: apply_gradients(state, grads, recipe.tx, fields)
-        )
+        self._update = jax.jit(self.updated)
+
+    def updated(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+        """What the step makes of these gradients: the user's update, and the loss scale's."""
+        new_state = apply_gradients(state, grads, self.recipe.tx, fields)
+        scale = _finite.scale_of(state)
+        if scale is None:
+            return new_state
+        finite = jnp.isfinite(grad_norm(grads))
+        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
+        return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
 
     @property
     def has_keys(self) -> bool:

@@ -48,33 +48,44 @@ class Step:
         self.nested = self.jit()  # an inner jit may have no options of its own
         self.jitted: dict[Plan | None, Any] = {}
 
-    def __call__(self, state: Any, batch: Any, *rng: Any) -> tuple[Any, dict[str, Any]]:
-        return self.for_args(state, batch, *rng)(state, batch, *rng)
+    def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+        """`(state, batch[, rng])`."""
+        return self.for_args(*args, **named)(*args, **named)
 
-    def lower(self, state: Any, batch: Any, *rng: Any) -> Any:
-        return self.for_args(state, batch, *rng).lower(state, batch, *rng)
+    def lower(self, *args: Any, **named: Any) -> Any:
+        return self.for_args(*args, **named).lower(*args, **named)
 
-    def trace(self, state: Any, batch: Any, *rng: Any) -> Any:
-        return self.for_args(state, batch, *rng).trace(state, batch, *rng)
+    def trace(self, *args: Any, **named: Any) -> Any:
+        return self.for_args(*args, **named).trace(*args, **named)
 
-    def eval_shape(self, state: Any, batch: Any, *rng: Any) -> Any:
-        return self.nested.eval_shape(state, batch, *rng)
+    def eval_shape(self, *args: Any, **named: Any) -> Any:
+        return self.nested.eval_shape(*args, **named)
 
-    def for_args(self, *args: Any) -> Any:
+    def clear_cache(self) -> None:
+        for jitted in (self.nested, *self.jitted.values()):
+            jitted.clear_cache()  # type: ignore
+
+    def for_args(self, *args: Any, **named: Any) -> Any:
         """The jitted function for the plan by which the state was placed."""
-        carried = _state.carried_plan(args[0])
+        carried = _state.carried_plan(args[0] if args else named.get("state"))
         plan = carried if carried is not None else self.recipe.plan
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args[0])[:1]):
-            return self.nested
         if plan not in self.jitted:
-            options = self.options_for(plan, args) | (self.compiler_options or {})
+            options = self.options_for(plan, args, named) | (self.compiler_options or {})
             self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
-        return self.jitted[plan]
+        jitted = self.jitted[plan]
+        if jitted is self.nested:
+            return jitted
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
+        return self.nested if traced else jitted
 
-    def options_for(self, plan: Plan | None, args: Sequence[Any]) -> dict[str, Any]:
+    def options_for(
+        self, plan: Plan | None, args: Sequence[Any], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
         if plan is None or plan.mesh.devices.flat[0].platform == "cpu":
             return {}
-        return _xla_options.options_for(self.nested.trace(*args).jaxpr, plan.mesh)
+        jaxpr = self.nested.trace(*args, **named).jaxpr
+        return _xla_options.options_for(jaxpr, plan.mesh, ahead)
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self.jitted.values())

@@ -24,6 +24,14 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
+def human_time(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.{1 if seconds / size < 1000 else 0}f} {unit}"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 µs"
+
+
 def text_table(rows: list[tuple[str, ...]], right: frozenset[int] = frozenset()) -> str:
     """Columns padded to their widest cell, a rule under the first row."""
     widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]

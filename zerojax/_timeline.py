@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerojax._schedule import Span
+from zerojax._table import human_time
 
 if TYPE_CHECKING:
     from zerojax._audit_report import Report
 
 # Readable in grey too: each is darker than the one before.
 COLOURS = {
-    "compute": "#a6cee3", "all-gather": "#4f9bd0", "reduce-scatter": "#1b4f80", "other": "#777777",
-    "exposed": "#8b1a1a",
+    "compute": "#a6cee3", "all-gather": "#4f9bd0", "reduce-scatter": "#1b4f80",
+    "all-reduce": "#6a3d9a", "other": "#777777", "exposed": "#8b1a1a",
 }  # fmt: skip
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
 
@@ -31,18 +32,23 @@ def plot(report: "Report", path: str | None) -> Any:
         raise ModuleNotFoundError("plots need matplotlib. Run: pip install matplotlib") from None
     figure, axes = plt.subplots(figsize=(10, 2.8), layout="constrained")
     spans = drawn_once(report.replay.spans)
-    for what, group in itertools.groupby(sorted(spans, key=_what), key=_what):
+    order = list(COLOURS)
+    by_what = sorted(spans, key=lambda span: order.index(_what(span)))
+    for what, group in itertools.groupby(by_what, key=_what):
         drawn = list(group)
         bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in drawn]
         place = (LANES[drawn[0].stream] - 0.4, 0.8)
-        axes.broken_barh(bars, place, color=COLOURS[what], linewidth=0, label=what)
+        # A line between collectives, of which one may follow another at once.
+        line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
+        axes.broken_barh(bars, place, facecolor=COLOURS[what], label=what, **line)
     _mark_loops(spans, axes)
     axes.set_yticks(list(LANES.values()), LANES)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.set_xlabel("ms of one run; how often loops run stands above them")
+    looped = any(span.trips > 1 for span in spans)
+    axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
     axes.set_title(
-        f"modelled step {1e3 * report.replay.step:.1f} ms on {report.devices} x {report.gpu.name}, "
-        f"{1e3 * report.replay.exposed:.1f} ms exposed"
+        f"modelled step {human_time(report.replay.step)} on {report.devices} x {report.gpu.name}, "
+        f"{human_time(report.replay.exposed)} exposed"
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, _extent(spans)[1])

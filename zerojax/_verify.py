@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _state
+from zerojax import _batch, _causes, _compare, _mesh, _state
 from zerojax._causes import Observed
 from zerojax._compare import Check
 from zerojax._grad import loss_and_grads
@@ -88,6 +88,7 @@ def verify(
             f"verify gathers everything on one device, and this run has {jax.process_count()} "
             "processes. Run it in one process, on fewer devices."
         )
+    _mesh.check_runs(found.mesh)
     found.check_structure(state)
     args = (batch,) if rng is None else (batch, rng)
     _batch.check(args, _batch.roles(args), found.size, recipe.options.accumulate)

@@ -17,16 +17,17 @@ DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 
 
-def options_for(jaxpr: Any, mesh: Mesh) -> dict[str, Any]:
+def options_for(jaxpr: Any, mesh: Mesh, ahead: bool) -> dict[str, Any]:
     """For a step on this mesh. Loops that gather a layer ahead want the layer's collectives
     combined into one, and gathered weights that pass from turn to turn without a copy; other
-    programs are slower with either."""
+    programs are slower with either. `ahead`: whether the step's loops do so."""
     device = mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda"):
         return {}
     wanted: dict[str, Any] = {}
-    turns = [turn for turn in turns_of(jaxpr) if turn.gathered]
-    if turns:
+    # A loop over layers does both in backward; one that only gathers is the end of a step.
+    turns = [turn for turn in turns_of(jaxpr) if turn.gathered and turn.scattered]
+    if turns and ahead:
         # Just above one layer: two in one could not hide behind each other.
         wanted[COMBINE_GATHERS] = _above(max(turn.gathered for turn in turns))
         wanted[COMBINE_SCATTERS] = _above(max(turn.scattered for turn in turns))
