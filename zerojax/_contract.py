@@ -33,15 +33,14 @@ UNNAMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """Of one parameter that is cut, for each microbatch or step: how often all of it moves."""
+    """Of one parameter that is cut: how often all of it is gathered in a step, at most."""
 
     leaf: LeafPlan
     gathers: float
-    reduces: float
 
 
 def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
-    """The contract of the plan's stage. A prefetching loop may gather a layer or two more."""
+    """The contract of the plan's stage. Loops may gather a layer again at their ends."""
     sharded = plan.sharded
     found = {}
     for leaf in plan.params:
@@ -49,8 +48,7 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
         gathers = accumulate * (2 + 2 / layers) if sharded["params"] else 1
-        reduces = accumulate if sharded["grads"] else 1
-        found[leaf.path] = Promise(leaf, gathers, reduces)
+        found[leaf.path] = Promise(leaf, gathers)
     return found
 
 

@@ -79,10 +79,6 @@ class Module:
         return sorted(found, key=lambda i: int(i.inside))
 
     @property
-    def is_scheduled(self) -> bool:
-        return "is_scheduled=true" in self.header
-
-    @property
     def devices(self) -> int:
         counts = dict(re.findall(r"(num_partitions|replica_count)=(\d+)", self.header))
         return math.prod(map(int, counts.values()))
