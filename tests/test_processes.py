@@ -81,12 +81,13 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, 
 
 
 def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
-    run = Run(2, tmp_path, arguments(tmp_path, every=100, step_seconds=0.1))
-    wait_until(lambda: run.steps_done() >= 3)
+    # JAX looks for the signal once a second: steps must be left when it has.
+    run = Run(2, tmp_path, arguments(tmp_path, every=100, step_seconds=1))
+    wait_until(lambda: run.steps_done() >= 1)
     run.processes[1].send_signal(signal.SIGTERM)
     assert run.wait(60) == [128 + signal.SIGTERM] * 2, run.text()
     again = completed(2, tmp_path, *arguments(tmp_path))
-    assert int(again.said(r"^from (\d+)")) >= 3
+    assert int(again.said(r"^from (\d+)")) >= 1
     assert again.digest() == undisturbed[0].digest()
 
 
