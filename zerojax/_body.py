@@ -101,7 +101,7 @@ class Body:
         """The full weights, from the inputs that are weights."""
         by_var = self._by_var(weights)
         gathers = self.split.gathers.values()
-        return [obtain(by_var[shard.root], shard.cut, self.how.wire) for shard in gathers]
+        return [obtain(s.of(by_var[s.root]), s.cut, self.how.wire) for s in gathers]
 
     def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
         """The frontier: gathered weights, and what comes from weights alone."""
@@ -223,10 +223,10 @@ class Body:
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
         for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
-            if grad is not None:
+            if grad is not None and not shard.is_frozen:
                 *whole, last = totals[shard.root]
-                dtype = held[shard.root][-1].dtype
-                mine = dispose(grad, dtype, shard.cut, self.how.wire)
+                mine, to_root = jax.vjp(lambda x, s=shard: s.of((x,)), held[shard.root][-1])
+                (mine,) = to_root((dispose(grad, mine[0].dtype, shard.cut, self.how.wire),))
                 totals[shard.root] = (*whole, add(last, mine))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
