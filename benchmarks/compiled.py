@@ -58,7 +58,7 @@ ROWS = [
     Row("7.5b", "64xH100", remat="dots"),
     Row("7.5b", "64xH100", remat="dots", rival="blocks", options=SCATTER_ONE),
     Row("7.5b", "64xH100", remat="none", rows=1),
-    Row("7.5b", "64xH100", remat="none"),
+    Row("7.5b", "64xH100", remat="none", rows=2),  # 4 do not fit
     *(Row("7.5b", gpus) for gpus in ("8xH100", "128xH100", "512xH100")),
     *(Row("7.5b", "64xH100", stage=stage) for stage in (1, 2)),
     *(Row("7.5b", "64xH100", stage=stage, master=True) for stage in (1, 2, 3)),

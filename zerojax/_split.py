@@ -286,6 +286,7 @@ def _warn_sharded_layers(var: Var) -> None:
     warnings.warn(
         f"a parameter stack of shape {var.aval.shape} is scanned along dimension 0 and sharded "
         "along it too, so it is gathered whole before the loop. Name it to the plan as stacked: "
-        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers.",
+        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. Of loops "
+        "within loops: overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
         stacklevel=2,
     )
