@@ -57,6 +57,28 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
         assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
 
 
+@pytest.mark.parametrize("mode, losses", [("min", [3, 1, np.nan]), ("max", [-3, -1, np.nan]),
+                                          ("min", [np.nan, 1, 5])])  # fmt: skip
+def test_nan_never_takes_the_place_of_the_best(tmp_path, mode, losses):
+    state = place()
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss", mode=mode) as checkpoints:
+        for n, loss in enumerate(losses, 1):
+            checkpoints.save(n, state, metrics={"loss": loss})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
+
+
+def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
+    state = place()
+    with zerojax.Checkpoints(tmp_path, every=2, keep=1, best="loss") as checkpoints:
+        checkpoints.save(2, state, metrics={"loss": 1.0})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(zerojax.Preempted):
+            checkpoints.save(3, state)
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
+
+
 def test_sigterm_saves_before_exiting(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match=r"143|SIGTERM; step 3 is saved") as stopped:
@@ -97,6 +119,24 @@ def test_a_saved_step_is_not_overwritten(tmp_path):
             checkpoints.save(1, place())
 
 
+def test_saving_after_the_end_is_an_error_at_once(tmp_path):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        pass
+    with pytest.raises(ValueError, match=r"step 1 cannot be saved: .*closed. Save inside of"):
+        checkpoints.save(1, place())
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, 2.0, "3"])
+def test_a_step_is_a_count(tmp_path, step):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"is not a count of steps. Pass an integer from 0"):
+            checkpoints.save(step, place())
+        assert checkpoints.save(place().step, place()) is True  # JAX's, as in a state
+        checkpoints.save(np.int64(4), place())
+        checkpoints.wait()
+        assert [type(n) for n in checkpoints.steps()] == [int, int]
+
+
 def test_with_nothing_saved_a_plan_says_what_to_do(tmp_path):
     with (
         zerojax.Checkpoints(tmp_path) as checkpoints,
@@ -124,7 +164,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
     writer.start()
     try:
         assert ready.wait(60)
-        with pytest.raises(ValueError, match=r"another process is writing to .*path of its own"):
+        with pytest.raises(ValueError, match=r"something else is writing to .*path of its own"):
             zerojax.Checkpoints(tmp_path)
     finally:
         writer.kill()

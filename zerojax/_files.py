@@ -36,6 +36,8 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
             wrong = next((damage for damage in found if damage), None)
         except (ValueError, KeyError, AttributeError, TypeError):
             wrong = f"{listing} is not the list of checksums it was"
+        except OSError as error:
+            wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
     raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
 
 
@@ -58,13 +60,13 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
     """
     held, error = None, None
     if jax.process_index() == 0 and "://" not in str(lock):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        held = _lock(os.fspath(lock))
-        if held is None:
-            error = ValueError(
-                f"another process is writing to {path}. Give each writer a path of its own, or "
-                "wait for it to finish."
-            )
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held = _lock(os.fspath(lock))
+        except OSError as reason:
+            error = ValueError(f"{path} cannot be written ({reason}). Choose another directory.")
+        else:
+            error = _busy(path) if held is None else None
     raise_together(error)
     try:
         yield
@@ -72,6 +74,13 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
         if held is not None:
             os.unlink(lock)
             os.close(held)
+
+
+def _busy(path: epath.Path) -> ValueError:
+    return ValueError(
+        f"something else is writing to {path}. Give each writer a path of its own, or wait for "
+        "the other to finish (in a notebook, close() the Checkpoints of an earlier cell)."
+    )
 
 
 def _lock(name: str) -> int | None:
