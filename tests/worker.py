@@ -8,7 +8,6 @@ Prints `step N` after each step, and in the end `digest HEX` of the whole state 
 import argparse
 import hashlib
 import os
-import sys
 import time
 
 import jax
@@ -38,7 +37,6 @@ def main() -> None:
     from flax.training.train_state import TrainState
 
     import zerojax
-    from zerojax import _safetensors
 
     zerojax.initialize(heartbeat_timeout_seconds=args.heartbeat)
 
@@ -84,9 +82,9 @@ def main() -> None:
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
     if args.export:
         zerojax.export_safetensors(args.export, state)
-    whole = [_safetensors._whole(leaf) for leaf in jax.tree.leaves(state)]
-    zerojax.log("digest", hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest())
-    sys.stdout.flush()
+    whole = zerojax.gather_params(jax.tree.leaves(state))
+    digest = hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
+    print("digest", digest, flush=True)  # of every process: each has gathered all of it
     if os.environ.get("WORLD_SIZE"):
         jax.distributed.shutdown()
 
