@@ -1,5 +1,6 @@
 """Real processes on this machine: the same numbers, and the same after they are killed."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests.processes import ROOT, Run, completed
+from zerojax._mesh import default_mesh
 
 STEPS = 8
 
@@ -136,10 +138,45 @@ def test_alone_initialize_leaves_one_process_and_says_so():
     assert ran.stdout.split("\n")[:2] == ["zerojax: 1 processes, 8 devices", "1"], ran.stderr
 
 
+def test_torchrun_keeps_its_port_to_itself(monkeypatch):
+    """Its own store listens there; processes started by hand take the port that they are given."""
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: joined.append(given))
+    for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "9",
+                        "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    zerojax.initialize()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    zerojax.initialize()
+    assert [given.pop("coordinator_address") for given in joined] == ["a:29500", "a:29501"]
+    assert joined[0] == joined[1] == {
+        "num_processes": 16, "process_id": 9, "local_device_ids": [1],
+        "heartbeat_timeout_seconds": 100,
+    }  # fmt: skip
+
+
 def test_half_an_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=2 is set and MASTER_ADDR is not. Set"):
         zerojax.initialize()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a mesh asks of a device. Where there are several hosts, JAX gives each a slice."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    platform = "gpu"
+    device_kind = "NVIDIA H100"
+
+
+def test_the_mesh_goes_along_the_links_of_a_host_first(monkeypatch):
+    """Devices of two hosts in turn; `jax.make_mesh` refuses more than one slice."""
+    gpus = [Gpu(n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert [gpu.id for gpu in default_mesh().devices] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():

@@ -82,7 +82,7 @@ def main() -> None:
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
     if args.export:
         zerojax.export_safetensors(args.export, state)
-    whole = zerojax.gather_params(jax.tree.leaves(state))
+    whole = jax.tree.leaves(zerojax.gather_params({"state": state}))
     digest = hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
     print("digest", digest, flush=True)  # of every process: each has gathered all of it
     if os.environ.get("WORLD_SIZE"):
