@@ -34,13 +34,6 @@ def arguments(directory, **more):
     return [str(x) for pair in pairs for x in pair]
 
 
-def wait_until(condition, seconds=120):
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     "count, devices, stage",
     [(2, 2, 3), pytest.param(4, 1, 3, marks=pytest.mark.slow),
@@ -73,7 +66,7 @@ def goes_on(count, directory):
 def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims, then):
     """kill -9: the others end within a bounded time, and the next run ends bit-equal."""
     run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1, heartbeat=5))
-    wait_until(lambda: run.steps_done() >= 5)  # the write of step 2 is done, before step 4's began
+    run.reach(5)  # the write of step 2 is done, before step 4's began
     for victim in victims:
         run.processes[victim].kill()
     assert all(run.wait(60))  # killed, or ended with an error
@@ -85,7 +78,7 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, 
 def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
     # JAX looks for the signal once a second: steps must be left when it has.
     run = Run(2, tmp_path, arguments(tmp_path, every=100, step_seconds=1))
-    wait_until(lambda: run.steps_done() >= 1)
+    run.reach(1)
     run.processes[1].send_signal(signal.SIGTERM)
     assert run.wait(60) == [128 + signal.SIGTERM] * 2, run.text()
     again = goes_on(1, tmp_path)
@@ -94,12 +87,12 @@ def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
 
 
 def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
-    run = Run(2, tmp_path, arguments(tmp_path, hang_at=2, watchdog=8))
-    wait_until(lambda: run.steps_done() >= 2)
+    run = Run(2, tmp_path, arguments(tmp_path, hang_at=2, watchdog=4))
+    run.reach(2)
     started = time.monotonic()
     assert all(run.wait(30)) and time.monotonic() - started < 25
     assert any(
-        "was not alive for 8 s after step 2. It, or one" in log.read_text() for log in run.logs
+        "was not alive for 4 s after step 2. It, or one" in log.read_text() for log in run.logs
     )
     assert any(
         "time.sleep" in log.read_text() or "worker.py" in log.read_text() for log in run.logs

@@ -6,6 +6,7 @@ Prints `step N` after each step, and in the end `digest HEX` of the whole state 
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import time
@@ -60,8 +61,9 @@ def main() -> None:
 
     plan = zerojax.plan(make_state, stage=args.stage)
     step = zerojax.train_step(loss_fn)
+    watchdog = zerojax.Watchdog(args.watchdog)
     with (
-        zerojax.Watchdog(args.watchdog) as watchdog,
+        contextlib.ExitStack() as watched,
         zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
     ):
         saved = zerojax.Extras()
@@ -77,6 +79,8 @@ def main() -> None:
             rng = jax.random.fold_in(jax.random.key(1), n)
             state, metrics = jax.block_until_ready(step(state, batch(n), rng))
             time.sleep(args.step_seconds)
+            if n == (saved.step or 0):  # compiled: steps are short from here on
+                watched.enter_context(watchdog)
             watchdog.alive(n + 1)
             zerojax.log(f"step {n + 1} loss {float(metrics['loss']):.9g}")
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
