@@ -11,7 +11,16 @@ import pytest
 
 import zerojax
 from tests.reference import assert_equal_bits
-from tests.test_checkpoint import BATCH, DAMAGE, loss_fn, place, plan_of, words
+from tests.test_checkpoint import (
+    BATCH,
+    DAMAGE,
+    loss_fn,
+    make_state,
+    place,
+    plan_of,
+    trained,
+    words,
+)
 
 
 def run(directory, steps, every=2, state=None, stop_at=None, **options):
@@ -145,9 +154,22 @@ def test_a_step_is_a_count(tmp_path, step):
 def test_with_nothing_saved_a_plan_says_what_to_do(tmp_path):
     with (
         zerojax.Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(ValueError, match=r"no complete checkpoint.*plan.place\(make_state\)"),
+        pytest.raises(ValueError, match=r"no complete checkpoint.*resume\(plan, make_state\)"),
     ):
         checkpoints.resume(plan_of(3, 8))
+
+
+def test_a_plan_resumes_without_a_second_state(tmp_path):
+    made = []
+    make = lambda: made.append(1) or make_state()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        state, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved == zerojax.Extras() and made == [1]
+        assert state.params["layer"]["w"].addressable_shards[0].data.shape == (2, 64)
+        checkpoints.save(1, trained(state))
+        checkpoints.wait()
+        again, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved.step == 1 and int(again.step) == 2 and made == [1]
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):

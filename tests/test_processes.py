@@ -128,7 +128,7 @@ def test_alone_initialize_leaves_one_process_and_says_so():
     code = "import zerojax; print(zerojax.initialize())"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert ran.stdout.split("\n")[:2] == ["zerojax: 1 processes, 8 devices", "1"], ran.stderr
+    assert ran.stdout.split("\n")[:2] == ["zerojax: 1 process, 8 devices", "1"], ran.stderr
 
 
 def test_torchrun_keeps_its_port_to_itself(monkeypatch):

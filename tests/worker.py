@@ -66,12 +66,9 @@ def main() -> None:
         contextlib.ExitStack() as watched,
         zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
     ):
-        saved = zerojax.Extras()
-        if checkpoints.latest() is None:
-            state = plan.place(make_state)
-        else:
-            state, saved = checkpoints.resume(plan, data=not args.no_data)
-            assert args.no_data or saved.data == ("rows", jax.process_index(), saved.step)
+        state, saved = checkpoints.resume(plan, make_state, data=not args.no_data)
+        if saved.step and not args.no_data:
+            assert saved.data == ("rows", jax.process_index(), saved.step)
         zerojax.log(f"from {saved.step or 0}")
         for n in range(saved.step or 0, args.steps):
             if n == args.hang_at and jax.process_index() == 1:

@@ -86,7 +86,7 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     cleanup_tmp_directories=True,
                     enable_async_checkpointing=background,
-                    best_fn=best and _rank(best, mode),
+                    best_fn=None if best is None else _rank(best, mode),
                     best_mode=mode,
                     preservation_policy=_preservation(keep, best, mode),
                 ),
@@ -131,23 +131,31 @@ class Checkpoints:
         return os.fspath(self.directory / str(step))
 
     def resume(
-        self, like: Any, *, step: int | None = None, data: bool = True, **options: Any
+        self,
+        like: Any,
+        make_state: Callable[[], Any] | None = None,
+        *,
+        step: int | None = None,
+        data: bool = True,
+        **options: Any,
     ) -> tuple[Any, Extras]:
         """The state and extras of the newest complete checkpoint, or of `step`.
 
         `like` and `options` are as in `zerojax.restore`, `data` as in `zerojax.read_extras`.
-        Where nothing was saved yet, a state is given back as it is; a plan has none to give, so
-        check `latest()` first.
+        Where nothing was saved yet, a state is given back as it is, and for a plan `make_state`
+        makes one: `resume(plan, make_state)` never holds two states at once.
         """
         step = self.latest() if step is None else step
         if step is not None:
             path = self.path(step)
             state = _checkpoint.restore(path, like, **options)
             return state, _checkpoint.read_extras(path, data=data)
+        if isinstance(like, Plan) and make_state is not None:
+            return like.place(make_state), Extras()
         if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "
-                "from. Place one where latest() is None: plan.place(make_state)."
+                "from. Pass what makes one too: resume(plan, make_state)."
             )
         return like, Extras()
 

@@ -54,8 +54,9 @@ def initialize(
     except ValueError as error:
         if explicit or "coordinator_address" not in str(error):
             raise
-    log(f"zerojax: {jax.process_count()} processes, {jax.device_count()} devices")
-    return jax.process_count()
+    count = jax.process_count()
+    log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
+    return count
 
 
 def log(*values: Any) -> None:
