@@ -1,5 +1,7 @@
 """Checkpoints: the same tree at every stage, strict borders, bytes accounted for."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -397,6 +399,16 @@ def test_a_second_writer_to_one_path_is_refused(tmp_path):
         assert not (tmp_path / "c").exists()
     zerojax.save(tmp_path / "c", place())
     assert not lock.exists()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(match=r"c.lock cannot be locked \(Function not.*nothing else writes"):
+        zerojax.save(tmp_path / "c", place())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's

@@ -1,8 +1,10 @@
 """Files of a checkpoint: one writer at a time, and every byte accounted for on the way back."""
 
 import contextlib
+import errno
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from jax.experimental import multihost_utils
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some mounts of Lustre and NFS
 
 
 def write_checksums(directory: epath.Path) -> None:
@@ -93,6 +96,15 @@ def _lock(name: str) -> int | None:
         except BlockingIOError:
             os.close(held)
             return None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{name} cannot be locked ({error.strerror}): make sure that nothing else writes "
+                "there.",
+                stacklevel=2,
+            )
+            return held
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(held).st_ino == os.stat(name).st_ino:
                 return held
