@@ -238,7 +238,10 @@ def with_fields(
 
 
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Takes updated fields out of aux, in the dtypes they have in the state."""
+    """Takes updated fields out of aux, in the dtypes they have in the state.
+
+    What is None there stays as it was.
+    """
     if not names:
         return aux, {}
     missing = [n for n in names if not isinstance(aux, dict) or n not in aux]
@@ -249,10 +252,13 @@ def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[
         )
 
     def like(new: Any, old: Any) -> Any:
+        if new is None:
+            return old
         rounds = jnp.issubdtype(old.dtype, jnp.integer) and jnp.issubdtype(new.dtype, jnp.floating)
         return (jnp.round(new) if rounds else new).astype(old.dtype)
 
-    fields = {n: jax.tree.map(like, aux[n], _field(state, n)) for n in names}
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    fields = {n: jax.tree.map(like, aux[n], _field(state, n), is_leaf=is_none) for n in names}
     left = {k: v for k, v in aux.items() if k not in names}
     return left or None, fields
 
