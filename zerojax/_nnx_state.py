@@ -39,12 +39,15 @@ def state(model: Any, optimizer: nnx.Optimizer) -> State:
         plan = getattr(tx, "plan", None)
         tx = updating_only(trained, getattr(tx, "original", tx))
         tx = tx if plan is None else _state.PlannedTransformation(tx, plan)
-    tree: Any = nnx.from_flat_state(params)
-    return State(
-        step=optimizer.step.get_value(), apply_fn=None, params=tree, tx=tx,
-        opt_state=nnx.as_pure(optimizer.opt_state),
-        variables=Variables(nnx.from_flat_state(values), graphdef),
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "step": optimizer.step.get_value(),
+        "apply_fn": None,
+        "params": nnx.from_flat_state(params),
+        "tx": tx,
+        "opt_state": nnx.as_pure(optimizer.opt_state),
+        "variables": Variables(nnx.from_flat_state(values), graphdef),
+    }
+    return State(**fields)
 
 
 def update(model: Any, optimizer: nnx.Optimizer, state: State) -> None:

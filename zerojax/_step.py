@@ -228,13 +228,15 @@ def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
 def with_fields(
     loss_fn: Callable[..., Any], state: Any, names: Sequence[str]
 ) -> Callable[..., Any]:
-    """The loss with fields of the state as keyword arguments."""
+    """The loss with fields of the state as keyword arguments; of a `ModuleState`, with the model
+    in place of its parameters."""
     fields = {name: _field(state, name) for name in names}
+    model_of = getattr(state, "model_of", lambda params: params)
 
     def loss(params: Any, *args: Any) -> Any:
-        return loss_fn(params, *args, **fields)
+        return loss_fn(model_of(params), *args, **fields)
 
-    return loss if fields else loss_fn
+    return loss
 
 
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
