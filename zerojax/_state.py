@@ -200,15 +200,18 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
         return matching(pattern, {p: path_name(p) for p, _ in leaves}, "stacked=")
     found = _boxed_layers(params)
 
+    # By name: Haiku has all the modules of a stack side by side, 'stack/norm', 'stack/linear'.
+    parts = {path: path_name(path).split("/") for path, _ in leaves}
+
     def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
         shapes = [np.shape(v) if not hasattr(v, "shape") else v.shape for _, v in group]
         if len(group) >= 2 and _is_stack(shapes):
             found.update(p for p, _ in group)
             return
-        children: dict[Any, list] = {}
+        children: dict[str, list] = {}
         for path, value in group:
-            if len(path) > depth:
-                children.setdefault(path[depth], []).append((path, value))
+            if len(parts[path]) > depth:
+                children.setdefault(parts[path][depth], []).append((path, value))
         for child in children.values():
             walk(depth + 1, child)
 
