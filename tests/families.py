@@ -18,7 +18,7 @@ import zerojax
 import zerojax.nnx
 from tests.models import gpt_loss, gpt_params
 
-LAYERS, DIM, HEADS, VOCAB, TOKENS, ROWS = 3, 32, 4, 64, 12, 16
+LAYERS, DIM, HEADS, VOCAB, TOKENS, ROWS = 2, 32, 4, 64, 12, 16
 BATCH = jax.random.randint(jax.random.key(0), (ROWS, TOKENS), 0, VOCAB)
 MASK = np.tril(np.ones((TOKENS, TOKENS), bool))
 # Keys have no bias: softmax takes it out, and its gradient would be rounding noise.
@@ -32,11 +32,10 @@ class Family(NamedTuple):
     scans: bool = False
     mesh: Any = None
 
-    @property
-    def is_nnx(self) -> bool:
-        return isinstance(self.make(), tuple)
+    objects: bool = False  # of nnx, to be updated in place
 
 
+@functools.cache
 def tx():
     return optax.adam(1e-2, eps=1e-4)
 
@@ -51,7 +50,9 @@ def next_token_loss(logits, tokens):
 
 def plain():
     make = lambda: TrainState.create(apply_fn=None, params=gpt_params(LAYERS), tx=tx())
-    return Family(make, lambda p, t: gpt_loss({**p, "pos": p["pos"][:TOKENS]}, t), scans=True)
+    return Family(
+        jax.jit(make), lambda p, t: gpt_loss({**p, "pos": p["pos"][:TOKENS]}, t), scans=True
+    )
 
 
 # -- Flax linen
@@ -91,6 +92,7 @@ class LinenModel(nn.Module):
 def linen(style):
     model = LinenModel(style)
 
+    @jax.jit
     def make():
         params = model.init(jax.random.key(1), BATCH)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx())
@@ -146,7 +148,8 @@ def nnx_model(style):
         model = NnxModel(style, nnx.Rngs(2))
         return model, nnx.Optimizer(model, tx(), wrt=nnx.Param)
 
-    return Family(make, lambda model, t: next_token_loss(model(t), t), "scan" in style)
+    loss = lambda model, tokens: next_token_loss(model(tokens), tokens)
+    return Family(nnx.jit(make), loss, "scan" in style, objects=True)
 
 
 def nnx_split(style):
@@ -155,6 +158,7 @@ def nnx_split(style):
     def split():
         return nnx.split(NnxModel(style, nnx.Rngs(2)), nnx.Param)
 
+    @jax.jit
     def make():
         return TrainState.create(apply_fn=None, params=split()[1], tx=tx())
 
@@ -206,7 +210,9 @@ def equinox():
             return jax.vmap(self.head)(jax.vmap(self.norm)(x))
 
     make = lambda: zerojax.ModuleState.create(Model(jax.random.key(3)), tx())
-    return Family(make, lambda model, t: next_token_loss(jax.vmap(model)(t), t), scans=True)
+    return Family(
+        jax.jit(make), lambda model, t: next_token_loss(jax.vmap(model)(t), t), scans=True
+    )
 
 
 # -- Haiku
@@ -218,9 +224,9 @@ def haiku(style):
     def block(x):
         norm = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
         init = hk.initializers.VarianceScaling(1.0)
-        attention = hk.MultiHeadAttention(HEADS, DIM // HEADS, init, with_bias=False)
+        attention = hk.MultiHeadAttention(HEADS, DIM // HEADS, w_init=init, with_bias=False)
         h = norm(x)
-        x = x + attention(h, h, h, mask=MASK)
+        x = x + attention(h, h, h, mask=MASK[None, None])
         return x + hk.Linear(DIM)(jax.nn.gelu(hk.Linear(4 * DIM)(norm(x))))
 
     def model(tokens):
@@ -234,6 +240,7 @@ def haiku(style):
 
     net = hk.without_apply_rng(hk.transform(model))
 
+    @jax.jit
     def make():
         params = net.init(jax.random.key(4), BATCH)
         return TrainState.create(apply_fn=net.apply, params=params, tx=tx())
@@ -258,6 +265,11 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "haiku": functools.partial(haiku, "unrolled"),
     "haiku_stack": functools.partial(haiku, "layer_stack"),
 }
+
+
+@functools.cache
+def family_of(name: str) -> Family:
+    return FAMILIES[name]()
 
 
 # -- loops
@@ -315,8 +327,8 @@ def plain_loop(family: Family, steps: int) -> Run:
 
 @functools.cache
 def one_device(name: str, steps: int) -> Run:
-    family = FAMILIES[name]()
-    if family.is_nnx:
+    family = family_of(name)
+    if family.objects:
         return nnx_loop(family, steps)
     is_module = isinstance(family.make(), zerojax.ModuleState)
     return (equinox_loop if is_module else plain_loop)(family, steps)

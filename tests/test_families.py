@@ -9,28 +9,29 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.collectives import collectives
-from tests.families import BATCH, FAMILIES, LAYERS, Run, one_device
+from tests.families import BATCH, FAMILIES, LAYERS, Run, family_of, one_device, tx
 from tests.reference import assert_close
 
 STAGES = (0, 1, 2, 3)
+QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed
 SMALL = 256  # elements: biases and norms that stay whole, losses
 
 
 def sharded(name, stage, steps):
     """The run at a stage, and the jaxpr of its step."""
-    family = FAMILIES[name]()
+    family = family_of(name)
     options = {"stage": stage, "mesh": family.mesh}
     losses = []
-    if family.is_nnx:
+    if family.objects:
         model, optimizer = zerojax.nnx.shard(*family.make(), **options)
-        step = zerojax.nnx.train_step(family.loss)
+        step = zerojax.nnx.train_step(family.loss, compiler_options=QUICK)
         pure, *args = step.pure(model, optimizer, BATCH)
         jaxpr = pure.trace(*args).jaxpr
         for _ in range(steps):
             losses.append(float(step(model, optimizer, BATCH)["loss"]))
         return Run(losses, zerojax.nnx.state(model, optimizer)), jaxpr
     state = zerojax.shard_train_state(family.make(), **options)
-    step = zerojax.train_step(family.loss)
+    step = zerojax.train_step(family.loss, compiler_options=QUICK)
     jaxpr = step.trace(state, BATCH).jaxpr
     for _ in range(steps):
         state, metrics = step(state, BATCH)
@@ -39,14 +40,21 @@ def sharded(name, stage, steps):
     return Run(losses, state), jaxpr
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", FAMILIES)
+VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "haiku"}  # at stage 3; the rest with -m slow
+CASES = [
+    pytest.param(name, stage, marks=[pytest.mark.slow] * (name in VARIANTS and stage < 3))
+    for name in FAMILIES
+    for stage in STAGES
+]
+
+
+@pytest.mark.parametrize("name, stage", CASES)
 def test_family(name, stage):
-    run, jaxpr = sharded(name, stage, 3)
-    check_values(run, one_device(name, 3))
+    run, jaxpr = sharded(name, stage, 2)
+    check_values(run, one_device(name, 2))
     plan = run.state.tx.plan
     check_placement(run.state, plan)
-    check_traffic(list(collectives(jaxpr)), plan, FAMILIES[name]().scans)
+    check_traffic(list(collectives(jaxpr)), plan, family_of(name).scans)
 
 
 def check_values(run, wanted):
@@ -88,7 +96,7 @@ def check_traffic(found, plan, scans):
 @pytest.mark.parametrize("stage", STAGES)
 def test_tensor_parallel_blocks_keep_their_axis(stage):
     """Megatron's cut of linen's boxes: columns, then rows, one sum over `tensor` a layer."""
-    family = FAMILIES["linen_partitioned"]()
+    family = family_of("linen_partitioned")
     state = zerojax.shard_train_state(family.make(), stage, mesh=family.mesh)
     blocks = next(v for k, v in state.params.items() if "Block" in k)
     up, down = (blocks[f"Dense_{i}"]["kernel"].value.sharding.spec for i in (0, 1))
@@ -127,8 +135,7 @@ def test_equinox_keeps_what_is_no_array():
         assert model.activation is jnp.tanh and model.name == "model"
         return jnp.mean(jax.vmap(model)(batch) ** 2)
 
-    tx = FAMILIES["equinox"]().make().tx
-    state = zerojax.shard_train_state(zerojax.ModuleState.create(model, tx), stage=3)
+    state = zerojax.shard_train_state(zerojax.ModuleState.create(model, tx()), stage=3)
     assert [leaf.path for leaf in state.tx.plan.params] == [
         "params/linear/weight",
         "params/linear/bias",
@@ -142,14 +149,12 @@ def test_equinox_keeps_what_is_no_array():
     assert trained.activation is jnp.tanh
     np.testing.assert_array_equal(trained.order, model.order)
     assert trained.linear.weight.sharding.spec == P("data")
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    wanted = zerojax.ModuleState.create(model, tx)
+    opt_state = tx().init(eqx.filter(model, eqx.is_inexact_array))
     grads = eqx.filter_grad(loss)(model, batch)
-    updates, _ = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    updates, _ = tx().update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
     assert_close(trained.linear.weight, eqx.apply_updates(model, updates).linear.weight, 1e-5)
     evaluated = zerojax.eval_step(loss)(new, batch)["loss"]
     assert float(evaluated) == pytest.approx(float(loss(trained, batch)), rel=1e-5)
-    del wanted
 
 
 def test_modules_of_a_haiku_stack_are_one_stack():
