@@ -21,23 +21,25 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Extras", "LeafPlan", "Plan", "Precision", "Preempted", "Rates", "Report",
-    "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast", "gather",
-    "gather_params", "import_safetensors", "initialize", "log", "master_weights", "mean",
-    "memory_table", "param_specs", "plan", "process_slice", "read_extras", "restore", "save",
-    "scan", "shard_batch", "shard_train_state", "shards", "train_step", "value_and_grad", "verify",
+    "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted",
+    "Rates", "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors",
+    "forecast", "gather", "gather_params", "import_safetensors", "initialize", "log",
+    "master_weights", "mean", "memory_table", "param_specs", "plan", "process_slice",
+    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
+    "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_processes", "_mesh", "_move", "_spec", "_state", "_inline", "_linear", "_gather",
-    "_table", "_opt_specs", "_precision", "_plan", "_planner", "_mean", "_batch", "_views",
-    "_steps", "_split", "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit",
-    "_accumulate", "_trace", "_parameter", "_program", "_grad", "_finite", "_xla_options", "_step",
-    "_place", "_files", "_extras", "_matching", "_checkpoint", "_checkpoints", "_safetensors",
-    "_replay", "_compare", "_reference", "_causes", "_report", "_verify", "_gpus", "aot",
-    "_compiler_log", "_instruction", "_hlo", "_groups", "_cost", "_schedule", "_lineage",
-    "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report", "_serves", "_audit",
+    "_compat", "_processes", "_mesh", "_move", "_spec", "_state", "_inline", "_update",
+    "_linear", "_gather", "_table", "_opt_specs", "_precision", "_plan", "_planner", "_mean",
+    "_batch", "_views", "_steps", "_split", "_vary", "_body", "_layers", "_prefetch", "_loops",
+    "_engine", "_explicit", "_accumulate", "_trace", "_parameter", "_program", "_grad", "_finite",
+    "_xla_options", "_module_state", "_step", "_place", "_nnx_state", "nnx", "_files",
+    "_extras", "_matching", "_checkpoint", "_checkpoints", "_safetensors", "_replay",
+    "_compare", "_reference", "_causes", "_report", "_verify", "_gpus", "aot", "_compiler_log",
+    "_instruction", "_hlo", "_groups", "_cost", "_schedule", "_lineage", "_liveness",
+    "_memory_use", "_contract", "_timeline", "_audit_report", "_serves", "_audit",
     "_memory_table", "_flops", "_presets", "_progress", "_forecast", "_doctor",
 ]  # fmt: skip
 

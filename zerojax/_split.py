@@ -69,9 +69,7 @@ def split(
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
         invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
-        gathers=gathers,
-        prefix=prefix, frontier=frontier, frontier_kinds=[splitter.kind(v) for v in frontier],
-        rest=rest, outvars=outvars,
+        gathers=gathers, prefix=prefix, frontier=frontier, rest=rest, outvars=outvars,
     )  # fmt: skip
 
 
@@ -131,10 +129,10 @@ class _Splitter:
         return flat
 
     def find_readers(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
-        """Which equations read each variable, casts followed; None for the caller."""
+        """Which equations read each variable (None: the caller), casts and constraints followed."""
         for eqn in eqns:
             for var in unique(self.named.get(v, v) for v in eqn.invars if is_var(v)):
-                if is_cast(eqn):
+                if passes_on(eqn):
                     self.named[eqn.outvars[0]] = var
                 else:
                     self.readers.setdefault(var, []).append(eqn)
@@ -173,6 +171,10 @@ class _Splitter:
         if is_cast(eqn) and (cast := _cast_shard(eqn, kinds[0])):
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
             self.kinds[eqn.outvars[0]] = cast
+        elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
+            # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
+            # lies already. Gathered for this, a stack would be whole before its loop.
+            self.kinds[eqn.outvars[0]] = kinds[0]
         elif shards := self.viewed(eqn, kinds):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
@@ -262,6 +264,11 @@ class _Splitter:
 
 def is_cast(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
+
+
+def passes_on(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether of a shard this makes a shard."""
+    return is_cast(eqn) or eqn.primitive.name == "sharding_constraint"
 
 
 def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
