@@ -4,8 +4,8 @@
     python examples/compare_stages.py --dim 1024 --layers 24 --accumulate 4
 
 State is what a device holds between steps, peak the most while one runs, by the compiler's own
-account. Collectives are read off the compiled program: how often one runs, and the bytes that a
-device sends by it. Emulated devices share the machine's cores, so that their times mean little;
+account. Collectives are read off the compiled program: how often they run in a step, and what a
+device sends by them. Emulated devices share the machine's cores, so that their times mean little;
 what is printed is the ratio to stage 0.
 """
 
@@ -33,8 +33,8 @@ parser.add_argument("--accumulate", type=int, default=1, help="microbatches a st
 parser.add_argument("--steps", type=int, default=10, help="to time, of each stage")
 
 HEADER = [
-    "stage", "params", "optimizer", "state", "peak", "sent a step", "all-reduce",
-    "reduce-scatter", "all-gather", "step",
+    "stage", "params", "optimizer", "state", "peak", "all-reduce", "reduce-scatter", "all-gather",
+    "step",
 ]  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 
@@ -56,7 +56,7 @@ def measured(stage, args, loss_fn, make_state, text):
 
 def row(stage, report, seconds, seconds_of_stage_0):
     memory = report.memory
-    held = (memory.parameters, memory.optimizer, memory.state, memory.peak, report.wire_bytes)
+    held = (memory.parameters, memory.optimizer, memory.state, memory.peak)
     ratio = f"{seconds / seconds_of_stage_0:.2f} x"
     took = ratio if report.backend == "cpu" else f"{seconds * 1e3:.1f} ms, {ratio}"
     travels = (runs_and_bytes(report, kind) for kind in COLLECTIVES)
@@ -69,7 +69,7 @@ def runs_and_bytes(report, kind):
 
 
 def mebibytes(count):
-    return f"{count / 2**20:.2f} MiB"
+    return f"{count / 2**20:.2f}"
 
 
 def main():
@@ -90,9 +90,8 @@ def main():
         report, seconds = measured(stage, args, loss_fn, make_state, text)
         first = first or seconds
         rows.append(row(stage, report, seconds, first))
-    count = sum(leaf.nbytes for leaf in zerojax.plan(make_state).params) // 4
     devices = jax.devices()
-    zerojax.log(f"{count:,} parameters, {len(devices)} x {devices[0].device_kind}; per device:\n")
+    zerojax.log(f"{len(devices)} x {devices[0].device_kind}; MiB per device:\n")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         zerojax.log("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))

@@ -1,9 +1,9 @@
 """The progress bar of the examples: loss, tokens or images a second, memory, and MFU.
 
-    meter = Meter(args.steps, unit="tokens", per_step=rows * tokens, flops=flops_of_a_step)
-    for n in meter:
-        state, metrics = step(state, batch)
-        meter.show(metrics)
+meter = Meter(args.steps, unit="tokens", per_step=rows * tokens, flops=flops_of_a_step)
+for n in meter:
+    state, metrics = step(state, batch)
+    meter.show(metrics)
 """
 
 import math
@@ -27,28 +27,26 @@ class Meter:
         self.peak = zerojax.peak_flops()
         quiet = jax.process_index() > 0
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", disable=quiet)
-        self.losses: dict[int, float] = {}
 
     def __iter__(self) -> Iterator[int]:
         """The steps that are left; the first one compiles, and is not timed."""
         with self.bar:
-            for self.step in range(self.start, self.bar.total):
-                yield self.step
+            for step in range(self.start, self.bar.total):
+                self.done = step + 1 - self.start
+                yield step
                 self.bar.update()
 
     def show(self, metrics: dict[str, Any], every: int = 10) -> None:
         """Reads the loss of every tenth step, so that the others need not be waited for."""
-        done = self.step + 1 - self.start
-        last = self.step + 1 == self.bar.total
-        if done > 1 and done % every and not last:
+        last = self.start + self.done == self.bar.total
+        if self.done > 1 and self.done % every and not last:
             return
-        self.losses[self.step + 1] = loss = float(metrics["loss"])
+        shown = {"loss": f"{float(metrics['loss']):.3f}"}
         now = time.perf_counter()
-        if done == 1:
+        if self.done == 1:
             self.started = now
-        shown = {"loss": f"{loss:.3f}"}
-        if done > 1:
-            seconds = (now - self.started) / (done - 1)
+        else:
+            seconds = (now - self.started) / (self.done - 1)
             shown[f"{self.unit}/s"] = f"{self.per_step / seconds:,.0f}"
             if self.peak and self.flops:
                 shown["MFU"] = f"{self.flops / seconds / self.peak:.1%}"
