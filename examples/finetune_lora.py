@@ -66,6 +66,10 @@ def is_frozen(params):
     return jax.tree_util.tree_map_with_path(frozen, params)
 
 
+def count(params):
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
 def adapters_of(params):
     flat = flatten_dict(params, sep=".")
     return {name: value for name, value in flat.items() if "lora_" in name}
@@ -89,7 +93,7 @@ def main():
         zerojax.log(f"There is no {args.base}: training a small one first, on English.")
         sizes = ["--layers", args.layers, "--dim", args.dim, "--tokens", args.tokens]
         rest = ["--steps", args.base_steps, "--export", args.base, "--sample", 0]
-        train_gpt.main(map(str, sizes + rest))
+        train_gpt.pretrain(train_gpt.parser.parse_args(map(str, sizes + rest)))
     training, validation = read_code()
     model = train_gpt.GPT(args.layers, args.dim, args.tokens, dense=lora_dense(args.rank))
 
@@ -103,13 +107,14 @@ def main():
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
     precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None
-    state = zerojax.shard_train_state(make_state, stage=args.stage, precision=precision)
+    plan = zerojax.plan(make_state, stage=args.stage, precision=precision)
+    state = plan.place(make_state)
     params = zerojax.import_safetensors(args.base, like=state, keep="lora_")
     state = state.replace(params=params)
-    held = zerojax.plan(make_state, stage=args.stage).bytes_per_device()
-    counts = [sum(leaf.size for leaf in jax.tree.leaves(p)) for p in (adapters_of(params), params)]
+    trained, everything = map(count, (adapters_of(params), params))
+    held = plan.bytes_per_device()
     zerojax.log(
-        f"trains {counts[0]:,} of {counts[1]:,} parameters; each device holds "
+        f"trains {trained:,} of {everything:,} parameters; each device holds "
         f"{held['params'] / 2**10:,.0f} KiB of them and {held['opt_state'] / 2**10:,.0f} KiB of "
         "optimizer state"
     )

@@ -123,9 +123,13 @@ def batches(text, rows, length):
 # ---- training
 
 
-def main(arguments=None):
-    args = parser.parse_args(arguments)
+def main():
+    args = parser.parse_args()
     zerojax.initialize()
+    pretrain(args)
+
+
+def pretrain(args):
     training, validation = read_text()
     model = GPT(args.layers, args.dim, args.tokens)
 
