@@ -51,7 +51,7 @@ def measured(stage, args, loss_fn, make_state, text):
         started = time.perf_counter()
         state, _ = jax.block_until_ready(compiled(state, batch))
         seconds.append(time.perf_counter() - started)
-    return report.check(), statistics.median(seconds[1:])
+    return report, statistics.median(seconds[1:])
 
 
 def row(stage, report, seconds, seconds_of_stage_0):
@@ -85,16 +85,19 @@ def main():
         params = model.init(jax.random.key(0), text[:1, :-1])["params"]
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
-    rows, first = [HEADER], None
+    rows, faults, first = [HEADER], [], None
     for stage in range(4):
         report, seconds = measured(stage, args, loss_fn, make_state, text)
         first = first or seconds
         rows.append(row(stage, report, seconds, first))
+        faults += [f"stage {stage}: {fault}" for fault in report.findings()]
     devices = jax.devices()
     zerojax.log(f"{len(devices)} x {devices[0].device_kind}; MiB per device:\n")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         zerojax.log("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
+    for fault in faults:  # what breaks a stage's promise, should anything
+        zerojax.log(fault)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ parser = argparse.ArgumentParser(  # the options of train_gpt.py, and three more
 )
 parser.set_defaults(steps=150, lr=1e-2, eval_every=50, export=None)
 parser.add_argument("--base", default="runs/base_gpt", help="safetensors of train_gpt.py --export")
-parser.add_argument("--base-steps", type=int, default=200, help="to train it, if it is not there")
+parser.add_argument("--base-steps", type=int, default=400, help="to train it, if it is not there")
 parser.add_argument("--rank", type=int, default=8, help="of the adapters")
 
 

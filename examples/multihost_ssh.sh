@@ -6,6 +6,7 @@
 # One process a host, driving all of its GPUs. The hosts share a file system, where the program
 # and its checkpoints are; zerojax.initialize() reads the variables set here, torchrun's. The first
 # host is where the others meet: they must reach PORT (29500) there. PYTHON names the interpreter.
+# Where there is torchrun, `torchrun --nnodes ... --no-python python examples/train_gpt.py` does too.
 set -euo pipefail
 read -ra hosts <<<"$1"
 shift

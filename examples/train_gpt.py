@@ -207,7 +207,8 @@ def write(model, params, prompt, count, temperature=0.8):
 
     keys = jax.random.split(jax.random.key(0), count)
     _, written = jax.lax.scan(write_byte, jnp.asarray(prompt), keys)
-    return bytes(np.asarray(written, np.uint8)).decode(errors="replace")
+    text = bytes(np.asarray(written, np.uint8)).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)  # a terminal's sake
 
 
 if __name__ == "__main__":
