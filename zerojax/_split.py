@@ -68,9 +68,7 @@ def split(
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
         invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
-        gathers=gathers,
-        prefix=prefix, frontier=frontier, frontier_kinds=[splitter.kind(v) for v in frontier],
-        rest=rest, outvars=outvars,
+        gathers=gathers, prefix=prefix, frontier=frontier, rest=rest, outvars=outvars,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._program import Options
+from zerojax._update import apply_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,23 +255,6 @@ def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[
     fields = {n: jax.tree.map(like, aux[n], _field(state, n)) for n in names}
     left = {k: v for k, v in aux.items() if k not in names}
     return left or None, fields
-
-
-def apply_gradients(
-    state: Any, grads: Any, tx: optax.GradientTransformation | None, fields: dict[str, Any]
-) -> Any:
-    """The user's own update where the state has one, optax's otherwise."""
-    if hasattr(state, "apply_gradients"):
-        return state.apply_gradients(grads=grads, **fields)
-    if tx is None:
-        raise ValueError(
-            f"a state of type {type(state).__name__} has no apply_gradients. Pass the optimizer: "
-            "zerojax.train_step(loss_fn, tx=tx, plan=plan)."
-        )
-    params = _state.get_params(state)
-    updates, opt_state = tx.update(grads, _state.get_opt_state(state), params)
-    new_params = optax.apply_updates(params, updates)
-    return _state.replace(state, params=new_params, opt_state=opt_state, **fields)
 
 
 def grad_norm(grads: Any) -> jax.Array:
