@@ -82,7 +82,9 @@ def one_device(loss, state, steps):
     for _ in range(steps):
         grads = jax.grad(loss)(state.params, TOKENS)
         state = state.apply_gradients(grads=grads)
-    trained = [g for g, f in zip(*map(jax.tree.leaves, (grads, is_frozen(grads)))) if not f]
+    trained = [
+        g for g, f in zip(*map(jax.tree.leaves, (grads, is_frozen(grads))), strict=True) if not f
+    ]
     return state, optax.tree.norm(trained)
 
 
