@@ -26,6 +26,8 @@ from zerojax._gpus import Rates as Rates
 from zerojax._grad import value_and_grad as value_and_grad
 from zerojax._mean import mean as mean
 from zerojax._memory_table import memory_table as memory_table
+from zerojax._mfu import peak_flops as peak_flops
+from zerojax._mfu import step_flops as step_flops
 from zerojax._module_state import ModuleState as ModuleState
 from zerojax._place import gather_params as gather_params
 from zerojax._place import shard_train_state as shard_train_state
