@@ -276,6 +276,35 @@ def test_fewer_devices():
     assert model.layers[0].kernel[...].addressable_shards[0].data.shape == (8, WIDTH)
 
 
+def tensor_parallel(rngs):
+    init = nnx.initializers.lecun_normal()
+    linear = lambda n, m, *cut: nnx.Linear(
+        n, m, kernel_init=nnx.with_partitioning(init, cut), rngs=rngs
+    )
+    return nnx.Sequential(linear(16, 64, None, "tensor"), jnp.tanh, linear(64, 16, "tensor", None))
+
+
+def test_a_tensor_axis_of_the_users_own_is_kept():
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = jax.sharding.Mesh(
+        devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    wanted, wanted_optimizer = make(lambda rngs: nnx.Sequential(
+        nnx.Linear(16, 64, rngs=rngs), jnp.tanh, nnx.Linear(64, 16, rngs=rngs)
+    ))  # fmt: skip
+    losses = plain_loop(wanted, wanted_optimizer, 2)
+    with jax.set_mesh(mesh):
+        model, optimizer = make(tensor_parallel)
+        with pytest.raises(ValueError, match=r"lost where models.*Make the model first"):
+            zerojax.nnx.shard(lambda: make(tensor_parallel), mesh=mesh)
+    zerojax.nnx.shard(model, optimizer, mesh=mesh)
+    step = zerojax.nnx.train_step(loss_fn)
+    for loss in losses:
+        assert float(step(model, optimizer, BATCH)["loss"]) == pytest.approx(loss, rel=1e-5)
+    up, down = (model.layers[i].kernel[...].sharding.spec for i in (0, 2))
+    assert (up, down) == (jax.P("data", "tensor"), jax.P("tensor", "data"))
+
+
 def test_what_is_not_placed():
     with pytest.raises(ValueError, match=r"not placed. First: zerojax.nnx.shard\(model, opt"):
         zerojax.nnx.train_step(loss_fn)(*make(), BATCH)

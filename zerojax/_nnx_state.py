@@ -78,3 +78,15 @@ def updating_only(
         return nnx.from_flat_state((p, found.get(p, jnp.zeros_like(g))) for p, g in flat), state
 
     return optax.GradientTransformation(init, update)
+
+
+def check_unannotated(model: Any) -> None:
+    """Raises where weights want axes that a model made inside of `jax.jit` cannot tell."""
+    for path, spec in nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model))):
+        spec = spec.get_value() if isinstance(spec, nnx.Variable) else spec
+        if spec is not None and any(entry is not None for entry in spec):
+            raise ValueError(
+                f"{'/'.join(map(str, path))} is annotated to lie along {spec}, which is lost where "
+                "models are born sharded. Make the model first, under jax.set_mesh(mesh), and pass "
+                "it with its optimizer: zerojax.nnx.shard(model, optimizer, mesh=mesh)."
+            )
