@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _place, _spec, _state, _step
 from zerojax._nnx_state import State as State
-from zerojax._nnx_state import Variables
+from zerojax._nnx_state import Variables, check_unannotated
 from zerojax._nnx_state import state as state
 from zerojax._nnx_state import update as update
 from zerojax._precision import MasterState, Precision, master_weights
@@ -48,6 +48,8 @@ def shard(
     Arguments:
         model: a `nnx.Module`; or, without `optimizer`, a function that returns a model and its
             optimizer, compiled so that they are born sharded and no device ever holds them whole.
+            Axes that weights lie along already (a `tensor` axis, as flax places annotated ones)
+            are kept.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
         stage, mesh, axis, overrides, min_shard_size, stacked, precision: as in
@@ -69,6 +71,7 @@ def shard(
         make = functools.partial(_made, model)
         source: Any = lambda: state(*make())  # noqa: E731
         model, optimizer = nnx.eval_shape(make)
+        check_unannotated(model)
     else:
         source = state(model, optimizer)
     placed = _place.shard_train_state(
@@ -232,7 +235,7 @@ def _apart(values: Any, device_key: Any) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)
 
 
 @functools.cache
