@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -61,6 +62,11 @@ def make_jaxpr(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any
     names = ("",) * len(invars), ("",) * len(outvars)
     info = jex_core.DebugInfo("zerojax", "loss", *names)
     return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
+
+
+def without_unread(jaxpr: Any) -> Any:
+    """`jaxpr` without what none of its outputs is made from, at any depth. The inputs stay."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def run_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

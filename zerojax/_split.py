@@ -131,6 +131,8 @@ class _Splitter:
     def find_readers(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
         """Which equations read each variable (None: the caller), casts and constraints followed."""
         for eqn in eqns:
+            if self.pull and eqn.primitive.name in _compat.REMAT:
+                continue  # it is taken apart when its turn comes, and its equations read
             for var in unique(self.named.get(v, v) for v in eqn.invars if is_var(v)):
                 if passes_on(eqn):
                     self.named[eqn.outvars[0]] = var
@@ -149,17 +151,23 @@ class _Splitter:
         found = views(eqn, kind.cut.dim)
         if not found:
             return None
-        # Used frozen and not frozen, a weight is gathered once for both; a stack never is.
-        several = len(self.readers_of(eqn.invars[0])) > 1
-        if found[0].stops and several and not self.is_scanned(eqn.outvars[0]):
-            return None
+        if not self.is_scanned(eqn.outvars[0]) and self.is_gathered_too(eqn, kind, found[0].stops):
+            return None  # one gather, for this and for the others
         return [
             Shard(kind.root, dataclasses.replace(kind.cut, dim=view.dim), (*kind.views, view))
             for view in found
         ]
 
+    def is_gathered_too(self, eqn: jex_core.JaxprEqn, kind: Shard, stops: bool) -> bool:
+        """Whether what `eqn` makes a view of is read as it is, or both frozen and not, as well."""
+        readers = self.readers_of(eqn.invars[0])
+        if stops and len(readers) > 1:
+            return True
+        return not all(reader and views(reader, kind.cut.dim) for reader in readers)
+
     def is_scanned(self, var: Var) -> bool:
-        return all(r and r.primitive.name == "scan" for r in self.readers_of(var))
+        readers = self.readers_of(var)
+        return bool(readers) and all(r and r.primitive.name == "scan" for r in readers)
 
     # -- one equation
 
@@ -219,7 +227,9 @@ class _Splitter:
             return
         steps: list[Step] = []
         outside, self.checkpointed = self.checkpointed, True
-        for inner in self.inline(self.inliner.expand(eqn)):
+        inside = self.inline(self.inliner.expand(eqn))
+        self.find_readers(inside, ())
+        for inner in inside:
             self.visit(inner, steps)
         self.checkpointed = outside
         made_here = {v for step in steps for v in step.outvars}

@@ -44,7 +44,8 @@ def trace_loss(
         closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*args)
         jaxpr, consts = closed.jaxpr, list(closed.consts)
         invars = [*jaxpr.invars, *jaxpr.constvars]
-        opened = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        # nnx.scan returns the weights it was given, layer by layer. What nobody reads goes first.
+        opened = _compat.without_unread(_compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars))
         found.append(TracedLoss(opened, consts, aux))
         return jnp.zeros(())
 
