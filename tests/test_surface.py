@@ -99,6 +99,16 @@ def test_public_names_are_documented(name):
     assert len(inspect.getdoc(getattr(zerojax, name)) or "") > 60
 
 
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_documented_arguments_exist(name):
+    value = getattr(zerojax, name)
+    section = re.search(r"Arguments:\n((?: {4}.*\n|\n)+)", (inspect.getdoc(value) or "") + "\n")
+    if section:
+        named = re.findall(r"^ {4}(\w[\w, ]*):", section[1], flags=re.MULTILINE)
+        arguments = {one for names in named for one in names.split(", ")}
+        assert arguments and arguments <= set(inspect.signature(value).parameters)
+
+
 def test_docstring_examples_run():
     scope = {"zerojax": zerojax, "jax": jax, "jnp": jnp, "np": np, "optax": optax,
              "TrainState": TrainState}  # fmt: skip

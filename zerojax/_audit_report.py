@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 from zerojax import _contract, _timeline
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LONGEST_NAME = 60
+NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 ROWS = 40  # of the printed table; to_dict has them all
 
 
@@ -72,7 +74,7 @@ class Traffic:
         if self.paths:
             named = ", ".join(_shortened(path) for path in self.paths[:2])
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return _shortened(self.source or self.scope)
+        return _shortened(NOTEBOOK.sub("cell line ", self.source or self.scope))
 
 
 def _shortened(name: str) -> str:

@@ -6,7 +6,7 @@ from zerojax._pyplot import ACTIVATIONS, COLOURS, GRADS, TITLES, WIDTH, finished
 from zerojax._state import OPT_STATE, PARAMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from zerojax._forecast import Case, Forecast
 
@@ -33,7 +33,13 @@ def plot(forecast: "Forecast", path: str | None) -> Any:
     return finished(figure, path)
 
 
-def draw_memory(axes: Any, cases: "Sequence[Case]", usable: int) -> None:
+def draw_memory(
+    axes: Any,
+    cases: "Sequence[Case]",
+    usable: int,
+    colours: "Mapping[str, str]" = COLOURS,
+    ink: str = "black",
+) -> None:
     """Stacked to the peak: what is none of the others counts as activations."""
     uses = {
         PARAMS: [case.parameters for case in cases],
@@ -46,14 +52,14 @@ def draw_memory(axes: Any, cases: "Sequence[Case]", usable: int) -> None:
     left = [0.0] * len(cases)
     for use, held in uses.items():
         widths = [nbytes / GIB for nbytes in held]
-        axes.barh(range(len(cases)), widths, left=left, color=COLOURS[use], label=TITLES[use],
+        axes.barh(range(len(cases)), widths, left=left, color=colours[use], label=TITLES[use],
                   edgecolor="white", linewidth=0.5)  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, case in enumerate(cases):
         note = "" if case.fits else ", does not fit"
         axes.text(left[row], row, f" {case.peak / GIB:.1f}{note}", va="center", fontsize=8)
     if max(left) * 2 > usable / GIB:
-        axes.axvline(usable / GIB, color="black", linestyle="--", linewidth=1)
+        axes.axvline(usable / GIB, color=ink, linestyle="--", linewidth=1)
         axes.set_xlabel(f"GiB per GPU when fullest; line: {usable / GIB:.0f} usable")
     else:
         axes.set_xlabel(f"GiB per GPU when fullest, of {usable / GIB:.0f} usable")

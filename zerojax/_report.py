@@ -9,7 +9,7 @@ from zerojax._compare import UNSEEN, Check
 ROWS_SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
     """What `zerojax.verify` found; print it to see.
 
@@ -45,6 +45,8 @@ class Verification:
     def __str__(self) -> str:
         table = _table.text_table(self._rows(), frozenset({2, 3, 4}))
         return "\n".join([*self._summary(), table, *self._left_out()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return _table.html_table(self._summary(), self._rows(), below=self._left_out())
