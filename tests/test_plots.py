@@ -1,5 +1,7 @@
 """Pictures show what is there, stay within their frame, and ask for matplotlib by name."""
 
+import dataclasses
+import pathlib
 import sys
 
 import jax
@@ -17,6 +19,7 @@ from zerojax import _forecast, _gpus, _plan_plot
 from zerojax._pyplot import COLOURS
 
 matplotlib.use("agg")
+ROOT = pathlib.Path(__file__).parent
 
 
 def make_state():
@@ -144,6 +147,14 @@ def test_notebooks_get_tables():
     assert "<td>31.41</td>" in zerojax.memory_table(7.5e9, 64)._repr_html_()
     made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
     assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
+
+
+def test_audits_in_notebooks_name_cells_by_their_lines():
+    hlo = (ROOT / "programs" / "layers-cpu8-jax0.12.hlo").read_text()
+    report = zerojax.audit(hlo)
+    assert f"<td>{report.traffic[0].serves}</td>" in report._repr_html_()
+    one = dataclasses.replace(report.traffic[0], parts=(), source="/tmp/ipykernel_12/34.py:5")
+    assert one.serves == "cell line 5"
 
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
