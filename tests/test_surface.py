@@ -21,25 +21,26 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Extras", "LeafPlan", "Plan", "Precision", "Preempted", "Rates", "Report",
-    "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast", "gather",
-    "gather_params", "import_safetensors", "initialize", "log", "master_weights", "mean",
-    "memory_table", "param_specs", "plan", "process_slice", "read_extras", "restore", "save",
-    "scan", "shard_batch", "shard_train_state", "shards", "train_step", "value_and_grad", "verify",
+    "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted",
+    "Rates", "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors",
+    "forecast", "gather", "gather_params", "import_safetensors", "initialize", "log",
+    "master_weights", "mean", "memory_table", "param_specs", "plan", "process_slice",
+    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
+    "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_processes", "_mesh", "_move", "_spec", "_state", "_inline", "_linear", "_gather",
-    "_table", "_pyplot", "_opt_specs", "_precision", "_plan_plot", "_plan", "_planner",
+    "_compat", "_processes", "_mesh", "_move", "_spec", "_state", "_inline", "_update", "_linear",
+    "_gather", "_table", "_pyplot", "_opt_specs", "_precision", "_plan_plot", "_plan", "_planner",
     "_mean", "_batch", "_steps", "_split", "_vary", "_body", "_layers", "_prefetch", "_loops",
-    "_engine", "_explicit",
-    "_accumulate", "_trace", "_parameter", "_program", "_grad", "_finite", "_xla_options", "_step",
-    "_place", "_files", "_extras", "_matching", "_checkpoint", "_checkpoints", "_safetensors",
-    "_replay", "_compare", "_reference", "_causes", "_report", "_verify", "_gpus", "aot",
-    "_compiler_log", "_instruction", "_hlo", "_groups", "_cost", "_schedule", "_lineage",
-    "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report", "_serves", "_audit",
-    "_memory_table", "_flops", "_presets", "_progress", "_forecast_plot", "_forecast", "_doctor",
+    "_engine", "_explicit", "_accumulate", "_trace", "_parameter", "_program", "_grad", "_finite",
+    "_xla_options", "_module_state", "_step", "_place", "_nnx_state", "nnx", "_files", "_extras",
+    "_matching", "_checkpoint", "_checkpoints", "_safetensors", "_replay", "_compare",
+    "_reference", "_causes", "_report", "_verify", "_gpus", "aot", "_compiler_log", "_instruction",
+    "_hlo", "_groups", "_cost", "_schedule", "_lineage", "_liveness", "_memory_use", "_contract",
+    "_timeline", "_audit_report", "_serves", "_audit", "_memory_table", "_flops", "_presets",
+    "_progress", "_forecast_plot", "_forecast", "_doctor",
 ]  # fmt: skip
 
 
@@ -74,8 +75,9 @@ def test_names_are_imported_from_where_type_checkers_see_them():
     tree = ast.parse((ROOT / "__init__.py").read_text())
     seen = next(node for node in tree.body if isinstance(node, ast.If))
     names = {a.asname: n.module for n in seen.body for a in n.names}  # type: ignore
+    whole = {"aot": "zerojax", "nnx": "zerojax"}  # modules
     modules = {name: f"zerojax.{module}" for name, module in zerojax._MODULES.items()}
-    assert names == modules | {"aot": "zerojax"}
+    assert names == modules | whole
 
 
 def test_imports_point_one_way():
@@ -100,7 +102,7 @@ def test_public_names_are_documented(name):
 def test_public_names_are_in_the_reference():
     page = (ROOT.parent / "docs" / "reference.md").read_text()
     listed = re.findall(r"^::: zerojax\.(\w+)$", page, flags=re.MULTILINE)
-    assert set(listed) == PUBLIC | {"aot"} and len(listed) == len(set(listed))
+    assert set(listed) == PUBLIC | {"aot", "nnx"} and len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

@@ -11,6 +11,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from zerojax import aot as aot
+    from zerojax import nnx as nnx
     from zerojax._audit import audit as audit
     from zerojax._audit_report import Report as Report
     from zerojax._batch import process_slice as process_slice
@@ -30,6 +31,7 @@ if typing.TYPE_CHECKING:
     from zerojax._grad import value_and_grad as value_and_grad
     from zerojax._mean import mean as mean
     from zerojax._memory_table import memory_table as memory_table
+    from zerojax._module_state import ModuleState as ModuleState
     from zerojax._place import gather_params as gather_params
     from zerojax._place import shard_train_state as shard_train_state
     from zerojax._plan import LeafPlan as LeafPlan
@@ -52,17 +54,18 @@ __version__ = "0.1.0"
 # The same names, each with the module that is imported when it is first used. With Orbax, the
 # engine and the tools, `import zerojax` would cost half as much again as JAX, Flax and optax.
 _MODULES = {
-    "aot": "aot", "audit": "_audit", "Report": "_audit_report", "process_slice": "_batch",
-    "shard_batch": "_batch", "read_extras": "_checkpoint", "restore": "_checkpoint",
-    "save": "_checkpoint", "Checkpoints": "_checkpoints", "Preempted": "_checkpoints",
-    "gather": "_explicit", "param_specs": "_explicit", "scan": "_explicit", "shards": "_explicit",
-    "Extras": "_extras", "forecast": "_forecast", "Rates": "_gpus", "value_and_grad": "_grad",
-    "mean": "_mean", "memory_table": "_memory_table", "gather_params": "_place",
-    "shard_train_state": "_place", "LeafPlan": "_plan", "Plan": "_plan", "plan": "_planner",
-    "master_weights": "_precision", "Precision": "_precision", "initialize": "_processes",
-    "log": "_processes", "Watchdog": "_processes", "Verification": "_report",
-    "export_safetensors": "_safetensors", "import_safetensors": "_safetensors",
-    "eval_step": "_step", "train_step": "_step", "verify": "_verify",
+    "aot": "aot", "nnx": "nnx", "audit": "_audit", "Report": "_audit_report",
+    "process_slice": "_batch", "shard_batch": "_batch", "read_extras": "_checkpoint",
+    "restore": "_checkpoint", "save": "_checkpoint", "Checkpoints": "_checkpoints",
+    "Preempted": "_checkpoints", "gather": "_explicit", "param_specs": "_explicit",
+    "scan": "_explicit", "shards": "_explicit", "Extras": "_extras", "forecast": "_forecast",
+    "Rates": "_gpus", "value_and_grad": "_grad", "mean": "_mean", "memory_table": "_memory_table",
+    "ModuleState": "_module_state", "gather_params": "_place", "shard_train_state": "_place",
+    "LeafPlan": "_plan", "Plan": "_plan", "plan": "_planner", "Precision": "_precision",
+    "master_weights": "_precision", "Watchdog": "_processes", "initialize": "_processes",
+    "log": "_processes", "Verification": "_report", "export_safetensors": "_safetensors",
+    "import_safetensors": "_safetensors", "eval_step": "_step", "train_step": "_step",
+    "verify": "_verify",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 from zerojax import _compat
 from zerojax._gather import Wire, dispose, obtain
 from zerojax._inline import is_var
-from zerojax._steps import WEIGHT, Atom, Split, Step, Var
+from zerojax._steps import Atom, Split, Step, Var
 from zerojax._vary import add, gradients, is_float, merge, vary, where, zeros_like
 
 Array = Any
@@ -142,7 +142,7 @@ class Body:
         `wanted` says for which inputs a gradient is wanted.
         """
         frontier = self.prefix(self.weights_of(inputs), gathered)
-        varied, join = vary([*frontier], self._frontier_varies())
+        varied, join = vary([*frontier], self._frontier_varies(wanted))
         roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
         num_roots = len(self.split.loop_roots)
 
@@ -187,7 +187,7 @@ class Body:
         want_whole = [
             want and not isinstance(w, tuple) for w, want in zip(weights, want_weights, strict=True)
         ]
-        sources, wanted = [*gathered, *weights], [True] * len(gathered) + want_whole
+        sources, wanted = [*gathered, *weights], [*self._want_gathered(saved.wanted), *want_whole]
         varied, join = vary(sources, wanted)
 
         def prefix(varied: list) -> list[Array]:
@@ -200,7 +200,9 @@ class Body:
         d_frontier = [
             zeros_like(value) if grad is None else grad
             for value, grad in zip(
-                frontier, gradients(frontier, self._frontier_varies(), d_varied), strict=True
+                frontier,
+                gradients(frontier, self._frontier_varies(saved.wanted), d_varied),
+                strict=True,
             )
         ]
         d_sources = gradients(sources, wanted, prefix_vjp(d_frontier)[0])
@@ -234,8 +236,19 @@ class Body:
         values = [*self.roots_of(inputs), *self.plain_of(inputs)]
         return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
 
-    def _frontier_varies(self) -> list[bool]:
-        return [k == WEIGHT for k in self.split.frontier_kinds]
+    def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
+        """For which gathered weights a gradient is wanted: frozen ones have none."""
+        by_var = self._by_var(self.weights_of(wanted))
+        return [by_var[shard.root] for shard in self.split.gathers.values()]
+
+    def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
+        """What of the frontier comes from weights that a gradient is wanted for."""
+        varies = self._by_var(self.weights_of(wanted))
+        varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
+        for eqn in self.split.prefix:
+            made = any(varies.get(v, False) for v in eqn.invars if is_var(v))
+            varies |= dict.fromkeys(eqn.outvars, made)
+        return [varies.get(v, False) for v in self.split.frontier]
 
     def _float_outs(self) -> list[bool]:
         return [is_float(v.aval) for v in self.split.outvars]

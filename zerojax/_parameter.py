@@ -31,7 +31,8 @@ class Parameter:
 
     @property
     def is_varied(self) -> bool:
-        return jnp.issubdtype(self.leaf.dtype, jnp.inexact)
+        """Whether it has a gradient."""
+        return jnp.issubdtype(self.leaf.dtype, jnp.inexact) and not self.leaf.frozen
 
     @property
     def grad_dtype(self) -> Any:
@@ -60,10 +61,12 @@ class Parameter:
 
     def varied(self, value: Any) -> Any:
         """What the loss is differentiated by: the shard where there is one."""
-        if not self.is_varied:
+        if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
             return value
         if not self.is_held:
             return value.astype(self.compute_dtype)
+        if not self.is_varied:
+            return value
         if self.plan.sharded[PARAMS]:
             return value.astype(self.grad_dtype)
         return jnp.zeros(self.shard_shape, self.grad_dtype)  # only routes the gradient

@@ -8,7 +8,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _planner, _spec, _state
-from zerojax._precision import MasterState, Precision, cast_floats, check_precision, master_weights
+from zerojax._precision import (
+    MasterState,
+    Precision,
+    cast_floats,
+    check_precision,
+    master_weights,
+    with_masters,
+)
 
 
 def shard_train_state(
@@ -100,6 +107,6 @@ def stored_with(state_or_fn: Any, precision: Precision | None) -> Any:
         opt_state = jax.tree.map(lambda x, w: x.astype(w.dtype), state.opt_state, wanted)
         return state.replace(params=params, tx=tx, opt_state=opt_state)
     # From the parameters as given: copies made of rounded ones would start out wrong.
-    opt_state = MasterState(cast_floats(state.params, precision.master), state.opt_state)
+    opt_state = with_masters(tx, state.params, state.opt_state, precision.master)
     tx = master_weights(tx, precision.master)
     return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -17,7 +17,10 @@ from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One leaf: `spec` is where it lives between steps, `shard_spec` where it is cut."""
+    """One leaf: `spec` is where it lives between steps, `shard_spec` where it is cut.
+
+    The optimizer does not read the gradient of one that is `frozen`, so there is none.
+    """
 
     path: str
     kind: str
@@ -28,6 +31,7 @@ class LeafPlan:
     dim: int | None
     stacked: bool
     reason: str | None
+    frozen: bool = False
 
     @property
     def nbytes(self) -> int:

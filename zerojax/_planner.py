@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _mesh, _opt_specs, _spec, _state
+from zerojax import _mesh, _opt_specs, _spec, _state, _update
 from zerojax._plan import LeafPlan, Plan
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
 WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
+FROZEN = "frozen: nothing updates it"
 
 
 def plan(
@@ -70,9 +71,13 @@ def plan(
     cut = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
     cuts = stage >= 1 and rule.size > 1
     shards = {OPT_STATE: cuts, OTHER: cuts, PARAMS: cuts and stage >= 3}
+    frozen = iter(_update.frozen_params(state, tx))
     planned = []
     for leaf, (spec, reason, is_stacked) in zip(leaves, cut, strict=True):
         struct = _state.shape_dtype(leaf.value)
+        is_frozen = leaf.kind == PARAMS and next(frozen)
+        if is_frozen and stage < 3:  # no optimizer state to follow, no gradient to cut
+            spec, reason = _rest_spec(spec, axes), FROZEN
         whole = _spec.normal(_rest_spec(spec, axes))
         shard = _spec.normal(spec) if cuts else whole
         rest = shard if shards[leaf.kind] else whole
@@ -81,6 +86,7 @@ def plan(
             LeafPlan(
                 path=leaf.name, kind=leaf.kind, shape=tuple(struct.shape), dtype=struct.dtype,
                 spec=rest, shard_spec=shard, dim=dim, stacked=is_stacked, reason=reason,
+                frozen=is_frozen,
             )
         )  # fmt: skip
     made = Plan(
@@ -151,7 +157,8 @@ def _check_worth(made: Plan) -> None:
     total = sum(leaf.nbytes for leaf in params)
     if made.stage == 0 or made.size == 1 or not total:
         return
-    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason != "overrides=")
+    chosen = ("overrides=", FROZEN)
+    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
     whole = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
     nbytes = sum(leaf.nbytes for leaf in whole)
     share = nbytes / total

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import _update
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -81,7 +83,7 @@ def check_precision(precision: Any) -> None:
 
 
 class MasterState(NamedTuple):
-    """State of `master_weights`."""
+    """State of `master_weights`; without copies of parameters that `inner` does not update."""
 
     master: Any
     inner: Any
@@ -104,18 +106,33 @@ def master_weights(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> MasterState:
-        master = cast_floats(params, dtype)
-        return MasterState(master, tx.init(master))
+        return with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params).")
+        is_hole = lambda copy: isinstance(copy, optax.MaskedNode)  # noqa: E731
+        copy_or_own = lambda copy, own: own if is_hole(copy) else copy  # noqa: E731
+        masters = jax.tree.map(copy_or_own, state.master, params, is_leaf=is_hole)
         grads = cast_floats(updates, dtype)
-        updates, inner = tx.update(grads, state.inner, state.master, **extra)
-        master = optax.apply_updates(state.master, updates)
+        updates, inner = tx.update(grads, state.inner, masters, **extra)
+        new = optax.apply_updates(masters, updates)
         # What apply_updates must add to land on the rounded copy. Both are close, so the
         # difference is exact in the wider dtype but for far jumps, and never accumulates.
-        steps = jax.tree.map(lambda new, old: new - old.astype(new.dtype), master, params)
-        return steps, MasterState(master, inner)
+        steps = jax.tree.map(lambda new, old: new - old.astype(new.dtype), new, params)
+        copies = jax.tree.map(
+            lambda copy, new: copy if is_hole(copy) else new, state.master, new, is_leaf=is_hole
+        )
+        return steps, MasterState(copies, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_masters(
+    tx: optax.GradientTransformation, params: Any, inner: Any, dtype: Any
+) -> MasterState:
+    """The state of `master_weights`, from that of `tx`, with copies of what `tx` updates."""
+    masters = cast_floats(params, dtype)
+    frozen = jax.tree.structure(params).unflatten(_update.frozen_params((masters, inner), tx))
+    hole = optax.MaskedNode()
+    return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)

@@ -1,5 +1,6 @@
 """What one device makes of a step's inputs: loss, gradients, new state."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from zerojax import _batch, _compare, _finite, _state
 from zerojax._plan import Plan
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
-from zerojax._step import Recipe, apply_gradients, grad_norm, split_fields, with_fields
+from zerojax._step import Recipe, grad_norm, split_fields, with_fields
+from zerojax._update import apply_gradients
 
 
 class Reference:
@@ -51,10 +53,17 @@ class Reference:
         if wide and self.computes_narrow:
             compute = jnp.float32
         loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
-        return replay(
+        replayed = replay(
             loss_fn, _state.get_params(state), self.args if args is None else args,
             self.split if split is None else split, compute=compute, **options,
         )  # fmt: skip
+        return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
+
+    def without_frozen(self, grads: Any) -> Any:
+        """The gradients as a step has them: none of what nothing updates."""
+        leaves, treedef = jax.tree.flatten(grads)
+        pairs = zip(leaves, self.plan.params, strict=False)  # none where not differentiated
+        return treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
 
     @property
     def computes_narrow(self) -> bool:

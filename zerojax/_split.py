@@ -68,9 +68,7 @@ def split(
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
         invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
-        gathers=gathers,
-        prefix=prefix, frontier=frontier, frontier_kinds=[splitter.kind(v) for v in frontier],
-        rest=rest, outvars=outvars,
+        gathers=gathers, prefix=prefix, frontier=frontier, rest=rest, outvars=outvars,
     )  # fmt: skip
 
 
@@ -129,11 +127,11 @@ class _Splitter:
         return flat
 
     def count_uses(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
-        """How many equations read each shard, casts followed."""
+        """How many equations read each shard, casts and constraints followed."""
         alias: dict[Var, Var] = {}
         for eqn in eqns:
             for root in unique(alias.get(v, v) for v in eqn.invars if is_var(v)):
-                if is_cast(eqn) and isinstance(self.kinds.get(root), Shard):
+                if passes_on(eqn) and isinstance(self.kinds.get(root), Shard):
                     alias[eqn.outvars[0]] = root
                 else:
                     self.uses[root] = self.uses.get(root, 0) + 1
@@ -152,6 +150,10 @@ class _Splitter:
         if is_cast(eqn) and (cast := _cast_shard(eqn, kinds[0])):
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
             self.kinds[eqn.outvars[0]] = cast
+        elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
+            # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
+            # lies already. Gathered for this, a stack would be whole before its loop.
+            self.kinds[eqn.outvars[0]] = kinds[0]
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, rest)
         elif name == "scan" and self.scans_weights(eqn):
@@ -243,6 +245,11 @@ class _Splitter:
 
 def is_cast(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
+
+
+def passes_on(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether of a shard this makes a shard."""
+    return is_cast(eqn) or eqn.primitive.name == "sharding_constraint"
 
 
 def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:

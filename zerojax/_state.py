@@ -198,17 +198,20 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if pattern is not None:
         return matching(pattern, {p: path_name(p) for p, _ in leaves}, "stacked=")
-    found = {p for p, v in leaves if _boxed_layers(params, p, v)}
+    found = _boxed_layers(params)
+
+    # By name: Haiku has all the modules of a stack side by side, 'stack/norm', 'stack/linear'.
+    parts = {path: path_name(path).split("/") for path, _ in leaves}
 
     def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
         shapes = [np.shape(v) if not hasattr(v, "shape") else v.shape for _, v in group]
         if len(group) >= 2 and _is_stack(shapes):
             found.update(p for p, _ in group)
             return
-        children: dict[Any, list] = {}
+        children: dict[str, list] = {}
         for path, value in group:
-            if len(path) > depth:
-                children.setdefault(path[depth], []).append((path, value))
+            if len(parts[path]) > depth:
+                children.setdefault(parts[path][depth], []).append((path, value))
         for child in children.values():
             walk(depth + 1, child)
 
@@ -239,16 +242,14 @@ def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
     return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
 
 
-def _boxed_layers(params: Any, path: tuple, value: Any) -> bool:
-    """Whether flax's `nn.scan` wrote into the leaf's box that dimension 0 counts layers."""
-    node = params
-    for key in path:
-        if _is_box(node):
-            names = getattr(node, "names", None)
-            return bool(names) and isinstance(names[0], str) and "layer" in names[0]
-        name = getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
-        node = node[name] if isinstance(key, DictKey | SequenceKey) else getattr(node, str(name))
-    return False
+def _boxed_layers(params: Any) -> set[tuple]:
+    """The leaves in whose boxes flax's `nn.scan` wrote that dimension 0 counts layers."""
+    found = set()
+    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
+        names = getattr(node, "names", None) if _is_box(node) else None
+        if names and isinstance(names[0], str) and "layer" in names[0]:
+            found |= {(*path, *p) for p, _ in jax.tree_util.tree_flatten_with_path(node)[0]}
+    return found
 
 
 def _is_box(node: Any) -> bool:

@@ -15,6 +15,7 @@ from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._program import Options
+from zerojax._update import apply_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,17 +249,22 @@ def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
 def with_fields(
     loss_fn: Callable[..., Any], state: Any, names: Sequence[str]
 ) -> Callable[..., Any]:
-    """The loss with fields of the state as keyword arguments."""
+    """The loss with fields of the state as keyword arguments; of a `ModuleState`, with the model
+    in place of its parameters."""
     fields = {name: _field(state, name) for name in names}
+    model_of = getattr(state, "model_of", lambda params: params)
 
     def loss(params: Any, *args: Any) -> Any:
-        return loss_fn(params, *args, **fields)
+        return loss_fn(model_of(params), *args, **fields)
 
-    return loss if fields else loss_fn
+    return loss
 
 
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Takes updated fields out of aux, in the dtypes they have in the state."""
+    """Takes updated fields out of aux, in the dtypes they have in the state.
+
+    What is None there stays as it was.
+    """
     if not names:
         return aux, {}
     missing = [n for n in names if not isinstance(aux, dict) or n not in aux]
@@ -269,29 +275,15 @@ def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[
         )
 
     def like(new: Any, old: Any) -> Any:
+        if new is None:
+            return old
         rounds = jnp.issubdtype(old.dtype, jnp.integer) and jnp.issubdtype(new.dtype, jnp.floating)
         return (jnp.round(new) if rounds else new).astype(old.dtype)
 
-    fields = {n: jax.tree.map(like, aux[n], _field(state, n)) for n in names}
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    fields = {n: jax.tree.map(like, aux[n], _field(state, n), is_leaf=is_none) for n in names}
     left = {k: v for k, v in aux.items() if k not in names}
     return left or None, fields
-
-
-def apply_gradients(
-    state: Any, grads: Any, tx: optax.GradientTransformation | None, fields: dict[str, Any]
-) -> Any:
-    """The user's own update where the state has one, optax's otherwise."""
-    if hasattr(state, "apply_gradients"):
-        return state.apply_gradients(grads=grads, **fields)
-    if tx is None:
-        raise ValueError(
-            f"a state of type {type(state).__name__} has no apply_gradients. Pass the optimizer: "
-            "zerojax.train_step(loss_fn, tx=tx, plan=plan)."
-        )
-    params = _state.get_params(state)
-    updates, opt_state = tx.update(grads, _state.get_opt_state(state), params)
-    new_params = optax.apply_updates(params, updates)
-    return _state.replace(state, params=new_params, opt_state=opt_state, **fields)
 
 
 def grad_norm(grads: Any) -> jax.Array:

@@ -93,7 +93,6 @@ class Split:
     gathers: dict[Var, Shard]
     prefix: list[jex_core.JaxprEqn]
     frontier: list[Var]
-    frontier_kinds: list[Kind]
     rest: list[Step]
     outvars: list[Atom]
 

@@ -99,8 +99,7 @@ def verify(
     new_state, metrics = _run(step, state, args)
     grads = metrics.get("grads")
     if made is not None:
-        loss = with_fields(recipe.loss_fn, state, recipe.mutable)
-        _, _, grads = loss_and_grads(loss, found, recipe.options, _state.get_params(state), args)
+        grads = _gradients(recipe, found, state, args)
     observed = Observed(new_state, metrics.get("loss"), grads)
     return _compared(reference, observed, metrics, whole_batch, tolerance, made is not None)
 
@@ -111,6 +110,16 @@ def _check_given(made: Recipe | None, *given: Any) -> None:
             "a step from zerojax.train_step knows its loss and options. Leave loss_fn=, tx=, "
             "plan=, accumulate=, precision= and mutable= out."
         )
+
+
+def _gradients(recipe: Recipe, plan: Plan, state: Any, args: Sequence[Any]) -> Any:
+    """Those of the step, which traces its state's fields: so must this."""
+
+    def gradients(state: Any, args: Sequence[Any]) -> Any:
+        loss = with_fields(recipe.loss_fn, state, recipe.mutable)
+        return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
+
+    return jax.jit(gradients)(state, args)
 
 
 def _run(step: Callable[..., Any], state: Any, args: Sequence[Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,78 @@
+"""A training state for models that are pytrees of more than parameters, as Equinox's are."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+
+@struct.dataclass
+class ModuleState:
+    """A training state of a model that is a pytree itself, such as an `equinox.Module`.
+
+    `ModuleState.create(model, tx)` makes one. The loss takes the model, `loss_fn(model, batch)`;
+    `state.model` is the model as trained. Its arrays of floats are the parameters, and the
+    optimizer sees those alone, as in `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
+    Other arrays, and whatever is no array, activation functions say, stay as they are.
+
+    Example:
+        >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((64, 16)))
+        >>> state = zerojax.ModuleState.create(model, optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> step = zerojax.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+        >>> state, metrics = step(state, np.ones((8, 64), np.float32))
+        >>> print(state.model(np.ones((1, 64))).shape)
+        (1, 16)
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    arrays: Any
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    static: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, model: Any, tx: optax.GradientTransformation, **fields: Any) -> "ModuleState":
+        """The state of an untrained model; `fields` are those that a subclass adds."""
+        params, arrays, rest = (
+            jax.tree.map(lambda leaf, k=kind: leaf if _kind(leaf) == k else None, model)
+            for kind in ("params", "arrays", "static")
+        )
+        leaves, treedef = jax.tree.flatten(rest)
+        return cls(
+            step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), arrays=arrays,
+            tx=tx, static=(treedef, tuple(leaves)), **fields,
+        )  # fmt: skip
+
+    @property
+    def model(self) -> Any:
+        """The model, with the parameters that the state has now."""
+        return self.model_of(self.params)
+
+    def model_of(self, params: Any) -> Any:
+        """The model with other parameters; what a step gives to its loss."""
+        treedef, leaves = self.static
+
+        def first(*found: Any) -> Any:
+            return next((x for x in found if x is not None), None)
+
+        rest = treedef.unflatten(leaves)
+        return jax.tree.map(first, params, self.arrays, rest, is_leaf=lambda x: x is None)
+
+    def apply_gradients(self, *, grads: Any, **fields: Any) -> "ModuleState":
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        new: Any = {"step": self.step + 1, "params": params, "opt_state": opt_state, **fields}
+        return self.replace(**new)  # type: ignore
+
+
+def _kind(leaf: Any) -> str:
+    """Which field a leaf of the model goes to. Floats of numpy's are constants, as in Equinox."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return "static"
+    trains = jnp.issubdtype(leaf.dtype, jnp.inexact) and not isinstance(leaf, np.ndarray)
+    return "params" if trains else "arrays"

@@ -1,0 +1,241 @@
+"""Flax nnx: a model and its optimizer, sharded in place and trained by calling a step on them.
+
+    import zerojax.nnx
+
+    model = Model(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3)
+    step = zerojax.nnx.train_step(loss_fn)  # loss_fn(model, batch) -> loss
+    for batch in data:
+        metrics = step(model, optimizer, batch)  # both updated in place
+
+What the rest of zerojax takes (`save`, `restore`, `verify`, `audit`) is a state without objects:
+`zerojax.nnx.state(model, optimizer)` takes it out, `zerojax.nnx.update` puts one back in.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax import _place, _spec, _state, _step
+from zerojax._nnx_state import State as State
+from zerojax._nnx_state import Variables
+from zerojax._nnx_state import state as state
+from zerojax._nnx_state import update as update
+from zerojax._precision import MasterState, Precision, master_weights
+from zerojax._trace import split_aux
+
+
+def shard(
+    model: Any,
+    optimizer: nnx.Optimizer | None = None,
+    stage: int = 3,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    overrides: Mapping[str, PartitionSpec] | None = None,
+    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    stacked: str | None = None,
+    precision: Precision | None = None,
+) -> tuple[Any, nnx.Optimizer]:
+    """Places a model and its optimizer for a ZeRO stage, in place.
+
+    Arguments:
+        model: a `nnx.Module`; or, without `optimizer`, a function that returns a model and its
+            optimizer, compiled so that they are born sharded and no device ever holds them whole.
+        optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
+            but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
+        stage, mesh, axis, overrides, min_shard_size, stacked, precision: as in
+            `zerojax.shard_train_state`.
+
+    Returns:
+        The model and the optimizer.
+
+    Example:
+        >>> import zerojax.nnx
+        >>> from flax import nnx, struct
+        >>> model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> model, optimizer = zerojax.nnx.shard(model, optimizer, stage=3)
+        >>> print(model.kernel.shape, model.kernel.addressable_shards[0].data.shape)
+        (64, 16) (8, 16)
+    """
+    if optimizer is None:
+        make = functools.partial(_made, model)
+        source: Any = lambda: state(*make())  # noqa: E731
+        model, optimizer = nnx.eval_shape(make)
+    else:
+        source = state(model, optimizer)
+    placed = _place.shard_train_state(
+        source, stage, mesh=mesh, axis=axis, overrides=overrides, min_shard_size=min_shard_size,
+        stacked=stacked, precision=precision,
+    )  # fmt: skip
+    assert optimizer is not None
+    tx = getattr(optimizer.tx, "original", optimizer.tx)
+    if isinstance(placed.opt_state, MasterState) and not isinstance(
+        optimizer.opt_state, MasterState
+    ):
+        assert precision is not None
+        tx = master_weights(tx, precision.master)
+        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
+        optimizer.opt_state = like.opt_state
+    optimizer.tx = _state.PlannedTransformation(tx, _state.carried_plan(placed))
+    update(model, optimizer, placed)
+    return model, optimizer
+
+
+def _made(make: Callable[[], Any]) -> tuple[Any, nnx.Optimizer]:
+    made = make if isinstance(make, nnx.Module) else make()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)):
+        raise TypeError(
+            "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
+            f"and got a {type(made).__name__} alone. Make the other: "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
+    return made
+
+
+class Step:
+    """A step that takes a model and its optimizer.
+
+    `pure(model, optimizer, batch)` gives what `zerojax.verify` and `zerojax.audit` take: a step
+    of states without objects, and its arguments.
+    """
+
+    def __init__(self, functional: Any) -> None:
+        self.functional = functional
+
+    def pure(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any = None) -> tuple:
+        placed = state(model, optimizer)
+        if _state.carried_plan(placed) is None:
+            raise ValueError(
+                "the model and its optimizer are not placed. First: "
+                "zerojax.nnx.shard(model, optimizer, stage=3)."
+            )
+        keys = {} if rng is None else {"loss": rng}
+        if any(map(_is_key, jax.tree.leaves(placed.variables))):
+            keys["streams"] = _device_key()
+        return self.functional, placed, batch, *([keys] if keys else [])
+
+    def __call__(
+        self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any = None
+    ) -> dict[str, Any]:
+        step, *args = self.pure(model, optimizer, batch, rng)
+        result = step(*args)
+        if isinstance(result, tuple):
+            new, metrics = result
+            update(model, optimizer, new)
+        else:
+            metrics = result
+        return metrics | metrics.pop("aux", {})
+
+
+def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
+    """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that updates both in place.
+
+    Parameters, optimizer state, batch statistics and the counts of random streams move on as in a
+    loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
+    on each device and for each microbatch. Batch statistics are means over the devices; give
+    `nnx.BatchNorm` `axis_name="data"` for those of the whole batch.
+
+    Arguments:
+        loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
+        options: `accumulate`, `precision`, `regather`, `prefetch`, `skip_nonfinite`, `donate`,
+            `compiler_options`: as in `zerojax.train_step`.
+
+    Example:
+        >>> import zerojax.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> model, optimizer = zerojax.nnx.shard(model, optimizer, stage=3)
+        >>> step = zerojax.nnx.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+        >>> first = step(model, optimizer, np.ones((8, 64), np.float32))["loss"]
+        >>> bool(step(model, optimizer, np.ones((8, 64), np.float32))["loss"] < first)
+        True
+    """
+    loss = functools.partial(_call, loss_fn, True)
+    return Step(_step.train_step(loss, mutable=("variables",), **options))
+
+
+def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
+    """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes nothing.
+
+    Arguments:
+        loss_fn: as in `train_step`.
+        options: `precision`, as in `zerojax.eval_step`.
+    """
+    loss = functools.partial(_call, loss_fn, False)
+    return Step(_step.eval_step(loss, mutable=("variables",), **options))
+
+
+def _call(
+    loss_fn: Callable[..., Any],
+    updates: bool,
+    params: Any,
+    batch: Any,
+    keys: Any = None,
+    *,
+    variables: Variables,
+) -> tuple[Any, dict[str, Any]]:
+    """The loss of a model made of `params` and `variables`, and what became of the latter."""
+    keys = keys or {}
+    values = _apart(variables.values, keys.get("streams"))
+    model = nnx.merge(variables.graphdef, params, values)
+    loss, aux = split_aux(loss_fn(model, batch, *([keys["loss"]] if "loss" in keys else [])), None)
+    found: dict[str, Any] = {} if aux is None else {"aux": aux}
+    if updates:
+        paths = {path for path, _ in nnx.to_flat_state(params)}
+        new = _values_of(model, variables.values, paths)
+        found["variables"] = Variables(new, variables.graphdef)
+    return loss, found
+
+
+def _values_of(model: Any, before: Any, params: set[tuple]) -> Any:
+    """The variables of a model after its loss; keys, which nothing changes, as None."""
+    variables = {
+        path: variable
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+        if path not in params
+    }
+    flat = dict(nnx.to_flat_state(before))
+    for path in variables.keys() ^ flat.keys():
+        what = "added" if path in variables else "removed"
+        raise ValueError(
+            f"the loss {what} the variable {'/'.join(map(str, path))} of the model, and a step "
+            "keeps the model's structure. Make it with the model, or return it as aux."
+        )
+    return nnx.from_flat_state(
+        (path, None if _is_key(value) else variables[path].get_value())
+        for path, value in flat.items()
+    )
+
+
+def _apart(values: Any, device_key: Any) -> Any:
+    """The variables with random streams of this device and microbatch."""
+    if device_key is None:
+        return values
+    salt = jax.random.bits(device_key)
+
+    def fold(leaf: Any) -> Any:
+        if not _is_key(leaf):
+            return leaf
+        folded = jax.vmap(jax.random.fold_in, (0, None))(leaf.reshape(-1), salt)
+        return folded.reshape(leaf.shape)
+
+    return jax.tree.map(fold, values)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _device_key() -> jax.Array:
+    """Steps fold it with the device's index, and the microbatch's."""
+    return jax.random.key(0)
