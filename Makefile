@@ -19,8 +19,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Each at a few steps.
+examples: SMALL = --steps 3 --layers 2 --dim 64
 examples: $(VENV)/.examples
-	$(BIN)/python examples/demo.py --steps 3 --layers 2
+	rm -rf $(VENV)/runs
+	$(BIN)/python examples/demo.py $(SMALL)
+	$(BIN)/python examples/train_gpt.py $(SMALL) --checkpoints $(VENV)/runs/gpt --accumulate 2
+	$(BIN)/python examples/finetune_lora.py $(SMALL) --base $(VENV)/runs/base_gpt --base-steps 3
+	$(BIN)/python examples/train_convnet.py --steps 3 --checkpoints $(VENV)/runs/digits --stage 2
+	$(BIN)/python examples/compare_stages.py $(SMALL)
 
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python notebooks/run.py

@@ -21,12 +21,12 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted",
-    "Rates", "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors",
-    "forecast", "gather", "gather_params", "import_safetensors", "initialize", "log",
-    "master_weights", "mean", "memory_table", "param_specs", "plan", "process_slice",
-    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
-    "train_step", "value_and_grad", "verify",
+    "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted", "Rates",
+    "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast",
+    "gather", "gather_params", "import_safetensors", "initialize", "log", "master_weights", "mean",
+    "memory_table", "param_specs", "peak_flops", "plan", "process_slice", "read_extras", "restore",
+    "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops", "train_step",
+    "value_and_grad", "verify",
 }  # fmt: skip
 
 # Each module may import those to its left.
@@ -39,8 +39,8 @@ LAYERS = [
     "_matching", "_checkpoint", "_checkpoints", "_safetensors", "_replay", "_compare",
     "_reference", "_causes", "_report", "_verify", "_gpus", "aot", "_compiler_log", "_instruction",
     "_hlo", "_groups", "_cost", "_schedule", "_lineage", "_liveness", "_memory_use", "_contract",
-    "_timeline", "_audit_report", "_serves", "_audit", "_memory_table", "_flops", "_presets",
-    "_progress", "_forecast_plot", "_forecast", "_doctor",
+    "_timeline", "_audit_report", "_serves", "_audit", "_memory_table", "_flops", "_mfu",
+    "_presets", "_progress", "_forecast_plot", "_forecast", "_doctor",
 ]  # fmt: skip
 
 

@@ -31,6 +31,8 @@ if typing.TYPE_CHECKING:
     from zerojax._grad import value_and_grad as value_and_grad
     from zerojax._mean import mean as mean
     from zerojax._memory_table import memory_table as memory_table
+    from zerojax._mfu import peak_flops as peak_flops
+    from zerojax._mfu import step_flops as step_flops
     from zerojax._module_state import ModuleState as ModuleState
     from zerojax._place import gather_params as gather_params
     from zerojax._place import shard_train_state as shard_train_state
@@ -60,10 +62,11 @@ _MODULES = {
     "Preempted": "_checkpoints", "gather": "_explicit", "param_specs": "_explicit",
     "scan": "_explicit", "shards": "_explicit", "Extras": "_extras", "forecast": "_forecast",
     "Rates": "_gpus", "value_and_grad": "_grad", "mean": "_mean", "memory_table": "_memory_table",
-    "ModuleState": "_module_state", "gather_params": "_place", "shard_train_state": "_place",
-    "LeafPlan": "_plan", "Plan": "_plan", "plan": "_planner", "Precision": "_precision",
-    "master_weights": "_precision", "Watchdog": "_processes", "initialize": "_processes",
-    "log": "_processes", "Verification": "_report", "export_safetensors": "_safetensors",
+    "peak_flops": "_mfu", "step_flops": "_mfu", "ModuleState": "_module_state",
+    "gather_params": "_place", "shard_train_state": "_place", "LeafPlan": "_plan", "Plan": "_plan",
+    "plan": "_planner", "Precision": "_precision", "master_weights": "_precision",
+    "Watchdog": "_processes", "initialize": "_processes", "log": "_processes",
+    "Verification": "_report", "export_safetensors": "_safetensors",
     "import_safetensors": "_safetensors", "eval_step": "_step", "train_step": "_step",
     "verify": "_verify",
 }  # fmt: skip

@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import _audit, _flops, _forecast_plot, _gpus, _planner, aot
+from zerojax import _audit, _forecast_plot, _gpus, _planner, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
+from zerojax._mfu import needed_flops
 from zerojax._place import stored_with
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._progress import progress
-from zerojax._state import PARAMS, get_params
-from zerojax._step import Step, train_step, with_fields
+from zerojax._state import PARAMS
+from zerojax._step import Step, train_step
 from zerojax._table import html_table, human_bytes, human_time, text_table
 
 
@@ -232,18 +233,6 @@ def _formula(plan: Plan) -> int:
         if leaf.kind == PARAMS
     )
     return sum(plan.bytes_per_device().values()) + sum(grads)
-
-
-def needed_flops(
-    loss_fn: Callable[..., Any], plan: Plan, batch: Any, rng: Any, mutable: Sequence[str]
-) -> float:
-    """Of the whole batch: three times the forward's matmuls. What backward computes again is
-    work, but none that was needed."""
-    state = plan.abstract()
-    loss = with_fields(loss_fn, state, mutable)
-    args = (batch,) if rng is None else (batch, rng)
-    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.axes]
-    return 3 * _flops.matmul_flops(loss, get_params(state), *args, axis_env=sizes)
 
 
 def _tokens(leaves: list[Any]) -> int | None:

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Trains on several hosts under Slurm: sbatch examples/slurm.sh my_program.py
+# Trains on several hosts under Slurm:
+#
+#     sbatch examples/multihost_slurm.sh examples/train_gpt.py --checkpoints runs/gpt
+#
 # One process a GPU; zerojax.initialize() in the program finds the others by itself.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -10,6 +13,6 @@
 set -euo pipefail
 # SIGTERM comes 120 s before the end of the allocation, to the processes; `Checkpoints.save` then
 # saves and ends them with status 143, and the job goes back to the queue and resumes.
-srun --kill-on-bad-exit=1 python -u "$@" && status=0 || status=$?
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" -u "$@" && status=0 || status=$?
 if [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

@@ -1,0 +1,130 @@
+"""Fine-tunes a pretrained GPT on Python code through LoRA adapters; its own weights stay frozen.
+
+    python examples/finetune_lora.py          # trains a small base first, if there is none
+
+    python examples/train_gpt.py --export runs/mine
+    python examples/finetune_lora.py --base runs/mine --rank 16
+
+The base's weights go from safetensors files straight into shards. No gradient is made for them,
+and no optimizer state held: an optimizer that updates the adapters alone is all that says so.
+"""
+
+import argparse
+import inspect
+import os
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+
+import ast
+import collections
+import json
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+import train_gpt
+from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict
+
+import zerojax
+
+parser = argparse.ArgumentParser(  # the options of train_gpt.py, and three more
+    description=__doc__.splitlines()[0], parents=[train_gpt.parser], add_help=False
+)
+parser.set_defaults(steps=150, lr=1e-2, eval_every=50, export=None)
+parser.add_argument("--base", default="runs/base_gpt", help="safetensors of train_gpt.py --export")
+parser.add_argument("--base-steps", type=int, default=400, help="to train it, if it is not there")
+parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+
+
+# ---- the adapters
+
+
+def lora_dense(rank):
+    """`nn.Dense` with an adapter beside its kernel: x W + x A B, where B starts at zero."""
+
+    class LoraDense(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            zeros = nn.initializers.zeros
+            down = nn.Dense(rank, use_bias=False, name="lora_a")
+            up = nn.Dense(self.features, use_bias=False, kernel_init=zeros, name="lora_b")
+            return super().__call__(x) + up(down(x))
+
+    return LoraDense
+
+
+def is_frozen(params):
+    """True for all that is no adapter, in the structure of `params`."""
+
+    def frozen(path, _):
+        return "lora_" not in jax.tree_util.keystr(path)
+
+    return jax.tree_util.tree_map_with_path(frozen, params)
+
+
+def count(params):
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def adapters_of(params):
+    flat = flatten_dict(params, sep=".")
+    return {name: value for name, value in flat.items() if "lora_" in name}
+
+
+# ---- what it learns
+
+
+def read_code():
+    """(to train on, to validate on): modules that every Python ships with."""
+    modules = (argparse, ast, collections, inspect, json)
+    source = "".join(map(inspect.getsource, modules)).encode()
+    text = np.frombuffer(source, np.uint8).astype(np.int32)
+    return np.split(text, [len(text) * 9 // 10])
+
+
+def main():
+    args = parser.parse_args()
+    zerojax.initialize()
+    if not os.path.exists(args.base):
+        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
+        sizes = ["--layers", args.layers, "--dim", args.dim, "--tokens", args.tokens]
+        rest = ["--steps", args.base_steps, "--export", args.base, "--sample", 0]
+        train_gpt.pretrain(train_gpt.parser.parse_args(map(str, sizes + rest)))
+    training, validation = read_code()
+    model = train_gpt.GPT(args.layers, args.dim, args.tokens, dense=lora_dense(args.rank))
+
+    def loss_fn(params, text):
+        return train_gpt.next_byte_loss(model, params, text)
+
+    def make_state():
+        params = model.init(jax.random.key(0), jnp.zeros((1, args.tokens), "int32"))["params"]
+        schedule = optax.cosine_decay_schedule(args.lr, max(args.steps, 1))
+        tx = optax.selective_transform(optax.adam(schedule), freeze_mask=is_frozen(params))
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None
+    plan = zerojax.plan(make_state, stage=args.stage, precision=precision)
+    state = plan.place(make_state)
+    params = zerojax.import_safetensors(args.base, like=state, keep="lora_")
+    state = state.replace(params=params)
+    trained, everything = map(count, (adapters_of(params), params))
+    held = plan.bytes_per_device()
+    zerojax.log(
+        f"trains {trained:,} of {everything:,} parameters; each device holds "
+        f"{held['params'] / 2**10:,.0f} KiB of them and {held['opt_state'] / 2**10:,.0f} KiB of "
+        "optimizer state"
+    )
+    state = train_gpt.train(args, state, loss_fn, training, validation)
+    if args.export:
+        zerojax.export_safetensors(args.export, adapters_of(state.params))
+    if args.sample:
+        written = train_gpt.write(model, state.params, validation[: args.tokens], args.sample)
+        zerojax.log(f"The model writes:\n{written}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Trains a convolutional net with BatchNorm and dropout to read handwritten digits.
+
+    python examples/train_convnet.py                    # 8 emulated CPU devices, or your GPUs
+    python examples/train_convnet.py --stage 1 --accumulate 2
+    python examples/train_convnet.py --checkpoints runs/digits # again: it goes on from there
+
+Running statistics are a field of the state that the loss updates, `mutable=("batch_stats",)`.
+Lines that are about many devices name zerojax, and are the same for one process and for several.
+
+With the defaults it ends at a validation accuracy above 98% on 320 digits that it has not seen,
+in 20 seconds of a CPU.
+"""
+
+import argparse
+import contextlib
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+
+import flax.linen as nn
+import grain
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training import train_state
+from meter import Meter
+from sklearn.datasets import load_digits
+
+import zerojax
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
+parser.add_argument("--batch", type=int, default=128, help="images a step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--lr", type=float, default=3e-3)
+parser.add_argument("--eval-every", type=int, default=50, help="steps")
+parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--save-every", type=int, default=50, help="steps")
+
+# ---- the model and its losses, as for one device
+
+
+class ConvNet(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, images, train):
+        x = images[..., None]
+        for widen, stride in ((1, 1), (2, 2), (4, 2)):
+            x = nn.Conv(widen * self.width, (3, 3), stride, use_bias=False)(x)
+            # The statistics of the whole batch: of all devices along the mesh axis "data".
+            x = nn.relu(nn.BatchNorm(not train, momentum=0.9, axis_name="data")(x))
+        x = nn.Dropout(0.2, deterministic=not train)(x.mean((1, 2)))
+        return nn.Dense(10)(x)
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+
+
+def scores(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
+
+
+def losses_of(model):
+    def train_loss(params, batch, rng, batch_stats):
+        logits, updated = model.apply(
+            {"params": params, "batch_stats": batch_stats}, batch["image"], train=True,
+            mutable=["batch_stats"], rngs={"dropout": rng},
+        )  # fmt: skip
+        loss, aux = scores(logits, batch["label"])
+        return loss, {**aux, **updated}
+
+    def eval_loss(params, batch, batch_stats):
+        variables = {"params": params, "batch_stats": batch_stats}
+        return scores(model.apply(variables, batch["image"], train=False), batch["label"])
+
+    return train_loss, eval_loss
+
+
+# ---- the digits, and which process reads which of them
+
+
+def read_digits():
+    """(to train on, to validate on), in an order that is always the same."""
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    images = digits.images[order].astype(np.float32) / 16
+    labels = digits.target[order].astype(np.int32)
+    whole = {"image": images, "label": labels}
+    return rows_of(whole, slice(320, None)), rows_of(whole, slice(320))
+
+
+def rows_of(examples, rows):
+    return {name: values[rows] for name, values in examples.items()}
+
+
+def batches(examples, rows):
+    """An endless Grain iterator over shuffled examples; this process reads its own rows only.
+
+    What is shuffled and cut into batches are the examples' numbers, the same in all processes.
+    """
+    mine = zerojax.process_slice(rows)
+    numbers = grain.MapDataset.range(len(examples["label"])).shuffle(seed=0).repeat().batch(rows)
+    dataset = numbers.map(lambda batch: rows_of(examples, batch[mine]))
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+
+# ---- training
+
+
+def main():
+    args = parser.parse_args()
+    zerojax.initialize()
+    training, validation = read_digits()
+    model = ConvNet(args.width)
+    train_loss, eval_loss = losses_of(model)
+
+    def make_state():
+        variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8)), train=False)
+        schedule = optax.cosine_decay_schedule(args.lr, max(args.steps, 1))
+        return TrainState.create(apply_fn=None, tx=optax.adamw(schedule), **variables)
+
+    state = zerojax.shard_train_state(make_state, stage=args.stage)
+    train(args, state, train_loss, eval_loss, training, validation)
+
+
+def train(args, state, train_loss, eval_loss, training, validation):
+    """The trained state. It is saved every --save-every steps, with the place in the data."""
+    step = zerojax.train_step(train_loss, accumulate=args.accumulate, mutable=("batch_stats",))
+    eval_step = zerojax.eval_step(eval_loss, mutable=("batch_stats",))
+    mine = zerojax.process_slice(len(validation["label"]))
+    unseen = zerojax.shard_batch(rows_of(validation, mine))
+
+    def accuracy(state):
+        return float(eval_step(state, unseen)["aux"]["accuracy"])
+
+    data = batches(training, args.batch)
+    with open_checkpoints(args) as checkpoints:
+        start = 0
+        if checkpoints and checkpoints.latest():
+            state, saved = checkpoints.resume(state)
+            data.set_state(saved.data)
+            start = saved.step
+            zerojax.log(f"goes on from step {start}")
+        shapes = {name: shape_of(values, args.batch) for name, values in training.items()}
+        flops = zerojax.step_flops(step, state, shapes, jax.random.key(0))
+        meter = Meter(args.steps, start=start, unit="images", per_step=args.batch, flops=flops)
+        for n in meter:
+            if n % args.eval_every == 0:
+                meter.say(f"step {n}: validation accuracy {accuracy(state):.2%}")
+            rng = jax.random.fold_in(jax.random.key(1), n)  # for dropout: nothing to save
+            state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
+            meter.show(metrics)
+            if checkpoints:
+                checkpoints.save(n + 1, state, data=data)
+    zerojax.log(f"validation accuracy {accuracy(state):.2%}")
+    return state
+
+
+def shape_of(values, rows):
+    return jax.ShapeDtypeStruct((rows, *values.shape[1:]), values.dtype)
+
+
+def open_checkpoints(args):
+    if not args.checkpoints:
+        return contextlib.nullcontext()
+    return zerojax.Checkpoints(args.checkpoints, every=args.save_every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors import safe_open
+
+from tests.processes import free_port
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "examples").glob("[!m]*.py"))  # meter.py is no program
+SMALL = ["--layers", "2", "--dim", "64", "--tokens", "64"]
+GPT = ["examples/train_gpt.py", *SMALL, "--lr", "1e-2", "--steps", "40", "--eval-every", "20"]
+
+
+def run(program, *arguments, code=0, timeout=600, **env):
+    """(standard output, standard error) of a program, started as from a user's shell."""
+    inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    python = [sys.executable] if str(program).endswith(".py") else []
+    done = subprocess.run(
+        [*python, program, *map(str, arguments)], cwd=ROOT, timeout=timeout, check=False,
+        env={**inherited, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def figures(pattern, text):
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+def losses(output):
+    """Of validation: those on the way, and the last."""
+    return figures(r"validation loss (\d+\.\d+)", output)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_are_short_and_explain_their_options(script):
+    assert len(script.read_text().splitlines()) < 250
+    said, _ = run(script, "--help")
+    assert said.startswith("usage:") and "--accumulate" in said
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    """A short run of train_gpt.py: its directory and what it printed."""
+    out = tmp_path_factory.mktemp("gpt")
+    saving = ["--checkpoints", out / "saved", "--save-every", 20, "--export", out / "base"]
+    return out, *run(*GPT, "--sample", 40, *saving)
+
+
+def test_gpt_learns_and_writes(gpt):
+    _, said, bar = gpt
+    start, _, end = losses(said)
+    assert start > 5.4 and end < 2.9  # ln 256 is 5.5; the bytes' frequencies alone give 3.2
+    written = said.split("The model writes:\n")[1]
+    assert len(written) > 30 and " " in written
+    assert re.search(r"40/40 .*loss=2\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+
+
+def test_gpt_goes_on_where_it_was(gpt, tmp_path):
+    """The data too: the resumed run ends with the same model, to the last byte that it writes."""
+    out, said, _ = gpt
+    shutil.copytree(out / "saved" / "20", tmp_path / "20")
+    again, _ = run(*GPT, "--sample", 40, "--checkpoints", tmp_path, "--save-every", 20)
+    assert "goes on from step 20" in again
+    assert again.split("validation loss")[-1] == said.split("validation loss")[-1]
+
+
+def stub(directory, name, script):
+    """A command of that name, first on the PATH."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (directory / name).chmod(0o755)
+    return {"PATH": f"{directory}:{os.environ['PATH']}", "PYTHON": sys.executable}
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    """Runs on this machine what it is to run on a host."""
+    return stub(tmp_path / "bin", "ssh", 'exec bash -c "$3"') | {"PORT": str(free_port())}
+
+
+def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
+    """Two of them, 16 devices in all, started as on two hosts."""
+    said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *GPT, "--sample", 0, **ssh)
+    assert said.startswith("zerojax: 2 processes, 16 devices")
+    assert losses(said) == pytest.approx(losses(gpt[1]), abs=2e-3)
+    assert said.count("nats a byte") == 1
+
+
+def test_one_host_that_fails_ends_all(ssh, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(30)"
+    )
+    started = time.monotonic()
+    run("examples/multihost_ssh.sh", "127.0.0.1 other", program, code=3, **ssh)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_slurm_requeues_what_was_saved_before_its_end(tmp_path, code):
+    env = stub(tmp_path / "bin", "srun", 'shift; exec "$@"')
+    stub(tmp_path / "bin", "scontrol", f'echo "$@" > {tmp_path}/asked')
+    program = tmp_path / "program.py"
+    program.write_text(f"raise SystemExit({code})")
+    run("examples/multihost_slurm.sh", program, code=code, SLURM_JOB_ID="17", **env)
+    assert (tmp_path / "asked").exists() == (code == 143)
+    if code == 143:
+        assert (tmp_path / "asked").read_text() == "requeue 17\n"
+
+
+def test_lora_learns_with_the_base_frozen(gpt, tmp_path):
+    base, adapters = gpt[0] / "base", tmp_path / "adapters"
+    options = ["--steps", 20, "--eval-every", 20, "--sample", 0, "--accumulate", 2]
+    said, _ = run(
+        "examples/finetune_lora.py", *SMALL, "--base", base, "--export", adapters, *options
+    )
+    before, after = losses(said)
+    assert after < before - 0.1
+    trained = 2 * 8 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64))  # two layers, of rank 8
+    assert f"trains {trained:,} of" in said
+    assert figures(r"(\d+) KiB of optimizer", said)[0] == round(8 * trained / 8 / 1024)
+    with safe_open(next(adapters.glob("*.safetensors")), framework="np") as file:
+        assert len(file.keys()) == 8 and all("lora_" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_convnet_learns():
+    said, _ = run("examples/train_convnet.py", "--width", 16, "--steps", 40, "--stage", 2)
+    start, end = figures(r"accuracy (\d+\.\d+)%", said)
+    assert start < 30 and end > 85
+
+
+def test_stages_compare_as_zero_says():
+    said, _ = run("examples/compare_stages.py", *SMALL, "--steps", 1)
+    table = [line.split() for line in said.splitlines() if re.match(r" +[0-3]  ", line)]
+    params, optimizer, state, peak = (
+        [float(row[column]) for row in table] for column in range(1, 5)
+    )
+    assert params[0] == params[1] == params[2] == pytest.approx(8 * params[3], rel=0.1)
+    assert optimizer[0] == pytest.approx(8 * optimizer[1], rel=0.1)
+    assert optimizer[1] == optimizer[2] == optimizer[3]
+    assert state[0] == pytest.approx(params[0] + optimizer[0], abs=0.02)
+    assert peak[0] > peak[1] > peak[3] > state[3]
+    assert table[0][5:] == ["1", "x,", table[0][7], "-", "-", "1.00", "x"]
+
+
+@pytest.mark.slow
+def test_gpt_reaches_its_stated_loss():
+    said, _ = run("examples/train_gpt.py", timeout=3600)
+    assert losses(said)[-1] < 1.5
+
+
+@pytest.mark.slow
+def test_convnet_reaches_its_stated_accuracy():
+    said, _ = run("examples/train_convnet.py", timeout=3600)
+    assert figures(r"accuracy (\d+\.\d+)%", said)[-1] > 98
+
+
+@pytest.mark.slow
+def test_lora_trains_its_own_base_and_reaches_its_stated_loss(tmp_path):
+    said, _ = run("examples/finetune_lora.py", "--base", tmp_path / "base", timeout=3600)
+    before, *_, after = losses(said.split("trains")[1])
+    assert after < before
