@@ -290,3 +290,39 @@ def test_a_loss_that_adds_a_variable():
     with pytest.raises(ValueError, match=r"added the variable hidden.*Make it with the model"):
         zerojax.nnx.train_step(adding)(model, optimizer, BATCH)
     assert not any(x.is_deleted() for x in jax.tree.leaves(params_of(model)))
+
+
+PLAIN = """
+model = Net(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=EPS), wrt=nnx.Param)
+
+@nnx.jit
+def train_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+for batch in data:
+    loss = train_step(model, optimizer, batch)
+"""
+
+SHARDED = """
+import zerojax.nnx
+model = Net(nnx.Rngs(0), axis_name="data")
+optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=EPS), wrt=nnx.Param)
+zerojax.nnx.shard(model, optimizer, stage=3)
+train_step = zerojax.nnx.train_step(loss_fn)
+
+for batch in data:
+    loss = train_step(model, optimizer, batch)["loss"]
+"""
+
+
+def test_a_loop_changes_five_lines():
+    losses = []
+    for program in (PLAIN, SHARDED):
+        scope = {**globals(), "data": [BATCH] * 3}
+        exec(program, scope)
+        losses.append(float(scope["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(set(SHARDED.splitlines()) - set(PLAIN.splitlines())) <= 5

@@ -1,0 +1,191 @@
+"""An Equinox loop on many devices: a byte-level GPT on Python's own manual.
+
+    python examples/equinox_loop.py                        # 8 emulated CPU devices, or your GPUs
+    python examples/equinox_loop.py --stage 1 --accumulate 2
+    python examples/equinox_loop.py --checkpoints runs/eqx # run it again: it goes on from there
+
+The model and `loss_fn(model, batch)` are Equinox as for one device. Lines 1 and 2 make it many:
+a state in place of `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and a step in place of one
+with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still receives the module.
+"""
+
+import argparse
+import contextlib
+import time
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+
+from collections.abc import Callable
+from pydoc_data import topics
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import zerojax
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--dim", type=int, default=128)
+parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
+parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--lr", type=float, default=3e-3)
+parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--save-every", type=int, default=50, help="steps")
+
+# ---- an ordinary Equinox model, for one sequence
+
+HEAD_DIM = 32
+
+
+class Block(eqx.Module):
+    norms: list[eqx.nn.RMSNorm]
+    qkv: eqx.nn.Linear
+    proj: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    activation: Callable
+
+    def __init__(self, dim, dropout, key):
+        keys = iter(jax.random.split(key, 4))
+        linear = lambda n, m: eqx.nn.Linear(n, m, use_bias=False, key=next(keys))
+        self.norms = [eqx.nn.RMSNorm(dim, use_bias=False) for _ in range(2)]
+        self.qkv, self.proj = linear(dim, 3 * dim), linear(dim, dim)
+        self.up, self.down = linear(dim, 4 * dim), linear(4 * dim, dim)
+        self.dropout, self.activation = eqx.nn.Dropout(dropout), jax.nn.gelu
+
+    def __call__(self, x, key):
+        keys = jax.random.split(key, 2) if key is not None else (None, None)
+        heads = (len(x), -1, HEAD_DIM)
+        qkv = jax.vmap(self.qkv)(jax.vmap(self.norms[0])(x))
+        q, k, v = (a.reshape(heads) for a in jnp.split(qkv, 3, -1))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = x + self.dropout(jax.vmap(self.proj)(attended), key=keys[0], inference=key is None)
+        hidden = self.activation(jax.vmap(self.up)(jax.vmap(self.norms[1])(x)))
+        return x + self.dropout(jax.vmap(self.down)(hidden), key=keys[1], inference=key is None)
+
+
+class GPT(eqx.Module):
+    embed: eqx.nn.Embedding
+    positions: eqx.nn.Embedding
+    blocks: Block
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, layers, dim, tokens, dropout, *, vocab=256, key):
+        k1, k2, k3, k4 = jax.random.split(key, 4)
+        self.embed = eqx.nn.Embedding(weight=jax.random.normal(k1, (vocab, dim)) / 8)
+        self.positions = eqx.nn.Embedding(weight=jax.random.normal(k2, (tokens, dim)) / 8)
+        # All layers in one stack, for lax.scan.
+        self.blocks = eqx.filter_vmap(lambda key: Block(dim, dropout, key))(
+            jax.random.split(k3, layers)
+        )
+        self.norm = eqx.nn.RMSNorm(dim, use_bias=False)
+        self.head = eqx.nn.Linear(dim, vocab, use_bias=False, key=k4)
+
+    def __call__(self, text, key=None):
+        """The logits; without a key, without dropout."""
+        x = jax.vmap(self.embed)(text) + jax.vmap(self.positions)(jnp.arange(len(text)))
+        layers, static = eqx.partition(self.blocks, eqx.is_array)
+
+        @jax.checkpoint
+        def step(carry, layer):
+            x, key = carry
+            key, now = (None, None) if key is None else jax.random.split(key)
+            return (eqx.combine(layer, static)(x, now), key), None
+
+        (x, _), _ = jax.lax.scan(step, (x, key), layers)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+
+def loss_fn(model, text, rng=None):
+    keys = None if rng is None else jax.random.split(rng, len(text))
+    logits = jax.vmap(model)(text[:, :-1], keys)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+
+# ---- text that every Python ships with
+
+
+def read_text():
+    """(to train on, to validate on): the manual's paragraphs, none of them in both."""
+    paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
+    text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
+    return np.split(text, [len(text) * 9 // 10])
+
+
+def sample_batch(text, seed, rows, tokens):
+    """The same for a step however often it is run: nothing to save for a resume."""
+    starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
+    return np.stack([text[start : start + tokens + 1] for start in starts])
+
+
+# ---- training
+
+
+def main():
+    args = parser.parse_args()
+    devices = jax.devices()
+    print(f"{len(devices)} x {devices[0].device_kind}, JAX {jax.__version__}, stage {args.stage}")
+    training, validation = read_text()
+
+    def make_state():
+        model = GPT(args.layers, args.dim, args.tokens, args.dropout, key=jax.random.key(0))
+        schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 20, max(args.steps, 21))
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+        return zerojax.ModuleState.create(model, tx)
+
+    state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1, born sharded
+    step = zerojax.train_step(loss_fn, accumulate=args.accumulate)  # line 2
+    eval_step = zerojax.eval_step(loss_fn)
+
+    with open_checkpoints(args) as checkpoints:
+        start = 0
+        if checkpoints:
+            state, saved = checkpoints.resume(state)
+            start = saved.step or 0
+            print(f"goes on from step {start}" if start else "starts anew")
+        with tqdm(total=args.steps, initial=start, desc="training", unit="step") as bar:
+            for n in range(start, args.steps):
+                batch = sample_batch(training, n, args.batch, args.tokens)
+                state, metrics = step(state, batch, jax.random.key(n))
+                if n == start:
+                    jax.block_until_ready(metrics)
+                    began = time.perf_counter()  # after the compile
+                elif n % 10 == 0 or n == args.steps - 1:
+                    loss = float(metrics["loss"])
+                    seconds = time.perf_counter() - began
+                    rate = (n - start) * args.batch * args.tokens / seconds
+                    bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
+                if checkpoints:
+                    checkpoints.save(n + 1, state)
+                bar.update()
+
+    unseen = [sample_batch(validation, n, args.batch, args.tokens) for n in range(4)]
+    loss = np.mean([float(eval_step(state, batch)["loss"]) for batch in unseen])
+    print(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
+    model = state.model  # the trained module, its arrays in shards
+    weight, name = model.blocks.up.weight, model.blocks.activation.__name__
+    part = weight.addressable_shards[0].data.shape
+    print(
+        f"a {type(model).__name__} with {name}, its up-projections {weight.shape}, {part} a device"
+    )
+
+
+def open_checkpoints(args):
+    if not args.checkpoints:
+        return contextlib.nullcontext()
+    return zerojax.Checkpoints(args.checkpoints, every=args.save_every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The loops of nnx and Equinox as programs: they learn, save, and go on at another stage."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = "--layers 2 --dim 32 --tokens 16 --batch 16 --lr 2e-2 --save-every 10".split()
+
+
+def run(script, *arguments):
+    if "equinox" in script:
+        pytest.importorskip("equinox", reason="the example needs equinox")
+    inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{script}.py", *map(str, arguments)], cwd=ROOT, timeout=600,
+        env={**inherited, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
+    loss_in = lambda said: float(re.search(r"validation loss (\d\.\d+)", said)[1])
+    saved = ["--checkpoints", tmp_path]
+    first = run(script, *SMALL, *saved, "--steps", 10)
+    assert "8 x cpu" in first and "stage 3" in first and "starts anew" in first
+    assert re.search(r"up-projections .*\((2, 4, 128|2, 16, 32)\) a device", first)
+    more = run(script, *SMALL, *saved, "--steps", 40, "--stage", 1, "--accumulate", 2)
+    assert "goes on from step 10" in more and "stage 1" in more
+    assert loss_in(more) < loss_in(first) < 5.5  # ln 256: nothing learned
+    assert re.search(r"up-projections .*\((2, 32, 128|2, 128, 32)\) a device", more)
+
+
+@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+def test_loop_is_short_and_explains_its_options(script):
+    said = run(script, "--help")
+    assert said.startswith("usage:") and "--accumulate" in said
+    assert len((ROOT / "examples" / f"{script}.py").read_text().splitlines()) < 250
