@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -57,6 +58,27 @@ def test_the_readme_is_a_program(tmp_path):
 def test_pages_continue_from_the_readmes_program(page, tmp_path):
     program = blocks(README, "python")[1]
     run("\n".join([program, *blocks(page, "python")]), tmp_path)
+
+
+MEASURED = {
+    "zerojax, stage 3": "stage 3",
+    "annotations, each layer's weights constrained too": "annotations, weights",
+    "the same, with the XLA flag that suits it best": "annotations, blocks + "
+    "reduce_scatter_combine_threshold_bytes=1",
+    "annotations of parameters and batch alone": "annotations, nothing",
+    "zerojax, stage 2": "stage 2",
+    "zerojax, stage 1": "stage 1",
+}
+
+
+@pytest.mark.parametrize("program", MEASURED)
+def test_the_readmes_figures_are_those_of_the_benchmark(program):
+    stored = json.loads((ROOT / "benchmarks" / "compiled_jax0.12.0.json").read_text())["rows"]
+    (row,) = (r for r in stored if r["row"] == f"7.5b 64xH100 x4 full: {MEASURED[program]}")
+    sent = f"{row['wire_gib']:.1f}" if row["wire_gib"] < 100 else f"{row['wire_gib']:.0f}"
+    cells = (program, f"{row['peak_gib']:.1f}", sent, f"{row['step_ms']:.0f}",
+             f"{row['exposed_ms']:.0f}")  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in README.read_text()
 
 
 def commands():
