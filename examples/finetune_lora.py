@@ -86,19 +86,9 @@ def read_code():
     return np.split(text, [len(text) * 9 // 10])
 
 
-def main():
-    args = parser.parse_args()
-    zerojax.initialize()
-    if not os.path.exists(args.base):
-        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
-        sizes = ["--layers", args.layers, "--dim", args.dim, "--tokens", args.tokens]
-        rest = ["--steps", args.base_steps, "--export", args.base, "--sample", 0]
-        train_gpt.pretrain(train_gpt.parser.parse_args(map(str, sizes + rest)))
-    training, validation = read_code()
+def with_adapters(args):
+    """The base's model with adapters, what makes a state that trains these alone, and the loss."""
     model = train_gpt.GPT(args.layers, args.dim, args.tokens, dense=lora_dense(args.rank))
-
-    def loss_fn(params, text):
-        return train_gpt.next_byte_loss(model, params, text)
 
     def make_state():
         params = model.init(jax.random.key(0), jnp.zeros((1, args.tokens), "int32"))["params"]
@@ -106,6 +96,21 @@ def main():
         tx = optax.selective_transform(optax.adam(schedule), freeze_mask=is_frozen(params))
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
+    def loss_fn(params, text):
+        return train_gpt.next_byte_loss(model, params, text)
+
+    return model, make_state, loss_fn
+
+
+def main():
+    args = parser.parse_args()
+    zerojax.initialize()
+    if not os.path.exists(args.base):
+        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
+        base = {"steps": args.base_steps, "lr": 3e-3, "export": args.base, "checkpoints": None}
+        train_gpt.pretrain(argparse.Namespace(**vars(args) | base))
+    training, validation = read_code()
+    model, make_state, loss_fn = with_adapters(args)
     precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None
     plan = zerojax.plan(make_state, stage=args.stage, precision=precision)
     state = plan.place(make_state)

@@ -132,6 +132,29 @@ def test_lora_learns_with_the_base_frozen(gpt, tmp_path):
         assert len(file.keys()) == 8 and all("lora_" in name for name in file.keys())  # noqa: SIM118
 
 
+REDUCED = """
+import sys
+sys.path.insert(0, "examples")
+import finetune_lora, jax, numpy as np, zerojax
+
+args = finetune_lora.parser.parse_args(sys.argv[1:])
+_, make_state, loss_fn = finetune_lora.with_adapters(args)
+plan = zerojax.plan(make_state, stage=args.stage)
+text = np.zeros((args.batch, args.tokens + 1), np.int32)
+report = zerojax.audit(zerojax.train_step(loss_fn), plan.abstract(), text).check()
+for one in report.traffic:
+    if one.kind == "reduce-scatter":
+        print(*one.paths)
+"""
+
+
+def test_lora_reduces_gradients_of_adapters_alone(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(REDUCED)
+    said, _ = run(program, *SMALL)
+    assert len(said.split()) == 8 and all("/lora_" in path for path in said.split())
+
+
 def test_convnet_learns():
     said, _ = run("examples/train_convnet.py", "--width", 16, "--steps", 40, "--stage", 2)
     start, end = figures(r"accuracy (\d+\.\d+)%", said)
