@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = "--layers 2 --dim 32 --tokens 16 --batch 16 --lr 2e-2 --save-every 10".split()
+SMALL = ["--layers=2", "--dim=32", "--tokens=16", "--batch=16", "--lr=2e-2", "--save-every=10"]
 
 
 def run(script, *arguments):

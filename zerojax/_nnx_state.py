@@ -28,24 +28,22 @@ class State(TrainState):
 
 def state(model: Any, optimizer: nnx.Optimizer) -> State:
     """The arrays of a model and its optimizer as one state, for `zerojax.save` and others."""
-    graphdef, every = nnx.split(model)
-    trained = frozenset(path for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt)))
-    params, values = [], []
-    for path, variable in nnx.to_flat_state(every):
-        is_param = path in trained or issubclass(variable.type, nnx.Param)
-        (params if is_param else values).append((path, variable.get_value()))
-    tx = optimizer.tx
-    if len(trained) < len(params):
+    graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.Param, ...)
+    trained, frozen, others = map(nnx.as_pure, parts)
+    params, tx = trained, optimizer.tx
+    if frozen:
+        params = nnx.merge_state(trained, frozen)
+        paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
         plan = getattr(tx, "plan", None)
-        tx = updating_only(trained, getattr(tx, "original", tx))
+        tx = updating_only(paths, getattr(tx, "original", tx))
         tx = tx if plan is None else _state.PlannedTransformation(tx, plan)
     fields: dict[str, Any] = {
         "step": optimizer.step.get_value(),
         "apply_fn": None,
-        "params": nnx.from_flat_state(params),
+        "params": params,
         "tx": tx,
         "opt_state": nnx.as_pure(optimizer.opt_state),
-        "variables": Variables(nnx.from_flat_state(values), graphdef),
+        "variables": Variables(others, graphdef),
     }
     return State(**fields)
 

@@ -232,7 +232,7 @@ def _apart(values: Any, device_key: Any) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)
 
 
 @functools.cache
