@@ -10,16 +10,15 @@ and no optimizer state held: an optimizer that updates the adapters alone is all
 """
 
 import argparse
+import ast
+import collections
 import inspect
+import json
 import os
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
-
-import ast
-import collections
-import json
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -66,10 +65,6 @@ def is_frozen(params):
     return jax.tree_util.tree_map_with_path(frozen, params)
 
 
-def count(params):
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 def adapters_of(params):
     flat = flatten_dict(params, sep=".")
     return {name: value for name, value in flat.items() if "lora_" in name}
@@ -100,6 +95,10 @@ def with_adapters(args):
         return train_gpt.next_byte_loss(model, params, text)
 
     return model, make_state, loss_fn
+
+
+def count(params):
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def main():

@@ -13,13 +13,12 @@ seen; that takes 6 minutes of one CPU core, 3 of two.
 
 import argparse
 import contextlib
+from pydoc_data import topics
 from typing import Any
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
-
-from pydoc_data import topics
 
 import flax.linen as nn
 import grain

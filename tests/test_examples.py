@@ -1,5 +1,7 @@
 """The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
 
+import gc
+import importlib
 import os
 import pathlib
 import re
@@ -7,10 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors import safe_open
 
+import zerojax
 from tests.processes import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -173,6 +179,28 @@ def test_stages_compare_as_zero_says():
     assert state[0] == pytest.approx(params[0] + optimizer[0], abs=0.02)
     assert peak[0] > peak[1] > peak[3] > state[3]
     assert table[0][5:] == ["1", "x,", table[0][7], "-", "-", "1.00", "x"]
+
+
+def test_the_meter_counts_tokens_and_mfu(monkeypatch):
+    """Ten steps, one a second after the first; of 4 FLOP/s that there are, 3 are used."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    meter = importlib.import_module("meter")
+    monkeypatch.setattr(zerojax, "peak_flops", lambda: 4.0)
+    clock = iter([100.0, 109.0])
+    monkeypatch.setattr(meter, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    bar = meter.Meter(12, start=2, unit="tokens", per_step=1000, flops=3.0)
+    for n in bar:
+        bar.show({"loss": jnp.float32(n)})
+    assert bar.bar.postfix.startswith("loss=11.000, tokens/s=1,000, MFU=75.0%, memory=")
+
+
+def test_the_meter_shows_what_a_device_holds(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    meter = importlib.import_module("meter")
+    gc.collect()  # of other tests' arrays
+    before = meter.device_bytes()
+    batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
+    assert meter.device_bytes() - before == batch.nbytes // 8
 
 
 @pytest.mark.slow
