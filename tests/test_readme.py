@@ -60,12 +60,15 @@ def test_pages_continue_from_the_readmes_program(page, tmp_path):
     run("\n".join([program, *blocks(page, "python")]), tmp_path)
 
 
+BEST_FLAG = " + reduce_scatter_combine_threshold_bytes=1"
 MEASURED = {
     "zerojax, stage 3": "stage 3",
-    "annotations, each layer's weights constrained too": "annotations, weights",
-    "the same, with the XLA flag that suits it best": "annotations, blocks + "
-    "reduce_scatter_combine_threshold_bytes=1",
-    "annotations of parameters and batch alone": "annotations, nothing",
+    "Flax nnx, its guide's annotations, activations constrained in each layer": "flax nnx, blocks",
+    "the same, with the XLA flag that suits it best": "flax nnx, blocks" + BEST_FLAG,
+    "Flax linen, likewise, without that flag": "flax linen, blocks",
+    "plain JAX, annotations, each layer's weights constrained": "annotations, weights",
+    "the same, activations constrained, best flag": "annotations, blocks" + BEST_FLAG,
+    "plain JAX, annotations of parameters and batch alone": "annotations, nothing",
     "zerojax, stage 2": "stage 2",
     "zerojax, stage 1": "stage 1",
 }

@@ -22,6 +22,7 @@ from zerojax._forecast import Forecast
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
 GPUS, ROWS = "64xH100", 4 * 64
+MICROBATCHES = 2  # between them gradients are summed up: whole at stage 1, cut from stage 2 on
 # On dark pages the darkest shade would vanish: the same order, from light to dark.
 DARK = {"params": "#e8f1fa", "grads": "#8fc1e3", "opt_state": "#4a90cf", "activations": "#2b5580"}
 NAMES = {0: "stage 0\nreplicated", 1: "stage 1\noptimizer state", 2: "stage 2\n+ gradients",
@@ -44,7 +45,9 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
 
 
 if __name__ == "__main__":
-    forecast = zerojax.forecast(MODEL.loss, MODEL.make_state, MODEL.batch(ROWS), gpus=GPUS)
+    forecast = zerojax.forecast(
+        MODEL.loss, MODEL.make_state, MODEL.batch(ROWS), gpus=GPUS, accumulate=MICROBATCHES
+    )
     print(forecast)
     draw(forecast, "stages_light", "#1f2328", _pyplot.COLOURS)
     draw(forecast, "stages_dark", "#e6edf3", DARK)
