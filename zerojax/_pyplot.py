@@ -13,7 +13,7 @@ COLOURS = {
 }  # fmt: skip
 TITLES = {
     PARAMS: "parameters", GRADS: "gradients", OPT_STATE: "optimizer state",
-    ACTIVATIONS: "activations, gathered weights", OTHER: "other",
+    ACTIVATIONS: "in flight (activations and others)", OTHER: "other",
 }  # fmt: skip
 WIDTH = 8.0  # inches: what notebooks show without scaling
 
