@@ -21,6 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import jax
 import rivals
+import rivals_flax
 
 import zerojax
 from zerojax import _presets, _xla_options
@@ -43,7 +44,7 @@ class Row:
 
     @property
     def name(self):
-        how = f"annotations, {self.rival}" if self.rival else f"stage {self.stage}"
+        how = self.rival or f"stage {self.stage}"
         extra = " + master" * self.master + " + " * bool(self.options)
         flags = ",".join(f"{k.removeprefix('xla_gpu_')}={v}" for k, v in self.options)
         return f"{self.model} {self.gpus} x{self.rows} {self.remat}: {how}{extra}{flags}"
@@ -53,12 +54,17 @@ SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)  # the be
 MAIN = Row("7.5b", "64xH100")
 ROWS = [
     MAIN,
-    *(Row("7.5b", "64xH100", rival=what) for what in ("weights", "blocks", "nothing")),
-    Row("7.5b", "64xH100", rival="blocks", options=SCATTER_ONE),
+    *(Row("7.5b", "64xH100", rival=f"annotations, {what}") for what in rivals.CONSTRAINED),
+    Row("7.5b", "64xH100", rival="annotations, blocks", options=SCATTER_ONE),
+    Row("7.5b", "64xH100", rival="flax linen, blocks"),
+    Row("7.5b", "64xH100", rival="flax nnx, blocks"),
+    Row("7.5b", "64xH100", rival="flax nnx, blocks", options=SCATTER_ONE),
+    Row("7.5b", "64xH100", rival="flax linen, nothing"),
+    Row("7.5b", "64xH100", rival="flax nnx, nothing"),
     Row("7.5b", "64xH100", remat="dots"),
-    Row("7.5b", "64xH100", remat="dots", rival="blocks", options=SCATTER_ONE),
+    Row("7.5b", "64xH100", remat="dots", rival="annotations, blocks", options=SCATTER_ONE),
     Row("7.5b", "64xH100", remat="none", rows=1),
-    Row("7.5b", "64xH100", remat="none"),
+    Row("7.5b", "64xH100", remat="none", rows=2),  # 4 do not fit
     *(Row("7.5b", gpus) for gpus in ("8xH100", "128xH100", "512xH100")),
     *(Row("7.5b", "64xH100", stage=stage) for stage in (1, 2)),
     *(Row("7.5b", "64xH100", stage=stage, master=True) for stage in (1, 2, 3)),
@@ -78,7 +84,9 @@ def measure(row):
         fixes = {_xla_options.COLLECTIVE_KERNELS: ""}
         known = lambda kv: _xla_options.is_known(*kv, mesh.devices.flat[0])
         options = dict(filter(known, [*fixes.items(), *row.options]))
-        program, plan = rivals.compiled(model, mesh, row.remat, row.rival, batch, options)
+        family, constrain = row.rival.split(", ")
+        made = rivals_flax if family.startswith("flax") else rivals
+        program = made.compiled(family, model, mesh, row.remat, constrain, batch, options)
     else:
         precision = MASTER if row.master else None
         stored = zerojax._place.stored_with(model.make_state, precision)
@@ -87,7 +95,7 @@ def measure(row):
         step = zerojax.train_step(loss)
         program = step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile()
     seconds = time.perf_counter() - started
-    report = zerojax.audit(program, plan=plan)
+    report = zerojax.audit(program, plan=None if row.rival else plan)
     gib = lambda count: round(count / 2**30, 3)
     all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
     slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
@@ -100,7 +108,7 @@ def measure(row):
         "wire_gib": gib(report.wire_bytes),
         "largest_all_reduce_bytes": round(max(all_reduces, default=0)),
         "synchronous_gathers_in_loops": sum(t.trips for t in slow),
-        "state_gib": gib(report.memory.state),
+        "state_gib": gib(report.memory.peak - report.memory.temporary),
         "temp_gib": gib(report.memory.temporary),
         "peak_gib": gib(report.memory.peak),
         "findings": [] if row.rival else report.findings(),

@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 
+CONSTRAINED = ("weights", "blocks", "nothing")
+
 
 def annotated_step(model, mesh, remat, constrain):
     """A jitted step, its abstract state and batch; `constrain` says what else is annotated.
@@ -46,7 +48,7 @@ def annotated_step(model, mesh, remat, constrain):
     return step, plan
 
 
-def compiled(model, mesh, remat, constrain, batch, options):
+def compiled(family, model, mesh, remat, constrain, batch, options):
     step, plan = annotated_step(model, mesh, remat, constrain)
     lowered = step.lower(plan.abstract(), zerojax.aot.batch(batch, plan))
-    return lowered.compile(compiler_options=options or None), plan
+    return lowered.compile(compiler_options=options or None)

@@ -26,7 +26,7 @@ import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--layers", type=int, default=4)
-parser.add_argument("--dim", type=int, default=128)
+parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
 parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,6 +35,15 @@ class Run:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
                 )
+
+    def reach(self, steps: int, timeout: float = 120) -> None:
+        """Waits until so many steps are done."""
+        started = time.monotonic()
+        while self.steps_done() < steps:
+            if self.processes[0].poll() is not None or time.monotonic() - started > timeout:
+                self.kill()
+                raise AssertionError(f"{self.steps_done()} steps, not {steps}:\n{self.text()}")
+            time.sleep(0.02)
 
     def wait(self, timeout: float) -> list[int]:
         """Exit codes; kills what has not ended in time and says so."""

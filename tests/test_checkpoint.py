@@ -1,5 +1,7 @@
 """Checkpoints: the same tree at every stage, strict borders, bytes accounted for."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -16,7 +18,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from flax import struct
+from flax import serialization, struct
 from flax.training import checkpoints as flax_checkpoints
 from flax.training.train_state import TrainState
 
@@ -345,14 +347,68 @@ def test_a_path_without_a_complete_checkpoint_says_so(tmp_path):
         zerojax.restore(tmp_path / "c", plan_of(3, 8))
 
 
+def test_a_directory_of_checkpoints_names_them(tmp_path):
+    with zerojax.Checkpoints(tmp_path / "loop", keep=None) as checkpoints:
+        for n in (5, 10, 100):
+            checkpoints.save(n, place())
+    message = r"is no checkpoint, but has some: 5, 10, 100. Give one of them: .*/loop/100"
+    with pytest.raises(ValueError, match=message):
+        zerojax.restore(tmp_path / "loop", plan_of(3, 8))
+
+
+def test_a_file_of_flax_says_how_to_open_it(tmp_path):
+    state, plan = make_state().replace(key=None), zerojax.plan(make_state().replace(key=None))
+    path = tmp_path / "state.msgpack"
+    path.write_bytes(serialization.to_bytes(state))
+    with pytest.raises(ValueError, match=r"is a file.*flax.serialization.from_bytes\(make_state"):
+        zerojax.restore(path, plan)
+    assert_equal_bits(plan.place(serialization.from_bytes(state, path.read_bytes())), state)
+
+
+def test_a_function_is_no_place_to_restore_to(tmp_path):
+    with pytest.raises(TypeError, match=r"says nothing of places. Pass zerojax.plan\(make_state"):
+        zerojax.restore(tmp_path, make_state)
+
+
+def test_what_is_no_array_is_refused_before_any_file_is_made(tmp_path):
+    for bad in ("adam", object(), np.array(["a"])):
+        with pytest.raises(TypeError, match=r"params/name is a \w+, not an array. Make it a sta"):
+            zerojax.save(tmp_path / "c", {"params": {"w": jnp.ones(2), "name": bad}})
+    with pytest.raises(ValueError, match=r"no leaves, so there is nothing to save"):
+        zerojax.save(tmp_path / "c", {})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    zerojax.save("~/c", place())
+    assert (tmp_path / "c" / "_METADATA").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"/file/c cannot be written \(.*Choose another directory"):
+        zerojax.save(tmp_path / "file" / "c", place())
+
+
 def test_a_second_writer_to_one_path_is_refused(tmp_path):
     target, lock = epath.Path(tmp_path / "c"), epath.Path(tmp_path / ".c.lock")
     with _files.only_writer(target, lock):
-        with pytest.raises(ValueError, match=r"another process is writing to .*/c. Give each"):
+        with pytest.raises(ValueError, match=r"something else is writing to .*/c. Give each"):
             zerojax.save(tmp_path / "c", place())
         assert not (tmp_path / "c").exists()
     zerojax.save(tmp_path / "c", place())
     assert not lock.exists()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(match=r"c.lock cannot be locked \(Function not.*nothing else writes"):
+        zerojax.save(tmp_path / "c", place())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's

@@ -5,12 +5,22 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zerojax
 from tests.reference import assert_equal_bits
-from tests.test_checkpoint import BATCH, DAMAGE, loss_fn, place, plan_of, words
+from tests.test_checkpoint import (
+    BATCH,
+    DAMAGE,
+    loss_fn,
+    make_state,
+    place,
+    plan_of,
+    trained,
+    words,
+)
 
 
 def run(directory, steps, every=2, state=None, stop_at=None, **options):
@@ -24,6 +34,10 @@ def run(directory, steps, every=2, state=None, stop_at=None, **options):
                 os.kill(os.getpid(), signal.SIGTERM)
             checkpoints.save(n + 1, state, data={"at": n + 1})
     return state
+
+
+def filled(n):
+    return {"params": {name: jnp.full((64, 64), n, jnp.float32) for name in "abcd"}}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -55,6 +69,28 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
             checkpoints.save(n, state, metrics={"loss": -loss})
         checkpoints.wait()
         assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
+
+
+@pytest.mark.parametrize("mode, losses", [("min", [3, 1, np.nan]), ("max", [-3, -1, np.nan]),
+                                          ("min", [np.nan, 1, 5])])  # fmt: skip
+def test_nan_never_takes_the_place_of_the_best(tmp_path, mode, losses):
+    state = filled(0)
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss", mode=mode) as checkpoints:
+        for n, loss in enumerate(losses, 1):
+            checkpoints.save(n, state, metrics={"loss": loss})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
+
+
+def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
+    state = filled(0)
+    with zerojax.Checkpoints(tmp_path, every=2, keep=1, best="loss") as checkpoints:
+        checkpoints.save(2, state, metrics={"loss": 1.0})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(zerojax.Preempted):
+            checkpoints.save(3, state)
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
 
 
 def test_sigterm_saves_before_exiting(tmp_path):
@@ -97,12 +133,43 @@ def test_a_saved_step_is_not_overwritten(tmp_path):
             checkpoints.save(1, place())
 
 
+def test_saving_after_the_end_is_an_error_at_once(tmp_path):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        pass
+    with pytest.raises(ValueError, match=r"step 1 cannot be saved: .*closed. Save inside of"):
+        checkpoints.save(1, filled(0))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, 2.0, "3"])
+def test_a_step_is_a_count(tmp_path, step):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"is not a count of steps. Pass an integer from 0"):
+            checkpoints.save(step, filled(0))
+        assert checkpoints.save(jnp.int32(2), filled(0)) is True  # JAX's, as in a state
+        checkpoints.save(np.int64(4), filled(0))
+        checkpoints.wait()
+        assert [type(n) for n in checkpoints.steps()] == [int, int]
+
+
 def test_with_nothing_saved_a_plan_says_what_to_do(tmp_path):
     with (
         zerojax.Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(ValueError, match=r"no complete checkpoint.*plan.place\(make_state\)"),
+        pytest.raises(ValueError, match=r"no complete checkpoint.*resume\(plan, make_state\)"),
     ):
         checkpoints.resume(plan_of(3, 8))
+
+
+def test_a_plan_resumes_without_a_second_state(tmp_path):
+    made = []
+    make = lambda: made.append(1) or make_state()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        state, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved == zerojax.Extras() and made == [1]
+        assert state.params["layer"]["w"].addressable_shards[0].data.shape == (2, 64)
+        checkpoints.save(1, trained(state))
+        checkpoints.wait()
+        again, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved.step == 1 and int(again.step) == 2 and made == [1]
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):
@@ -110,24 +177,33 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
         zerojax.Checkpoints(tmp_path, keep=0)
 
 
-def hold(directory, ready, release):
-    with zerojax.Checkpoints(directory):
-        ready.set()
-        release.wait(60)
+def write(directory, ready):
+    with zerojax.Checkpoints(directory, keep=None) as checkpoints:
+        for n in range(10_000):
+            checkpoints.save(n, filled(n))
+            if n == 1:
+                ready.set()
 
 
-def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
-    """In another process, and killed without a chance to clean up."""
+def test_while_one_process_writes_others_read_and_do_not_write(tmp_path):
+    """Until it is gone: killed, without a chance to clean up."""
     spawn = multiprocessing.get_context("spawn")
-    ready, release = spawn.Event(), spawn.Event()
-    writer = spawn.Process(target=hold, args=(str(tmp_path), ready, release))
+    ready = spawn.Event()
+    writer = spawn.Process(target=write, args=(str(tmp_path), ready))
     writer.start()
     try:
         assert ready.wait(60)
-        with pytest.raises(ValueError, match=r"another process is writing to .*path of its own"):
+        newest = set()
+        for _ in range(10):
+            newest.add(max(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()))
+            back = zerojax.restore(tmp_path / str(max(newest)), filled(0))
+            assert_equal_bits(back, filled(max(newest)))
+        assert len(newest) > 1 and writer.is_alive()  # it did write meanwhile
+        with pytest.raises(ValueError, match=r"something else is writing to .*path of its own"):
             zerojax.Checkpoints(tmp_path)
     finally:
         writer.kill()
         writer.join()
     with zerojax.Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.steps() == []
+        assert checkpoints.latest() >= max(newest)
+        assert_equal_bits(checkpoints.resume(filled(0))[0], filled(checkpoints.latest()))

@@ -65,8 +65,9 @@ def test_layers_are_gathered_and_reduced_inside_their_loops(remat):
     assert ("reduce-scatter", positions) in outside
 
 
-def test_stage_2_reduces_inside_the_backward_loop():
-    found, _ = traced(gpt(True), 2)
+@pytest.mark.parametrize("stage", [1, 2])  # stage 1 keeps whole gradients to sum microbatches only
+def test_gradients_are_reduced_inside_the_backward_loop(stage):
+    found, _ = traced(gpt(True), stage)
     outside = {c.elements for c in found if c.kind == "reduce-scatter" and c.depth == 0}
     inside = {c.elements for c in found if c.kind == "reduce-scatter" and c.depth == 1}
     assert outside == {64 * 32, 16 * 32}  # the table and the positions

@@ -272,6 +272,43 @@ def wider_before_the_scan(p, batch):
     return end(scan(dense, batch["x"], wide))
 
 
+def halves(p, batch):
+    encoder, decoder = (jax.tree.map(lambda a, at=at: a[at : at + 2], p["a"]) for at in (0, 2))
+    return end(scan(dense, scan(dense, batch["x"], encoder), decoder))
+
+
+def split_and_flipped(p, batch):
+    first, second = jax.tree.transpose(
+        jax.tree.structure(p["a"]), None, jax.tree.map(lambda a: jnp.split(a[::-1], 2), p["a"])
+    )
+    return end(scan(dense, scan(dense, batch["x"], first), second))
+
+
+def unstacked(p, batch):
+    x = batch["x"]
+    for w, b in zip(p["a"]["w"].astype(jnp.bfloat16), p["a"]["b"], strict=True):
+        x = dense(x, {"w": w.astype(jnp.float32), "b": b})
+    return end(x)
+
+
+def frozen_where_used_once(p, batch):
+    frozen = lax.stop_gradient({"a": p["a"], "shared": p["shared"]})
+    grouped = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), frozen["a"])
+    x = scan(lambda x, group: scan(dense, x, group), batch["x"], grouped)
+    return end(
+        scan(
+            dense,
+            x @ frozen["shared"],
+            jax.tree.map(lambda v: v, {"w": p["c"]["w"][:, :, :DIM], "b": p["c"]["v"][:, 0]}),
+        )
+    )  # cut dimensions: whole
+
+
+def frozen_inside(p, batch):
+    body = lambda x, layer: dense(x, {"w": lax.stop_gradient(layer["w"]), "b": layer["b"]})
+    return end(scan(body, batch["x"], p["a"]))
+
+
 def fully_unrolled(p, batch):
     return end(scan(jax.checkpoint(dense), batch["x"], p["a"], unroll=True))
 
@@ -285,7 +322,8 @@ PROGRAMS = {
         custom_derivative_inside, weight_normalisation, mixed_dtypes, frozen_layers,
         tied_everywhere, python_loop, recurrent, weights_in_the_carry, dropout_keys,
         mask_made_in_the_body, layers_that_do_not_all_shard, vmapped, psum_in_the_loss,
-        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled,
+        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled, halves,
+        split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
     )
 }  # fmt: skip
 PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}
@@ -297,6 +335,9 @@ def sharded_grad(loss, stage, **options):
     return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params
 
 
+NARROW = {"mixed_dtypes", "wider_before_the_scan", "unstacked"}  # bfloat16 somewhere
+
+
 @pytest.mark.parametrize(("stage", "prefetch"), [(2, 0), (3, 0), (3, 1)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_match_jax_grad(name, stage, prefetch):
@@ -304,7 +345,7 @@ def test_gradients_match_jax_grad(name, stage, prefetch):
     wanted_loss, wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
     grad, params = sharded_grad(loss, stage, prefetch=prefetch)
     value, grads = grad(params, BATCH)
-    tolerance = 2e-2 if name in ("mixed_dtypes", "wider_before_the_scan") else 1e-6
+    tolerance = 2e-2 if name in NARROW else 1e-6
     assert float(value) == pytest.approx(float(wanted_loss), rel=tolerance)
     assert_close(grads, wanted, tolerance)
 
@@ -312,8 +353,9 @@ def test_gradients_match_jax_grad(name, stage, prefetch):
 SEVERAL_GATHERS = {
     "frozen_layers",  # two loops over one stack
     "remat_around_the_scan",  # a third forward pass, which the user asked for
-    "groups_of_layers",  # the stack is reshaped first, so it is gathered whole
-    "groups_under_remat",
+    "groups_under_remat",  # a stack made of two is gathered whole
+    "frozen_where_used_once",  # what is frozen is not reduced
+    "frozen_inside",
     "two_encoders",  # two loops, each under a remat of its own
     "tied_everywhere",
 }
@@ -431,14 +473,43 @@ def test_bad_prefetch(value):
         zerojax.train_step(end, prefetch=value)
 
 
-@pytest.mark.parametrize("name", ["two_encoders", "wider_before_the_scan", "plain_scan"])
-def test_stacks_are_never_gathered_whole(name):
+@pytest.mark.parametrize(
+    ("name", "depths", "dtypes"),
+    [
+        ("two_encoders", {1}, {"float32"}),
+        ("wider_before_the_scan", {1}, {"bfloat16"}),
+        ("plain_scan", {1}, {"float32"}),
+        ("groups_of_layers", {2}, {"float32"}),
+        ("halves", {1}, {"float32"}),
+        ("split_and_flipped", {1}, {"float32"}),
+        ("python_loop", {0}, {"float32"}),
+        ("unstacked", {0}, {"bfloat16", "float32"}),
+    ],
+)
+def test_stacks_are_never_gathered_whole(name, depths, dtypes):
     grad, params = sharded_grad(PROGRAMS[name], 3)
     found = list(collectives(grad.trace(params, BATCH).jaxpr))
-    assert {c.depth for c in found if c.kind == "all-gather"} == {1}
-    narrow = name == "wider_before_the_scan"
-    dtypes = {c.dtype for c in found if c.kind != "all-reduce"}
-    assert dtypes == {"bfloat16" if narrow else "float32"}
+    assert {c.depth for c in found if c.kind == "all-gather"} == depths
+    assert max(c.elements for c in found if c.kind == "all-gather") == DIM * DIM
+    assert {c.dtype for c in found if c.kind != "all-reduce"} == dtypes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_is_frozen_is_gathered_by_layers_and_not_reduced(stage, prefetch):
+    grad, params = sharded_grad(frozen_where_used_once, stage, prefetch=prefetch)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    reduced = [c for c in found if c.kind == "reduce-scatter"]
+    assert sum(c.moved for c in reduced) == sum(x.size for x in jax.tree.leaves(PARAMS["c"]))
+    if stage == 3:
+        frozen = [c for c in found if c.kind == "all-gather" and c.depth == 2]
+        assert max(c.elements for c in frozen) == DIM * DIM
+        # What is frozen and not in a loop: once each way.
+        assert sum(c.elements == DIM * DIM for c in found if c.depth == 0) == 2
+
+    grad, params = sharded_grad(frozen_inside, stage, prefetch=prefetch)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    assert sum(c.moved for c in found if c.kind == "reduce-scatter") == PARAMS["a"]["b"].size
 
 
 def test_fully_unrolled_layers_are_gathered_again_in_backward():

@@ -219,4 +219,4 @@ def test_convnet_reaches_its_stated_accuracy():
 def test_lora_trains_its_own_base_and_reaches_its_stated_loss(tmp_path):
     said, _ = run("examples/finetune_lora.py", "--base", tmp_path / "base", timeout=3600)
     before, *_, after = losses(said.split("trains")[1])
-    assert after < before
+    assert before > 2.1 and after < 1.95

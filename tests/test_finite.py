@@ -24,6 +24,7 @@ BAD = {
 class State(TrainState):
     seen: Any = None
     dynamic_scale: Any = None
+    skipped: Any = None
 
 
 def make_state(**fields):
@@ -81,6 +82,24 @@ def test_mutable_fields_are_held_too():
     seen = float(state.seen)
     state, _ = step(state, BAD["nan on one device"])
     assert float(state.seen) == seen > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_field_of_the_state_counts_what_was_skipped(tmp_path, stage):
+    state = zerojax.shard_train_state(make_state(skipped=jnp.int32(0)), stage)
+    step = zerojax.train_step(loss_fn, skip_nonfinite=True)
+    for batch in (GOOD, BAD["overflow"], GOOD, BAD["nan on one device"]):
+        state, _ = jax.block_until_ready(step(state, batch))
+    assert int(state.skipped) == 2 and int(state.step) == 4
+    zerojax.save(tmp_path / "c", state)
+    state, _ = step(zerojax.restore(tmp_path / "c", state), BAD["overflow"])
+    assert int(state.skipped) == 3
+
+
+def test_a_field_of_that_name_that_is_no_count_is_left_alone():
+    state = zerojax.shard_train_state(make_state(skipped=jnp.ones(3)))
+    state, metrics = zerojax.train_step(loss_fn, skip_nonfinite=True)(state, BAD["overflow"])
+    assert int(metrics["skipped"]) == 1 and state.skipped.tolist() == [1, 1, 1]
 
 
 def test_skipping_still_gives_the_old_memory_away():

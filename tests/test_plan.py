@@ -50,6 +50,14 @@ def test_layer_dimension_of_a_stack_is_never_cut():
     assert "layers" in {leaf.path: leaf.reason for leaf in plan.leaves}["params/blocks/gain"]
 
 
+def test_of_loops_within_loops_neither_layer_dimension_is_cut():
+    stack = {"w": shape(4, 8, 16, 24), "b": shape(4, 8, 24)}
+    plan = params_plan({"groups": stack, "blocks": {"w": shape(6, 8, 24), "v": shape(6, 8, 16)}})
+    assert [leaf.dim for leaf in plan.params] == [1, 1, 2, 2]
+    only = params_plan({"groups": {"w": shape(4, 8, 15, 7), "b": shape(4, 8, 7)}})
+    assert [leaf.dim for leaf in only.params] == [1, 1]  # nothing else divides
+
+
 def test_plain_layer_is_not_mistaken_for_a_stack():
     square = {"kernel": shape(64, 64), "bias": shape(64)}
     assert specs(params_plan(square, min_shard_size=1)) == {

@@ -1,5 +1,6 @@
 """Real processes on this machine: the same numbers, and the same after they are killed."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests.processes import ROOT, Run, completed
+from zerojax._mesh import default_mesh
 
 STEPS = 8
 
@@ -32,13 +34,6 @@ def arguments(directory, **more):
     return [str(x) for pair in pairs for x in pair]
 
 
-def wait_until(condition, seconds=120):
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     "count, devices, stage",
     [(2, 2, 3), pytest.param(4, 1, 3, marks=pytest.mark.slow),
@@ -52,6 +47,7 @@ def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, d
     )
     assert run.said(r"zerojax: (.*)") == f"{count} processes, 4 devices"
     assert all("step" not in log.read_text() for log in run.logs[1:])  # process 0 alone speaks
+    assert all(f"digest {run.digest()}" in log.read_text() for log in run.logs)
     if stage == 3:
         assert run.digest() == one.digest()
     for file in weights.glob("*.safetensors"):
@@ -60,22 +56,21 @@ def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, d
             np.testing.assert_allclose(have[name], value, rtol=0 if stage == 3 else 2e-6, atol=1e-7)
 
 
-def test_what_two_processes_saved_one_goes_on_from(undisturbed, tmp_path):
-    completed(2, tmp_path, *arguments(tmp_path, steps=4))
-    again = [*arguments(tmp_path, devices=4), "--no-data"]
-    run = completed(1, tmp_path, *again)
-    assert run.said(r"^from (\d+)") == "4" and run.digest() == undisturbed[0].digest()
+def goes_on(count, directory):
+    """A run of so many processes, from what two with two devices each have saved."""
+    data = ["--no-data"] if count != 2 else []  # two data iterators are not one
+    return completed(count, directory, *arguments(directory, devices=4 // count), *data)
 
 
-@pytest.mark.parametrize("victims", [[1], [0, 1]])
-def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims):
+@pytest.mark.parametrize("victims, then", [([1], 2), ([0, 1], 1)])
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims, then):
     """kill -9: the others end within a bounded time, and the next run ends bit-equal."""
-    run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1))
-    wait_until(lambda: run.steps_done() >= 5)  # the write of step 2 is done, before step 4's began
+    run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1, heartbeat=5))
+    run.reach(5)  # the write of step 2 is done, before step 4's began
     for victim in victims:
         run.processes[victim].kill()
     assert all(run.wait(60))  # killed, or ended with an error
-    again = completed(2, tmp_path, *arguments(tmp_path))
+    again = goes_on(then, tmp_path)
     assert int(again.said(r"^from (\d+)")) in (2, 4, 6, 8)
     assert again.digest() == undisturbed[0].digest()
 
@@ -83,21 +78,21 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, 
 def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
     # JAX looks for the signal once a second: steps must be left when it has.
     run = Run(2, tmp_path, arguments(tmp_path, every=100, step_seconds=1))
-    wait_until(lambda: run.steps_done() >= 1)
+    run.reach(1)
     run.processes[1].send_signal(signal.SIGTERM)
     assert run.wait(60) == [128 + signal.SIGTERM] * 2, run.text()
-    again = completed(2, tmp_path, *arguments(tmp_path))
+    again = goes_on(1, tmp_path)
     assert int(again.said(r"^from (\d+)")) >= 1
     assert again.digest() == undisturbed[0].digest()
 
 
 def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
-    run = Run(2, tmp_path, arguments(tmp_path, hang_at=2, watchdog=8))
-    wait_until(lambda: run.steps_done() >= 2)
+    run = Run(2, tmp_path, arguments(tmp_path, hang_at=2, watchdog=4))
+    run.reach(2)
     started = time.monotonic()
     assert all(run.wait(30)) and time.monotonic() - started < 25
     assert any(
-        "was not alive for 8 s after step 2. It, or one" in log.read_text() for log in run.logs
+        "was not alive for 4 s after step 2. It, or one" in log.read_text() for log in run.logs
     )
     assert any(
         "time.sleep" in log.read_text() or "worker.py" in log.read_text() for log in run.logs
@@ -108,16 +103,23 @@ def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):
 
 
 def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
-    code = "import zerojax, time\nwith zerojax.Watchdog(2) as dog:\n  for n in range({n}):\n"
-    code += "    dog.alive(n); time.sleep({nap})\nprint('done')"
+    code = """
+import zerojax, time
+with zerojax.Watchdog(1) as dog:
+    for n in range(15):
+        dog.alive(n)
+        time.sleep(0.1)
+time.sleep(1.5)
+print("quiet while fed, and after its end")
+with zerojax.Watchdog(1) as dog:
+    dog.alive(7)
+    time.sleep(30)
+print("not ended")
+"""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for n, nap, done in ((30, 0.1, True), (1, 30, False)):
-        ran = subprocess.run(
-            [sys.executable, "-c", code.format(n=n, nap=nap)], env=env, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
-        assert (ran.returncode == 0) == done == ("done" in ran.stdout), ran.stderr
-        assert ("process 0 of 1 was not alive for 2 s after step 0" in ran.stderr) != done
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.stdout == "quiet while fed, and after its end\n" and ran.returncode, ran.stderr
+    assert "process 0 of 1 was not alive for 1 s after step 7" in ran.stderr
     with pytest.raises(ValueError, match=r"give a positive number of seconds"):
         zerojax.Watchdog(0)
 
@@ -126,13 +128,48 @@ def test_alone_initialize_leaves_one_process_and_says_so():
     code = "import zerojax; print(zerojax.initialize())"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert ran.stdout.split("\n")[:2] == ["zerojax: 1 processes, 8 devices", "1"], ran.stderr
+    assert ran.stdout.split("\n")[:2] == ["zerojax: 1 process, 8 devices", "1"], ran.stderr
+
+
+def test_torchrun_keeps_its_port_to_itself(monkeypatch):
+    """Its own store listens there; processes started by hand take the port that they are given."""
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: joined.append(given))
+    for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "9",
+                        "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    zerojax.initialize()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    zerojax.initialize()
+    assert [given.pop("coordinator_address") for given in joined] == ["a:29500", "a:29501"]
+    assert joined[0] == joined[1] == {
+        "num_processes": 16, "process_id": 9, "local_device_ids": [1],
+        "heartbeat_timeout_seconds": 100,
+    }  # fmt: skip
 
 
 def test_half_an_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=2 is set and MASTER_ADDR is not. Set"):
         zerojax.initialize()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a mesh asks of a device. Where there are several hosts, JAX gives each a slice."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    platform = "gpu"
+    device_kind = "NVIDIA H100"
+
+
+def test_the_mesh_goes_along_the_links_of_a_host_first(monkeypatch):
+    """Devices of two hosts in turn; `jax.make_mesh` refuses more than one slice."""
+    gpus = [Gpu(n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert [gpu.id for gpu in default_mesh().devices] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():

@@ -1,6 +1,7 @@
 """Parameters out to safetensors and back, checked against the safetensors package itself."""
 
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 import safetensors
 import safetensors.flax
 import safetensors.numpy
+from etils import epath
 
 import zerojax
 from tests.reference import assert_equal_bits
 from tests.test_checkpoint import make_state, place, plan_of
+from zerojax import _files
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -83,6 +86,49 @@ def test_differences_are_errors_that_say_what_to_do(tmp_path):
         zerojax.export_safetensors(tmp_path / "k", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"there is no model.safetensors.index.json"):
         zerojax.import_safetensors(tmp_path / "none", {"a": jnp.ones(4)})
+
+
+def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
+    tensors = {"a": np.arange(3) / 7, "b": np.array([2**40]), "c": 3}
+    zerojax.export_safetensors(tmp_path / "w", tensors)
+    found = safetensors.numpy.load_file(tmp_path / "w" / "model-00001-of-00001.safetensors")
+    assert {k: v.dtype.name for k, v in found.items()} == {
+        "a": "float64",
+        "b": "int64",
+        "c": "int64",
+    }
+    assert found["a"].tolist() == tensors["a"].tolist() and found["b"] == 2**40 and found["c"] == 3
+
+
+def test_an_export_that_was_ended_leaves_nothing_behind(tmp_path):
+    (tmp_path / "w.unfinished").mkdir()
+    (tmp_path / "w.unfinished" / "model-00009-of-00009.safetensors").write_text("old")
+    zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
+    assert [p.name for p in tmp_path.iterdir()] == ["w"]
+    assert len(list((tmp_path / "w").iterdir())) == 2
+
+
+def test_a_second_export_to_one_path_is_refused(tmp_path):
+    target, lock = epath.Path(tmp_path / "w"), epath.Path(tmp_path / ".w.lock")
+    with (
+        _files.only_writer(target, lock),
+        pytest.raises(ValueError, match=r"something else is writing to .*/w. Give each"),
+    ):
+        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(
+            OSError, match=r"large; .*/model-00001-of-00001.safetensors is not compl"
+        ):
+            zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "w").exists()
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -6,9 +6,9 @@ Prints `step N` after each step, and in the end `digest HEX` of the whole state 
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
-import sys
 import time
 
 import jax
@@ -38,7 +38,6 @@ def main() -> None:
     from flax.training.train_state import TrainState
 
     import zerojax
-    from zerojax import _safetensors
 
     zerojax.initialize(heartbeat_timeout_seconds=args.heartbeat)
 
@@ -62,16 +61,14 @@ def main() -> None:
 
     plan = zerojax.plan(make_state, stage=args.stage)
     step = zerojax.train_step(loss_fn)
+    watchdog = zerojax.Watchdog(args.watchdog)
     with (
-        zerojax.Watchdog(args.watchdog) as watchdog,
+        contextlib.ExitStack() as watched,
         zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
     ):
-        saved = zerojax.Extras()
-        if checkpoints.latest() is None:
-            state = plan.place(make_state)
-        else:
-            state, saved = checkpoints.resume(plan, data=not args.no_data)
-            assert args.no_data or saved.data == ("rows", jax.process_index(), saved.step)
+        state, saved = checkpoints.resume(plan, make_state, data=not args.no_data)
+        if saved.step and not args.no_data:
+            assert saved.data == ("rows", jax.process_index(), saved.step)
         zerojax.log(f"from {saved.step or 0}")
         for n in range(saved.step or 0, args.steps):
             if n == args.hang_at and jax.process_index() == 1:
@@ -79,14 +76,16 @@ def main() -> None:
             rng = jax.random.fold_in(jax.random.key(1), n)
             state, metrics = jax.block_until_ready(step(state, batch(n), rng))
             time.sleep(args.step_seconds)
+            if n == (saved.step or 0):  # compiled: steps are short from here on
+                watched.enter_context(watchdog)
             watchdog.alive(n + 1)
             zerojax.log(f"step {n + 1} loss {float(metrics['loss']):.9g}")
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
     if args.export:
         zerojax.export_safetensors(args.export, state)
-    whole = [_safetensors._whole(leaf) for leaf in jax.tree.leaves(state)]
-    zerojax.log("digest", hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest())
-    sys.stdout.flush()
+    whole = jax.tree.leaves(zerojax.gather_params({"state": state}))
+    digest = hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
+    print("digest", digest, flush=True)  # of every process: each has gathered all of it
     if os.environ.get("WORLD_SIZE"):
         jax.distributed.shutdown()
 

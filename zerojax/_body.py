@@ -101,7 +101,7 @@ class Body:
         """The full weights, from the inputs that are weights."""
         by_var = self._by_var(weights)
         gathers = self.split.gathers.values()
-        return [obtain(by_var[shard.root], shard.cut, self.how.wire) for shard in gathers]
+        return [obtain(s.of(by_var[s.root]), s.cut, self.how.wire) for s in gathers]
 
     def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
         """The frontier: gathered weights, and what comes from weights alone."""
@@ -227,8 +227,8 @@ class Body:
         for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
             if grad is not None:
                 *whole, last = totals[shard.root]
-                dtype = held[shard.root][-1].dtype
-                mine = dispose(grad, dtype, shard.cut, self.how.wire)
+                mine, to_root = jax.vjp(lambda x, s=shard: s.of((x,)), held[shard.root][-1])
+                (mine,) = to_root((dispose(grad, mine[0].dtype, shard.cut, self.how.wire),))
                 totals[shard.root] = (*whole, add(last, mine))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
@@ -239,7 +239,8 @@ class Body:
     def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
         """For which gathered weights a gradient is wanted: frozen ones have none."""
         by_var = self._by_var(self.weights_of(wanted))
-        return [by_var[shard.root] for shard in self.split.gathers.values()]
+        gathers = self.split.gathers.values()
+        return [by_var[s.root] and not s.is_frozen for s in gathers]
 
     def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
         """What of the frontier comes from weights that a gradient is wanted for."""

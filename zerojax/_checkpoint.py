@@ -24,7 +24,14 @@ METADATA = "_METADATA"  # Orbax's file of the tree, and of what travels beside i
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-    """Orbax's, noting checksums just before a checkpoint counts as complete."""
+    """Orbax's, noting checksums just before a checkpoint counts as complete.
+
+    It does not compress: floats of a trained state give back 8%, for twice the processor time,
+    which a write behind the steps takes from them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(use_compression=False, **options)
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
@@ -75,6 +82,7 @@ def save(
         100
     """
     target = absolute(path)
+    check_leaves(state)
     custom = _extras.pack(step, rng, data, metadata)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
         refusal = None
@@ -120,6 +128,11 @@ def restore(
         >>> print(state.opt_state[0].mu["w"].addressable_shards[0].data.shape)
         (32, 16)
     """
+    if _state.is_state_function(like):
+        raise TypeError(
+            "like= is a function, which says nothing of places. Pass "
+            "zerojax.plan(make_state, stage=3), or a state."
+        )
     directory = find_state(path)
     _files.check_files(directory)
     if isinstance(like, Plan):
@@ -155,6 +168,19 @@ def _one_replica(leaf: Any) -> Any:
     return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
+def check_leaves(state: Any) -> None:
+    """Raises for what is no array, before any file is made."""
+    leaves = _state.named_leaves(state)
+    if not leaves:
+        raise ValueError("the state has no leaves, so there is nothing to save.")
+    for leaf in leaves:
+        if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
+            raise TypeError(
+                f"{leaf.name} is a {type(leaf.value).__name__}, not an array. Make it a static "
+                "field, or give it to save as metadata=."
+            )
+
+
 def save_args(state: Any, custom: dict[str, Any]) -> Any:
     """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks."""
 
@@ -168,21 +194,45 @@ def save_args(state: Any, custom: dict[str, Any]) -> Any:
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
-    return epath.Path(path if "://" in str(path) else os.path.abspath(path))
+    return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 
 def find_state(path: str | os.PathLike) -> epath.Path:
-    """The directory of the tree: `path` itself, or the only item that a manager put in it."""
+    """The directory of the tree: `path` itself, or the item that a manager put in it."""
     given = absolute(path)
+    found = _tree_in(given)
+    if found is None:
+        raise ValueError(_nothing_at(given))
+    return found
+
+
+def _tree_in(given: epath.Path) -> epath.Path | None:
     for directory in (given, given / ITEM, given / "state"):
         if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
             return directory
+    return None
+
+
+def _nothing_at(given: epath.Path) -> str:
+    if given.exists() and not given.is_dir():
+        return (
+            f"{given} is a file, and checkpoints are directories. One that flax.serialization "
+            "wrote opens with plan.place(flax.serialization.from_bytes(make_state(), "
+            "open(path, 'rb').read()))."
+        )
+    below = [entry for entry in given.iterdir() if _tree_in(entry)] if given.exists() else []
+    if below:
+        names = sorted((entry.name for entry in below), key=lambda name: (len(name), name))
+        return (
+            f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
+            f"{given / names[-1]}"
+        )
     busy = list(given.parent.glob(f"{given.name}.orbax-checkpoint-tmp*")) if given.name else []
     note = f" {busy[0]} is one that was not finished." if busy else ""
     what = "no complete checkpoint" if given.exists() else "nothing"
-    raise ValueError(
+    return (
         f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
-        "or zerojax.Checkpoints(...).latest()'s."
+        "or a step's in that of zerojax.Checkpoints."
     )
 
 

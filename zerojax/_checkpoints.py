@@ -1,10 +1,11 @@
 """Checkpoints of a training loop: when to save, what to keep, where to go on."""
 
 import contextlib
+import math
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ class Checkpoints:
         directory: holds a directory for each saved step; `zerojax.restore` and Orbax open them.
         every: `save` does something at multiples of this many steps.
         keep: how many of the newest to keep; None keeps all.
-        best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well,
+        best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well
+            (NaN is worst),
         mode: where best is the "min" or the "max".
         background: write while the loop goes on, from a copy in host memory that `save` makes.
 
@@ -73,7 +75,7 @@ class Checkpoints:
                 "positive (keep=None keeps all), mode is 'min' or 'max'."
             )
         self.directory = _checkpoint.absolute(directory)
-        self._every, self._best = every, best
+        self._every, self._best, self._closed = every, best, False
         self._signalled = threading.Event()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -84,7 +86,7 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     cleanup_tmp_directories=True,
                     enable_async_checkpointing=background,
-                    best_fn=None if best is None else (lambda metrics: metrics[best]),
+                    best_fn=None if best is None else _rank(best, mode),
                     best_mode=mode,
                     preservation_policy=_preservation(keep, best, mode),
                 ),
@@ -101,6 +103,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the last write and lets another writer in."""
+        self._closed = True
         self._stack.close()
 
     def wait(self) -> None:
@@ -128,23 +131,31 @@ class Checkpoints:
         return os.fspath(self.directory / str(step))
 
     def resume(
-        self, like: Any, *, step: int | None = None, data: bool = True, **options: Any
+        self,
+        like: Any,
+        make_state: Callable[[], Any] | None = None,
+        *,
+        step: int | None = None,
+        data: bool = True,
+        **options: Any,
     ) -> tuple[Any, Extras]:
         """The state and extras of the newest complete checkpoint, or of `step`.
 
         `like` and `options` are as in `zerojax.restore`, `data` as in `zerojax.read_extras`.
-        Where nothing was saved yet, a state is given back as it is; a plan has none to give, so
-        check `latest()` first.
+        Where nothing was saved yet, a state is given back as it is, and for a plan `make_state`
+        makes one: `resume(plan, make_state)` never holds two states at once.
         """
         step = self.latest() if step is None else step
         if step is not None:
             path = self.path(step)
             state = _checkpoint.restore(path, like, **options)
             return state, _checkpoint.read_extras(path, data=data)
+        if isinstance(like, Plan) and make_state is not None:
+            return like.place(make_state), Extras()
         if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "
-                "from. Place one where latest() is None: plan.place(make_state)."
+                "from. Pass what makes one too: resume(plan, make_state)."
             )
         return like, Extras()
 
@@ -164,12 +175,20 @@ class Checkpoints:
         Returns as soon as the step may donate `state`. `rng`, `data` and `metadata` are as in
         `zerojax.save`. Call it after each step; it says whether it saved.
         """
+        step = _extras.whole_number(step)
+        if self._closed:
+            raise ValueError(
+                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
+                "Save inside of their with block."
+            )
         preempted = self._preempted(step)
         due = force or preempted or step % self._every == 0
         if due and step not in self._manager.all_steps():
+            _checkpoint.check_leaves(state)
+            ranked = None if preempted and not metrics else self._ranked(metrics)
             custom = _extras.pack(step, rng, data, metadata)
             args = _checkpoint.save_args(state, custom)
-            self._manager.save(step, args=args, metrics=self._ranked(metrics), force=True)
+            self._manager.save(step, args=args, metrics=ranked, force=True)
         elif due and not preempted:
             raise ValueError(
                 f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
@@ -202,10 +221,20 @@ def _preservation(keep: int | None, best: str | None, mode: str) -> Any:
     if best is None:
         return newest
     ranked = policies.BestN(
-        get_metric_fn=lambda metrics: metrics[best], reverse=mode == "min", n=1,
+        get_metric_fn=_rank(best, mode), reverse=mode == "min", n=1,
         keep_checkpoints_without_metrics=False,
     )  # fmt: skip
     return policies.AnyPreservationPolicy([newest, ranked])
+
+
+def _rank(best: str, mode: str) -> Callable[[Any], float]:
+    """The metric; in place of NaN, which compares with nothing, the worst there is."""
+    worst = math.inf if mode == "min" else -math.inf
+
+    def rank(metrics: Any) -> float:
+        return worst if math.isnan(metrics[best]) else metrics[best]
+
+    return rank
 
 
 @contextlib.contextmanager

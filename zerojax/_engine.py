@@ -92,4 +92,6 @@ def checkpoint_like(step: Remat | Scope) -> Callable[[Callable], Callable]:
 
 
 def operand_values(operands: Sequence[Shard | Atom], env: Env) -> list[Any]:
-    return [env[v.root] if isinstance(v, Shard) else read_arrays(env, [v])[0] for v in operands]
+    return [
+        v.of(env[v.root]) if isinstance(v, Shard) else read_arrays(env, [v])[0] for v in operands
+    ]

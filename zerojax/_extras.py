@@ -6,6 +6,7 @@ It is stored as JSON: a checkpoint is data, and reading one never runs code from
 import base64
 import dataclasses
 import json
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def pack(step: int | None, rng: Any, data: Any, metadata: Any) -> dict[str, Any]
     data = data.get_state() if hasattr(data, "get_state") else data
     return {
         KEY: {
-            "step": None if step is None else int(step),
+            "step": None if step is None else whole_number(step),
             "rng": encode(rng, "rng"),
             "data": [json.loads(text) for text in _gathered(json.dumps(encode(data, "data")))],
             "metadata": encode(metadata, "metadata"),
@@ -53,6 +54,17 @@ def unpack(custom_metadata: Any, path: Any) -> Extras:
         )
     data = parts[jax.process_index()] if len(parts) == jax.process_count() else None
     return Extras(found["step"], decode(found["rng"]), data, decode(found["metadata"]))
+
+
+def whole_number(step: Any) -> int:
+    """The step as an int: also from numpy and JAX, as `state.step` is."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step={step!r} is not a count of steps. Pass an integer from 0.")
+    return number
 
 
 def encode(value: Any, where: str) -> Any:

@@ -1,8 +1,10 @@
 """Files of a checkpoint: one writer at a time, and every byte accounted for on the way back."""
 
 import contextlib
+import errno
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from jax.experimental import multihost_utils
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some mounts of Lustre and NFS
 
 
 def write_checksums(directory: epath.Path) -> None:
@@ -36,6 +39,8 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
             wrong = next((damage for damage in found if damage), None)
         except (ValueError, KeyError, AttributeError, TypeError):
             wrong = f"{listing} is not the list of checksums it was"
+        except OSError as error:
+            wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
     raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
 
 
@@ -58,13 +63,13 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
     """
     held, error = None, None
     if jax.process_index() == 0 and "://" not in str(lock):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        held = _lock(os.fspath(lock))
-        if held is None:
-            error = ValueError(
-                f"another process is writing to {path}. Give each writer a path of its own, or "
-                "wait for it to finish."
-            )
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held = _lock(os.fspath(lock))
+        except OSError as reason:
+            error = ValueError(f"{path} cannot be written ({reason}). Choose another directory.")
+        else:
+            error = _busy(path) if held is None else None
     raise_together(error)
     try:
         yield
@@ -72,6 +77,13 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
         if held is not None:
             os.unlink(lock)
             os.close(held)
+
+
+def _busy(path: epath.Path) -> ValueError:
+    return ValueError(
+        f"something else is writing to {path}. Give each writer a path of its own, or wait for "
+        "the other to finish (in a notebook, close() the Checkpoints of an earlier cell)."
+    )
 
 
 def _lock(name: str) -> int | None:
@@ -84,6 +96,15 @@ def _lock(name: str) -> int | None:
         except BlockingIOError:
             os.close(held)
             return None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{name} cannot be locked ({error.strerror}): make sure that nothing else writes "
+                "there.",
+                stacklevel=2,
+            )
+            return held
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(held).st_ino == os.stat(name).st_ino:
                 return held

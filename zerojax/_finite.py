@@ -51,6 +51,15 @@ def next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
     return told(jnp.float32(1)).dynamic_scale
 
 
+def counted(state: Any, skipped: jax.Array) -> Any:
+    """Adds to the state's count of steps left out: a field `skipped`, where it has one."""
+    name = "skipped"
+    total = state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+    if total is None or jnp.ndim(total) or not jnp.issubdtype(total.dtype, jnp.integer):
+        return state
+    return _state.replace(state, skipped=total + skipped)
+
+
 def held(finite: jax.Array, new: Any, old: Any, mutable: Sequence[str]) -> Any:
     """`new` where the step is finite, and else `old`: parameters, optimizer state, `mutable`.
 

@@ -36,7 +36,7 @@ def value_and_grad(
         has_aux: as in JAX. Aux leaves are averaged; those with a row for each example are
             put together along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
-            reduce gradients once, stages 2 and 3 keep only shards of their sum.
+            sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in

@@ -2,16 +2,31 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 DEFAULT_AXIS = "data"
 
 
 def default_mesh() -> Mesh:
-    """One axis, `data`, over all devices, neighbours on it joined by the fastest links."""
-    return jax.make_mesh((jax.device_count(),), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
+    """One axis, `data`, over all devices, neighbours on it joined by the fastest links.
+
+    Those join the devices of a slice: to JAX a host of GPUs (or what NVLink joins across hosts),
+    or a slice of TPUs. Its own `make_mesh` refuses more than one.
+    """
+    slices: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    rings = [_ring(slices[index]).devices for index in sorted(slices)]
+    return Mesh(np.concatenate(rings), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _ring(devices: Sequence[Any]) -> Mesh:
+    names, types = (DEFAULT_AXIS,), (AxisType.Auto,)
+    return jax.make_mesh((len(devices),), names, axis_types=types, devices=devices)
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:

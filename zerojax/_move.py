@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
 
@@ -36,6 +37,23 @@ def copied(value: jax.Array, sharding: Sharding) -> jax.Array:
 @functools.cache
 def _copy_to(sharding: Sharding) -> Any:
     return jax.jit(jnp.copy, out_shardings=sharding)
+
+
+def whole(value: Any) -> np.ndarray:
+    """`value` in host memory of its own, from the shards of all devices.
+
+    In several processes every one calls this, and every one gets it. JAX's own conversion would
+    keep the host's copy for as long as the array.
+    """
+    if not isinstance(value, jax.Array):
+        return np.array(value)
+    if not value.is_fully_addressable:
+        return np.array(multihost_utils.process_allgather(value, tiled=True))
+    host = np.empty(value.shape, value.dtype)
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            host[shard.index] = np.asarray(shard.data)
+    return host
 
 
 def is_key(value: Any) -> bool:

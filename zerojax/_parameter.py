@@ -26,8 +26,12 @@ class Parameter:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loss sees shards, to gather and to send gradients through."""
-        return self.plan.sharded["grads"] and self.leaf.dim is not None
+        """Whether the loss sees shards, to gather and to send gradients through.
+
+        At stage 1 whole gradients are needed for one thing only: to sum microbatches.
+        """
+        sums_whole = self.accumulates and not self.plan.sharded["grads"]
+        return self.plan.sharded[OPT_STATE] and not sums_whole and self.leaf.dim is not None
 
     @property
     def is_varied(self) -> bool:

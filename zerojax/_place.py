@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _planner, _spec, _state
+from zerojax import _move, _planner, _spec, _state
 from zerojax._precision import (
     MasterState,
     Precision,
@@ -62,7 +61,8 @@ def shard_train_state(
 def gather_params(state: Any) -> Any:
     """The parameters as numpy arrays on the host, moved there one leaf at a time.
 
-    Takes a state, or any tree of arrays.
+    Takes a state, or any tree of arrays. In several processes every one calls it, and every one
+    gets all of them; a model too large for that goes to files with `zerojax.export_safetensors`.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -72,14 +72,7 @@ def gather_params(state: Any) -> Any:
     """
 
     def to_host(leaf: Any) -> Any:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return leaf
-        if not leaf.is_fully_addressable:
-            raise ValueError(
-                "gather_params needs all shards in this process. Save with zerojax.save or "
-                "zerojax.export_safetensors instead, which work in several processes."
-            )
-        return np.asarray(leaf)
+        return leaf if _move.is_key(leaf) else _move.whole(leaf)
 
     return jax.tree.map(to_host, _state.get_params(state, default=state))
 

@@ -109,15 +109,15 @@ def _shard_specs(
     params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
     for pattern, _ in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
-    stacks = _state.stacked_paths(_state.get_params(state), stacked)
+    stacks = _state.layer_dims(_state.get_params(state), stacked)
     cuts = {}
     for leaf, base in params:
-        is_stack = leaf.path[1:] in stacks
+        layers = stacks.get(leaf.path[1:], 0)
         if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
-            cuts[leaf.path] = (base, "a PRNG key", is_stack)
+            cuts[leaf.path] = (base, "a PRNG key", layers > 0)
             continue
         shape = _state.shape_dtype(leaf.value).shape
-        cuts[leaf.path] = (*rule(leaf.name, shape, base, is_stack), is_stack)
+        cuts[leaf.path] = (*rule(leaf.name, shape, base, layers), layers > 0)
     pairs = [(leaf, cuts[leaf.path][0]) for leaf, _ in params]
     opt_state = _state.get_opt_state(state)
     typed = None

@@ -25,7 +25,8 @@ def initialize(
 
     Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and the
     variables `MASTER_ADDR`, `MASTER_PORT` (a free one of process 0's host), `WORLD_SIZE` and
-    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`.
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. So it
+    can be started by hand and by `torchrun --no-python`, whose next port it takes.
     Where there is none of these it leaves one process with all its devices, and says so.
 
     Arguments:
@@ -53,8 +54,9 @@ def initialize(
     except ValueError as error:
         if explicit or "coordinator_address" not in str(error):
             raise
-    log(f"zerojax: {jax.process_count()} processes, {jax.device_count()} devices")
-    return jax.process_count()
+    count = jax.process_count()
+    log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
+    return count
 
 
 def log(*values: Any) -> None:
@@ -127,8 +129,10 @@ def _from_environment(env: Any) -> dict[str, Any]:
             "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
         )
     shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
+    # torchrun says so where its own store listens on the port
+    port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     return {
-        "coordinator_address": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
+        "coordinator_address": f"{env['MASTER_ADDR']}:{port}",
         "num_processes": int(env["WORLD_SIZE"]),
         "process_id": int(env["RANK"]),
         "local_device_ids": [int(env["LOCAL_RANK"])] if shared else None,

@@ -152,7 +152,7 @@ class Program:
         jaxpr = self.traced.jaxpr
         if self.hoisted is not None:
             jaxpr, inputs = self.hoisted.loss, [*inputs, *self.hoisted.constants, *counts]
-        if self.plan.sharded["grads"]:
+        if any(p.is_held for p in self.params):
             kinds = [p.kind() for p in self.params]
             kinds += [None] * (len(inputs) - len(kinds))
             regather = self.options.regather and self.options.differentiate

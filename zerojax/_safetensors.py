@@ -7,15 +7,15 @@ write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from zerojax import _files, _matching, _state
+from zerojax import _checkpoint, _files, _matching, _move, _state
 from zerojax._matching import Saved
 from zerojax._plan import Plan
 from zerojax._state import Leaf
@@ -53,22 +53,17 @@ def export_safetensors(
     """
     leaves = _state.named_leaves(_state.get_params(params, default=params))
     first = jax.process_index() == 0
-    target, unfinished = os.fspath(path), f"{os.fspath(path)}.unfinished"
-    _files.raise_together(_refusal(target, leaves, first))
-    files = list(_files_of(leaves, max_file_bytes))
-    weight_map = {}
-    if first:
-        os.makedirs(unfinished, exist_ok=True)
-    for number, group in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {_dotted(leaf): name for leaf in group}
-        _write_file(os.path.join(unfinished, name), group, first)
-    if first:
-        total = sum(_matching.nbytes(leaf.value) for leaf in leaves)
-        with open(os.path.join(unfinished, INDEX), "w") as index:
-            json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index)
-        os.rename(unfinished, target)
-    _files.raise_together(None)  # nobody goes on before it is there
+    target = _checkpoint.absolute(path)
+    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
+        _files.raise_together(_refusal(os.fspath(target), leaves, first))
+        unfinished = f"{os.fspath(target)}.unfinished"
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was ended
+            os.makedirs(unfinished)
+        _write_all(unfinished, leaves, max_file_bytes, first)
+        if first:
+            os.rename(unfinished, target)
+        _files.raise_together(None)  # nobody goes on before it is there
 
 
 def import_safetensors(
@@ -94,7 +89,7 @@ def import_safetensors(
     leaves = _state.named_leaves(like)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors: dict[str, np.ndarray] = {}
-    for file in _stored_files(os.fspath(path)):
+    for file in _stored_files(os.path.expanduser(path)):
         tensors |= {slashed.get(name, name): value for name, value in _read_file(file)}
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
@@ -108,10 +103,10 @@ def _refusal(target: str, leaves: list[Leaf], first: bool) -> Exception | None:
         return ValueError(f"{target} exists, and nothing is overwritten. Export to a new path.")
     named: dict[str, str] = {}
     for leaf in leaves:
-        if str(getattr(leaf.value, "dtype", None)) not in DTYPES.values():
+        if str(_dtype(leaf)) not in DTYPES.values():
             return TypeError(
-                f"{leaf.name} is {_state.shape_dtype(leaf.value).dtype}, which safetensors does "
-                "not know. Cast it or leave it out."
+                f"{leaf.name} is {_dtype(leaf)}, which safetensors does not know. Cast it or "
+                "leave it out."
             )
         other = named.setdefault(_dotted(leaf), leaf.name)
         if other != leaf.name:
@@ -123,11 +118,21 @@ def _dotted(leaf: Leaf) -> str:
     return leaf.name.replace("/", ".")
 
 
+def _dtype(leaf: Leaf) -> Any:
+    """As stored: of numpy arrays their own, be it one that JAX would narrow."""
+    given = getattr(leaf.value, "dtype", None)
+    return np.asarray(leaf.value).dtype if given is None else given
+
+
+def _nbytes(leaf: Leaf) -> int:
+    return math.prod(np.shape(leaf.value)) * _dtype(leaf).itemsize
+
+
 def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
     group: list[Leaf] = []
     held = 0
     for leaf in leaves:
-        size = _matching.nbytes(leaf.value)
+        size = _nbytes(leaf)
         if group and held + size > most:
             yield group
             group, held = [], 0
@@ -137,15 +142,32 @@ def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
         yield group
 
 
+def _write_all(directory: str, leaves: list[Leaf], most: int, first: bool) -> None:
+    files = list(_files_of(leaves, most))
+    weight_map = {}
+    for number, group in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {_dotted(leaf): name for leaf in group}
+        file = os.path.join(directory, name)
+        try:
+            _write_file(file, group, first)
+        except OSError as error:  # a full disk, say; Python does not name the file
+            raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
+    if first:
+        index = {"metadata": {"total_size": sum(map(_nbytes, leaves))}, "weight_map": weight_map}
+        with open(os.path.join(directory, INDEX), "w") as file:
+            json.dump(index, file)
+
+
 def _write_file(name: str, group: list[Leaf], first: bool) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     end = 0
     for leaf in group:
-        start, end = end, end + _matching.nbytes(leaf.value)
+        start, end = end, end + _nbytes(leaf)
         header[_dotted(leaf)] = {
-            "dtype": kinds[str(leaf.value.dtype)],
-            "shape": list(leaf.value.shape),
+            "dtype": kinds[str(_dtype(leaf))],
+            "shape": list(np.shape(leaf.value)),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
@@ -153,24 +175,9 @@ def _write_file(name: str, group: list[Leaf], first: bool) -> None:
     with open(name if first else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for leaf in group:
-            whole = _whole(leaf.value)
+            whole = _move.whole(leaf.value)
             if first:
                 file.write(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
-
-
-def _whole(value: Any) -> np.ndarray:
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-    # A copy of one's own: JAX would keep the host's copy of every leaf for as long as the leaf.
-    return np.array(value) if not isinstance(value, jax.Array) else _gathered(value)
-
-
-def _gathered(value: jax.Array) -> np.ndarray:
-    whole = np.empty(value.shape, value.dtype)
-    for shard in value.addressable_shards:
-        if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
-    return whole
 
 
 def _stored_files(path: str) -> list[str]:

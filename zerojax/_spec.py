@@ -25,12 +25,13 @@ class Rule:
     min_shard_size: int = DEFAULT_MIN_SHARD_SIZE
 
     def __call__(
-        self, path: str, shape: Sequence[int], base: PartitionSpec, stacked: bool
+        self, path: str, shape: Sequence[int], base: PartitionSpec, layers: int
     ) -> tuple[PartitionSpec, str | None]:
         """The spec of a leaf, and the reason where it stays replicated.
 
-        `base` holds axes that the user gave the leaf already; they are kept. A stacked leaf is
-        never sharded along its layers, because XLA would gather the whole stack for one of them.
+        `base` holds axes that the user gave the leaf already; they are kept. The first of
+        `layers` dimensions that count layers is never cut, the second only where nothing else
+        can be: the whole stack would be gathered for one layer.
         """
         for pattern, spec in self.overrides:
             if re.search(pattern, path):
@@ -41,11 +42,12 @@ class Rule:
         if np.prod(shape) < self.min_shard_size:
             return base, f"smaller than min_shard_size={self.min_shard_size}"
         taken = tuple(base) + (None,) * (len(shape) - len(base))
-        free = [d for d in range(int(stacked), len(shape)) if taken[d] is None]
+        dims = [*range(layers, len(shape)), *range(1, layers)]
+        free = [d for d in dims if taken[d] is None]
         for dim in free:
             if shape[dim] and shape[dim] % self.size == 0:
                 return _with_axes(taken, dim, self.axes), None
-        return base, _indivisible(shape, free, self.size, stacked)
+        return base, _indivisible(shape, free, self.size, layers > 0)
 
     def check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
         if len(spec) > len(shape):

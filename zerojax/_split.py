@@ -31,6 +31,7 @@ from zerojax._steps import (
     reads_of,
     unique,
 )
+from zerojax._views import views
 
 
 def split(
@@ -54,7 +55,7 @@ def split(
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
     rest: list[Step] = []
     eqns = splitter.inline(jaxpr.eqns)
-    splitter.count_uses(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
+    splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
     for eqn in eqns:
         splitter.visit(eqn, rest)
     outvars = [splitter.whole(splitter.inliner.named(v)) for v in jaxpr.outvars]
@@ -80,7 +81,8 @@ class _Splitter:
         self.gathers: dict[Var, Shard] = {}
         self.gathered: dict[Shard, Var] = {}
         self.prefix: list[jex_core.JaxprEqn] = []
-        self.uses: dict[Var, int] = {}
+        self.readers: dict[Var, list[jex_core.JaxprEqn | None]] = {}
+        self.named: dict[Var, Var] = {}  # casts of shards are the shards
 
     # -- what a variable is
 
@@ -126,19 +128,38 @@ class _Splitter:
             walk(eqn)
         return flat
 
-    def count_uses(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
-        """How many equations read each shard, casts and constraints followed."""
-        alias: dict[Var, Var] = {}
+    def find_readers(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
+        """Which equations read each variable (None: the caller), casts and constraints followed."""
         for eqn in eqns:
-            for root in unique(alias.get(v, v) for v in eqn.invars if is_var(v)):
-                if passes_on(eqn) and isinstance(self.kinds.get(root), Shard):
-                    alias[eqn.outvars[0]] = root
+            for var in unique(self.named.get(v, v) for v in eqn.invars if is_var(v)):
+                if passes_on(eqn):
+                    self.named[eqn.outvars[0]] = var
                 else:
-                    self.uses[root] = self.uses.get(root, 0) + 1
-        for var in outvars:
-            if is_var(var):
-                root = alias.get(var, var)
-                self.uses[root] = self.uses.get(root, 0) + 1
+                    self.readers.setdefault(var, []).append(eqn)
+        for var in filter(is_var, outvars):
+            self.readers.setdefault(self.named.get(var, var), []).append(None)
+
+    def readers_of(self, atom: Atom) -> list[jex_core.JaxprEqn | None]:
+        return self.readers.get(self.named.get(atom, atom), []) if is_var(atom) else []
+
+    def viewed(self, eqn: jex_core.JaxprEqn, kinds: Sequence[Kind]) -> list[Shard] | None:
+        """The results as shards, where `eqn` leaves layers as they are and shards are better."""
+        if not kinds or not isinstance(kind := kinds[0], Shard):
+            return None
+        found = views(eqn, kind.cut.dim)
+        if not found:
+            return None
+        # Used frozen and not frozen, a weight is gathered once for both; a stack never is.
+        several = len(self.readers_of(eqn.invars[0])) > 1
+        if found[0].stops and several and not self.is_scanned(eqn.outvars[0]):
+            return None
+        return [
+            Shard(kind.root, dataclasses.replace(kind.cut, dim=view.dim), (*kind.views, view))
+            for view in found
+        ]
+
+    def is_scanned(self, var: Var) -> bool:
+        return all(r and r.primitive.name == "scan" for r in self.readers_of(var))
 
     # -- one equation
 
@@ -154,6 +175,8 @@ class _Splitter:
             # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
             # lies already. Gathered for this, a stack would be whole before its loop.
             self.kinds[eqn.outvars[0]] = kinds[0]
+        elif shards := self.viewed(eqn, kinds):
+            self.kinds.update(zip(eqn.outvars, shards, strict=True))
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, rest)
         elif name == "scan" and self.scans_weights(eqn):
@@ -184,7 +207,7 @@ class _Splitter:
             inner = self.split_remat(jaxpr, consts, operands)
             gathered = {shard.root for shard in inner.gathers.values()}
             pairs = zip(inner.invars, operands, strict=True)
-            shared = [var in gathered and self.uses_of(v) > 1 for var, v in pairs]
+            shared = [var in gathered and len(self.readers_of(v)) > 1 for var, v in pairs]
             if any(shared):  # gathered out here, once for all its uses
                 operands = [
                     self.whole(v) if several else v
@@ -205,10 +228,6 @@ class _Splitter:
         made = {v for step in steps for v in step.outvars}
         reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
         rest.append(Remat(steps, reads, outvars, policy, prevent_cse))
-
-    def uses_of(self, atom: Atom) -> int:
-        kind = self.kind(atom)
-        return self.uses.get(kind.root, 0) if isinstance(kind, Shard) else 0
 
     def split_remat(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Atom]) -> Split:
         kinds = [_inner_kind(self.kind(v)) for v in operands]
@@ -262,7 +281,7 @@ def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
     if new.itemsize == old.itemsize:
         return None
     change = {"dtype": new} if new.itemsize < old.itemsize else {"use_dtype": new}
-    return Shard(kind.root, dataclasses.replace(kind.cut, **change))
+    return dataclasses.replace(kind, cut=dataclasses.replace(kind.cut, **change))
 
 
 def _inner_kind(kind: Kind) -> Kind:
@@ -274,6 +293,7 @@ def _warn_sharded_layers(var: Var) -> None:
     warnings.warn(
         f"a parameter stack of shape {var.aval.shape} is scanned along dimension 0 and sharded "
         "along it too, so it is gathered whole before the loop. Name it to the plan as stacked: "
-        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers.",
+        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. Of loops "
+        "within loops: overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
         stacklevel=2,
     )

@@ -188,8 +188,9 @@ def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> lis
     return specs
 
 
-def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
-    """Paths of parameters whose first dimension counts layers, as `scan` over layers wants.
+def layer_dims(params: Any, pattern: str | None) -> dict[tuple, int]:
+    """By path, how many first dimensions count layers, as `scan` over layers wants: 1, or 2 for
+    loops within loops.
 
     Nobody has seen the loss yet, so this reads shapes only: a subtree of at least two leaves
     that share their leading size, one of them at least a stacked matrix. `pattern` decides
@@ -197,8 +198,9 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if pattern is not None:
-        return matching(pattern, {p: path_name(p) for p, _ in leaves}, "stacked=")
-    found = _boxed_layers(params)
+        names = {p: path_name(p) for p, _ in leaves}
+        return dict.fromkeys(matching(pattern, names, "stacked="), 1)
+    found = dict.fromkeys(_boxed_layers(params), 1)
 
     # By name: Haiku has all the modules of a stack side by side, 'stack/norm', 'stack/linear'.
     parts = {path: path_name(path).split("/") for path, _ in leaves}
@@ -206,7 +208,8 @@ def stacked_paths(params: Any, pattern: str | None) -> set[tuple]:
     def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
         shapes = [np.shape(v) if not hasattr(v, "shape") else v.shape for _, v in group]
         if len(group) >= 2 and _is_stack(shapes):
-            found.update(p for p, _ in group)
+            dims = 2 if _is_stack([s[1:] for s in shapes]) else 1
+            found.update(dict.fromkeys((p for p, _ in group), dims))
             return
         children: dict[str, list] = {}
         for path, value in group:

@@ -131,7 +131,7 @@ def train_step(
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
-            is 1 then and 0 otherwise, to be summed.
+            is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
         donate: give the old state's memory to the new one.
         compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
 
@@ -169,6 +169,7 @@ def train_step(
             finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
             new_state = _finite.held(finite, new_state, old_state, mutable)
             metrics["skipped"] = 1 - finite.astype(jnp.int32)
+            new_state = _finite.counted(new_state, metrics["skipped"])
         if scale is not None:
             metrics["loss_scale"] = scale.scale
             new_state = _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))

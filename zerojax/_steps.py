@@ -1,13 +1,14 @@
 """What a split jaxpr is made of."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
 
 from zerojax._gather import Cut
 from zerojax._inline import is_var
+from zerojax._views import View
 
 Var = Any
 Atom = Any
@@ -19,10 +20,22 @@ CONST = "const"  # computed from constants alone
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A variable that is held as shards: the input it came in by, and how it is cut."""
+    """A variable that is held as shards: the input it came in by, what was done to it since,
+    and how the result is cut."""
 
     root: Var
     cut: Cut
+    views: tuple[View, ...] = ()
+
+    def of(self, held: Sequence[Any]) -> tuple[Any, ...]:
+        """This variable, from what its root is held as."""
+        for view in self.views:
+            held = [view.apply(x) for x in held]
+        return tuple(held)
+
+    @property
+    def is_frozen(self) -> bool:
+        return any(view.stops for view in self.views)
 
 
 Kind = Shard | str | None
