@@ -5,7 +5,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
-.PHONY: demo test lint examples notebooks gpu-compile regressions clean
+.PHONY: demo test lint examples notebooks docs wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,16 @@ examples: $(VENV)/.examples
 
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python notebooks/run.py
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open out/site/index.html"
+
+# The wheel alone, with nothing but what it depends on, outside of the checkout.
+wheel:
+	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check .
+	$(VENV)-wheel/bin/python tests/outside.py
 
 # The two jax-cuda packages must match jax; their CUDA libraries are not needed to compile.
 gpu-compile: $(VENV)/.test

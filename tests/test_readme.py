@@ -1,39 +1,152 @@
-"""The README's Python blocks run, in order, as one program; its commands exist."""
+"""Every block of the README and of the guide runs: Python, in order, and commands."""
 
+import importlib.util
+import inspect
+import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
+import pytest
+
+import zerojax
+
 ROOT = pathlib.Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+
+# Commands that other parts of CI run, with the file that does.
+ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "make gpu-compile": ".ci/run",
+    "make docs": ".ci/run",
+    "pip install .": "Makefile",  # make wheel
+    "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
+}
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def test_python_blocks_run(tmp_path):
-    first, program, *rest = blocks("python")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join([program, "data = [batch] * 2", first, *rest]))
+def run(code, directory):
+    script = directory / "page.py"
+    script.write_text(code)
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, env=env
-    )
+        [sys.executable, script], capture_output=True, text=True, check=False, env=ENV,
+        cwd=directory,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"loss 0\.\d+, w1 \(8, 512\)", done.stdout), done.stdout
-    assert "ZeRO stage 3 over data=8" in done.stdout
+    return done.stdout
 
 
-def test_commands_are_targets_of_the_makefile():
+def test_the_readme_is_a_program(tmp_path):
+    two_lines, program, *rest = blocks(README, "python")
+    printed = run("\n".join([program, "data = [batch] * 2", two_lines, *rest]), tmp_path)
+    assert re.search(r"loss 0\.\d+, w1 \(8, 512\)", printed), printed
+    assert "ZeRO stage 3 over data=8" in printed
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem
+)
+def test_pages_continue_from_the_readmes_program(page, tmp_path):
+    program = blocks(README, "python")[1]
+    run("\n".join([program, *blocks(page, "python")]), tmp_path)
+
+
+BEST_FLAG = " + reduce_scatter_combine_threshold_bytes=1"
+MEASURED = {
+    "zerojax, stage 3": "stage 3",
+    "Flax nnx, its guide's annotations, activations constrained in each layer": "flax nnx, blocks",
+    "the same, with the XLA flag that suits it best": "flax nnx, blocks" + BEST_FLAG,
+    "Flax linen, likewise, without that flag": "flax linen, blocks",
+    "plain JAX, annotations, each layer's weights constrained": "annotations, weights",
+    "the same, activations constrained, best flag": "annotations, blocks" + BEST_FLAG,
+    "plain JAX, annotations of parameters and batch alone": "annotations, nothing",
+    "zerojax, stage 2": "stage 2",
+    "zerojax, stage 1": "stage 1",
+}
+
+
+@pytest.mark.parametrize("program", MEASURED)
+def test_the_readmes_figures_are_those_of_the_benchmark(program):
+    stored = json.loads((ROOT / "benchmarks" / "compiled_jax0.12.0.json").read_text())["rows"]
+    (row,) = (r for r in stored if r["row"] == f"7.5b 64xH100 x4 full: {MEASURED[program]}")
+    sent = f"{row['wire_gib']:.1f}" if row["wire_gib"] < 100 else f"{row['wire_gib']:.0f}"
+    cells = (program, f"{row['peak_gib']:.1f}", sent, f"{row['step_ms']:.0f}",
+             f"{row['exposed_ms']:.0f}")  # fmt: skip
+    assert f"| {' | '.join(cells)} |" in README.read_text()
+
+
+def commands():
+    lines = "\n".join(block for page in PAGES for block in blocks(page, "bash")).splitlines()
+    return sorted({line.partition("#")[0].strip() for line in lines} - {""})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command, tmp_path):
+    if command in ELSEWHERE:
+        assert command.split()[-1] in (ROOT / ELSEWHERE[command]).read_text()
+        return
+    program, *arguments = shlex.split(command)
+    assert program == "zerojax", f"say in ELSEWHERE what runs {command!r}"
+    if "--gpus" in arguments and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("make gpu-compile")
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", *arguments], capture_output=True, text=True, check=False,
+        env=ENV, cwd=tmp_path,
+    )  # fmt: skip
+    fine = (0, 1) if arguments[0] == "doctor" else (0,)  # it may well find something
+    assert done.returncode in fine, done.stderr
+    assert done.stdout
+    for name in re.findall(r"\S+\.png", command):
+        assert (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_in_the_text_exist(page):
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"make (\w+)", "".join(blocks("bash")))
-    assert commands == ["demo", "test"]
-    assert all(f"\n{target}:" in makefile for target in commands)
+    text = page.read_text()
+    for target in re.findall(r"`(?:PYTHON=\S+ )?make ([\w-]+)`", text):
+        assert f"\n{target}:" in makefile, target
+    for extra in re.findall(r"pip install '\.\[(\w+)\]'", text):
+        assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(), extra
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!http)([^)#]+)", text) + re.findall(
+        r'(?:src|srcset)="([^"]+)"', text
+    )
+    for target in links:
+        assert (page.parent / target).exists(), target
+    for file in re.findall(r"`((?:tests|examples|benchmarks|zerojax|docs)/[\w/.]+)`", text):
+        assert (ROOT / file).exists(), file
+
+
+def options_named(page):
+    """`stage=` and its kind in a page's text; of tables not the first column: others' options."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for line in text.splitlines():
+        ours = line.split("|", 2)[2] if line.startswith("|") else line
+        for code in re.findall(r"`([^`]+)`", ours):
+            yield from re.findall(r"\b([a-z]\w*)=", code)
+
+
+def test_options_that_the_text_names_exist():
+    known = {"axis_name", "batch_stats", "policy"}  # Flax's, a field of a user's state, JAX's
+    for name in dir(zerojax):
+        value = getattr(zerojax, name)
+        for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):
+            if inspect.isfunction(function) or inspect.isclass(function):
+                known |= set(inspect.signature(function).parameters)
+    for page in PAGES:
+        unknown = set(options_named(page)) - known
+        assert not unknown, f"{page.name}: {unknown}"

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 from zerojax import _contract, _timeline
@@ -11,12 +12,13 @@ from zerojax._hlo import Module
 from zerojax._memory_use import MemoryUse
 from zerojax._plan import Plan
 from zerojax._schedule import Replay
-from zerojax._table import human_bytes, human_time, text_table
+from zerojax._table import html_table, human_bytes, human_time, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LONGEST_NAME = 60
+NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 ROWS = 40  # of the printed table; to_dict has them all
 
 
@@ -72,7 +74,7 @@ class Traffic:
         if self.paths:
             named = ", ".join(_shortened(path) for path in self.paths[:2])
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return _shortened(self.source or self.scope)
+        return _shortened(NOTEBOOK.sub("cell line ", self.source or self.scope))
 
 
 def _shortened(name: str) -> str:
@@ -182,9 +184,14 @@ class Report:
         return _timeline.plot(self, path)
 
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", self._traffic_table()])
+        rows, below = self._traffic_rows()
+        return "\n".join([*self._summary(), "", text_table(rows, frozenset({2, 3, 4})), *below])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows, below = self._traffic_rows()
+        return html_table(self._summary(), rows, below=below)
 
     def _summary(self) -> list[str]:
         memory = self.memory
@@ -218,15 +225,15 @@ class Report:
         parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
         return f"{parts}; donated and reused {human_bytes(memory.donated)}"
 
-    def _traffic_table(self) -> str:
+    def _traffic_rows(self) -> tuple[list[tuple[str, ...]], list[str]]:
+        """The largest collectives as a table, and a line on those left out."""
         header = ("collective", "dtype", "sent", "times", "loops", "group", "when", "serves")
         if self.gpu:
             header = (*header[:7], "between", "exposed", header[7])
         largest = sorted(self.traffic, key=lambda t: -t.total_bytes)
-        rows = [self._row(one) for one in largest[:ROWS]]
-        table = text_table([header, *rows], frozenset({2, 3, 4}))
         left = len(largest) - ROWS
-        return table + (f"\n... and {left} smaller ones" if left > 0 else "")
+        below = [f"... and {left} smaller ones"] if left > 0 else []
+        return [header, *(self._row(one) for one in largest[:ROWS])], below
 
     def _row(self, one: Traffic) -> tuple[str, ...]:
         group = "x".join(one.axes) if one.axes else str(one.group)

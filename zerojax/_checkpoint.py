@@ -116,6 +116,17 @@ def restore(
         keep: a path regex; leaves of `like` that it finds keep their value and are not read.
         ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
         cast: read floats of other dtypes, cast to those of `like`.
+
+    Example:
+        >>> import tempfile
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> zerojax.save(path, zerojax.shard_train_state(make, stage=3))
+        >>> two = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+        >>> state = zerojax.restore(path, like=zerojax.plan(make, stage=1, mesh=two))
+        >>> print(state.opt_state[0].mu["w"].addressable_shards[0].data.shape)
+        (32, 16)
     """
     if _state.is_state_function(like):
         raise TypeError(

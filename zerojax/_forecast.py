@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import _audit, _gpus, _planner, aot
+from zerojax import _audit, _forecast_plot, _gpus, _planner, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
 from zerojax._mfu import needed_flops
@@ -20,7 +20,7 @@ from zerojax._precision import Precision
 from zerojax._progress import progress
 from zerojax._state import PARAMS
 from zerojax._step import Step, train_step
-from zerojax._table import human_bytes, human_time, text_table
+from zerojax._table import html_table, human_bytes, human_time, text_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast:
-    """Made by `zerojax.forecast`; print it. `best` is the fastest case that fits, or None."""
+    """Made by `zerojax.forecast`; print or `plot` it. `best` is the fastest that fits, or None."""
 
     gpus: str
     gpu: Gpu
@@ -87,22 +87,31 @@ class Forecast:
             "best": best,
         }
 
+    def plot(self, path: str | None = None) -> Any:
+        """Memory and step time of each case, as a matplotlib figure; saved to `path`."""
+        return _forecast_plot.plot(self, path)
+
     def __str__(self) -> str:
+        right = frozenset({0, 1, *range(3, 9), *range(10, 17)})
+        return "\n".join([self._title(), text_table(self._rows(), right), self._advice()])
+
+    def _repr_html_(self) -> str:
+        return html_table([self._title()], self._rows(), below=[self._advice()])
+
+    def _title(self) -> str:
+        usable = human_bytes(self.gpu.usable)
+        return (
+            f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
+            "times modelled; grads and activations when fullest; MFU of the peak in 16 bits"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
         header = (
             "stage", "accumulate", "remat", "params", "optimizer", "grads", "activations",
             "formula", "peak", "fits", "spare", "sent, host", "sent, network", "step", "exposed",
             "tokens/s", "MFU",
         )  # fmt: skip
-        rows = [header, *(_row(case) for case in self.cases)]
-        right = frozenset({0, 1, *range(3, 9), *range(10, 17)})
-        usable = human_bytes(self.gpu.usable)
-        lines = [
-            f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
-            "times modelled; grads and activations when fullest; MFU of the peak in 16 bits",
-            text_table(rows, right),
-            self._advice(),
-        ]
-        return "\n".join(lines)
+        return [header, *(_row(case) for case in self.cases)]
 
     __repr__ = __str__
 

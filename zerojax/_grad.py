@@ -44,6 +44,15 @@ def value_and_grad(
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
+
+    Example:
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> plan = zerojax.plan((params, ()), stage=2)
+        >>> loss_and_grads = jax.jit(zerojax.value_and_grad(loss, plan))
+        >>> value, grads = loss_and_grads(params, jnp.ones((32, 64)))
+        >>> print(value, grads["w"].addressable_shards[0].data.shape)
+        4096.0 (8, 16)
     """
     if not isinstance(plan, Plan):
         raise TypeError(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax._table import text_table
+from zerojax._table import html_table, text_table
 
 STAGES = (0, 1, 2, 3)
 
@@ -26,6 +26,15 @@ class MemoryTable:
         return [dict(row) for row in self.rows]
 
     def __str__(self) -> str:
+        rows = self._lines()
+        return text_table(rows, frozenset(range(len(rows[0]))))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table([], self._lines())
+
+    def _lines(self) -> list[tuple[str, ...]]:
         """GB (1e9 bytes), as the paper prints them: a line for each size and device count."""
         stages = sorted({row["stage"] for row in self.rows})
         lines: dict[tuple[float, int], list[str]] = {}
@@ -34,9 +43,7 @@ class MemoryTable:
             cells.append(f"{row['bytes_per_device'] / 1e9:,.2f}")
         header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
         body = [(f"{n / 1e9:g}B", str(devices), *cells) for (n, devices), cells in lines.items()]
-        return text_table([header, *body], frozenset(range(len(header))))
-
-    __repr__ = __str__
+        return [header, *body]
 
 
 def memory_table(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _gather, _mesh, _move, _spec, _state, _table
+from zerojax import _gather, _mesh, _move, _plan_plot, _spec, _state, _table
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -47,7 +47,17 @@ class Plan:
     """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` is
-    the same state as shapes with shardings, for lowering without any array.
+    the same state as shapes with shardings, for lowering without any array. `plot` draws who holds
+    what, `show` prints it for one leaf.
+
+    Example:
+        >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
+        >>> plan = zerojax.plan((params, ()), stage=3)
+        >>> print(plan.size, plan.bytes_per_device()["params"])
+        8 4128
+        >>> plan.show("0/b")
+        0/b: float32[8], 32 B of 32 B on each device, whole: smaller than min_shard_size=128
+          [:]  devices 0, 1, 2, 3, 4, 5, 6, 7
     """
 
     stage: int
@@ -197,6 +207,14 @@ class Plan:
         for leaf in self.leaves:
             totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
+
+    def plot(self, path: str | None = None) -> Any:
+        """Who holds what, the largest leaves first, as a matplotlib figure; saved to `path`."""
+        return _plan_plot.plot(self, _table.plan_title(self), path)
+
+    def show(self, path: str) -> None:
+        """Prints which device holds which part of one leaf, such as "params/dense/kernel"."""
+        print(_plan_plot.leaf_text(self, path))
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.leaves)} leaves: {_table.plan_title(self)}>"

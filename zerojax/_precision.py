@@ -22,6 +22,14 @@ class Precision:
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam that is the ZeRO paper's
             2 + 2 + 12 bytes a parameter.
+
+    Example:
+        >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
+        >>> state = zerojax.shard_train_state(state, stage=1, precision=paper)
+        >>> print(state.params["w"].dtype, state.opt_state.master["w"].dtype)
+        bfloat16 float32
     """
 
     compute: Any = None

@@ -9,7 +9,7 @@ from zerojax._compare import UNSEEN, Check
 ROWS_SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
     """What `zerojax.verify` found; print it to see.
 
@@ -43,6 +43,15 @@ class Verification:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
+        table = _table.text_table(self._rows(), frozenset({2, 3, 4}))
+        return "\n".join([*self._summary(), table, *self._left_out()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _table.html_table(self._summary(), self._rows(), below=self._left_out())
+
+    def _summary(self) -> list[str]:
         unseen = sum(check.verdict == UNSEEN for check in self.checks)
         title = f"wrong: {len(self.wrong)} of {len(self.checks)} comparisons"
         if self.ok:
@@ -51,13 +60,17 @@ class Verification:
         lines = [f"{title}; tolerance {self.tolerance:.0e}"]
         width = max(map(len, self.losses))
         lines += [f"  {name.ljust(width)}  {value:.7g}" for name, value in self.losses.items()]
-        lines += [f"* {text}" for text in (*self.causes, *self.notes)]
+        return lines + [f"* {text}" for text in (*self.causes, *self.notes)]
+
+    def _rows(self) -> list[tuple[str, ...]]:
         head = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
         rows = [
             (c.path, c.kind, f"{c.difference:.2e}", f"{c.scale:.2e}", f"{c.tolerance:.2e}",
              c.verdict + (", copies differ" if c.copies_differ else ""))
             for c in self.checks[:ROWS_SHOWN]
         ]  # fmt: skip
-        lines.append(_table.text_table([head, *rows], frozenset({2, 3, 4})))
-        left = len(self.checks) - len(rows)
-        return "\n".join([*lines, f"and {left} more, none worse"] if left else lines)
+        return [head, *rows]
+
+    def _left_out(self) -> list[str]:
+        left = len(self.checks) - ROWS_SHOWN
+        return [f"and {left} more, none worse"] if left > 0 else []

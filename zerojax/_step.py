@@ -138,6 +138,16 @@ def train_step(
     Returns:
         A `Step`, to be used like what `jax.jit` returns: `step.lower(state, batch).compile()`
         works too.
+
+    Example:
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.ones((64, 16))}, tx=optax.adam(1e-2))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> step = zerojax.train_step(loss, accumulate=2)
+        >>> state, metrics = step(state, jnp.ones((32, 64)))
+        >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
+        4096.0 (8, 16)
     """
     options = Options(None, accumulate, precision, regather, prefetch=prefetch)
 
@@ -182,6 +192,17 @@ def eval_step(
 
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
     in `mutable` are passed to the loss as keyword arguments.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     errors = batch @ params["w"] - 1
+        ...     return jnp.mean(errors**2), {"within": jnp.mean(jnp.abs(errors) < 1)}
+        >>> params = {"w": jnp.zeros((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> metrics = zerojax.eval_step(loss)(state, jnp.ones((32, 64)))
+        >>> print(metrics["loss"], metrics["aux"]["within"])
+        1.0 0.0
     """
     options = Options(None, 1, precision, regather=False, differentiate=False)
 

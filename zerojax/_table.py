@@ -2,6 +2,7 @@
 
 import html
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -85,15 +86,28 @@ def plan_text(plan: "Plan") -> str:
 
 
 def plan_html(plan: "Plan") -> str:
+    rows = [HEADER, *plan_rows(plan)]
+    return html_table([plan_title(plan)], rows, total_rows(plan))
+
+
+def html_table(
+    lines: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    totals: Sequence[tuple[str, ...]] = (),
+    below: Sequence[str] = (),
+) -> str:
+    """For notebooks: lines of text, then a table whose first row is its head."""
+
     def row(cells: tuple[str, ...], tag: str = "td") -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    body = "".join(map(row, plan_rows(plan)))
-    foot = "".join(row(cells, "th") for cells in total_rows(plan))
-    return (
-        f"<p>{html.escape(plan_title(plan))}</p><table><thead>{row(HEADER, 'th')}</thead>"
-        f"<tbody>{body}</tbody><tfoot>{foot}</tfoot></table>"
-    )
+    def text(lines: Sequence[str]) -> str:
+        return f"<p>{'<br>'.join(map(html.escape, lines))}</p>" if lines else ""
+
+    body = "".join(map(row, rows[1:]))
+    foot = f"<tfoot>{''.join(row(cells, 'th') for cells in totals)}</tfoot>" if totals else ""
+    table = f"<table><thead>{row(rows[0], 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
+    return f"{text(lines)}{table}{text(below)}"
 
 
 def _spec_text(spec: PartitionSpec) -> str:

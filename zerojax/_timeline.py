@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zerojax._pyplot import WIDTH, finished, pyplot
 from zerojax._schedule import Span
 from zerojax._table import human_time
 
@@ -26,11 +27,7 @@ def plot(report: "Report", path: str | None) -> Any:
             "there are no times to plot: the program was compiled for "
             f"{report.backend}. Pass gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
         )
-    try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots need matplotlib. Run: pip install matplotlib") from None
-    figure, axes = plt.subplots(figsize=(10, 2.8), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 2.8), layout="constrained")
     spans = drawn_once(report.replay.spans)
     order = list(COLOURS)
     by_what = sorted(spans, key=lambda span: order.index(_what(span)))
@@ -53,9 +50,7 @@ def plot(report: "Report", path: str | None) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, _extent(spans)[1])
     axes.set_ylim(-0.6, 2.9)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
+    return finished(figure, path)
 
 
 def drawn_once(spans: Sequence[Span]) -> list[Span]:
