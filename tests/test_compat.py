@@ -66,6 +66,18 @@ def test_side_effects_are_told_from_axis_names():
     assert _compat.has_side_effects(only_eqn(lambda x: jax.debug.print("{}", x), 1.0)), UNKNOWN
 
 
+def test_what_nobody_reads_is_taken_out_of_loops():
+    def loss(x):
+        total, squares = jax.lax.scan(lambda c, x: (c + x, x * x), jnp.float32(0), x)
+        jnp.sin(squares)
+        return total
+
+    jaxpr = jax.make_jaxpr(loss)(jnp.ones(3)).jaxpr
+    (scan,) = _compat.without_unread(jaxpr).eqns
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan", "sin"]
+    assert [eqn.primitive.name for eqn in _compat.inner_jaxpr(scan)[0].eqns] == ["add"]
+
+
 def test_vjp_functions_are_pytrees_that_hold_inputs_by_identity():
     """What the engine's residual stripping stands on."""
 

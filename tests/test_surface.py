@@ -91,7 +91,8 @@ def test_imports_point_one_way():
 def test_only_public_jax_is_imported():
     for name in modules():
         text = (ROOT / f"{name}.py").read_text()
-        assert not re.search(r"jax\._src|jax\.interpreters", text), name
+        assert "jax._src" not in text, name
+        assert "jax.interpreters" not in text or name == "_compat", name
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from zerojax import _liveness, _state
-from zerojax._hlo import Module
+from zerojax._hlo import Instruction, Module
 from zerojax._lineage import NONE, Labels, Lineage
 from zerojax._schedule import REDUCING, Collective
 
@@ -51,10 +52,11 @@ def measured(
     for parameter, kind in zip(module.parameters, kinds, strict=True):
         arguments[kind] += int(parameter.nbytes)
     reduced = {
-        (c.computation, operand)
+        (c.computation, name)
         for c in collectives
         if c.kind in REDUCING
         for operand in c.instruction.operands
+        for name in _copied_from(module.computations[c.computation], operand)
     }
     kept: collections.Counter = collections.Counter()
     for buffer, holders in _liveness.peak(module).items():
@@ -72,6 +74,16 @@ def measured(
         gathered=gathered, gradients=grads, activations=temporary - gathered - grads,
         outputs=int(outputs - donated), donated=int(donated),
     )  # fmt: skip
+
+
+def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[str]:
+    """`name` and what it is a copy of: sums are laid out anew before they travel."""
+    yield name
+    while len(operands := instructions[name].operands) == 1 and (
+        instructions[operands[0]].nbytes == instructions[name].nbytes
+    ):
+        name = operands[0]
+        yield name
 
 
 def _use(
