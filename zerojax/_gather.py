@@ -28,6 +28,7 @@ class Cut:
     dim: int
     dtype: Any  # as it travels
     use_dtype: Any = None  # as it is used, where that is wider
+    keeps_all: bool = False  # of the gradient (stage 0)
 
     @property
     def final_dtype(self) -> Any:
@@ -37,7 +38,8 @@ class Cut:
 def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
     """The full weight. Its gradient leaves through the shard, which is the last of `held`.
 
-    Stage 3 holds `(shard,)`; stage 2 holds `(full, shard)`, where the shard only routes.
+    Stage 3 holds `(shard,)`; below it is `(full, shard)`, where the shard only routes (at stage 0
+    it is as large as `full`).
     """
     *full, shard = held
     if not jax.dtypes.issubdtype(shard.dtype, jax.numpy.inexact):
@@ -83,7 +85,9 @@ _route.defvjp(_route_fwd, _route_bwd)
 
 def dispose(grad: Array, dtype: Any, cut: Cut, wire: Wire) -> Array:
     """The gradient of a shard, in the shard's dtype, from that of the full weight."""
-    return scatter(grad.astype(cut.dtype), cut.dim, wire).astype(dtype)
+    grad = grad.astype(cut.dtype)
+    grad = reduce(grad, wire) if cut.keeps_all else scatter(grad, cut.dim, wire)
+    return grad.astype(dtype)
 
 
 def scatter(grad: Array, dim: int, wire: Wire) -> Array:

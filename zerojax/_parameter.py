@@ -26,12 +26,20 @@ class Parameter:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loss sees shards, to gather and to send gradients through.
+        """Whether the loss sees shards, to gather and to send gradients through as they appear.
 
-        At stage 1 whole gradients are needed for one thing only: to sum microbatches.
+        Below stage 2, gradients wait for one thing only: to be summed over microbatches.
         """
         sums_whole = self.accumulates and not self.plan.sharded["grads"]
-        return self.plan.sharded[OPT_STATE] and not sums_whole and self.leaf.dim is not None
+        return not sums_whole and self.dim is not None
+
+    @property
+    def dim(self) -> int | None:
+        """Along which it is cut. At stage 0 of stacks of matrices the last, as far as loops over
+        them need to know: each layer's gradient is then reduced while others are computed."""
+        if self.plan.sharded[OPT_STATE] or self.plan.size == 1:
+            return self.leaf.dim
+        return len(self.leaf.shape) - 1 if len(self.leaf.shape) > 2 else None
 
     @property
     def is_varied(self) -> bool:
@@ -59,9 +67,10 @@ class Parameter:
         return tuple(n // self.plan.size if cut else n for n, cut in sizes)
 
     def kind(self) -> Kind:
-        if not self.is_held or self.leaf.dim is None:
+        if not self.is_held or self.dim is None:
             return WEIGHT
-        return Shard(None, Cut(self.leaf.dim, self.compute_dtype))
+        keeps_all = not self.plan.sharded[OPT_STATE]
+        return Shard(None, Cut(self.dim, self.compute_dtype, keeps_all=keeps_all))
 
     def varied(self, value: Any) -> Any:
         """What the loss is differentiated by: the shard where there is one."""
@@ -85,7 +94,7 @@ class Parameter:
         """The gradient summed over the devices, where the loss did not do so itself."""
         if self.plan.size > 1 and not self.is_held:
             grad = grad.astype(self.compute_dtype)  # what accumulated wider travels as computed
-            if self.plan.sharded[OPT_STATE] and self.leaf.dim is not None:
+            if self.leaf.dim is not None:
                 grad = _gather.scatter(grad, self.leaf.dim, wire)
             else:
                 grad = _gather.reduce(grad, wire)

@@ -1,0 +1,82 @@
+"""On a real GPU: `ZEROJAX_TEST_PLATFORM=cuda make test ARGS='-m gpu'`. Skipped without one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax import _presets
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODEL = _presets.Gpt(4, 256, 4, vocab=1024, tokens=128)
+LOSS = MODEL.losses(("full",))["full"]
+has_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a real GPU")
+
+
+def make_state():
+    leaves, treedef = jax.tree.flatten(MODEL.shapes())
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    params = treedef.unflatten([0.02 * jax.random.normal(k, s.shape) for k, s in pairs])
+    return MODEL.make_state().replace(params=params)
+
+
+def tokens():
+    return np.random.default_rng(0).integers(0, 1024, (8, 128)).astype(np.int32)
+
+
+@pytest.mark.gpu
+@has_gpu
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_step_is_that_of_plain_jax(stage):
+    tx, plain = optax.adamw(1e-4), make_state()
+    loss, grads = jax.jit(jax.value_and_grad(LOSS))(plain.params, tokens())
+    updates, _ = jax.jit(tx.update)(grads, plain.opt_state, plain.params)
+    state, metrics = zerojax.train_step(LOSS)(
+        zerojax.shard_train_state(make_state, stage), tokens()
+    )
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-3)
+    moved = jax.tree.map(lambda a, b: a - b, state.params, plain.params)
+    for mine, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(updates), strict=True):
+        assert float(abs(mine - theirs).mean()) < 0.05 * float(abs(theirs).mean())
+
+
+@pytest.mark.gpu
+@has_gpu
+def test_the_audit_knows_the_device_and_its_peak():
+    state = zerojax.shard_train_state(make_state, stage=3)
+    step = zerojax.train_step(LOSS)
+    report = zerojax.audit(step, state, tokens())
+    report.check()
+    assert report.backend == "gpu" and report.memory.donated > 0.9 * report.memory.state
+
+
+@pytest.mark.gpu
+@has_gpu
+def test_verify_on_the_gpu():
+    state = zerojax.shard_train_state(make_state, stage=3)
+    assert zerojax.verify(zerojax.train_step(LOSS), state, tokens()).ok
+
+
+def run_benchmark(*arguments):
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
+    said = run_benchmark("--json", str(tmp_path / "out.json"))
+    assert "nothing to measure" in said and not list(tmp_path.iterdir())
+
+
+def test_the_benchmarks_cases_run():
+    found = json.loads(run_benchmark("--case", "tiny"))
+    assert found["params"] == 117056 and found["step_ms"] > 0 and found["to_by_hand"] < 5
