@@ -69,8 +69,7 @@ MEASURED = {
     "plain JAX, annotations, each layer's weights constrained": "annotations, weights",
     "the same, activations constrained, best flag": "annotations, blocks" + BEST_FLAG,
     "plain JAX, annotations of parameters and batch alone": "annotations, nothing",
-    "zerojax, stage 2": "stage 2",
-    "zerojax, stage 1": "stage 1",
+    "zerojax, stages 1 and 2": "stage 2",
 }
 
 
