@@ -462,3 +462,9 @@ def test_replay_on_two_axes_numbers_the_parts_as_the_mesh_does():
 def test_one_device_passes():
     state = zerojax.shard_train_state(make_state(mlp(False), ADAM), 3, mesh=make_mesh(1))
     assert zerojax.verify(zerojax.train_step(mlp(False).loss), state, mlp(False).batch).ok
+
+
+def test_meshes_take_turns():
+    """JAX remembers calls inside of a loss with the mesh that they were traced for."""
+    test_replay_on_two_axes_numbers_the_parts_as_the_mesh_does()
+    test_one_device_passes()

@@ -104,6 +104,9 @@ def replay(
     others = [v for v, f in zip(values, is_float, strict=True) if not f]
     mapped = [role != _batch.WHOLE for role in roles]
     losses, aux, grads = run(mean_loss, floats, others, parts, mapped, split, differentiate)
+    # What was traced for a mesh says so in its type, at times for one that was replayed earlier
+    # (JAX caches inner calls). Leaves of two meshes cannot be added.
+    aux, grads = on_one_device((aux, grads), device)
     aux = jax.tree.structure(traced.aux).unflatten(aux)
     grads = treedef.unflatten(_merged(is_float, grads, map(_no_gradient, others)))
     dtype = narrowest(traced.jaxpr)
