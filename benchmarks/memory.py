@@ -1,0 +1,119 @@
+"""Memory of 20 models with optimizers, by stage: what is held against the formula, and the peak.
+
+    python benchmarks/memory.py                                  # prints a table
+    python benchmarks/memory.py --json benchmarks/memory_8xH100.json
+
+The formula: P parameters of 4 bytes and an optimizer with K of its own for each; on N devices
+stage 0 holds (4 + K) P, stages 1 and 2 hold 4 P + K P / N, stage 3 holds (4 + K) P / N. The rest is
+read off the compiled step.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax import _presets
+
+ROWS = 8  # of the batch, a device
+WIDTHS = (512, 2048, 2048, 512)
+
+
+def mlp_params():
+    return [{"w": jnp.zeros((a, b)), "b": jnp.zeros(b)} for a, b in itertools.pairwise(WIDTHS)]
+
+
+def mlp_loss(params, x):
+    y = x
+    for layer in params:
+        y = jnp.tanh(y @ layer["w"] + layer["b"])
+    return jnp.mean((y - x) ** 2)
+
+
+def decoder(model):
+    zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), model.shapes())
+    return zeros, model.losses(("full",))["full"], model.batch
+
+
+MODELS = {
+    "MLP, 6M": (mlp_params, mlp_loss, lambda rows: jax.ShapeDtypeStruct((rows, 512), jnp.float32)),
+    "GPT, 28M": decoder(_presets.Gpt(8, 512, 8, vocab=4096, tokens=256)),
+    "GPT of many thin layers, 26M": decoder(_presets.Gpt(32, 256, 4, vocab=4096, tokens=256)),
+    "GPT, large vocabulary, 39M": decoder(_presets.Gpt(4, 512, 8, tokens=256)),
+    "Llama, 23M": decoder(
+        _presets.Llama(8, 512, 8, vocab=4096, tokens=256, kv_heads=2, inner=1408)
+    ),
+}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(1e-3),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+}
+
+
+def measure(model, optimizer, mesh):
+    make_params, loss, batch_of = MODELS[model]
+    make = lambda: TrainState.create(apply_fn=None, params=make_params(), tx=OPTIMIZERS[optimizer])
+    state = jax.eval_shape(make)
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    params, own, n = size(state.params), size(state.opt_state), mesh.size
+    formula = [params + own, params + own / n, params + own / n, (params + own) / n]
+    row = {"model": model, "optimizer": optimizer, "params": params // 4, "stages": []}
+    for stage in range(4):
+        plan = zerojax.plan(make, stage=stage, mesh=mesh)
+        batch = zerojax.aot.batch(batch_of(ROWS * n), plan)
+        memory = zerojax.audit(zerojax.train_step(loss), plan.abstract(), batch, plan=plan).memory
+        row["stages"].append(
+            {
+                "formula": round(formula[stage]),
+                "state": memory.state,
+                "temporary": memory.temporary,
+                "peak": memory.peak,
+            }
+        )
+    return row
+
+
+def shown(row):
+    mib = lambda count: f"{count / 2**20:.1f}"
+    cells = (
+        f"{s['state'] / s['formula']:.3f}, {mib(s['temporary'])}, {mib(s['peak'])}"
+        for s in row["stages"]
+    )
+    return f"{row['model']:30}{row['optimizer']:10}" + "".join(f"{cell:>22}" for cell in cells)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", default="8xH100")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    mesh = zerojax.aot.mesh(args.gpus)
+    heads = (f"stage {stage}" for stage in range(4))
+    print(f"state / formula, temporary MiB, peak MiB of {args.gpus}, JAX {jax.__version__}")
+    print(f"{'':40}" + "".join(f"{head:>22}" for head in heads))
+    rows = []
+    for model in MODELS:
+        for optimizer in OPTIMIZERS:
+            rows.append(measure(model, optimizer, mesh))
+            print(shown(rows[-1]), flush=True)
+    if args.json:
+        today = str(datetime.date.today())
+        record = {"gpus": args.gpus, "jax": jax.__version__, "date": today, "rows": rows}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
