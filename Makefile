@@ -5,6 +5,9 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
+# JAX for GPUs where there is a driver. GPU=cuda12 is for drivers before 580, GPU= for none.
+GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
+comma := ,
 .PHONY: demo test lint examples notebooks docs wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
@@ -60,5 +63,5 @@ clean:
 # One stamp an extra: installed once, and again when pyproject.toml changes.
 $(VENV)/.%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*$(if $(GPU),$(comma)$(GPU))]'
 	touch $@

@@ -1,5 +1,8 @@
 """Every family of models, at every stage: values, placement, collectives."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +21,7 @@ SMALL = 256  # elements: biases and norms that stay whole, losses
 
 
 def sharded(name, stage, steps):
-    """The run at a stage, and the jaxpr of its step."""
+    """The run at a stage, and the jaxpr of its step; at stage 3 its audit finds nothing."""
     family = family_of(name)
     options = {"stage": stage, "mesh": family.mesh}
     losses = []
@@ -27,12 +30,16 @@ def sharded(name, stage, steps):
         step = zerojax.nnx.train_step(family.loss, compiler_options=QUICK)
         pure, *args = step.pure(model, optimizer, BATCH)
         jaxpr = pure.trace(*args).jaxpr
+        if stage == 3:
+            zerojax.audit(pure, *args).check()
         for _ in range(steps):
             losses.append(float(step(model, optimizer, BATCH)["loss"]))
         return Run(losses, zerojax.nnx.state(model, optimizer)), jaxpr
     state = zerojax.shard_train_state(family.make(), **options)
     step = zerojax.train_step(family.loss, compiler_options=QUICK)
     jaxpr = step.trace(state, BATCH).jaxpr
+    if stage == 3:
+        zerojax.audit(step, state, BATCH).check()
     for _ in range(steps):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
@@ -174,3 +181,11 @@ def test_modules_of_a_haiku_stack_are_one_stack():
         "params/head/w": 0, "params/stack/linear/w": 1, "params/stack/norm/offset": 1,
         "params/stack/norm/scale": 1,
     }  # fmt: skip
+
+
+def test_the_guide_lists_the_families():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| (\w+): .*\| ✓ \| (.*?) \|", page, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(FAMILIES)
+    at_first_use = {name for name, gathered in rows if "first use" in gathered}
+    assert at_first_use == {"linen", "nnx", "haiku"}

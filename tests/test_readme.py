@@ -83,6 +83,15 @@ def test_the_readmes_figures_are_those_of_the_benchmark(program):
     assert f"| {' | '.join(cells)} |" in README.read_text()
 
 
+def test_the_readmes_step_times_are_those_of_the_benchmark():
+    stored = json.loads((ROOT / "benchmarks" / "step_time_cpu.json").read_text())
+    times = stored["median step time, of plain replicated"]
+    text = " ".join(README.read_text().split())
+    assert f"takes {times['zerojax stage 3']:.2f} of the time" in text
+    assert f"FSDP by annotations {times['plain, FSDP by annotation']:.2f}" in text
+    assert f"by hand in a `shard_map` {times['FSDP by hand in shard_map']:.2f}" in text
+
+
 def commands():
     lines = "\n".join(block for page in PAGES for block in blocks(page, "bash")).splitlines()
     return sorted({line.partition("#")[0].strip() for line in lines} - {""})

@@ -13,7 +13,8 @@ from zerojax._step import Step, find_plan, with_fields
 def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:
     """FLOPs that a step needs, over all devices: three times those of the forward's matmuls.
 
-    Counted from the loss as it is written, so what backward computes again does not count. The
+    Counted from the loss as it is written, so what backward computes again does not count; with
+    frozen parameters, the gradients that are not made do. The
     model FLOP/s utilization is `step_flops(...) / (seconds * peak_flops())`.
 
     Arguments:

@@ -89,11 +89,12 @@ def _devices(name: str, hosts: int, local: int) -> list[Any]:
 def check_packages() -> None:
     """Says what to install; the compiler ends the whole process where ptxas is missing."""
     version = jax.__version__
+    cuda = "cuda12" if importlib.util.find_spec("jax_cuda12_plugin") else "cuda13"
     missing = [
         package
         for package, found in (
-            (f"jax-cuda13-plugin=={version}", importlib.util.find_spec("jax_cuda13_plugin")),
-            (f"jax-cuda13-pjrt=={version}", importlib.util.find_spec("jax_plugins.xla_cuda13")),
+            (f"jax-{cuda}-plugin=={version}", importlib.util.find_spec(f"jax_{cuda}_plugin")),
+            (f"jax-{cuda}-pjrt=={version}", importlib.util.find_spec(f"jax_plugins.xla_{cuda}")),
             ("nvidia-cuda-nvcc", _find_tool("bin/ptxas") or shutil.which("ptxas")),
             ("nvidia-nvvm", _find_tool("nvvm/libdevice/libdevice.10.bc")),
         )
@@ -104,11 +105,11 @@ def check_packages() -> None:
             f"compiling for GPUs needs packages that are missing here. Run: {sys.executable} -m "
             f"pip install --no-deps {' '.join(missing)}"
         )
-    plugin = importlib.metadata.version("jax-cuda13-plugin")
+    plugin = importlib.metadata.version(f"jax-{cuda}-plugin")
     if plugin != version:
         raise ModuleNotFoundError(
-            f"jax-cuda13-plugin {plugin} does not match jax {version}. Run: {sys.executable} -m "
-            f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+            f"jax-{cuda}-plugin {plugin} does not match jax {version}. Run: {sys.executable} -m "
+            f"pip install --no-deps jax-{cuda}-plugin=={version} jax-{cuda}-pjrt=={version}"
         )
 
 
