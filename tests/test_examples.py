@@ -204,7 +204,8 @@ def test_stages_compare_as_zero_says():
     assert optimizer[1] == optimizer[2] == optimizer[3]
     assert state[0] == pytest.approx(params[0] + optimizer[0], abs=0.02)
     assert peak[0] > peak[1] > peak[3] > state[3]
-    assert table[0][5:] == ["1", "x,", table[0][7], "-", "-", "1.00", "x"]
+    # Two layers' gradients, each in its loop, and those of the rest.
+    assert table[0][5:] == ["3", "x,", table[0][7], "-", "-", "1.00", "x"]
 
 
 def test_the_meter_counts_tokens_and_mfu(monkeypatch):
