@@ -6,13 +6,13 @@
 
 The model and `loss_fn(model, batch)` are Equinox as for one device. Lines 1 and 2 make it many:
 a state in place of `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and a step in place of one
-with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still receives the module.
+with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still receives the module. Other
+lines that name zerojax are for checkpoints, the progress bar, and a run of several processes.
 With the defaults it ends at a validation loss below 2.3 nats a byte, on text it has not seen.
 """
 
 import argparse
 import contextlib
-import time
 
 import jax
 
@@ -25,7 +25,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
+from meter import Meter
 
 import zerojax
 
@@ -33,7 +33,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--layers", type=int, default=4)
-parser.add_argument("--dim", type=int, default=128)
+parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
 parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
@@ -125,9 +125,13 @@ def read_text():
 
 
 def sample_batch(text, seed, rows, tokens):
-    """The same for a step however often it is run: nothing to save for a resume."""
+    """The same for a step however often it is run: nothing to save for a resume.
+
+    A process reads its own rows only; the batch is those of all.
+    """
     starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
-    return np.stack([text[start : start + tokens + 1] for start in starts])
+    mine = starts[zerojax.process_slice(rows)]
+    return zerojax.shard_batch(np.stack([text[start : start + tokens + 1] for start in mine]))
 
 
 # ---- training
@@ -135,8 +139,7 @@ def sample_batch(text, seed, rows, tokens):
 
 def main():
     args = parser.parse_args()
-    devices = jax.devices()
-    print(f"{len(devices)} x {devices[0].device_kind}, JAX {jax.__version__}, stage {args.stage}")
+    zerojax.initialize()
     training, validation = read_text()
 
     def make_state():
@@ -154,30 +157,25 @@ def main():
         if checkpoints:
             state, saved = checkpoints.resume(state)
             start = saved.step or 0
-            print(f"goes on from step {start}" if start else "starts anew")
-        with tqdm(total=args.steps, initial=start, desc="training", unit="step") as bar:
-            for n in range(start, args.steps):
-                batch = sample_batch(training, n, args.batch, args.tokens)
-                state, metrics = step(state, batch, jax.random.key(n))
-                if n == start:
-                    jax.block_until_ready(metrics)
-                    began = time.perf_counter()  # after the compile
-                elif n % 10 == 0 or n == args.steps - 1:
-                    loss = float(metrics["loss"])
-                    seconds = time.perf_counter() - began
-                    rate = (n - start) * args.batch * args.tokens / seconds
-                    bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
-                if checkpoints:
-                    checkpoints.save(n + 1, state)
-                bar.update()
+            zerojax.log(f"goes on from step {start}" if start else "starts anew")
+        shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
+        flops = zerojax.step_flops(step, state, shape, jax.random.key(0))
+        tokens = args.batch * args.tokens
+        meter = Meter(args.steps, start=start, unit="tokens", per_step=tokens, flops=flops)
+        for n in meter:
+            batch = sample_batch(training, n, args.batch, args.tokens)
+            state, metrics = step(state, batch, jax.random.key(n))
+            meter.show(metrics)
+            if checkpoints:
+                checkpoints.save(n + 1, state)
 
     unseen = [sample_batch(validation, n, args.batch, args.tokens) for n in range(4)]
     loss = np.mean([float(eval_step(state, batch)["loss"]) for batch in unseen])
-    print(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
+    zerojax.log(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
     model = state.model  # the trained module, its arrays in shards
     weight, name = model.blocks.up.weight, model.blocks.activation.__name__
     part = weight.addressable_shards[0].data.shape
-    print(
+    zerojax.log(
         f"a {type(model).__name__} with {name}, its up-projections {weight.shape}, {part} a device"
     )
 

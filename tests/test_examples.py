@@ -79,6 +79,20 @@ def test_gpt_goes_on_where_it_was(gpt, tmp_path):
     assert again.split("validation loss")[-1] == said.split("validation loss")[-1]
 
 
+@pytest.mark.parametrize("script", ["train_convnet", "finetune_lora"])
+def test_others_go_on_where_they_were(script, gpt, tmp_path):
+    """The data, and what dropout draws: the last batch's loss is the same to three digits."""
+    lora = [*SMALL, "--base", gpt[0] / "base", "--sample", 40]
+    sizes = {"train_convnet": ["--width", 8, "--batch", 32], "finetune_lora": lora}
+    options = [*sizes[script], "--steps", 8, "--eval-every", 4, "--save-every", 4, "--checkpoints"]
+    said, bar = run(f"examples/{script}.py", *options, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole" / "4", tmp_path / "half" / "4")
+    again, its_bar = run(f"examples/{script}.py", *options, tmp_path / "half")
+    assert "goes on from step 4" in again
+    assert again.split("validation")[-1] == said.split("validation")[-1]
+    assert figures(r"loss=(\d\.\d+)", its_bar)[-1] == figures(r"loss=(\d\.\d+)", bar)[-1]
+
+
 def stub(directory, name, script):
     """A command of that name, first on the PATH."""
     directory.mkdir(exist_ok=True)
@@ -98,6 +112,18 @@ def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
     said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *GPT, "--sample", 0, **ssh)
     assert said.startswith("zerojax: 2 processes, 16 devices")
     assert losses(said) == pytest.approx(losses(gpt[1]), abs=2e-3)
+    assert said.count("nats a byte") == 1
+
+
+@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+def test_several_processes_run_the_same_loop(script, ssh):
+    """Without dropout, which draws differently for each device."""
+    small = ["--layers", "2", "--dim", "32", "--tokens", "16", "--batch", "16", "--dropout", "0"]
+    program = [f"examples/{script}.py", *small, "--steps", "5"]
+    alone, _ = run(*program)
+    said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *program, **ssh)
+    assert "zerojax: 2 processes, 16 devices" in said
+    assert losses(said) == pytest.approx(losses(alone), abs=2e-3)
     assert said.count("nats a byte") == 1
 
 
@@ -178,7 +204,7 @@ def test_stages_compare_as_zero_says():
     assert optimizer[1] == optimizer[2] == optimizer[3]
     assert state[0] == pytest.approx(params[0] + optimizer[0], abs=0.02)
     assert peak[0] > peak[1] > peak[3] > state[3]
-    # One all-reduce for each of the two layers, one for the rest.
+    # Two layers' gradients, each in its loop, and those of the rest.
     assert table[0][5:] == ["3", "x,", table[0][7], "-", "-", "1.00", "x"]
 
 
@@ -214,6 +240,13 @@ def test_gpt_reaches_its_stated_loss():
 def test_convnet_reaches_its_stated_accuracy():
     said, _ = run("examples/train_convnet.py", timeout=3600)
     assert figures(r"accuracy (\d+\.\d+)%", said)[-1] > 98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "stated"), [("nnx_loop", 2.4), ("equinox_loop", 2.3)])
+def test_loops_reach_their_stated_losses(script, stated):
+    said, _ = run(f"examples/{script}.py", timeout=3600)
+    assert losses(said)[-1] < stated
 
 
 @pytest.mark.slow
