@@ -24,7 +24,7 @@ import rivals
 import rivals_flax
 
 import zerojax
-from zerojax import _presets, _xla_options
+from zerojax import _place, _presets, _xla_options
 
 HERE = pathlib.Path(__file__).parent
 MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
@@ -89,7 +89,7 @@ def measure(row):
         program = made.compiled(family, model, mesh, row.remat, constrain, batch, options)
     else:
         precision = MASTER if row.master else None
-        stored = zerojax._place.stored_with(model.make_state, precision)
+        stored = _place.stored_with(model.make_state, precision)
         plan = zerojax.plan(stored, stage=row.stage, mesh=mesh, precision=precision)
         loss = model.losses((row.remat,))[row.remat]
         step = zerojax.train_step(loss)
