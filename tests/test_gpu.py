@@ -50,7 +50,7 @@ def test_a_step_is_that_of_plain_jax(stage):
 
 @pytest.mark.gpu
 @has_gpu
-def test_the_audit_knows_the_device_and_its_peak():
+def test_the_audit_knows_the_device():
     state = zerojax.shard_train_state(make_state, stage=3)
     step = zerojax.train_step(LOSS)
     report = zerojax.audit(step, state, tokens())
