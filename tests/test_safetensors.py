@@ -68,6 +68,20 @@ def test_files_of_the_package_come_in(tmp_path):
         assert_equal_bits([back["a"]["b"], back["n"]], [tensors["a.b"], tensors["n"]])
 
 
+def test_names_of_others_are_renamed(tmp_path):
+    tensors = {"model.h.0.weight": jnp.arange(4096.0), "model.h.1.weight": jnp.ones(4096)}
+    zerojax.export_safetensors(tmp_path / "w", tensors)
+    plan = zerojax.plan({"params": {"h": [{"scale": jnp.zeros(4096)}] * 2}}, stage=3)
+    dotted = lambda name: name.removeprefix("model.").replace("weight", "scale")
+    for rename in (dotted, lambda name: dotted(name).replace(".", "/")):
+        back = zerojax.import_safetensors(tmp_path / "w", plan, rename=rename)
+        first, second = (layer["scale"] for layer in back["h"])
+        assert_equal_bits([first, second], list(tensors.values()))
+        assert first.addressable_shards[0].data.shape == (512,)
+    with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
+        zerojax.import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
+
+
 def test_differences_are_errors_that_say_what_to_do(tmp_path):
     zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4), "b": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"not in the checkpoint: c .*only in.*: b \(ignore"):

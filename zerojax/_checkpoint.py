@@ -152,6 +152,14 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
 
     `data=False` leaves out the data iterators, which only as many processes as saved them can
     take up again.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/100"
+        >>> zerojax.save(path, {"w": jnp.ones(8)}, step=100, metadata={"run": "first"})
+        >>> extras = zerojax.read_extras(path)
+        >>> print(extras.step, extras.metadata)
+        100 {'run': 'first'}
     """
     directory = find_state(path)
     _files.check_files(directory, only=METADATA)

@@ -43,7 +43,13 @@ class Sharded:
 
 
 def param_specs(plan: Plan) -> Any:
-    """The parameters' `PartitionSpec`s, for the `in_specs` and `out_specs` of `jax.shard_map`."""
+    """The parameters' `PartitionSpec`s, for the `in_specs` and `out_specs` of `jax.shard_map`.
+
+    Example:
+        >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> print(zerojax.param_specs(plan))
+        {'w': P('data',)}
+    """
     specs = [_spec.only_axes(leaf.spec, plan.axes) for leaf in plan.params]
     return _params_tree(plan).unflatten(specs)
 
@@ -53,6 +59,18 @@ def shards(params: Any, plan: Plan) -> Any:
 
     Take gradients by what this returns. Parameters that the plan does not cut stay plain arrays,
     and their gradients are the device's own: sum those with `jax.lax.psum`.
+
+    Example:
+        >>> P = jax.sharding.PartitionSpec
+        >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> def grad_of_w(params, x):
+        ...     loss = lambda parts: jnp.sum(x @ zerojax.gather(parts)["w"])
+        ...     return jax.grad(loss)(zerojax.shards(params, plan))["w"].data
+        >>> run = jax.shard_map(
+        ...     grad_of_w, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan), P("data")),
+        ...     out_specs=P("data"), check_vma=False)
+        >>> print(run({"w": jnp.ones((64, 16))}, jnp.ones((8, 64)))[0, 0])  # of all 8 rows
+        8.0
     """
     if not plan.sharded[PARAMS]:
         raise ValueError(
@@ -75,6 +93,15 @@ def gather(tree: Any, dtype: Any = None) -> Any:
     """The full parameters, from what `zerojax.shards` returns; other arrays pass as they are.
 
     Backward reduce-scatters their gradients. With `dtype`, floats travel, and arrive, in it.
+
+    Example:
+        >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> whole = lambda params: zerojax.gather(zerojax.shards(params, plan), jnp.bfloat16)
+        >>> run = jax.shard_map(
+        ...     whole, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan),),
+        ...     out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+        >>> print(run({"w": jnp.ones((64, 16))})["w"].aval)
+        bfloat16[64,16]
     """
 
     def whole(leaf: Any) -> Any:
@@ -106,6 +133,19 @@ def scan(
     Arguments:
         body, init, xs, length, reverse, unroll: as in `jax.lax.scan`.
         prefetch, regather: as in `zerojax.train_step`.
+
+    Example:
+        >>> P = jax.sharding.PartitionSpec
+        >>> layers = {"w": jnp.ones((4, 64, 64)) / 64}
+        >>> plan = zerojax.plan({"params": layers}, stage=3)
+        >>> def apply(params, x):
+        ...     layer = lambda x, w: (x @ w["w"], None)
+        ...     return zerojax.scan(layer, x, zerojax.shards(params, plan))[0]
+        >>> run = jax.jit(jax.shard_map(
+        ...     apply, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan), P("data")),
+        ...     out_specs=P("data"), check_vma=False))
+        >>> print(run(layers, jnp.ones((8, 64))).shape, run(layers, jnp.ones((8, 64)))[0, 0])
+        (8, 64) 1.0
     """
     if prefetch not in (0, 1, "auto"):
         raise ValueError(f"prefetch must be 0, 1 or 'auto', got {prefetch!r}.")

@@ -161,6 +161,18 @@ def forecast(
         tokens: in a step, if not the size of the batch's first matrix of integers.
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
         per_host: GPUs of a host.
+
+    Example:
+        >>> def make_state():
+        ...     params = {"w": jnp.zeros((8, 1024, 1024)), "b": jnp.zeros((8, 1024))}
+        ...     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> def loss_fn(params, batch):
+        ...     layer = jax.checkpoint(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None))
+        ...     return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+        >>> batch = jax.ShapeDtypeStruct((8 * 512, 1024), jnp.float32)
+        >>> forecast = zerojax.forecast(loss_fn, make_state, batch, gpus="8xH100", stages=[0, 3])
+        >>> [(case.parameters + case.optimizer) >> 20 for case in forecast.cases]  # MiB of a GPU
+        [96, 12]
     """
     count, gpu = _gpus.parse_count(gpus)
     if tokens is not None and tokens < 1:

@@ -13,7 +13,13 @@ USABLE_MEMORY = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a replayed program is charged: FLOP/s, and bytes/s for each device."""
+    """What a replayed program is charged: FLOP/s, and bytes/s for each device.
+
+    Example:
+        >>> slow_network = zerojax.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
+        >>> print(slow_network.bandwidth(group=64, on_host=8) / 1e9)  # 8 network cards a host
+        96.0
+    """
 
     flops: float
     memory: float

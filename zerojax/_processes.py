@@ -36,6 +36,11 @@ def initialize(
 
     Returns:
         The number of processes.
+
+    Example:
+        >>> processes = zerojax.initialize()  # doctest: +SKIP
+        zerojax: 4 processes, 16 devices
+        >>> rows = zerojax.process_slice(256)  # of the global batch, those to load here
     """
     if jax.distributed.is_initialized():
         return jax.process_count()
@@ -60,7 +65,12 @@ def initialize(
 
 
 def log(*values: Any) -> None:
-    """Prints on process 0 alone: what a run has to say, it says once."""
+    """Prints on process 0 alone: what a run has to say, it says once.
+
+    Example:
+        >>> zerojax.log("step", 10)
+        step 10
+    """
     if jax.process_index() == 0:
         print(*values, flush=True)
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -73,6 +73,7 @@ def import_safetensors(
     keep: str | None = None,
     ignore: str | None = None,
     cast: bool = False,
+    rename: Callable[[str], str] | None = None,
 ) -> Any:
     """Reads safetensors files straight into shards: each device's part, and no more.
 
@@ -80,9 +81,21 @@ def import_safetensors(
         path: a directory with an index, or one `.safetensors` file.
         like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and places.
         keep, ignore, cast: as in `zerojax.restore`.
+        rename: from a tensor's name in the files to its path in `like`, for files that others
+            wrote.
 
     Returns:
         The parameters. For a state: `state.replace(params=...)`.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> zerojax.export_safetensors(path, {"model": {"proj": {"weight": jnp.ones((64, 16))}}})
+        >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((64, 16))}}}, stage=3)
+        >>> ours = lambda name: name.removeprefix("model.").replace("weight", "kernel")
+        >>> params = zerojax.import_safetensors(path, like=plan, rename=ours)
+        >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
+        (8, 16)
     """
     like = like.abstract() if isinstance(like, Plan) else like
     like = _state.get_params(like, default=like)
@@ -90,7 +103,15 @@ def import_safetensors(
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors: dict[str, np.ndarray] = {}
     for file in _stored_files(os.path.expanduser(path)):
-        tensors |= {slashed.get(name, name): value for name, value in _read_file(file)}
+        for name, value in _read_file(file):
+            ours = name if rename is None else rename(name)
+            ours = slashed.get(ours, ours)
+            if ours in tensors:
+                raise ValueError(
+                    f"{name} in {file} is a second {ours}. Give each tensor a name of its own "
+                    "with rename=."
+                )
+            tensors[ours] = value
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
     done = {name: _place(tensors[name], value) for name, value in wanted.items()}

@@ -41,6 +41,11 @@ def mesh(
             H200 and B200.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
         per_host: GPUs of a host; fewer GPUs than that are one host.
+
+    Example:
+        >>> mesh = zerojax.aot.mesh("64xH100", shape=(8, 8), axis_names=("replica", "data"))
+        >>> print(dict(mesh.shape), mesh.devices.flat[0].device_kind)  # doctest: +ELLIPSIS
+        {'replica': 8, 'data': 8} NVIDIA H100...
     """
     count, gpu = _gpus.parse_count(gpus)
     local = min(count, per_host)
@@ -63,6 +68,12 @@ def batch(shapes: Any, plan: Plan) -> Any:
     """`jax.ShapeDtypeStruct`s of a global batch, cut by their first dimension over the plan's axes.
 
     Random keys and scalars, whole on every device.
+
+    Example:
+        >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> tokens = zerojax.aot.batch(jax.ShapeDtypeStruct((32, 128), jnp.int32), plan)
+        >>> print(tokens.shape, tokens.sharding.spec)
+        (32, 128) P('data',)
     """
 
     def placed(leaf: Any) -> Any:
@@ -87,7 +98,11 @@ def _devices(name: str, hosts: int, local: int) -> list[Any]:
 
 
 def check_packages() -> None:
-    """Says what to install; the compiler ends the whole process where ptxas is missing."""
+    """Says what to install; the compiler ends the whole process where ptxas is missing.
+
+    Example:
+        >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
+    """
     version = jax.__version__
     cuda = "cuda12" if importlib.util.find_spec("jax_cuda12_plugin") else "cuda13"
     missing = [

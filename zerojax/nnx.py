@@ -172,6 +172,16 @@ def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
     Arguments:
         loss_fn: as in `train_step`.
         options: `precision`, as in `zerojax.eval_step`.
+
+    Example:
+        >>> import zerojax.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> model, optimizer = zerojax.nnx.shard(model, optimizer)
+        >>> evaluate = zerojax.nnx.eval_step(lambda model, x: jnp.mean(model(x) ** 2))
+        >>> print(evaluate(model, optimizer, jnp.zeros((8, 64)))["loss"])
+        0.0
     """
     loss = functools.partial(_call, loss_fn, False)
     return Step(_step.eval_step(loss, mutable=("variables",), **options))
