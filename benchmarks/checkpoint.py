@@ -9,9 +9,7 @@ off its peak. glibc is told to give freed memory back, or the peak would be that
 """
 
 import argparse
-import ctypes
 import datetime
-import gc
 import json
 import math
 import os
@@ -34,9 +32,11 @@ from flax.training.train_state import TrainState
 
 import zerojax
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from host_memory import GIVE_BACK, measured
+
 MIB = 2**20
-GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-# And where times are measured it keeps it: virtual machines take long to map a page anew.
+# Where times are measured, glibc keeps memory: virtual machines take long to map a page anew.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0"}
 WARM_UP = 2  # saves, until the memory that they need is mapped
 STEP_S = 0.25
@@ -62,31 +62,6 @@ def loss_fn(params, batch):
     for weight in params.values():
         batch = jnp.tanh(batch @ weight)
     return jnp.mean(batch**2)
-
-
-def memory(field):
-    """MiB of this process: VmRSS now, VmHWM at the most since `reset_peak`."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-def reset_peak():
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
-def measured(work):
-    """Seconds, and peak MiB above what was held before."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else pools of freed memory hide what follows
-    before = memory("VmRSS")
-    reset_peak()
-    started = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - started
-    return result, {
-        "seconds": round(seconds, 2),
-        "peak_mib": round(max(0, memory("VmHWM") - before)),
-    }
 
 
 def save(args, stage):
