@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 
 from zerojax import _compat
 from zerojax._inline import Inliner, alive, is_var
+from zerojax._readers import Readers, is_cast
 from zerojax._steps import (
     CONST,
     WEIGHT,
@@ -31,7 +32,6 @@ from zerojax._steps import (
     reads_of,
     unique,
 )
-from zerojax._views import views
 
 
 def split(
@@ -81,8 +81,7 @@ class _Splitter:
         self.gathers: dict[Var, Shard] = {}
         self.gathered: dict[Shard, Var] = {}
         self.prefix: list[jex_core.JaxprEqn] = []
-        self.readers: dict[Var, list[jex_core.JaxprEqn | None]] = {}
-        self.named: dict[Var, Var] = {}  # casts of shards are the shards
+        self.readers = Readers()
 
     # -- what a variable is
 
@@ -128,46 +127,10 @@ class _Splitter:
             walk(eqn)
         return flat
 
-    def find_readers(self, eqns: Iterable[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
-        """Which equations read each variable (None: the caller), casts and constraints followed."""
-        for eqn in eqns:
-            if self.pull and eqn.primitive.name in _compat.REMAT:
-                continue  # it is taken apart when its turn comes, and its equations read
-            for var in unique(self.named.get(v, v) for v in eqn.invars if is_var(v)):
-                if passes_on(eqn):
-                    self.named[eqn.outvars[0]] = var
-                else:
-                    self.readers.setdefault(var, []).append(eqn)
-        for var in filter(is_var, outvars):
-            self.readers.setdefault(self.named.get(var, var), []).append(None)
-
-    def readers_of(self, atom: Atom) -> list[jex_core.JaxprEqn | None]:
-        return self.readers.get(self.named.get(atom, atom), []) if is_var(atom) else []
-
-    def viewed(self, eqn: jex_core.JaxprEqn, kinds: Sequence[Kind]) -> list[Shard] | None:
-        """The results as shards, where `eqn` leaves layers as they are and shards are better."""
-        if not kinds or not isinstance(kind := kinds[0], Shard):
-            return None
-        found = views(eqn, kind.cut.dim)
-        if not found:
-            return None
-        if not self.is_scanned(eqn.outvars[0]) and self.is_gathered_too(eqn, kind, found[0].stops):
-            return None  # one gather, for this and for the others
-        return [
-            Shard(kind.root, dataclasses.replace(kind.cut, dim=view.dim), (*kind.views, view))
-            for view in found
-        ]
-
-    def is_gathered_too(self, eqn: jex_core.JaxprEqn, kind: Shard, stops: bool) -> bool:
-        """Whether what `eqn` makes a view of is read as it is, or both frozen and not, as well."""
-        readers = self.readers_of(eqn.invars[0])
-        if stops and len(readers) > 1:
-            return True
-        return not all(reader and views(reader, kind.cut.dim) for reader in readers)
-
-    def is_scanned(self, var: Var) -> bool:
-        readers = self.readers_of(var)
-        return bool(readers) and all(r and r.primitive.name == "scan" for r in readers)
+    def find_readers(self, eqns: Sequence[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
+        # A remat that is taken apart when its turn comes does not read; its equations will.
+        apart = _compat.REMAT if self.pull else ()
+        self.readers.find([e for e in eqns if e.primitive.name not in apart], outvars)
 
     # -- one equation
 
@@ -183,7 +146,7 @@ class _Splitter:
             # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
             # lies already. Gathered for this, a stack would be whole before its loop.
             self.kinds[eqn.outvars[0]] = kinds[0]
-        elif shards := self.viewed(eqn, kinds):
+        elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, rest)
@@ -215,7 +178,7 @@ class _Splitter:
             inner = self.split_remat(jaxpr, consts, operands)
             gathered = {shard.root for shard in inner.gathers.values()}
             pairs = zip(inner.invars, operands, strict=True)
-            shared = [var in gathered and len(self.readers_of(v)) > 1 for var, v in pairs]
+            shared = [var in gathered and len(self.readers.of(v)) > 1 for var, v in pairs]
             if any(shared):  # gathered out here, once for all its uses
                 operands = [
                     self.whole(v) if several else v
@@ -270,15 +233,6 @@ class _Splitter:
             body, operands, list(eqn.outvars), num_consts, num_carry,
             eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"],
         )  # fmt: skip
-
-
-def is_cast(eqn: jex_core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type"
-
-
-def passes_on(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether of a shard this makes a shard."""
-    return is_cast(eqn) or eqn.primitive.name == "sharding_constraint"
 
 
 def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
