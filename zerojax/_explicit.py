@@ -17,13 +17,13 @@ from jax.tree_util import register_dataclass
 
 from zerojax import _compat, _engine, _spec
 from zerojax._gather import Cut, Wire, obtain
-from zerojax._plan import Plan
+from zerojax._plan import LeafPlan, Plan
 from zerojax._state import PARAMS, get_params
 from zerojax._steps import Shard
 
 
 @functools.partial(
-    register_dataclass, data_fields=["data"], meta_fields=["dim", "axes", "prefetch"]
+    register_dataclass, data_fields=["data"], meta_fields=["dim", "axes", "prefetch", "others"]
 )
 @dataclasses.dataclass(frozen=True)
 class Sharded:
@@ -33,6 +33,7 @@ class Sharded:
     dim: int
     axes: tuple[str, ...]
     prefetch: int
+    others: tuple[Any, ...]
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -80,13 +81,19 @@ def shards(params: Any, plan: Plan) -> Any:
     platform = plan.mesh.devices.flat[0].platform
     prefetch = int(platform in ("gpu", "cuda", "rocm"))
 
-    def marked(value: jax.Array, dim: int | None) -> Any:
-        return value if dim is None else Sharded(value, dim, plan.axes, prefetch)
+    # Where the caller's shard_map is over all axes, XLA cuts nothing along the others.
+    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes) - set(plan.axes)
+
+    def marked(value: jax.Array, leaf: LeafPlan) -> Any:
+        if leaf.dim is None:
+            return value
+        others = () if by_hand else leaf.others(plan.axes)
+        return Sharded(value, leaf.dim, plan.axes, prefetch, others)
 
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
     pairs = zip(leaves, plan.params, strict=True)
-    return treedef.unflatten([marked(value, leaf.dim) for value, leaf in pairs])
+    return treedef.unflatten([marked(value, leaf) for value, leaf in pairs])
 
 
 def gather(tree: Any, dtype: Any = None) -> Any:
@@ -109,7 +116,8 @@ def gather(tree: Any, dtype: Any = None) -> Any:
             return leaf
         is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
         wanted = dtype if dtype is not None and is_float else leaf.data.dtype
-        return obtain((leaf.data,), Cut(leaf.dim, jnp.dtype(wanted)), Wire(leaf.axes))
+        cut = Cut(leaf.dim, jnp.dtype(wanted), others=leaf.others)
+        return obtain((leaf.data,), cut, Wire(leaf.axes))
 
     return jax.tree.map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
 
@@ -169,7 +177,10 @@ def scan(
     plain = jax.tree.leaves(init)
     inputs = [*plain, *((leaf.data,) if is_shard(leaf) else leaf for leaf in leaves)]
     kinds = [None] * len(plain)
-    kinds += [Shard(None, Cut(x.dim, x.data.dtype)) if is_shard(x) else None for x in leaves]
+    kinds += [
+        Shard(None, Cut(x.dim, x.data.dtype, others=x.others)) if is_shard(x) else None
+        for x in leaves
+    ]
     outs = _engine.evaluate(
         jaxpr, [*inputs, *closed.consts], [*kinds, *[None] * len(closed.consts)],
         Wire(marked[0].axes), regather=regather,

@@ -5,10 +5,12 @@ Other ways to move bytes (hierarchical groups, quantised wires) are variants of 
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 Array = Any
 
@@ -23,16 +25,30 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a parameter is held: along which dimension, and as which dtype it is wanted."""
+    """How a parameter is held: along which dimension, and as which dtype it is wanted.
+
+    `others` names, for each dimension, mesh axes of the user's own that it lies along (a `tensor`
+    axis); it is empty where there are none.
+    """
 
     dim: int
     dtype: Any  # as it travels
     use_dtype: Any = None  # as it is used, where that is wider
     keeps_all: bool = False  # of the gradient (stage 0)
+    others: tuple[Any, ...] = ()
 
     @property
     def final_dtype(self) -> Any:
         return self.use_dtype or self.dtype
+
+    def of_one_layer(self) -> "Cut":
+        """Of what a loop over the first dimension sees."""
+        return dataclasses.replace(self, dim=self.dim - 1, others=self.others[1:])
+
+    def moved(self, dims: Sequence[int | None]) -> "Cut":
+        """Of an array whose dimension k is dimension `dims[k]` of this one (None: made anew)."""
+        others = tuple(None if d is None else self.others[d] for d in dims) if self.others else ()
+        return dataclasses.replace(self, dim=list(dims).index(self.dim), others=others)
 
 
 def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
@@ -43,7 +59,7 @@ def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
     """
     *full, shard = held
     if not jax.dtypes.issubdtype(shard.dtype, jax.numpy.inexact):
-        return full[0] if full else lax.all_gather(shard, wire.axes, axis=cut.dim, tiled=True)
+        return full[0] if full else gather(shard, cut.dim, wire.axes, cut.others)
     if full:
         return _route(full[0].astype(cut.dtype).astype(cut.final_dtype), shard, cut, wire)
     return _all_gather(shard, cut, wire)
@@ -51,7 +67,7 @@ def obtain(held: tuple[Array, ...], cut: Cut, wire: Wire) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather(shard: Array, cut: Cut, wire: Wire) -> Array:
-    full = lax.all_gather(shard.astype(cut.dtype), wire.axes, axis=cut.dim, tiled=True)
+    full = gather(shard.astype(cut.dtype), cut.dim, wire.axes, cut.others)
     return full.astype(cut.final_dtype)
 
 
@@ -86,18 +102,42 @@ _route.defvjp(_route_fwd, _route_bwd)
 def dispose(grad: Array, dtype: Any, cut: Cut, wire: Wire) -> Array:
     """The gradient of a shard, in the shard's dtype, from that of the full weight."""
     grad = grad.astype(cut.dtype)
-    grad = reduce(grad, wire) if cut.keeps_all else scatter(grad, cut.dim, wire)
-    return grad.astype(dtype)
+    if cut.keeps_all:
+        return reduce(grad, wire, cut.others).astype(dtype)
+    return scatter(grad, cut.dim, wire, cut.others).astype(dtype)
 
 
-def scatter(grad: Array, dim: int, wire: Wire) -> Array:
+def gather(shard: Array, dim: int, axes: tuple[str, ...], others: tuple[Any, ...] = ()) -> Array:
+    """The whole array, from this device's part of it."""
+    collect = lambda x: lax.all_gather(x, axes, axis=dim, tiled=True)  # noqa: E731
+    return _each_part(collect, shard, others)
+
+
+def scatter(grad: Array, dim: int, wire: Wire, others: tuple[Any, ...] = ()) -> Array:
     """Sums a gradient over the devices and keeps this device's part."""
-    return lax.psum_scatter(_on_wire(grad, wire), wire.axes, scatter_dimension=dim, tiled=True)
+    keep = lambda x: lax.psum_scatter(x, wire.axes, scatter_dimension=dim, tiled=True)  # noqa: E731
+    return _each_part(keep, _on_wire(grad, wire), others)
 
 
-def reduce(grad: Array, wire: Wire) -> Array:
+def reduce(grad: Array, wire: Wire, others: tuple[Any, ...] = ()) -> Array:
     """Sums a gradient over the devices; everyone keeps all of it."""
-    return lax.psum(_on_wire(grad, wire), wire.axes)
+    return _each_part(lambda x: lax.psum(x, wire.axes), _on_wire(grad, wire), others)
+
+
+def _each_part(collective: Callable, array: Array, others: tuple[Any, ...]) -> Array:
+    """A collective over the ZeRO axes, on each part of what lies along other axes too.
+
+    XLA forgets at collectives written by hand how it cuts their operands along other axes, and
+    would put the parts together first: twice the bytes for a `tensor` axis of two.
+    """
+    entries = (e if isinstance(e, tuple) else (e,) for e in others if e is not None)
+    names = {name for entry in entries for name in entry}
+    if not names:
+        return collective(array)
+    spec = PartitionSpec(*others)
+    return jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+    )(array)
 
 
 def _on_wire(grad: Array, wire: Wire) -> Array:
@@ -106,7 +146,12 @@ def _on_wire(grad: Array, wire: Wire) -> Array:
 
 
 def gather_rested(
-    shard: Array, old: Array | None, dim: int | None, stacked: bool, axes: tuple[str, ...]
+    shard: Array,
+    old: Array | None,
+    dim: int | None,
+    stacked: bool,
+    axes: tuple[str, ...],
+    others: tuple[Any, ...] = (),
 ) -> Array:
     """A parameter that rests whole (stages 1 and 2), from its updated shard.
 
@@ -115,11 +160,11 @@ def gather_rested(
     """
     assert dim is not None, "only what is cut can be gathered"
     if old is None or not stacked or dim == 0:
-        return lax.all_gather(shard, axes, axis=dim, tiled=True)
+        return gather(shard, dim, axes, others)
 
     def put(stack: Array, layer: tuple[Array, Array]) -> tuple[Array, None]:
         index, shard = layer
-        full = lax.all_gather(shard, axes, axis=dim - 1, tiled=True)
+        full = gather(shard, dim - 1, axes, others[1:])
         return lax.dynamic_update_index_in_dim(stack, full, index, 0), None
 
     return lax.scan(put, old, (jax.numpy.arange(len(shard)), shard))[0]

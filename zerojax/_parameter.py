@@ -70,7 +70,8 @@ class Parameter:
         if not self.is_held or self.dim is None:
             return WEIGHT
         keeps_all = not self.plan.sharded[OPT_STATE]
-        return Shard(None, Cut(self.dim, self.compute_dtype, keeps_all=keeps_all))
+        others = self.leaf.others(self.plan.axes)
+        return Shard(None, Cut(self.dim, self.compute_dtype, keeps_all=keeps_all, others=others))
 
     def varied(self, value: Any) -> Any:
         """What the loss is differentiated by: the shard where there is one."""
@@ -94,10 +95,11 @@ class Parameter:
         """The gradient summed over the devices, where the loss did not do so itself."""
         if self.plan.size > 1 and not self.is_held:
             grad = grad.astype(self.compute_dtype)  # what accumulated wider travels as computed
+            others = self.leaf.others(self.plan.axes)
             if self.leaf.dim is not None:
-                grad = _gather.scatter(grad, self.leaf.dim, wire)
+                grad = _gather.scatter(grad, self.leaf.dim, wire, others)
             else:
-                grad = _gather.reduce(grad, wire)
+                grad = _gather.reduce(grad, wire, others)
         return grad.astype(self.grad_dtype)
 
     def no_gradient(self) -> Any:

@@ -33,6 +33,10 @@ class LeafPlan:
     reason: str | None
     frozen: bool = False
 
+    def others(self, axes: tuple[str, ...]) -> tuple:
+        """For each dimension, the axes of the user's own that it lies along; () where none."""
+        return _spec.other_axes(self.shard_spec, axes, len(self.shape))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -167,7 +171,9 @@ class Plan:
 
         def gather(shards: list[Any], old: list[Any]) -> list[Any]:
             return [
-                _gather.gather_rested(shard, stack, leaf.dim, leaf.stacked, self.axes)
+                _gather.gather_rested(
+                    shard, stack, leaf.dim, leaf.stacked, self.axes, leaf.others(self.axes)
+                )
                 for shard, stack, leaf in zip(shards, old, plans, strict=True)
             ]
 

@@ -87,6 +87,15 @@ def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*(e if shard_dim(PartitionSpec(e), axes) == 0 else None for e in spec))
 
 
+def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple:
+    """For each dimension, what else than the ZeRO axes `spec` puts it on; () where nothing."""
+    entries = [None if shard_dim(PartitionSpec(e), axes) == 0 else e for e in spec]
+    names = [n for e in entries for n in ((e,) if isinstance(e, str) else e or ())]
+    if not names or set(names) & set(axes):
+        return ()
+    return (*entries, *[None] * (rank - len(entries)))
+
+
 def normal(spec: PartitionSpec) -> PartitionSpec:
     """`spec` less trailing Nones, as `jax.jit` writes the specs of what it returns: an input
     spelled otherwise would compile the step a second time."""

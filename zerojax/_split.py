@@ -217,9 +217,8 @@ class _Splitter:
         for index, atom in enumerate(eqn.invars):
             kind = self.kind(atom)
             if isinstance(kind, Shard) and index >= first_x and kind.cut.dim > 0:
-                cut = dataclasses.replace(kind.cut, dim=kind.cut.dim - 1)
                 operands.append(kind)
-                kinds.append(Shard(kind.root, cut))
+                kinds.append(Shard(kind.root, kind.cut.of_one_layer()))
                 continue
             if isinstance(kind, Shard) and index >= first_x:
                 _warn_sharded_layers(atom)
