@@ -8,6 +8,10 @@ WORKERS ?= auto
 # JAX for GPUs where there is a driver. GPU=cuda12 is for drivers before 580, GPU= for none.
 GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
+# `make gpu-compile` installs a CUDA plugin that complains in every program where there is no driver.
+ifeq ($(wildcard /proc/driver/nvidia/version),)
+export JAX_PLATFORMS ?= cpu
+endif
 .PHONY: demo test lint examples notebooks docs wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples

@@ -132,7 +132,7 @@ def main():
             elif i % 10 == 0 or i == args.steps - 1:
                 loss, seconds = float(metrics["loss"]), time.perf_counter() - started
                 rate = i * args.batch * args.tokens / seconds
-                bar.set_postfix(loss=f"{loss:.2f}", tokens_per_s=f"{rate:,.0f}")
+                bar.set_postfix({"loss": f"{loss:.2f}", "tokens/s": f"{rate:,.0f}"})
     print(f"loss {first:.2f} -> {float(metrics['loss']):.2f}")
 
     table = state.params["embed"]

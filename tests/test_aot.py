@@ -178,3 +178,14 @@ def test_audits_know_the_hosts_and_the_convolutions():
     forward = 2 * 8 * 32 * 32 * 128 * 3 * 3 * 64
     assert report.replay.flops == 2 * forward  # forward, and the gradient of the kernel
     assert {(one.group, one.on_host) for one in report.traffic} == {(8, 4)}
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_plugin_that_jax_gave_up_is_told_how_to_keep_it(monkeypatch):
+    def gave_up(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(zerojax.aot.topologies, "get_topology_desc", gave_up)
+    zerojax.aot._devices.cache_clear()
+    with pytest.raises(RuntimeError, match=r"Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA.*before JAX"):
+        zerojax.aot.mesh("8xH100")

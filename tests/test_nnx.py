@@ -368,3 +368,18 @@ def test_a_loop_changes_five_lines():
         losses.append(float(scope["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(set(SHARDED.splitlines()) - set(PLAIN.splitlines())) <= 5
+
+
+def test_objects_where_states_belong_are_told_the_way():
+    model, optimizer = make(lambda rngs: nnx.Linear(16, 16, rngs=rngs))
+    for given in (model, (model, optimizer), lambda: make(lambda r: nnx.Linear(16, 16, rngs=r))):
+        with pytest.raises(TypeError, match=r"zerojax.nnx.shard\(model, optimizer, stage=3\)"):
+            zerojax.shard_train_state(given)
+    with pytest.raises(TypeError, match=r"not a nnx.Optimizer. Make one: nnx.Optimizer\(model"):
+        zerojax.nnx.shard(model, optax.adam(1e-3))
+    with pytest.raises(TypeError, match=r"got a tuple alone: zerojax.nnx.shard\(model, opt"):
+        zerojax.nnx.shard((model, optimizer, 1), stage=3)
+    step = zerojax.nnx.train_step(lambda model, batch: jnp.mean(model(batch)))
+    for look in (zerojax.verify, zerojax.audit):
+        with pytest.raises(TypeError, match=r"\(\*step.pure\(model, optimizer, batch\)\)"):
+            look(step, model, optimizer)

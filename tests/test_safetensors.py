@@ -164,3 +164,16 @@ def test_damaged_files_are_named(tmp_path):
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index.json is damaged"):
         zerojax.import_safetensors(tmp_path / "w", params)
+
+
+def test_names_of_others_are_told_of_rename(tmp_path):
+    zerojax.export_safetensors(tmp_path / "w", {"fc.weight": jnp.ones(4)})
+    like = {"dense": {"kernel": jnp.ones(4)}}
+    with pytest.raises(ValueError, match=r"fc.weight and not dense.kernel. Pass rename="):
+        zerojax.import_safetensors(tmp_path / "w", like)
+    with pytest.raises(TypeError, match=r"rename= made None of 'fc.weight'.*ignore="):
+        zerojax.import_safetensors(tmp_path / "w", like, rename=lambda name: None)
+    with pytest.raises(TypeError, match=r"rename= is dict. Pass a function"):
+        zerojax.import_safetensors(tmp_path / "w", like, rename={"fc.weight": "dense.kernel"})
+    with pytest.raises(ValueError, match=r"nothere.safetensors does not exist"):
+        zerojax.import_safetensors(tmp_path / "nothere.safetensors", like)

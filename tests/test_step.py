@@ -527,3 +527,57 @@ def test_keys_by_name_and_tracers_anywhere():
     assert step._cache_size() == 1
     step.clear_cache()
     assert step._cache_size() == 0
+
+
+# -- what users try first, and what they are told
+
+
+def placed_mlp(**options):
+    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    params = {"w": jnp.ones((64, 16))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    return zerojax.shard_train_state(state), zerojax.train_step(loss, **options), jnp.ones((8, 64))
+
+
+def test_a_donated_state_is_refused_before_it_is_used():
+    state, step, batch = placed_mlp()
+    new, _ = step(state, batch)
+    with pytest.raises(ValueError, match=r"donated to an earlier step.*state, metrics = step\("):
+        step(state, batch)
+    step(new, batch)
+    state, step, batch = placed_mlp(donate=False)
+    assert step(state, batch)[1]["loss"] == step(state, batch)[1]["loss"]
+
+
+@pytest.mark.parametrize("takes_key", [True, False])
+def test_a_key_too_few_or_too_many(takes_key):
+    state, _, batch = placed_mlp()
+    plain = lambda params, batch: jnp.mean(batch @ params["w"])
+    noisy = lambda params, batch, rng: plain(params, batch)
+    step = zerojax.train_step(noisy if takes_key else plain)
+    key = () if takes_key else (jax.random.key(0),)
+    given = "params, batch" if takes_key else "params, batch, rng"
+    with pytest.raises(TypeError, match=rf"calls it with \({given}\).*jax.random.key\(n\)"):
+        step(state, batch, *key)
+
+
+def test_keys_for_each_example_are_not_called_a_batch():
+    state, _, batch = placed_mlp()
+    step = zerojax.train_step(lambda params, batch, keys: jnp.mean(batch @ params["w"]))
+    with pytest.raises(ValueError, match=r"batch has 8 and argument 3 of the loss has 4"):
+        step(state, batch, jax.random.split(jax.random.key(0), 4))
+
+
+def test_a_batch_on_one_device_is_told_what_to_do():
+    state, step, batch = placed_mlp()
+    with pytest.raises(ValueError, match="incompatible devices") as raised:
+        step(state, jax.device_put(batch, jax.devices()[1]))
+    assert "zerojax.shard_batch" in raised.value.__notes__[-1]
+
+
+def test_options_are_read_when_the_step_is_made():
+    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3, got 7"):
+        placed_mlp(stage=7)
+    assert zerojax.train_step(lambda p, b: 0.0, mutable="batch_stats").recipe.mutable == (
+        "batch_stats",
+    )

@@ -72,6 +72,11 @@ def audit(
 
 def _compile(step: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, list[str]]:
     if not hasattr(step, "lower"):
+        if hasattr(step, "pure"):
+            raise TypeError(
+                "a step of zerojax.nnx is audited without its objects: "
+                "zerojax.audit(*step.pure(model, optimizer, batch))."
+            )
         raise TypeError(
             f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass what "
             "zerojax.train_step or jax.jit returns, a compiled program, or HLO text."

@@ -243,3 +243,11 @@ def _show(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
 
 def _as_array(value: Any, leaf: LeafPlan) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
+
+
+def check_stage(stage: Any) -> None:
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
+            "state, 2 gradients too, 3 parameters too."
+        )

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _mesh, _opt_specs, _spec, _state, _update
-from zerojax._plan import LeafPlan, Plan
+from zerojax._plan import LeafPlan, Plan, check_stage
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -54,16 +54,14 @@ def plan(
         >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
         params/w is cut along dimension 0
     """
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
-            "state, 2 gradients too, 3 parameters too."
-        )
+    check_stage(stage)
     mesh, axes = _mesh.resolve(mesh, axis)
     axis_sizes = dict(mesh.shape)
     rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
+    _state.check_functional(state_or_fn)
     born = _state.is_state_function(state_or_fn)
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
+    _state.check_functional(state)
     leaves = _state.leaves_of(state)
     bases = _state.base_specs(state, axes, mesh.axis_names)
     tx = tx if tx is not None else _state.get_tx(state)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -85,7 +85,7 @@ def import_safetensors(
             wrote.
 
     Returns:
-        The parameters. For a state: `state.replace(params=...)`.
+        The parameters alone; put them into a state with `state.replace(params=...)`.
 
     Example:
         >>> import tempfile
@@ -104,7 +104,7 @@ def import_safetensors(
     tensors: dict[str, np.ndarray] = {}
     for file in _stored_files(os.path.expanduser(path)):
         for name, value in _read_file(file):
-            ours = name if rename is None else rename(name)
+            ours = name if rename is None else _renamed(rename, name)
             ours = slashed.get(ours, ours)
             if ours in tensors:
                 raise ValueError(
@@ -113,10 +113,30 @@ def import_safetensors(
                 )
             tensors[ours] = value
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
+    if rename is None and leaves and not saved.keys() & slashed.values():
+        raise ValueError(
+            f"no tensor in {path} is named as a parameter of like=: there are {_some(saved)} and "
+            f"not {_some(slashed)}. Pass rename=, a function from their names to those."
+        )
     wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
     done = {name: _place(tensors[name], value) for name, value in wanted.items()}
     values = [done.get(leaf.name, leaf.value) for leaf in leaves]
     return jax.tree.structure(like).unflatten(values)
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    ours = rename(name) if callable(rename) else None
+    if not isinstance(ours, str):
+        what = f"made {ours!r} of {name!r}" if callable(rename) else f"is {type(rename).__name__}"
+        raise TypeError(
+            f"rename= {what}. Pass a function from each name in the files to a path in like=, a "
+            "string; leave out what is not wanted with ignore=."
+        )
+    return ours
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
 
 
 def _refusal(target: str, leaves: list[Leaf], first: bool) -> Exception | None:
@@ -204,6 +224,8 @@ def _write_file(name: str, group: list[Leaf], first: bool) -> None:
 def _stored_files(path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
+    if not os.path.exists(path):
+        raise ValueError(f"{path} does not exist. Give a directory with {INDEX}, or one file.")
     index = os.path.join(path, INDEX)
     if not os.path.exists(index):
         only = os.path.join(path, "model.safetensors")

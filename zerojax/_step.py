@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.core import Tracer
 
 from zerojax import _finite, _state, _xla_options
 from zerojax._grad import loss_and_grads
-from zerojax._plan import Plan
+from zerojax._plan import Plan, check_stage
 from zerojax._precision import Precision
 from zerojax._program import Options
 from zerojax._update import apply_gradients
@@ -51,7 +52,13 @@ class Step:
 
     def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch[, rng])`."""
-        return self.for_args(*args, **named)(*args, **named)
+        _state.check_alive(args[0] if args else named.get("state"))
+        try:
+            return self.for_args(*args, **named)(*args, **named)
+        except ValueError as error:
+            if "incompatible devices" in str(error):
+                error.add_note("Pass the batch as numpy arrays, or through zerojax.shard_batch.")
+            raise
 
     def lower(self, *args: Any, **named: Any) -> Any:
         return self.for_args(*args, **named).lower(*args, **named)
@@ -150,6 +157,9 @@ def train_step(
         4096.0 (8, 16)
     """
     options = Options(None, accumulate, precision, regather, prefetch=prefetch)
+    mutable = names_of(mutable)
+    if stage is not None:
+        check_stage(stage)
 
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
@@ -177,7 +187,7 @@ def train_step(
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics
 
-    recipe = Recipe(loss_fn, options, tuple(mutable), plan, tx, stage)
+    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage)
     return Step(step, recipe, donate, compiler_options)
 
 
@@ -205,6 +215,7 @@ def eval_step(
         1.0 0.0
     """
     options = Options(None, 1, precision, regather=False, differentiate=False)
+    mutable = names_of(mutable)
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
@@ -256,9 +267,31 @@ def with_fields(
     model_of = getattr(state, "model_of", lambda params: params)
 
     def loss(params: Any, *args: Any) -> Any:
+        check_call(loss_fn, (params, *args), fields)
         return loss_fn(model_of(params), *args, **fields)
 
     return loss
+
+
+def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:
+    return (mutable,) if isinstance(mutable, str) else tuple(mutable)
+
+
+def check_call(loss_fn: Callable[..., Any], args: Sequence[Any], fields: dict[str, Any]) -> None:
+    """Raises where a loss does not take what the step has for it."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of builtins and the like nobody knows
+        return
+    try:
+        signature.bind(*args, **fields)
+    except TypeError as error:
+        given = ", ".join(["params", "batch", "rng"][: len(args)] + [f"{n}=" for n in fields])
+        raise TypeError(
+            f"the loss takes {signature}, and the step calls it with ({given}): {error}. Random "
+            "keys are the step's third argument, step(state, batch, jax.random.key(n)); fields of "
+            "the state come with mutable=."
+        ) from None
 
 
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:

@@ -72,6 +72,11 @@ def verify(
         >>> zerojax.verify(step, state, np.ones((8, 64), np.float32)).ok
         True
     """
+    if hasattr(step, "pure"):
+        raise TypeError(
+            "a step of zerojax.nnx is verified without its objects: "
+            "zerojax.verify(*step.pure(model, optimizer, batch))."
+        )
     made = getattr(step, "recipe", None)
     options = Options(None, accumulate or 1, precision, regather=True)
     if made is None and loss_fn is None:

@@ -90,10 +90,17 @@ def _devices(name: str, hosts: int, local: int) -> list[Any]:
     # XLA reads it when the plugin is first loaded, and refuses machines without a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
-    topology = topologies.get_topology_desc(
-        name, platform="cuda", topology=f"1x{hosts}x{local}",
-        target_config=_gpus.GPUS[name].target_config(),
-    )  # fmt: skip
+    try:
+        topology = topologies.get_topology_desc(
+            name, platform="cuda", topology=f"1x{hosts}x{local}",
+            target_config=_gpus.GPUS[name].target_config(),
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "JAX was in use before in this process, and gave up its CUDA plugin, for there is no "
+            "driver here. Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is "
+            "imported: in a notebook in the first cell, os.environ['JAX_PLATFORMS'] = 'cpu'."
+        ) from error
     return list(topology.devices)
 
 

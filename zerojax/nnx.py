@@ -9,8 +9,9 @@
     for batch in data:
         metrics = step(model, optimizer, batch)  # both updated in place
 
-What the rest of zerojax takes (`save`, `restore`, `verify`, `audit`) is a state without objects:
-`zerojax.nnx.state(model, optimizer)` takes it out, `zerojax.nnx.update` puts one back in.
+What `zerojax.save` and `zerojax.restore` take is a state without objects:
+`zerojax.nnx.state(model, optimizer)` takes it out, `zerojax.nnx.update` puts one back in. Steps are
+looked at so: `zerojax.verify(*step.pure(model, optimizer, batch))`, and `zerojax.audit` likewise.
 """
 
 import functools
@@ -67,6 +68,11 @@ def shard(
         >>> print(model.kernel.shape, model.kernel.addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
+    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
     if optimizer is None:
         make = functools.partial(_made, model)
         source: Any = lambda: state(*make())  # noqa: E731
@@ -93,12 +99,12 @@ def shard(
 
 
 def _made(make: Callable[[], Any]) -> tuple[Any, nnx.Optimizer]:
-    made = make if isinstance(make, nnx.Module) else make()
+    made = make() if callable(make) and not isinstance(make, nnx.Module) else make
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)):
         raise TypeError(
             "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
-            f"and got a {type(made).__name__} alone. Make the other: "
-            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            f"and got a {type(made).__name__} alone: zerojax.nnx.shard(model, optimizer), with "
+            "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     return made
 
