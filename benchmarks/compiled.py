@@ -62,52 +62,51 @@ class Row:
         return [dataclasses.replace(self, rival=name, options=options) for name in names]
 
 
-SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)  # the best flag for them
+# The best flags for rivals, on H100s and on A100s.
+SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)
+HIDE_LATENCY = (("xla_gpu_enable_latency_hiding_scheduler", True),)
 ANNOTATED, LARGEST, BY_HAND = "annotations, blocks", "largest dimension, blocks", "by hand"
 NNX, LINEN = "flax nnx, blocks", "flax linen, blocks"
+BEST = (NNX, ANNOTATED, BY_HAND)
 MAIN = Row("7.5b", "64xH100")
-DOTS = dataclasses.replace(MAIN, remat="dots")
 MICROBATCHES = dataclasses.replace(MAIN, accumulate=8)
 SMALL = Row("1.5b", "8xH100")
-LLAMAS = [Row("llama-8b", "64xH100", remat=remat) for remat in ("full", "dots")]
 VIT = Row("vit-g", "64xH100", rows=64)
 
 
-def with_the_best(*rows, flax=(NNX,)):
-    """Ours and the strongest rivals, with the flag that suits them."""
-    return [
-        each
-        for row in rows
-        for each in (row, *row.rivals(*flax, ANNOTATED, LARGEST, BY_HAND, options=SCATTER_ONE))
-    ]
+def beside(row, *names):
+    """A row of ours, and rivals with the flag that suits them."""
+    flag = HIDE_LATENCY if "A100" in row.gpus else SCATTER_ONE
+    return [row, *row.rivals(*names, options=flag)]
 
 
 ROWS = [
-    *with_the_best(MAIN, flax=(NNX, LINEN)),
-    *MAIN.rivals(NNX, LINEN, ANNOTATED, LARGEST, BY_HAND, "annotations, weights"),
+    *beside(MAIN, *BEST, LINEN, LARGEST),
+    *MAIN.rivals(*BEST, LINEN, LARGEST, "annotations, weights"),
     *MAIN.rivals(*(f"{f}, nothing" for f in ("annotations", "largest dimension"))),
     *MAIN.rivals("flax linen, nothing", "flax nnx, nothing"),
     *MAIN.stages(1, 2),
     *dataclasses.replace(MAIN, master=True).stages(1, 2, 3),
-    *with_the_best(DOTS),
+    *beside(dataclasses.replace(MAIN, remat="dots"), *BEST),
     Row("7.5b", "64xH100", remat="none", rows=1),
     Row("7.5b", "64xH100", remat="none", rows=2),  # 4 do not fit
+    *beside(MICROBATCHES, LINEN, ANNOTATED, BY_HAND),
     *MICROBATCHES.stages(1, 2),
-    *with_the_best(MICROBATCHES, flax=(LINEN,)),
-    *with_the_best(Row("7.5b", "8xH100")),
+    *beside(Row("7.5b", "8xH100"), *BEST),
     Row("7.5b", "128xH100"),
-    *with_the_best(Row("7.5b", "512xH100")),
-    *with_the_best(Row("7.5b", "64xA100-80GB")),
+    *beside(Row("7.5b", "512xH100"), *BEST),
+    *beside(Row("7.5b", "64xA100-80GB"), *BEST),
     *SMALL.stages(0),
     *SMALL.rivals("replicated"),
+    *beside(SMALL, *BEST),
     *SMALL.stages(1, 2),
-    *with_the_best(SMALL),
     Row("1.5b", "8xA100-80GB"),
-    *with_the_best(Row("13b", "64xH100")),
-    *with_the_best(*LLAMAS, flax=()),
+    *beside(Row("13b", "64xH100"), *BEST),
+    *beside(Row("llama-8b", "64xH100"), ANNOTATED, BY_HAND),
+    *beside(Row("llama-8b", "64xH100", remat="dots"), ANNOTATED, BY_HAND),
     Row("llama-13b", "64xH100"),
     Row("llama-13b", "64xH100", remat="dots"),
-    *with_the_best(VIT, flax=()),
+    *beside(VIT, ANNOTATED, LARGEST, BY_HAND),
     *VIT.rivals(LARGEST, "largest dimension, nothing"),
     Row("1t", "1024xH100", rows=1),
 ]

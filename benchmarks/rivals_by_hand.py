@@ -1,7 +1,7 @@
 """What somebody who knows JAX well would write: FSDP by hand, in a `shard_map`.
 
-Each layer's weights are gathered in bf16 at the top of the layer, inside of the scan and of its
-`jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates the shards. Nothing is
+Each layer's weights are gathered in bf16 at the top of the layer, inside the scan and its
+`jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing is
 gathered ahead.
 """
 

@@ -163,6 +163,7 @@ class NnxGpt(nnx.Module):
 
 def nnx_step(model, mesh, remat, constrain, accumulate):
     assert accumulate == 1
+
     def make():
         gpt = NnxGpt(model, nnx.Rngs(0))
         return gpt, nnx.Optimizer(gpt, TX, wrt=nnx.Param)
