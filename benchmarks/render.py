@@ -11,7 +11,10 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE / "README.md"
-BEST_FLAG = "reduce_scatter_combine_threshold_bytes=1"
+FLAGS = {
+    "reduce_scatter_combine_threshold_bytes=1": "scatter",
+    "enable_latency_hiding_scheduler=True": "scheduler",
+}
 
 
 def compiled() -> str:
@@ -43,7 +46,9 @@ def _parts(row) -> tuple[str, str]:
 
 
 def _cells(row) -> list[str]:
-    program = _parts(row)[1].replace(BEST_FLAG, "flag")
+    program = _parts(row)[1]
+    for flag, short in FLAGS.items():
+        program = program.replace(flag, short)
     ours = program.startswith("stage")
     return [
         f"**{program}**" if ours else program,
