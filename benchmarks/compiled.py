@@ -21,12 +21,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import jax
 import rivals
+import rivals_by_hand
 import rivals_flax
+import vit
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax import _place, _presets, _xla_options
 
 HERE = pathlib.Path(__file__).parent
+STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
 MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 SLOWER, LARGER = 1.01, 1.02  # what a change may cost
 
@@ -37,65 +41,108 @@ class Row:
     gpus: str
     stage: int = 3
     remat: str = "full"
-    rows: int = 4  # sequences of 1024 tokens per GPU
+    rows: int = 4  # sequences of 1024 tokens, or images, per GPU and microbatch
+    accumulate: int = 1
     master: bool = False  # bf16 parameters, fp32 copies
     rival: str = ""
     options: tuple = ()  # a rival's
 
     @property
     def name(self):
+        times = f"{self.accumulate}x" if self.accumulate > 1 else "x"
         how = self.rival or f"stage {self.stage}"
         extra = " + master" * self.master + " + " * bool(self.options)
         flags = ",".join(f"{k.removeprefix('xla_gpu_')}={v}" for k, v in self.options)
-        return f"{self.model} {self.gpus} x{self.rows} {self.remat}: {how}{extra}{flags}"
+        return f"{self.model} {self.gpus} {times}{self.rows} {self.remat}: {how}{extra}{flags}"
+
+    def stages(self, *stages):
+        return [dataclasses.replace(self, stage=stage) for stage in stages]
+
+    def rivals(self, *names, options=()):
+        return [dataclasses.replace(self, rival=name, options=options) for name in names]
 
 
-SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)  # the best flag for them
+# The best flags for rivals, on H100s and on A100s.
+SCATTER_ONE = (("xla_gpu_reduce_scatter_combine_threshold_bytes", 1),)
+HIDE_LATENCY = (("xla_gpu_enable_latency_hiding_scheduler", True),)
+ANNOTATED, LARGEST, BY_HAND = "annotations, blocks", "largest dimension, blocks", "by hand"
+NNX, LINEN = "flax nnx, blocks", "flax linen, blocks"
+BEST = (NNX, ANNOTATED, BY_HAND)
 MAIN = Row("7.5b", "64xH100")
+MICROBATCHES = dataclasses.replace(MAIN, accumulate=8)
+SMALL = Row("1.5b", "8xH100")
+VIT = Row("vit-g", "64xH100", rows=64)
+
+
+def beside(row, *names):
+    """A row of ours, and rivals with the flag that suits them."""
+    flag = HIDE_LATENCY if "A100" in row.gpus else SCATTER_ONE
+    return [row, *row.rivals(*names, options=flag)]
+
+
 ROWS = [
-    MAIN,
-    *(Row("7.5b", "64xH100", rival=f"annotations, {what}") for what in rivals.CONSTRAINED),
-    Row("7.5b", "64xH100", rival="annotations, blocks", options=SCATTER_ONE),
-    Row("7.5b", "64xH100", rival="flax linen, blocks"),
-    Row("7.5b", "64xH100", rival="flax nnx, blocks"),
-    Row("7.5b", "64xH100", rival="flax nnx, blocks", options=SCATTER_ONE),
-    Row("7.5b", "64xH100", rival="flax linen, nothing"),
-    Row("7.5b", "64xH100", rival="flax nnx, nothing"),
-    Row("7.5b", "64xH100", remat="dots"),
-    Row("7.5b", "64xH100", remat="dots", rival="annotations, blocks", options=SCATTER_ONE),
+    *beside(MAIN, *BEST, LINEN, LARGEST),
+    *MAIN.rivals(*BEST, LINEN, LARGEST, "annotations, weights"),
+    *MAIN.rivals(*(f"{f}, nothing" for f in ("annotations", "largest dimension"))),
+    *MAIN.rivals("flax linen, nothing", "flax nnx, nothing"),
+    *MAIN.stages(1, 2),
+    *dataclasses.replace(MAIN, master=True).stages(1, 2, 3),
+    *beside(dataclasses.replace(MAIN, remat="dots"), *BEST),
     Row("7.5b", "64xH100", remat="none", rows=1),
     Row("7.5b", "64xH100", remat="none", rows=2),  # 4 do not fit
-    *(Row("7.5b", gpus) for gpus in ("8xH100", "128xH100", "512xH100")),
-    *(Row("7.5b", "64xH100", stage=stage) for stage in (1, 2)),
-    *(Row("7.5b", "64xH100", stage=stage, master=True) for stage in (1, 2, 3)),
+    *beside(MICROBATCHES, LINEN, ANNOTATED, BY_HAND),
+    *MICROBATCHES.stages(1, 2),
+    *beside(Row("7.5b", "8xH100"), *BEST),
+    Row("7.5b", "128xH100"),
+    *beside(Row("7.5b", "512xH100"), *BEST),
+    *beside(Row("7.5b", "64xA100-80GB"), *BEST),
+    *SMALL.stages(0),
+    *SMALL.rivals("replicated"),
+    *beside(SMALL, *BEST),
+    *SMALL.stages(1, 2),
+    Row("1.5b", "8xA100-80GB"),
+    *beside(Row("13b", "64xH100"), *BEST),
+    *beside(Row("llama-8b", "64xH100"), ANNOTATED, BY_HAND),
+    *beside(Row("llama-8b", "64xH100", remat="dots"), ANNOTATED, BY_HAND),
     Row("llama-13b", "64xH100"),
     Row("llama-13b", "64xH100", remat="dots"),
-    Row("1.5b", "8xA100-80GB"),
+    *beside(VIT, ANNOTATED, LARGEST, BY_HAND),
+    *VIT.rivals(LARGEST, "largest dimension, nothing"),
     Row("1t", "1024xH100", rows=1),
 ]
 CHECKED = [Row("1.5b", "8xA100-80GB"), MAIN]
 
 
-def measure(row):
-    model, mesh = _presets.preset(row.model), zerojax.aot.mesh(row.gpus)
-    batch = model.batch(row.rows * mesh.devices.size)
-    started = time.perf_counter()
-    if row.rival:
-        fixes = {_xla_options.COLLECTIVE_KERNELS: ""}
-        known = lambda kv: _xla_options.is_known(*kv, mesh.devices.flat[0])
-        options = dict(filter(known, [*fixes.items(), *row.options]))
-        family, constrain = row.rival.split(", ")
-        made = rivals_flax if family.startswith("flax") else rivals
-        program = made.compiled(family, model, mesh, row.remat, constrain, batch, options)
-    else:
+def compiled(row):
+    """The program of a row, and the plan of one that is ours."""
+    model, mesh = model_of(row), zerojax.aot.mesh(row.gpus)
+    batch = model.batch(row.rows * row.accumulate * mesh.size)
+    if not row.rival:
         precision = MASTER if row.master else None
         stored = _place.stored_with(model.make_state, precision)
         plan = zerojax.plan(stored, stage=row.stage, mesh=mesh, precision=precision)
         loss = model.losses((row.remat,))[row.remat]
-        step = zerojax.train_step(loss)
-        program = step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile()
+        step = zerojax.train_step(loss, accumulate=row.accumulate)
+        return step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile(), plan
+    family, _, constrain = row.rival.partition(", ")
+    step, state = STEPS[family](model, mesh, row.remat, constrain, row.accumulate)
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
+    fixes = {_xla_options.COLLECTIVE_KERNELS: ""}
+    known = lambda kv: _xla_options.is_known(*kv, mesh.devices.flat[0])
+    options = dict(filter(known, [*fixes.items(), *row.options]))
+    return step.lower(state, batch).compile(compiler_options=options or None), None
+
+
+def model_of(row):
+    return vit.PRESETS.get(row.model) or _presets.preset(row.model)
+
+
+def measure(row):
+    started = time.perf_counter()
+    program, plan = compiled(row)
     seconds = time.perf_counter() - started
-    report = zerojax.audit(program, plan=None if row.rival else plan)
+    report = zerojax.audit(program, plan=plan, accumulate=row.accumulate)
     gib = lambda count: round(count / 2**30, 3)
     all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
     slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
@@ -122,7 +169,7 @@ COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gi
 
 def shown(result):
     cells = (str(result[c]) for c in COLUMNS[1:])
-    return f"{result['row']:68s}" + "".join(f"{cell:>12s}" for cell in cells)
+    return f"{result['row']:88s}" + "".join(f"{cell:>12s}" for cell in cells)
 
 
 def results_path():
@@ -160,7 +207,7 @@ def main():
     stored = {}
     if path.exists():
         stored = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
-    print(f"JAX {jax.__version__}\n{COLUMNS[0]:68s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:]))
+    print(f"JAX {jax.__version__}\n{COLUMNS[0]:88s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:]))
     if arguments.check:
         return check(stored)
     for row in ROWS:
@@ -168,7 +215,7 @@ def main():
             try:
                 result = measure(row)
             except jax.errors.JaxRuntimeError as error:
-                print(f"{row.name:68s} {str(error).splitlines()[0][:120]}", flush=True)
+                print(f"{row.name:88s} {str(error).splitlines()[0][:120]}", flush=True)
                 continue
             print(shown(result), *result["findings"], sep="\n    ", flush=True)
             stored[row.name] = result

@@ -3,6 +3,7 @@
 python benchmarks/render.py            # writes; --check fails where the page is behind
 """
 
+import itertools
 import json
 import pathlib
 import re
@@ -10,24 +11,58 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE / "README.md"
+FLAGS = {
+    "reduce_scatter_combine_threshold_bytes=1": "scatter",
+    "enable_latency_hiding_scheduler=True": "scheduler",
+}
 
 
 def compiled() -> str:
-    """Every compiled program, a column pair for each JAX version."""
-    stored = [json.loads(path.read_text()) for path in sorted(HERE.glob("compiled_jax*.json"))]
-    stored.reverse()  # the newest first
-    versions = [f"{result['jax']} ({result['date']})" for result in stored]
-    lines = [
-        "| program | sent | peak | " + " | ".join(f"JAX {v}: step / exposed" for v in versions),
-        "|---" * (3 + len(stored)),
+    """Compiled programs, a table for each model: the newest JAX, and the step time on others."""
+    newest, *older = (
+        json.loads(path.read_text()) for path in sorted(HERE.glob("compiled_jax*.json"))[::-1]
+    )
+    dates = [f"{result['jax']} ({result['date']})" for result in (newest, *older)]
+    lines = [f"JAX {dates[0]}" + "".join(f"; the last column JAX {d}" for d in dates[1:]) + ".", ""]
+    others = [{row["row"]: row for row in result["rows"]} for result in older]
+    header = ["program", "step", "waiting", "efficiency", "sent", "peak", "compile"]
+    header += [f"step, {result['jax']}" for result in older]
+    for model, rows in itertools.groupby(newest["rows"], lambda row: row["row"].split()[0]):
+        lines += [f"**{model}**", "", _line(header), "|---|" + "---:|" * (len(header) - 1)]
+        for setting, programs in itertools.groupby(rows, lambda row: _parts(row)[0]):
+            lines.append(_line([f"*{setting}*", *[""] * (len(header) - 1)]))
+            for row in programs:
+                found = [rows.get(row["row"]) for rows in others]
+                steps = [f"{other['step_ms']:.0f} ms" if other else "—" for other in found]
+                lines.append(_line([*_cells(row), *steps]))
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _parts(row) -> tuple[str, str]:
+    """'64xH100 x4 full' and 'stage 3', of '7.5b 64xH100 x4 full: stage 3'."""
+    setting, program = row["row"].split(": ")
+    return setting.split(" ", 1)[1], program
+
+
+def _cells(row) -> list[str]:
+    program = _parts(row)[1]
+    for flag, short in FLAGS.items():
+        program = program.replace(flag, short)
+    ours = program.startswith("stage")
+    return [
+        f"**{program}**" if ours else program,
+        f"{row['step_ms']:.0f} ms",
+        f"{row['exposed_ms']:.1f} ms",
+        f"{1 - row['exposed_ms'] / row['step_ms']:.1%}",
+        f"{row['wire_gib']:.2f} GiB",
+        f"{row['peak_gib']:.2f} GiB",
+        f"{row['compile_s']:.0f} s",
     ]
-    by_name = [{row["row"]: row for row in result["rows"]} for result in stored]
-    for name, row in by_name[0].items():
-        cells = [f"{row['wire_gib']:.1f} GiB", f"{row['peak_gib']:.1f} GiB"]
-        found = (rows.get(name) for rows in by_name)
-        cells += [f"{r['step_ms']:.0f} / {r['exposed_ms']:.1f} ms" if r else "—" for r in found]
-        lines.append(" | ".join([f"| {name}", *cells]))
-    return "\n".join(f"{line} |" for line in lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def rendered(text: str) -> str:
@@ -39,6 +74,7 @@ TABLES = {"compiled": compiled}
 
 if __name__ == "__main__":
     text = PAGE.read_text()
-    if "--check" in sys.argv and rendered(text) != text:
+    if "--check" not in sys.argv:
+        PAGE.write_text(rendered(text))
+    elif rendered(text) != text:
         sys.exit(f"{PAGE.name} is behind the results. Run python benchmarks/render.py.")
-    PAGE.write_text(rendered(text))

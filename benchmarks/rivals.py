@@ -1,24 +1,57 @@
-"""What users would write otherwise: FSDP by sharding annotations on a plain jitted step."""
+"""What users would write otherwise, on plain JAX: a jitted step, sharded by annotations.
+
+A rival is a function in `STEPS`, by name: of a model, a mesh, what `jax.checkpoint` keeps, what
+else is constrained, and how many microbatches. It makes a jitted `(state, batch) -> (state, loss)`
+and the state's shapes, placed.
+"""
 
 import functools
 
 import jax
-import optax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 
 CONSTRAINED = ("weights", "blocks", "nothing")
+SMALL = 4 * 2**20  # bytes that big_vision's rule does not bother to cut
 
 
-def annotated_step(model, mesh, remat, constrain):
-    """A jitted step, its abstract state and batch; `constrain` says what else is annotated.
+def replicated(model, mesh):
+    """Data parallelism: every device holds everything."""
+    return zerojax.plan(model.make_state, stage=0, mesh=mesh).abstract()
+
+
+def planned(model, mesh):
+    """Every array cut where zerojax would cut it."""
+    return zerojax.plan(model.make_state, stage=3, mesh=mesh).abstract()
+
+
+def cut_along_largest(model, mesh):
+    """The rule of big_vision and kauldron, over the whole state."""
+
+    def placed(x):
+        spec = [None] * x.ndim
+        largest_first = np.argsort(x.shape)[::-1]
+        divisible = [dim for dim in largest_first if x.shape[dim] % mesh.size == 0]
+        if divisible and x.size * x.dtype.itemsize > SMALL:
+            spec[divisible[0]] = "data"
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, replicated(model, mesh))
+
+
+def annotated_step(placed, model, mesh, remat, constrain, accumulate):
+    """A jitted step, its state placed by `placed`; `constrain` says what else is annotated.
 
     "weights": each layer's weights, in the scan, to be whole: the strongest hint there is.
     "blocks": each layer's activations, to be cut along the batch, as Flax models have them.
     "nothing": parameters and batch are sharded, and XLA figures out the rest: the guides' form.
     """
-    plan = zerojax.plan(model.make_state, stage=3, mesh=mesh)
+    state = placed(model, mesh)
+    places = jax.tree.map(lambda x: x.sharding, state)
     held_to = lambda spec: functools.partial(
         jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, spec)
     )
@@ -33,22 +66,42 @@ def annotated_step(model, mesh, remat, constrain):
             x, _ = super().layer(rows(x), p)
             return rows(x), None
 
-    annotated = Annotated(**vars(model))
+    loss_fn = functools.partial(Annotated(**vars(model)).loss, remat=remat)
+    held = lambda grads: jax.lax.with_sharding_constraint(grads, places.params)
+    gradients = accumulated(jax.value_and_grad(loss_fn), accumulate, held)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, tokens):
-        loss, grads = jax.value_and_grad(annotated.loss)(state.params, tokens, remat=remat)
-        updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-        leaves, treedef = jax.tree.flatten(new)
-        pairs = zip(leaves, plan.shardings, strict=True)
-        return treedef.unflatten([jax.lax.with_sharding_constraint(*pair) for pair in pairs]), loss
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
+    def step(state, batch):
+        loss, grads = gradients(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
 
-    return step, plan
+    return step, state
 
 
-def compiled(family, model, mesh, remat, constrain, batch, options):
-    step, plan = annotated_step(model, mesh, remat, constrain)
-    lowered = step.lower(plan.abstract(), zerojax.aot.batch(batch, plan))
-    return lowered.compile(compiler_options=options or None)
+def accumulated(gradients, times, held=lambda grads: grads):
+    """A `value_and_grad`, averaged over microbatches in a scan as one writes it by hand.
+
+    `held` states where the gradients lie. A device's microbatches are rows that it has.
+    """
+    if times == 1:
+        return gradients
+
+    def averaged(params, batch):
+        split = lambda x: x.reshape(-1, times, *x.shape[1:]).swapaxes(0, 1)
+
+        def add(total, microbatch):
+            loss, grads = gradients(params, microbatch)
+            return jax.tree.map(jnp.add, total, (loss, held(grads))), None
+
+        start = jnp.zeros(()), held(jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(add, start, jax.tree.map(split, batch))
+        return jax.tree.map(lambda x: x / times, total)
+
+    return averaged
+
+
+STEPS = {
+    "replicated": functools.partial(annotated_step, replicated),
+    "annotations": functools.partial(annotated_step, planned),
+    "largest dimension": functools.partial(annotated_step, cut_along_largest),
+}

@@ -13,9 +13,11 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
+from rivals import accumulated
 
 BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
 TX = optax.adamw(1e-4)
+KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 def held(x, mesh, constrain):
@@ -61,6 +63,7 @@ class LinenBlock(nn.Module):
 class LinenGpt(nn.Module):
     model: object
     mesh: jax.sharding.Mesh
+    remat: str
     constrain: bool
 
     @nn.compact
@@ -71,17 +74,16 @@ class LinenGpt(nn.Module):
         position = self.param("pos", init, (model.tokens, model.hidden))
         x = embed(tokens) + position.astype(jnp.bfloat16)
         blocks = nn.scan(
-            nn.remat(LinenBlock, prevent_cse=False), variable_axes={"params": 0},
-            split_rngs={"params": True}, length=model.layers,
+            nn.remat(LinenBlock, prevent_cse=False, policy=KEPT[self.remat]),
+            variable_axes={"params": 0}, split_rngs={"params": True}, length=model.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )  # fmt: skip
         x, _ = blocks(model.heads, self.mesh, self.constrain)(x, None)
         return embed.attend(nn.LayerNorm(use_bias=False, **BF16)(x))
 
 
-def linen_step(model, mesh, constrain):
-    """A step and its abstract state, placed."""
-    module = LinenGpt(model, mesh, constrain)
+def linen_step(model, mesh, remat, constrain, accumulate):
+    module = LinenGpt(model, mesh, remat, constrain == "blocks")
 
     def make_state():
         tokens = jnp.zeros((1, model.tokens), jnp.int32)
@@ -90,11 +92,13 @@ def linen_step(model, mesh, constrain):
 
     boxed = jax.eval_shape(make_state)
     shardings = nn.get_sharding(boxed, mesh)
+    loss_of = lambda p, tokens: cross_entropy(module.apply({"params": p}, tokens), tokens)
+    held = lambda grads: jax.lax.with_sharding_constraint(grads, shardings.params)
+    gradients = accumulated(jax.value_and_grad(loss_of), accumulate, held)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def step(state, tokens):
-        loss_of = lambda p: cross_entropy(state.apply_fn({"params": p}, tokens), tokens)
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        loss, grads = gradients(state.params, tokens)
         return state.apply_gradients(grads=grads), loss
 
     is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)
@@ -144,11 +148,11 @@ class NnxGpt(nnx.Module):
         self.blocks = blocks(rngs)
         self.norm = nnx.LayerNorm(model.hidden, use_bias=False, rngs=rngs, **BF16)
 
-    def __call__(self, tokens, mesh, constrain):
+    def __call__(self, tokens, mesh, remat, constrain):
         x = self.embed(tokens) + self.pos.astype(jnp.bfloat16)
         graph, stack = nnx.split(self.blocks)
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=KEPT[remat])
         def body(x, layer):
             x = nnx.merge(graph, layer)(held(x, mesh, constrain))
             return held(x, mesh, constrain), None
@@ -157,7 +161,9 @@ class NnxGpt(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def nnx_step(model, mesh, constrain):
+def nnx_step(model, mesh, remat, constrain, accumulate):
+    assert accumulate == 1
+
     def make():
         gpt = NnxGpt(model, nnx.Rngs(0))
         return gpt, nnx.Optimizer(gpt, TX, wrt=nnx.Param)
@@ -169,7 +175,8 @@ def nnx_step(model, mesh, constrain):
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def step(state, tokens):
         gpt, optimizer = nnx.merge(graph, state)
-        loss_of = lambda gpt: cross_entropy(gpt(tokens, mesh, constrain), tokens)
+        logits = lambda gpt: gpt(tokens, mesh, remat, constrain == "blocks")
+        loss_of = lambda gpt: cross_entropy(logits(gpt), tokens)
         loss, grads = nnx.value_and_grad(loss_of)(gpt)
         optimizer.update(gpt, grads)
         return nnx.state((gpt, optimizer)), loss
@@ -179,11 +186,3 @@ def nnx_step(model, mesh, constrain):
 
 
 STEPS = {"flax linen": linen_step, "flax nnx": nnx_step}
-
-
-def compiled(family, model, mesh, remat, constrain, batch, options):
-    assert remat == "full"
-    step, state = STEPS[family](model, mesh, constrain == "blocks")
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    tokens = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=rows)
-    return step.lower(state, tokens).compile(compiler_options=options or None)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from tests import audits
-from zerojax import _gpus
+from zerojax import _gpus, _xla_options
 
 MEMORY_GB = {
     "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
@@ -120,6 +120,16 @@ def test_a_step_compiles_from_abstract_state():
     report = audits.plain("8xH100", 3)
     assert report.memory.parameters == plan.bytes_per_device()["params"]
     assert report.gpu is _gpus.GPUS["H100"]
+
+
+@pytest.mark.usefixtures("packages")
+def test_steps_on_older_gpus_ask_xla_to_hide_communication():
+    jaxpr = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
+    for gpus, wanted in (
+        ("8xA100-80GB", {_xla_options.HIDE_LATENCY: True}), ("1xA100-80GB", {}), ("8xH100", {}),
+        ("2xL4", {_xla_options.HIDE_LATENCY: True}), ("8xB200", {}),
+    ):  # fmt: skip
+        assert _xla_options.options_for(jaxpr, zerojax.aot.mesh(gpus), ahead=False) == wanted, gpus
 
 
 # -- what is missing

@@ -124,9 +124,7 @@ def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
     for one in report.traffic:
         if one.kind != "all-gather":
             continue
-        # For older GPUs XLA makes gathers synchronous, whatever the step; it is not to blame.
-        possible = report.gpu is None or report.gpu.capability >= (9, 0)
-        slow = possible and not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
+        slow = not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
         if slow and report.backend == "gpu":
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "

@@ -15,6 +15,8 @@ COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of what c
 DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 # Its kernel for small all-reduces does not compile over several hosts.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
+# Unasked, XLA's scheduler hides communication under compute from Hopper on only.
+HIDE_LATENCY, OLDER = "xla_gpu_enable_latency_hiding_scheduler", ("6.", "7.", "8.")
 
 
 def options_for(jaxpr: Any, mesh: Mesh, ahead: bool) -> dict[str, Any]:
@@ -32,6 +34,8 @@ def options_for(jaxpr: Any, mesh: Mesh, ahead: bool) -> dict[str, Any]:
         wanted[COMBINE_GATHERS] = _above(max(turn.gathered for turn in turns))
         wanted[COMBINE_SCATTERS] = _above(max(turn.scattered for turn in turns))
         wanted[DOUBLE_BUFFER] = True
+    if mesh.size > 1 and str(getattr(device, "compute_capability", "")).startswith(OLDER):
+        wanted[HIDE_LATENCY] = True
     if len({d.process_index for d in mesh.devices.flat}) > 1:
         wanted[COLLECTIVE_KERNELS] = ""
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}

@@ -1,0 +1,64 @@
+"""What somebody who knows JAX well would write: FSDP by hand, in a `shard_map`.
+
+Each layer's weights are gathered in bf16 at the top of the layer, inside the scan and its
+`jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing is
+gathered ahead.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from rivals import accumulated, planned
+
+
+def by_hand_step(model, mesh, remat, constrain, accumulate):
+    """As those in `rivals`. There is nothing to constrain: the program is each device's own."""
+    assert not constrain
+    state = planned(model, mesh)
+    places = jax.tree.map(lambda x: x.sharding, state)
+    specs = jax.tree.map(lambda x: x.spec, places.params)
+
+    class Gathering(type(model)):
+        def layer(self, x, p):
+            in_layer = functools.partial(whole, stacked=True)
+            return super().layer(x, jax.tree.map(in_layer, p, specs["blocks"]))
+
+    def loss_fn(shards, batch):
+        ends = {name: shards[name] for name in shards if name != "blocks"}
+        params = jax.tree.map(whole, ends, {name: specs[name] for name in ends})
+        params["blocks"] = shards["blocks"]
+        return Gathering(**vars(model)).loss(params, batch, remat=remat) / mesh.size
+
+    def gradients(shards, batch):
+        loss, grads = accumulated(jax.value_and_grad(loss_fn), accumulate)(shards, batch)
+        return jax.lax.psum(loss, "data"), jax.tree.map(reduced, grads, specs)
+
+    mapped = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(specs, PartitionSpec("data")),
+        out_specs=(PartitionSpec(), specs), check_vma=False,
+    )  # fmt: skip
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
+    def step(state, batch):
+        loss, grads = mapped(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    return step, state
+
+
+def whole(shard, spec, stacked=False):
+    """A weight in bf16 from its shards; `stacked` says that the spec has the layers in front."""
+    if "data" not in tuple(spec):
+        return shard
+    dim = tuple(spec).index("data") - stacked
+    return jax.lax.all_gather(shard.astype(jnp.bfloat16), "data", axis=dim, tiled=True)
+
+
+def reduced(grad, spec):
+    """Those of shards are already: a gather's transpose is a reduce-scatter."""
+    return grad if "data" in tuple(spec) else jax.lax.psum(grad, "data")
+
+
+STEPS = {"by hand": by_hand_step}

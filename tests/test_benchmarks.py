@@ -1,0 +1,92 @@
+"""The benchmarks' page holds what is stored; the rivals train what we train."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import zerojax
+from tests.conftest import make_mesh
+from zerojax import _presets
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+RIVALS = {
+    "rivals": ("replicated", "annotations, blocks", "largest dimension, blocks"),
+    "rivals_by_hand": ("by hand",),
+}
+MODEL = _presets.Gpt(2, 64, 4, vocab=128, tokens=32)
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_the_page_holds_what_is_stored():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "render.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def made(model):
+    """A state with weights that are not zero, and a batch."""
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+
+    def weight(x):
+        return 0.05 * jax.random.normal(next(keys), x.shape)
+
+    state = model.make_state()
+    state = state.replace(params=jax.tree.map(weight, state.params))
+    rng = np.random.default_rng(0)
+
+    def data(x):
+        integers = np.issubdtype(x.dtype, np.integer)
+        values = rng.integers(0, 64, x.shape) if integers else rng.normal(size=x.shape)
+        return values.astype(x.dtype)
+
+    return state, jax.tree.map(data, model.batch(32))
+
+
+def first_moments(state):
+    """Of adamw after one step: a tenth of the gradients."""
+    return jax.tree.map(np.asarray, state.opt_state[0].mu)
+
+
+def assert_trained_alike(name, module, model, accumulate=1):
+    mesh = make_mesh()
+    state, batch = made(model)
+    family, _, constrain = name.partition(", ")
+    step, places = importlib.import_module(module).STEPS[family](
+        model, mesh, "full", constrain, accumulate
+    )
+    state = places.replace(
+        step=state.step, params=state.params, opt_state=state.opt_state
+    )  # the optimizer that the rival's own state carries
+    placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, places)
+    after, loss = step(placed, zerojax.shard_batch(batch, mesh))
+    assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, places)
+
+    ours = zerojax.shard_train_state(made(model)[0], stage=3, mesh=mesh)
+    ours, metrics = zerojax.train_step(model.loss, accumulate=accumulate)(ours, batch)
+    assert loss == pytest.approx(float(metrics["loss"]), rel=1e-3)
+    for theirs, mine in zip(
+        jax.tree.leaves(first_moments(after)), jax.tree.leaves(first_moments(ours)), strict=True
+    ):
+        assert np.linalg.norm(theirs - mine) <= 0.03 * np.linalg.norm(mine)
+
+
+@pytest.mark.parametrize("accumulate", (1, 2))
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in RIVALS.items() for n in names])
+def test_rivals_train_what_we_train(module, name, accumulate):
+    assert_trained_alike(name, module, MODEL, accumulate)
+
+
+def test_the_vision_model_trains_alike_by_hand():
+    vit = importlib.import_module("vit")
+    model = vit.Vit(2, 64, 4, tokens=16, inner=96, patch=12, classes=64)
+    assert_trained_alike("by hand", "rivals_by_hand", model)
