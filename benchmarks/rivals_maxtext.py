@@ -11,8 +11,9 @@
 
 Its own: configuration, model (`gpt3`), scan, remat policy, sharding rules, optimizer, train step,
 donation; all that its `train_compile` does. Ours: the devices, which it takes from a machine with
-GPUs, and the compiler's options. Away from its defaults: attention without a kernel library, which
-compiling without devices does not have, and the size of the model. Matmuls have biases.
+GPUs, and the compiler's options. Away from its defaults: the model's size, attention without a
+kernel library (compiling without devices has none), no cache in the home directory. Matmuls have
+biases.
 """
 
 import figures  # sets how jax starts
@@ -50,6 +51,7 @@ SETTINGS = {
     "compile_topology": "a3",  # hosts of 8 H100s, all of them on its default axis, `fsdp`
     "compile_topology_num_slices": 8,
     "num_slices": 1,
+    "jax_cache_dir": "",
     "log_config": "false",
 }
 
