@@ -1,0 +1,98 @@
+"""Figures of a program compiled for GPUs that are not there, and where a rival's are stored.
+
+For rivals that need an environment of their own; rows are like those of `compiled.py`.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import time
+
+# Read when jax is imported, and by XLA's plugin: import this module before any of them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+
+import zerojax
+from zerojax import _presets, _xla_options
+
+HERE = pathlib.Path(__file__).parent
+MODEL, GPUS, ROWS_PER_GPU = _presets.preset("7.5b"), "64xH100", 4
+SCATTER_ONE = (_xla_options.COMBINE_SCATTERS, 1)  # the best flag for rivals
+FLAGS = ((), (SCATTER_ONE,))
+COLUMNS = ("step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
+           "peak_gib", "compile_s")  # fmt: skip
+
+
+def figures(name, program, seconds):
+    """What a step costs, read off its program."""
+    report = zerojax.audit(program)
+    gib = lambda count: round(count / 2**30, 3)
+    all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
+    slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
+    matmuls = report.replay.flops / report.gpu.rates.flops
+    return {
+        "row": name,
+        "step_ms": round(1e3 * report.step_seconds, 1),
+        "exposed_ms": round(1e3 * report.exposed_seconds, 1),
+        "matmul_share": round(matmuls / report.step_seconds, 3),
+        "wire_gib": gib(report.wire_bytes),
+        "largest_all_reduce_bytes": round(max(all_reduces, default=0)),
+        "synchronous_gathers_in_loops": sum(t.trips for t in slow),
+        "state_gib": gib(report.memory.peak - report.memory.temporary),
+        "temp_gib": gib(report.memory.temporary),
+        "peak_gib": gib(report.memory.peak),
+        "findings": [],
+        "compile_s": round(seconds, 1),
+    }
+
+
+def compiler_options(flags, device):
+    """Those that XLA knows of a row's flags and of what compiling without devices needs."""
+    wanted = [(_xla_options.COLLECTIVE_KERNELS, ""), *flags]
+    return {name: value for name, value in wanted if _xla_options.is_known(name, value, device)}
+
+
+def main(rival, compiled, remats, packages):
+    """Compiles `compiled(mesh, remat, options)` for each remat, with and without the flag.
+
+    Prints, and stores with --json, under the versions of these packages.
+    """
+    parser = argparse.ArgumentParser()
+    path = HERE / f"rivals_{rival.lower()}.json"
+    parser.add_argument("--json", action="store_true", help=f"store in {path.name}")
+    parser.add_argument("--only", default="", help="rows whose name matches this expression")
+    arguments = parser.parse_args()
+    rows = {}
+    if path.exists():
+        rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    mesh = zerojax.aot.mesh(GPUS)
+    for name, remat, flags in _named(rival, remats):
+        if not re.search(arguments.only, name):
+            continue
+        started = time.perf_counter()
+        program = compiled(mesh, remat, compiler_options(flags, mesh.devices.flat[0]))
+        rows[name] = figures(name, program, time.perf_counter() - started)
+        print(name, *(f"{column} {rows[name][column]}" for column in COLUMNS), sep="  ", flush=True)
+        if arguments.json:
+            kept = [rows[each] for each, *_ in _named(rival, remats) if each in rows]
+            stored = {
+                "jax": jax.__version__,
+                "packages": {each: importlib.metadata.version(each) for each in packages},
+                "date": str(datetime.date.today()),
+                "rows": kept,
+            }
+            path.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def _named(rival, remats):
+    """Every row: its name, as `compiled.py` gives it, its remat and its flags."""
+    for remat in remats:
+        for flags in FLAGS:
+            extra = "".join(f" + {k.removeprefix('xla_gpu_')}={v}" for k, v in flags)
+            yield f"7.5b {GPUS} x{ROWS_PER_GPU} {remat}: {rival}{extra}", remat, flags
