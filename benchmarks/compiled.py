@@ -9,16 +9,14 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import pathlib
 import re
 import sys
 import time
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import figures  # before JAX: it says what JAX may look for
 import jax
 import rivals
 import rivals_by_hand
@@ -27,7 +25,7 @@ import vit
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax import _place, _presets, _xla_options
+from zerojax import _place, _presets
 
 HERE = pathlib.Path(__file__).parent
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
@@ -128,9 +126,7 @@ def compiled(row):
     step, state = STEPS[family](model, mesh, row.remat, constrain, row.accumulate)
     split = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
-    fixes = {_xla_options.COLLECTIVE_KERNELS: ""}
-    known = lambda kv: _xla_options.is_known(*kv, mesh.devices.flat[0])
-    options = dict(filter(known, [*fixes.items(), *row.options]))
+    options = figures.compiler_options(row.options, mesh.devices.flat[0])
     return step.lower(state, batch).compile(compiler_options=options or None), None
 
 
@@ -142,34 +138,7 @@ def measure(row):
     started = time.perf_counter()
     program, plan = compiled(row)
     seconds = time.perf_counter() - started
-    report = zerojax.audit(program, plan=plan, accumulate=row.accumulate)
-    gib = lambda count: round(count / 2**30, 3)
-    all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
-    slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
-    matmuls = report.replay.flops / report.gpu.rates.flops
-    return {
-        "row": row.name,
-        "step_ms": round(1e3 * report.step_seconds, 1),
-        "exposed_ms": round(1e3 * report.exposed_seconds, 1),
-        "matmul_share": round(matmuls / report.step_seconds, 3),
-        "wire_gib": gib(report.wire_bytes),
-        "largest_all_reduce_bytes": round(max(all_reduces, default=0)),
-        "synchronous_gathers_in_loops": sum(t.trips for t in slow),
-        "state_gib": gib(report.memory.peak - report.memory.temporary),
-        "temp_gib": gib(report.memory.temporary),
-        "peak_gib": gib(report.memory.peak),
-        "findings": [] if row.rival else report.findings(),
-        "compile_s": round(seconds, 1),
-    }  # fmt: skip
-
-
-COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
-           "peak_gib", "compile_s")  # fmt: skip
-
-
-def shown(result):
-    cells = (str(result[c]) for c in COLUMNS[1:])
-    return f"{result['row']:88s}" + "".join(f"{cell:>12s}" for cell in cells)
+    return figures.figures(row.name, program, seconds, plan, row.accumulate)
 
 
 def results_path():
@@ -186,7 +155,7 @@ def check(stored):
         if row.name not in stored:
             sys.exit(f"{results_path().name} has no row {row.name!r}. Run with --json.")
         was, now = stored[row.name], measure(row)
-        print(shown(now), flush=True)
+        print(figures.shown(now), flush=True)
         limits = (("step_ms", SLOWER), ("peak_gib", LARGER), ("wire_gib", SLOWER))
         worse += [
             f"{row.name}: {what} {was[what]} -> {now[what]}"
@@ -207,7 +176,7 @@ def main():
     stored = {}
     if path.exists():
         stored = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
-    print(f"JAX {jax.__version__}\n{COLUMNS[0]:88s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:]))
+    print(figures.head())
     if arguments.check:
         return check(stored)
     for row in ROWS:
@@ -217,7 +186,7 @@ def main():
             except jax.errors.JaxRuntimeError as error:
                 print(f"{row.name:88s} {str(error).splitlines()[0][:120]}", flush=True)
                 continue
-            print(shown(result), *result["findings"], sep="\n    ", flush=True)
+            print(figures.shown(result), *result["findings"], sep="\n    ", flush=True)
             stored[row.name] = result
             if arguments.json:
                 kept = [stored[r.name] for r in ROWS if r.name in stored]

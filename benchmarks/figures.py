@@ -1,6 +1,6 @@
-"""Figures of a program compiled for GPUs that are not there, and where a rival's are stored.
+"""Figures of a program compiled for GPUs that are not there.
 
-For rivals that need an environment of their own; rows are like those of `compiled.py`.
+`main` is the command line of rivals that need an environment of their own.
 """
 
 import argparse
@@ -25,13 +25,13 @@ HERE = pathlib.Path(__file__).parent
 MODEL, GPUS, ROWS_PER_GPU = _presets.preset("7.5b"), "64xH100", 4
 SCATTER_ONE = (_xla_options.COMBINE_SCATTERS, 1)  # the best flag for rivals
 FLAGS = ((), (SCATTER_ONE,))
-COLUMNS = ("step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
+COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
            "peak_gib", "compile_s")  # fmt: skip
 
 
-def figures(name, program, seconds):
-    """What a step costs, read off its program."""
-    report = zerojax.audit(program)
+def figures(name, program, seconds, plan=None, accumulate=1):
+    """What a step costs, read off its program; of one that is ours, by its plan."""
+    report = zerojax.audit(program, plan=plan, accumulate=accumulate)
     gib = lambda count: round(count / 2**30, 3)
     all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
     slow = [t for t in report.traffic if t.loops and not t.asynchronous and t.kind == "all-gather"]
@@ -47,9 +47,18 @@ def figures(name, program, seconds):
         "state_gib": gib(report.memory.peak - report.memory.temporary),
         "temp_gib": gib(report.memory.temporary),
         "peak_gib": gib(report.memory.peak),
-        "findings": [],
+        "findings": [] if plan is None else report.findings(),
         "compile_s": round(seconds, 1),
     }
+
+
+def head():
+    return f"JAX {jax.__version__}\n{COLUMNS[0]:88s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:])
+
+
+def shown(result):
+    cells = (str(result[column]) for column in COLUMNS[1:])
+    return f"{result['row']:88s}" + "".join(f"{cell:>12s}" for cell in cells)
 
 
 def compiler_options(flags, device):
@@ -71,6 +80,7 @@ def main(rival, compiled, remats, packages):
     rows = {}
     if path.exists():
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    print(head())
     mesh = zerojax.aot.mesh(GPUS)
     for name, remat, flags in _named(rival, remats):
         if not re.search(arguments.only, name):
@@ -78,7 +88,7 @@ def main(rival, compiled, remats, packages):
         started = time.perf_counter()
         program = compiled(mesh, remat, compiler_options(flags, mesh.devices.flat[0]))
         rows[name] = figures(name, program, time.perf_counter() - started)
-        print(name, *(f"{column} {rows[name][column]}" for column in COLUMNS), sep="  ", flush=True)
+        print(shown(rows[name]), flush=True)
         if arguments.json:
             kept = [rows[each] for each, *_ in _named(rival, remats) if each in rows]
             stored = {

@@ -24,6 +24,8 @@ def compiled() -> str:
     )
     dates = [f"{result['jax']} ({result['date']})" for result in (newest, *older)]
     lines = [f"JAX {dates[0]}" + "".join(f"; the last column JAX {d}" for d in dates[1:]) + ".", ""]
+    for path in sorted(HERE.glob("rivals_*.json")):
+        _put_beside(newest["rows"], json.loads(path.read_text())["rows"])
     others = [{row["row"]: row for row in result["rows"]} for result in older]
     header = ["program", "step", "waiting", "efficiency", "sent", "peak", "compile"]
     header += [f"step, {result['jax']}" for result in older]
@@ -37,6 +39,14 @@ def compiled() -> str:
                 lines.append(_line([*_cells(row), *steps]))
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def _put_beside(rows, more):
+    """Rows from environments of their own, after those of the same setting."""
+    setting = lambda row: row["row"].split(": ")[0]
+    for row in more:
+        same = [i for i, other in enumerate(rows) if setting(other) == setting(row)]
+        rows.insert(same[-1] + 1, row)
 
 
 def _parts(row) -> tuple[str, str]:

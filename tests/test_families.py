@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -84,8 +85,10 @@ def check_placement(state, plan):
 
 
 def check_traffic(found, plan, scans):
-    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it."""
-    size = lambda leaves: sum(int(np.prod(leaf.shape)) for leaf in leaves)
+    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it; of what
+    lies along a `tensor` axis, each device its own part."""
+    part = lambda leaf: NamedSharding(plan.mesh, P(*leaf.others(plan.axes))).shard_shape(leaf.shape)
+    size = lambda leaves: sum(int(np.prod(part(leaf))) for leaf in leaves)
     cut = [leaf for leaf in plan.params if leaf.dim is not None]
     whole = [leaf for leaf in plan.params if leaf.dim is None]
     moved = lambda kind: sum(c.moved for c in found if c.kind == kind)
