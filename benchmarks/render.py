@@ -71,16 +71,70 @@ def _cells(row) -> list[str]:
     ]
 
 
+def step_time() -> str:
+    """Every contestant on emulated devices."""
+    stored = _stored("step_time_cpu.json")
+    times, peaks = stored["median step time, of plain replicated"], stored["peak host memory, MiB"]
+    rows = [[name, f"{ratio:.2f}", f"{peaks[name]} MiB"] for name, ratio in times.items()]
+    calls = f"Calling a step takes {stored['calling a step, of plain jit']:.2f} of plain `jax.jit`."
+    return _table(["step", "time", "peak host memory"], rows, stored) + f"\n\n{calls}"
+
+
+def memory() -> str:
+    """By stage: what is held, as a multiple of the formula; temporary and peak MiB."""
+    stored = _stored("memory_8xH100.json")
+    mib = lambda count: f"{count / 2**20:.0f}"
+    rows = [
+        [row["model"], row["optimizer"]]
+        + [
+            f"{s['state'] / s['formula']:.3f} / {mib(s['temporary'])} / {mib(s['peak'])}"
+            for s in row["stages"]
+        ]
+        for row in stored["rows"]
+    ]
+    stages = [f"stage {stage}" for stage in range(4)]
+    return _table(["model", "optimizer", *stages], rows, {"device": stored["gpus"], **stored})
+
+
+def scaling() -> str:
+    """Multiples of what `jax.jit` takes."""
+    stored = _stored("scaling_cpu.json")
+    rows = [
+        [f"{row['count']} {KINDS[row['what']]}"]
+        + [f"{row[k]}" for k in ("plan", "trace", "compile")]
+        for row in stored["rows"]
+    ]
+    return _table(["", "plan", "trace", "compile"], rows, stored)
+
+
+KINDS = {
+    "scanned": "layers in a scan",
+    "unrolled": "layers unrolled",
+    "many_leaves": "arrays",
+}
+
+
+def _stored(name):
+    return json.loads((HERE / name).read_text())
+
+
+def _table(header, rows, stored) -> str:
+    rule = "|---|" + "---:|" * (len(header) - 1)
+    lines = [_line(header), rule, *map(_line, rows)]
+    source = f"{stored['device']}, JAX {stored['jax']} ({stored['date']})."
+    return "\n".join([source, "", *lines])
+
+
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def rendered(text: str) -> str:
-    mark = re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
-    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
+    mark = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+    return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 
-TABLES = {"compiled": compiled}
+TABLES = {"compiled": compiled, "step_time": step_time, "memory": memory, "scaling": scaling}
 
 if __name__ == "__main__":
     text = PAGE.read_text()

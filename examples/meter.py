@@ -31,6 +31,7 @@ class Meter:
     def __iter__(self) -> Iterator[int]:
         """The steps that are left; the first one compiles, and is not timed."""
         with self.bar:
+            self.bar.set_postfix_str("compiling the step")
             for step in range(self.start, self.bar.total):
                 self.done = step + 1 - self.start
                 yield step
