@@ -9,7 +9,7 @@ WORKERS ?= auto
 GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
 # `make gpu-compile` installs a CUDA plugin that complains in every program where there is no driver.
-ifeq ($(wildcard /proc/driver/nvidia/version),)
+ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
 .PHONY: demo test lint examples notebooks docs wheel gpu-compile regressions clean

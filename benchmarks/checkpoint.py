@@ -1,7 +1,7 @@
 """Host memory and times of saving and restoring, on a state of 2 GiB or more.
 
     python benchmarks/checkpoint.py                          # prints what the limits are held to
-    python benchmarks/checkpoint.py --json checkpoint.json   # and keeps it, beside what is there
+    python benchmarks/checkpoint.py --json checkpoint.json   # and keeps it, beside what is of today
 
 Memory is the process's peak resident set above what it held before (Linux), read in a fresh
 process each; emulated devices live in host memory, so what a restore holds in the end is taken
@@ -174,14 +174,14 @@ def main():
         shutil.rmtree(args.directory)
     print({k: v for k, v in results.items() if k.endswith("mib")})
     if args.json:
-        kept = json.loads(args.json.read_text()) if args.json.exists() else {}
-        record = {
-            **kept,
+        here = {
             "device": f"{len(jax.devices())} x {jax.devices()[0].device_kind}, emulated",
             "jax": jax.__version__,
             "date": datetime.date.today().isoformat(),
-            **results,
         }
+        kept = json.loads(args.json.read_text()) if args.json.exists() else {}
+        of_today = {name: kept.get(name) for name in here} == here
+        record = {**(kept if of_today else {}), **here, **results}
         args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

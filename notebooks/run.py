@@ -15,8 +15,6 @@ from nbclient import NotebookClient
 
 LIMIT = 180  # seconds for a notebook
 MACHINE = re.compile(r"/(?:tmp|root|home|Users|usr|opt|work)/|ipykernel_\d")
-if not pathlib.Path("/proc/driver/nvidia/version").exists():
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a CUDA plugin would complain
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler's notes are for its authors
 
 

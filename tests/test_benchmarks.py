@@ -24,6 +24,7 @@ MODEL = _presets.Gpt(2, 64, 4, vocab=128, tokens=32)
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(importlib.import_module("rivals"), "SMALL", 0)  # the model's arrays are
 
 
 def test_the_page_holds_what_is_stored():
@@ -67,6 +68,8 @@ def assert_trained_alike(name, module, model, accumulate=1):
     state = places.replace(
         step=state.step, params=state.params, opt_state=state.opt_state
     )  # the optimizer that the rival's own state carries
+    specs = [tuple(x.sharding.spec) for x in jax.tree.leaves(places)]
+    assert any("data" in spec for spec in specs) == (name != "replicated")
     placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, places)
     after, loss = step(placed, zerojax.shard_batch(batch, mesh))
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, places)

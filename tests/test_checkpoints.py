@@ -143,9 +143,9 @@ def test_saving_after_the_end_is_an_error_at_once(tmp_path):
 @pytest.mark.parametrize("step", [-1, 1.5, 2.0, "3"])
 def test_a_step_is_a_count(tmp_path, step):
     with zerojax.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=r"step a dict is not a count of steps. Pass an int"):
+        with pytest.raises(ValueError, match=r"step is a dict, not a count of steps. Pass an int"):
             checkpoints.save({"w": jnp.ones(4)}, 10)  # type: ignore
-        with pytest.raises(ValueError, match=r"is not a count of steps. Pass an integer from 0"):
+        with pytest.raises(ValueError, match=r"not a count of steps. Pass an integer from 0"):
             checkpoints.save(step, filled(0))
         assert checkpoints.save(jnp.int32(2), filled(0)) is True  # JAX's, as in a state
         checkpoints.save(np.int64(4), filled(0))

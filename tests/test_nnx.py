@@ -372,6 +372,7 @@ def test_a_loop_changes_five_lines():
 
 def test_objects_where_states_belong_are_told_the_way():
     model, optimizer = make(lambda rngs: nnx.Linear(16, 16, rngs=rngs))
+    zerojax.plan((model, ()))  # a Module is a tree of its parameters too
     for given in (model, (model, optimizer), lambda: make(lambda r: nnx.Linear(16, 16, rngs=r))):
         with pytest.raises(TypeError, match=r"zerojax.nnx.shard\(model, optimizer, stage=3\)"):
             zerojax.shard_train_state(given)
@@ -379,7 +380,10 @@ def test_objects_where_states_belong_are_told_the_way():
         zerojax.nnx.shard(model, optax.adam(1e-3))
     with pytest.raises(TypeError, match=r"got a tuple alone: zerojax.nnx.shard\(model, opt"):
         zerojax.nnx.shard((model, optimizer, 1), stage=3)
-    step = zerojax.nnx.train_step(lambda model, batch: jnp.mean(model(batch)))
+    zerojax.nnx.shard(model, optimizer)
+    step = zerojax.nnx.train_step(lambda model, batch, rng: jnp.mean(model(batch)))
+    with pytest.raises(TypeError, match=r"calls the loss with \(model, batch\): .*'rng'.*key\(n\)"):
+        step(model, optimizer, jnp.ones((8, 16)))
     for look in (zerojax.verify, zerojax.audit):
         with pytest.raises(TypeError, match=r"\(\*step.pure\(model, optimizer, batch\)\)"):
             look(step, model, optimizer)

@@ -557,8 +557,21 @@ def test_a_key_too_few_or_too_many(takes_key):
     step = zerojax.train_step(noisy if takes_key else plain)
     key = () if takes_key else (jax.random.key(0),)
     given = "params, batch" if takes_key else "params, batch, rng"
-    with pytest.raises(TypeError, match=rf"calls it with \({given}\).*jax.random.key\(n\)"):
+    with pytest.raises(TypeError, match=rf"the loss with \({given}\): .*jax.random.key\(n\)"):
         step(state, batch, *key)
+
+
+def test_a_loss_that_looks_like_another_is_called_all_the_same():
+    state, _, batch = placed_mlp()
+
+    def configured(config, params, batch):
+        return config * jnp.mean(batch @ params["w"])
+
+    @functools.wraps(configured)
+    def loss(params, batch):
+        return configured(2.0, params, batch)
+
+    assert zerojax.train_step(jax.jit(loss))(state, batch)[1]["loss"] == 128
 
 
 def test_keys_for_each_example_are_not_called_a_batch():

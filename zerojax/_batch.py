@@ -159,10 +159,12 @@ def _from_this_process(value: Any, split: NamedSharding) -> jax.Array:
 
 
 def _name(path: tuple) -> str:
-    name = path_name(path[1:] if path and hasattr(path[0], "idx") else path)
-    if getattr(path[0], "idx", 0) > 0:  # of the loss, which takes parameters and batch before it
-        return f"argument {path[0].idx + 2} of the loss{f', its leaf {name},' * bool(name)}"
-    return f"batch leaf {name}" if name else "the batch"
+    argument, *inside = path
+    name = path_name(tuple(inside))
+    if argument.idx == 0:
+        return f"batch leaf {name}" if name else "the batch"
+    of = f"leaf {name} of " if name else ""
+    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
 
 
 def _is_raw_key(value: Any) -> bool:

@@ -81,13 +81,13 @@ def shards(params: Any, plan: Plan) -> Any:
     platform = plan.mesh.devices.flat[0].platform
     prefetch = int(platform in ("gpu", "cuda", "rocm"))
 
-    # Where the caller's shard_map is over all axes, XLA cuts nothing along the others.
-    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes) - set(plan.axes)
+    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA cuts nothing along these
 
     def marked(value: jax.Array, leaf: LeafPlan) -> Any:
         if leaf.dim is None:
             return value
-        others = () if by_hand else leaf.others(plan.axes)
+        others = leaf.others(plan.axes)
+        others = () if _spec.names_in(others) & by_hand else others
         return Sharded(value, leaf.dim, plan.axes, prefetch, others)
 
     leaves, treedef = jax.tree.flatten(params)

@@ -63,8 +63,8 @@ def whole_number(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        shown = f"={step!r}" if isinstance(step, int | float | str) else f" a {type(step).__name__}"
-        raise ValueError(f"step{shown} is not a count of steps. Pass an integer from 0, first.")
+        shown = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+        raise ValueError(f"step is {shown}, not a count of steps. Pass an integer from 0.")
     return number
 
 

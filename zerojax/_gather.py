@@ -12,6 +12,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax import _spec
+
 Array = Any
 
 
@@ -130,8 +132,7 @@ def _each_part(collective: Callable, array: Array, others: tuple[Any, ...]) -> A
     XLA forgets at collectives written by hand how it cuts their operands along other axes, and
     would put the parts together first: twice the bytes for a `tensor` axis of two.
     """
-    entries = (e if isinstance(e, tuple) else (e,) for e in others if e is not None)
-    names = {name for entry in entries for name in entry}
+    names = _spec.names_in(others)
     if not names:
         return collective(array)
     spec = PartitionSpec(*others)

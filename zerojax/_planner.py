@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _mesh, _opt_specs, _spec, _state, _update
+from zerojax import _mesh, _opt_specs, _refusals, _spec, _state, _update
 from zerojax._plan import LeafPlan, Plan, check_stage
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
@@ -58,10 +58,10 @@ def plan(
     mesh, axes = _mesh.resolve(mesh, axis)
     axis_sizes = dict(mesh.shape)
     rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
-    _state.check_functional(state_or_fn)
+    _refusals.check_functional(state_or_fn)
     born = _state.is_state_function(state_or_fn)
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
-    _state.check_functional(state)
+    _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
     bases = _state.base_specs(state, axes, mesh.axis_names)
     tx = tx if tx is not None else _state.get_tx(state)

@@ -113,12 +113,15 @@ def import_safetensors(
                 )
             tensors[ours] = value
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
-    if rename is None and leaves and not saved.keys() & slashed.values():
+    try:
+        wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
+    except ValueError as error:
+        if rename is not None or saved.keys() & slashed.values():
+            raise
         raise ValueError(
-            f"no tensor in {path} is named as a parameter of like=: there are {_some(saved)} and "
-            f"not {_some(slashed)}. Pass rename=, a function from their names to those."
-        )
-    wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
+            f"{error} No tensor has the name of a parameter: there are {_some(saved)} and not "
+            f"{_some(slashed)}. Pass rename=, a function from their names to those."
+        ) from None
     done = {name: _place(tensors[name], value) for name, value in wanted.items()}
     values = [done.get(leaf.name, leaf.value) for leaf in leaves]
     return jax.tree.structure(like).unflatten(values)

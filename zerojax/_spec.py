@@ -6,7 +6,8 @@ where the spec applies, never what it is.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -90,10 +91,14 @@ def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
 def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple:
     """For each dimension, what else than the ZeRO axes `spec` puts it on; () where nothing."""
     entries = [None if shard_dim(PartitionSpec(e), axes) == 0 else e for e in spec]
-    names = [n for e in entries for n in ((e,) if isinstance(e, str) else e or ())]
-    if not names or set(names) & set(axes):
+    if not names_in(entries) or names_in(entries) & set(axes):
         return ()
     return (*entries, *[None] * (rank - len(entries)))
+
+
+def names_in(entries: Iterable[Any]) -> set[str]:
+    """The mesh axes that entries of a spec name."""
+    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
 
 
 def normal(spec: PartitionSpec) -> PartitionSpec:

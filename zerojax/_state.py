@@ -6,7 +6,6 @@ sit under `params` and `opt_state` (attributes or keys), or a tuple that starts 
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import optax
 from flax.core import meta
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
@@ -165,29 +163,6 @@ def without_plan(state: Any) -> Any:
     """`state` with the optimizer as the user made it."""
     tx = get_tx(state)
     return state.replace(tx=tx.original) if isinstance(tx, PlannedTransformation) else state
-
-
-def check_functional(state: Any) -> None:
-    """Raises for Flax nnx objects, which are sharded in place."""
-    nnx = sys.modules.get("flax.nnx")
-    parts = state if isinstance(state, tuple | list) else (state,)
-    if nnx is not None and any(isinstance(part, nnx.Module | nnx.Optimizer) for part in parts):
-        raise TypeError(
-            "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
-            "zerojax.nnx.shard(model, optimizer, stage=3), or a function that makes both; steps "
-            "are then those of zerojax.nnx.train_step."
-        )
-
-
-def check_alive(state: Any) -> None:
-    """Raises where a step before was given this state's memory."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(
-                "this state was donated to an earlier step, which has made the next one of it. Go "
-                "on with what that step returned, state, metrics = step(state, batch), or make the "
-                "step with donate=False."
-            )
 
 
 def carried_plan(state: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax import _finite, _state, _xla_options
+from zerojax import _finite, _refusals, _state, _xla_options
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
 from zerojax._precision import Precision
@@ -52,7 +51,7 @@ class Step:
 
     def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch[, rng])`."""
-        _state.check_alive(args[0] if args else named.get("state"))
+        _refusals.check_alive(args[0] if args else named.get("state"))
         try:
             return self.for_args(*args, **named)(*args, **named)
         except ValueError as error:
@@ -267,31 +266,13 @@ def with_fields(
     model_of = getattr(state, "model_of", lambda params: params)
 
     def loss(params: Any, *args: Any) -> Any:
-        check_call(loss_fn, (params, *args), fields)
-        return loss_fn(model_of(params), *args, **fields)
+        return _refusals.called(loss_fn, (model_of(params), *args), fields)
 
     return loss
 
 
 def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:
     return (mutable,) if isinstance(mutable, str) else tuple(mutable)
-
-
-def check_call(loss_fn: Callable[..., Any], args: Sequence[Any], fields: dict[str, Any]) -> None:
-    """Raises where a loss does not take what the step has for it."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of builtins and the like nobody knows
-        return
-    try:
-        signature.bind(*args, **fields)
-    except TypeError as error:
-        given = ", ".join(["params", "batch", "rng"][: len(args)] + [f"{n}=" for n in fields])
-        raise TypeError(
-            f"the loss takes {signature}, and the step calls it with ({given}): {error}. Random "
-            "keys are the step's third argument, step(state, batch, jax.random.key(n)); fields of "
-            "the state come with mutable=."
-        ) from None
 
 
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _place, _spec, _state, _step
+from zerojax import _place, _refusals, _spec, _state, _step
 from zerojax._nnx_state import State as State
 from zerojax._nnx_state import Variables, check_unannotated
 from zerojax._nnx_state import state as state
@@ -206,7 +206,8 @@ def _call(
     keys = keys or {}
     values = _apart(variables.values, keys.get("streams"))
     model = nnx.merge(variables.graphdef, params, values)
-    loss, aux = split_aux(loss_fn(model, batch, *([keys["loss"]] if "loss" in keys else [])), None)
+    args = (model, batch, *([keys["loss"]] if "loss" in keys else []))
+    loss, aux = split_aux(_refusals.called(loss_fn, args, {}, "model"), None)
     found: dict[str, Any] = {} if aux is None else {"aux": aux}
     if updates:
         paths = {path for path, _ in nnx.to_flat_state(params)}
