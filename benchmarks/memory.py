@@ -109,10 +109,10 @@ def main():
         for optimizer in OPTIMIZERS:
             rows.append(measure(model, optimizer, mesh))
             print(shown(rows[-1]), flush=True)
-    if args.json:
-        today = str(datetime.date.today())
-        record = {"gpus": args.gpus, "jax": jax.__version__, "date": today, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+            if args.json:
+                today = str(datetime.date.today())
+                record = {"gpus": args.gpus, "jax": jax.__version__, "date": today, "rows": rows}
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

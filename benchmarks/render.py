@@ -80,28 +80,12 @@ def step_time() -> str:
     return _table(["step", "time", "peak host memory"], rows, stored) + f"\n\n{calls}"
 
 
-def memory() -> str:
-    """By stage: what is held, as a multiple of the formula; temporary and peak MiB."""
-    stored = _stored("memory_8xH100.json")
-    mib = lambda count: f"{count / 2**20:.0f}"
-    rows = [
-        [row["model"], row["optimizer"]]
-        + [
-            f"{s['state'] / s['formula']:.3f} / {mib(s['temporary'])} / {mib(s['peak'])}"
-            for s in row["stages"]
-        ]
-        for row in stored["rows"]
-    ]
-    stages = [f"stage {stage}" for stage in range(4)]
-    return _table(["model", "optimizer", *stages], rows, {"device": stored["gpus"], **stored})
-
-
 def scaling() -> str:
     """Multiples of what `jax.jit` takes."""
     stored = _stored("scaling_cpu.json")
     rows = [
         [f"{row['count']} {KINDS[row['what']]}"]
-        + [f"{row[k]}" for k in ("plan", "trace", "compile")]
+        + [f"{row[k]:.2f}" for k in ("plan", "trace", "compile")]
         for row in stored["rows"]
     ]
     return _table(["", "plan", "trace", "compile"], rows, stored)
@@ -134,7 +118,7 @@ def rendered(text: str) -> str:
     return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 
-TABLES = {"compiled": compiled, "step_time": step_time, "memory": memory, "scaling": scaling}
+TABLES = {"compiled": compiled, "step_time": step_time, "scaling": scaling}
 
 if __name__ == "__main__":
     text = PAGE.read_text()

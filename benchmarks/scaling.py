@@ -107,9 +107,10 @@ def main():
         rows.append({"what": kind.__name__, "count": count, **ratios})
         cells = f"{ratios['plan']:8.2f}{ratios['trace']:8.2f}{ratios['compile']:9.2f}"
         print(f"{kind.__name__:14}{count:8}{cells}", flush=True)
-    if args.json:
-        record = {"device": "8 x cpu", "jax": jax.__version__, "date": str(datetime.date.today())}
-        args.json.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+        if args.json:
+            today = str(datetime.date.today())
+            record = {"device": "8 x cpu", "jax": jax.__version__, "date": today, "rows": rows}
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
