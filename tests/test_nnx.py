@@ -319,7 +319,7 @@ def test_what_is_not_placed():
 
 @pytest.mark.parametrize("given", [lambda: make()[0], make()[0]])
 def test_a_model_alone(given):
-    with pytest.raises(TypeError, match=r"got a Net alone. Make the other: nnx.Optimizer\("):
+    with pytest.raises(TypeError, match=r"got a Net alone: zerojax.nnx.shard\(model, optimizer"):
         zerojax.nnx.shard(given)
 
 

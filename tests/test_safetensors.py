@@ -98,8 +98,9 @@ def test_differences_are_errors_that_say_what_to_do(tmp_path):
         zerojax.export_safetensors(tmp_path / "k", {"k": jax.random.key(0)})
     with pytest.raises(ValueError, match=r"a/b and a.b are both a.b. Rename one"):
         zerojax.export_safetensors(tmp_path / "k", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"there is no model.safetensors.index.json"):
-        zerojax.import_safetensors(tmp_path / "none", {"a": jnp.ones(4)})
+        zerojax.import_safetensors(tmp_path / "empty", {"a": jnp.ones(4)})
 
 
 def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
