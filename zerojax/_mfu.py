@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from zerojax import _flops, _gpus, _state
+from zerojax._fields import with_fields
 from zerojax._plan import Plan
-from zerojax._step import Step, find_plan, with_fields
+from zerojax._step import Step, find_plan
 
 
 def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:

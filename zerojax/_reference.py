@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _batch, _compare, _finite, _state
+from zerojax._fields import split_fields, with_fields
 from zerojax._plan import Plan
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
-from zerojax._step import Recipe, grad_norm, split_fields, with_fields
+from zerojax._step import Recipe, grad_norm
 from zerojax._update import apply_gradients
 
 

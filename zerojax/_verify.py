@@ -12,6 +12,7 @@ import optax
 from zerojax import _batch, _causes, _compare, _mesh, _state
 from zerojax._causes import Observed
 from zerojax._compare import Check
+from zerojax._fields import split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
@@ -19,7 +20,7 @@ from zerojax._program import Options
 from zerojax._reference import Reference, aux_like
 from zerojax._replay import Replayed, check_fits
 from zerojax._report import Verification
-from zerojax._step import Recipe, find_plan, grad_norm, split_fields, with_fields
+from zerojax._step import Recipe, find_plan, grad_norm
 
 WHOLE_BATCH = "loss on the whole batch"
 # One device and one code round alike for batches of two sizes, whatever they round to.
