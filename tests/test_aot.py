@@ -132,6 +132,14 @@ def test_steps_on_older_gpus_ask_xla_to_hide_communication():
         assert _xla_options.options_for(jaxpr, zerojax.aot.mesh(gpus), ahead=False) == wanted, gpus
 
 
+@pytest.mark.usefixtures("packages")
+def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
+    for gpus, wanted in [
+        ("8xH100", False), ("16xH100", True), ("16xB200", True), ("16xA100-80GB", False),
+    ]:  # fmt: skip
+        assert _xla_options.knows_wires(zerojax.aot.mesh(gpus)) == wanted, gpus
+
+
 # -- what is missing
 
 

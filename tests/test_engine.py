@@ -15,7 +15,7 @@ import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh
 from tests.reference import assert_close
-from zerojax import _compat
+from zerojax import _compat, _xla_options
 
 LAYERS, DIM = 4, 16
 KEYS = jax.random.split(jax.random.key(0), 20)
@@ -418,8 +418,10 @@ def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
         assert sum(made.get(v) in ("all_gather", "custom_vjp_call") for v in carried) == 2
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("name", ["plain_scan", "remat_in_the_middle", "reverse_unrolled_scan"])
-def test_prefetching_loops_scatter_what_the_turn_before_left(name):
+def test_prefetching_loops_scatter_what_the_turn_before_left(name, in_turn, monkeypatch):
+    monkeypatch.setattr(_xla_options, "knows_wires", lambda mesh: in_turn)
     grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
     jaxpr = grad.trace(params, BATCH).jaxpr
     scatters = [c for c in collectives(jaxpr) if c.kind == "reduce-scatter"]
@@ -430,13 +432,63 @@ def test_prefetching_loops_scatter_what_the_turn_before_left(name):
     body = backward.params["jaxpr"].jaxpr
     reduced = [e.invars[0] for e in body.eqns if e.primitive.name == "reduce_scatter"]
     assert len(reduced) == 2 and set(reduced) <= set(body.invars)
-    # The next layer's weights are asked for after that: its memory is free by then.
-    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
-    gathers = [e for e in body.eqns if e.primitive.name == "all_gather"]
+    # The next layer's weights may have to wait for that: its memory is free by then.
+    made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+    # A gather may still be wrapped in its custom derivative.
+    names = ("all_gather", "custom_vjp_call")
+    gathers = [e for e in body.eqns if e.primitive.name in names]
+    assert len(gathers) == 2
     for gather in gathers:
-        source = made[gather.invars[0]]
-        while source.primitive.name != "optimization_barrier":
-            source = made[source.invars[0]]
+        assert (made[gather.invars[0]] == "optimization_barrier") == in_turn
+
+
+HEADED = {
+    "layers": PARAMS["a"], "scale": jnp.ones(DIM), "head": PARAMS["c"]["w"][0],
+    "down": PARAMS["c"]["v"][0],
+}  # fmt: skip
+
+
+def head(p, batch):
+    x = scan(dense, batch["x"], p["layers"])
+    return end((x * p["scale"]) @ p["head"])
+
+
+def tied_head(p, batch):
+    x = scan(dense, p["head"].T[batch["t"]], p["layers"])
+    return end((x * p["scale"]) @ p["head"])
+
+
+def head_after_remats(p, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jax.checkpoint(dense)(x, jax.tree.map(lambda a: a[i], p["layers"]))
+    return end((x * p["scale"]) @ p["head"])
+
+
+def two_heads(p, batch):
+    """Together larger than the largest weight: the second one stays."""
+    return end(scan(dense, batch["x"], p["layers"]) @ p["head"] @ p["down"])
+
+
+def head_before_the_loop(p, batch):
+    x = (batch["x"] * p["scale"]) @ p["head"] @ p["down"]
+    return end(scan(dense, x, p["layers"]))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(
+    ("loss", "used", "kept"),
+    [(head, 1, 1), (tied_head, 1, 1), (head_after_remats, 1, 1), (two_heads, 2, 1),
+     (head_before_the_loop, 2, 0)],
+)  # fmt: skip
+def test_prefetching_backward_starts_with_what_forward_read_last(loss, used, kept, prefetch):
+    plan = zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=prefetch))
+    params = plan.place({"params": HEADED})["params"]
+    assert_close(grad(params, BATCH)[1], jax.grad(loss)(HEADED, BATCH), 1e-6)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    of_heads = [c for c in found if c.kind == "all-gather" and c.elements == 2 * DIM * DIM]
+    assert len(of_heads) == 2 * used - kept * prefetch
 
 
 @pytest.mark.parametrize("reverse", [False, True])

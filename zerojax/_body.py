@@ -6,8 +6,9 @@ differentiation a gathered weight would stay alive from its use in forward to it
 backward, and stage 3 would save nothing. So every scope that gathers is differentiated by
 hand, the same way: run the prefix (gathers and whatever comes from weights alone), take
 `jax.vjp` of the rest, and drop from the residuals every array that the prefix made or that
-came in as an input. Backward runs the prefix again and puts them back. Which other values are
-kept is JAX's and the user's affair: their `jax.checkpoint` policies apply inside the rest.
+came in as an input. Backward runs the prefix again and puts them back. (With prefetching, what
+was gathered last stays: backward wants it first.) Which other values are kept is JAX's and the
+user's affair: their `jax.checkpoint` policies apply inside the rest.
 """
 
 import dataclasses
@@ -97,11 +98,13 @@ class Body:
         frontier = self.prefix(weights, self.gather(weights))
         return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def gather(self, weights: Sequence[Any]) -> list[Array]:
-        """The full weights, from the inputs that are weights."""
-        by_var = self._by_var(weights)
-        gathers = self.split.gathers.values()
-        return [obtain(s.of(by_var[s.root]), s.cut, self.how.wire) for s in gathers]
+    def gather(self, weights: Sequence[Any], kept: Env | None = None) -> list[Array]:
+        """The full weights, from the inputs that are weights; those in `kept` are there."""
+        held, kept = self._by_var(weights), kept or {}
+        return [
+            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, self.how.wire)
+            for var, s in self.split.gathers.items()
+        ]
 
     def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
         """The frontier: gathered weights, and what comes from weights alone."""

@@ -10,8 +10,8 @@ from zerojax import _compat, _loops
 from zerojax._body import Body, Env, How, read, read_arrays, write
 from zerojax._gather import Wire
 from zerojax._split import split
-from zerojax._steps import Atom, Loop, Remat, Scope, Shard, Split, Step, unique
-from zerojax._vary import instantiated, is_float, merge, perturbed, without_tangents
+from zerojax._steps import Atom, Loop, Remat, Scope, Shard, Split, Step, Var, unique
+from zerojax._vary import instantiated, is_float, merge, perturbed, where, without_tangents
 
 Array = Any
 
@@ -27,7 +27,9 @@ def evaluate(
 ) -> list[Array]:
     """Runs `jaxpr`; inputs whose kind is a `Shard` are `Held`, the others plain values."""
     scope = split(jaxpr, (), kinds, pull=False)
-    return run_scope(scope, inputs, How(wire, regather, prefetch, run), lambda f: f)
+    how = How(wire, regather, prefetch, run)
+    # As in loops that gather ahead, backward starts with the weights that forward ended with.
+    return run_scope(scope, inputs, how, lambda f: f, kept=scope.read_last if prefetch else ())
 
 
 def run(steps: Sequence[Step], env: Env, how: How) -> None:
@@ -57,8 +59,11 @@ def run_remat(step: Remat, env: Env, how: How) -> list[Array]:
     return checkpoint_like(step)(inner)([env[v] for v in names])
 
 
-def run_scope(scope: Split, inputs: Sequence[Any], how: How, wrap: Callable) -> list[Array]:
-    """Runs a scope, its weights gathered again in backward. See the note in `_body.py`."""
+def run_scope(
+    scope: Split, inputs: Sequence[Any], how: How, wrap: Callable, kept: Sequence[Var] = ()
+) -> list[Array]:
+    """Runs a scope, its weights but for those `kept` gathered again in backward. See the note in
+    `_body.py`."""
     body = Body(scope, how, wrap=wrap)
     if not scope.frontier or not how.regather:
         return body(inputs)
@@ -71,16 +76,17 @@ def run_scope(scope: Split, inputs: Sequence[Any], how: How, wrap: Callable) -> 
         wanted, values = perturbed(inputs)
         gathered = body.gather(body.weights_of(values))
         outs, saved = body.forward(values, gathered, wanted)
-        return outs, (values, saved)
+        return outs, (values, saved, where(gathered, [v in kept for v in scope.gathers]))
 
     def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
-        inputs, saved = residuals
+        inputs, saved, still_there = residuals
         floats = [is_float(v.aval) for v in scope.outvars]
         cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
         # Without the barrier XLA would merge this gather with forward's and keep its result.
         weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
-        return (body.backward(inputs, body.gather(weights), saved, cts),)
+        gathered = body.gather(weights, dict(zip(kept, still_there, strict=True)))
+        return (body.backward(inputs, gathered, saved, cts),)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return without_tangents(call(list(inputs)))

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
-from zerojax import _compat, _engine, _spec
+from zerojax import _compat, _engine, _spec, _xla_options
 from zerojax._gather import Cut, Wire, obtain
 from zerojax._plan import LeafPlan, Plan
 from zerojax._state import PARAMS, get_params
@@ -23,22 +23,22 @@ from zerojax._steps import Shard
 
 
 @functools.partial(
-    register_dataclass, data_fields=["data"], meta_fields=["dim", "axes", "prefetch", "others"]
+    register_dataclass, data_fields=["data"], meta_fields=["dim", "wire", "prefetch", "others"]
 )
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """This device's part of a parameter, cut along `dim` over the mesh axes `axes`."""
+    """This device's part of a parameter, cut along `dim` over the mesh axes of `wire`."""
 
     data: jax.Array
     dim: int
-    axes: tuple[str, ...]
+    wire: Wire
     prefetch: int
     others: tuple[Any, ...]
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
         """The shape of the full parameter."""
-        size = lax.axis_size(self.axes)
+        size = lax.axis_size(self.wire.axes)
         shape = (n * size if d == self.dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
@@ -80,6 +80,7 @@ def shards(params: Any, plan: Plan) -> Any:
         )
     platform = plan.mesh.devices.flat[0].platform
     prefetch = int(platform in ("gpu", "cuda", "rocm"))
+    wire = Wire(plan.axes, in_turn=_xla_options.knows_wires(plan.mesh))
 
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA cuts nothing along these
 
@@ -88,7 +89,7 @@ def shards(params: Any, plan: Plan) -> Any:
             return value
         others = leaf.others(plan.axes)
         others = () if _spec.names_in(others) & by_hand else others
-        return Sharded(value, leaf.dim, plan.axes, prefetch, others)
+        return Sharded(value, leaf.dim, wire, prefetch, others)
 
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
@@ -117,7 +118,7 @@ def gather(tree: Any, dtype: Any = None) -> Any:
         is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
         wanted = dtype if dtype is not None and is_float else leaf.data.dtype
         cut = Cut(leaf.dim, jnp.dtype(wanted), others=leaf.others)
-        return obtain((leaf.data,), cut, Wire(leaf.axes))
+        return obtain((leaf.data,), cut, leaf.wire)
 
     return jax.tree.map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
 
@@ -183,7 +184,7 @@ def scan(
     ]
     outs = _engine.evaluate(
         jaxpr, [*inputs, *closed.consts], [*kinds, *[None] * len(closed.consts)],
-        Wire(marked[0].axes), regather=regather,
+        marked[0].wire, regather=regather,
         prefetch=marked[0].prefetch if prefetch == "auto" else int(prefetch),
     )  # fmt: skip
     return jax.tree.structure(out_shape).unflatten(outs)

@@ -19,10 +19,12 @@ Array = Any
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """Over which mesh axes, and in which dtype gradients travel (None: the weight's own)."""
+    """Over which mesh axes, in which dtype gradients travel (None: the weight's own), and
+    whether in a loop weights wait until the gradients before them have."""
 
     axes: tuple[str, ...]
     reduce_dtype: Any = None
+    in_turn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,10 +72,9 @@ class PrefetchedLayers(Layers):
         def step(state: tuple, turns: Any) -> tuple[tuple, None]:
             grads, gathered, left, stacks = state
             at = last - 1 - turns
-            done = reduced(left, at + 1)
-            # They share the wires: one after the other lets the gradients' memory go before the
-            # weights need theirs.
-            shards, done = lax.optimization_barrier((self.shards_at(inputs, at - 1), done))
+            done, shards = reduced(left, at + 1), self.shards_at(inputs, at - 1)
+            if self.how.wire.in_turn:  # the gradients' memory goes before the weights need theirs
+                shards, done = lax.optimization_barrier((shards, done))
             ahead = self.gathered(inputs, shards)
             stacks = with_layer(stacks, done, self.index(at + 1))
             grads, left = turn(grads, gathered, layer_of(kept, at), at)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import _accumulate, _batch, _compat, _engine, _gather, _spec
+from zerojax import _accumulate, _batch, _compat, _engine, _gather, _spec, _xla_options
 from zerojax._parameter import Parameter
 from zerojax._plan import Plan
 from zerojax._precision import Precision, cast_floats, check_precision
@@ -72,7 +72,8 @@ class Program:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.precision = precision_of(plan, options.precision)
-        self.wire = _gather.Wire(plan.axes, self.precision.reduce)
+        in_turn = _xla_options.knows_wires(plan.mesh)
+        self.wire = _gather.Wire(plan.axes, self.precision.reduce, in_turn)
         self.prefetch = self.layers_ahead()
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params

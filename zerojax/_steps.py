@@ -114,6 +114,24 @@ class Split:
         """Inputs that the rest still needs as shards, for its loops and scopes."""
         return unique(s.root for s in shards_read(self.rest))
 
+    @property
+    def read_last(self) -> list[Var]:
+        """What is gathered here and read last (a head): backward wants it first. Together no
+        more than the largest, and nothing from before a loop or scope that gathers for itself."""
+        sources = {var: [var] for var in self.gathers}
+        for eqn in self.prefix:
+            made = unique(s for v in eqn.invars if is_var(v) for s in sources.get(v, []))
+            sources |= dict.fromkeys(eqn.outvars, made)
+        room = max((nbytes(var) for var in self.gathers), default=0)
+        found: list[Var] = []
+        for step in reversed(self.rest):
+            reads = (s for v in reads_of(step) for s in sources.get(v, []))
+            more = [var for var in unique(reads) if var not in found]
+            if isinstance(step, Remat | Scope | Loop) or sum(map(nbytes, [*found, *more])) > room:
+                break
+            found += more
+        return [var for var in self.gathers if var in found]
+
 
 def reads_of(step: Step) -> list[Var]:
     """The variables that a step reads as values (not as shards)."""
@@ -127,6 +145,10 @@ def reads_of(step: Step) -> list[Var]:
 
 def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
     return frozenset().union(*(step.effects for step in steps))
+
+
+def nbytes(var: Var) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
 
 
 def unique(items: Iterable[Any]) -> list[Any]:

@@ -34,11 +34,29 @@ def options_for(jaxpr: Any, mesh: Mesh, ahead: bool) -> dict[str, Any]:
         wanted[COMBINE_GATHERS] = _above(max(turn.gathered for turn in turns))
         wanted[COMBINE_SCATTERS] = _above(max(turn.scattered for turn in turns))
         wanted[DOUBLE_BUFFER] = True
-    if mesh.size > 1 and str(getattr(device, "compute_capability", "")).startswith(OLDER):
+    if mesh.size > 1 and is_older(device):
         wanted[HIDE_LATENCY] = True
-    if len({d.process_index for d in mesh.devices.flat}) > 1:
+    if spans_hosts(mesh):
         wanted[COLLECTIVE_KERNELS] = ""
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
+
+
+def knows_wires(mesh: Mesh) -> bool:
+    """Whether XLA's scheduler knows how long collectives take: from Hopper on, between hosts.
+
+    Where it does, a layer's weights can wait for the gradients before them, which saves memory of
+    a layer's size. Elsewhere it would leave one of the two nothing to hide behind: 3% of a 7.5B
+    step on a host of 8 H100s, 5% on 64 A100s.
+    """
+    return spans_hosts(mesh) and not is_older(mesh.devices.flat[0])
+
+
+def spans_hosts(mesh: Mesh) -> bool:
+    return len({d.process_index for d in mesh.devices.flat}) > 1
+
+
+def is_older(device: Any) -> bool:
+    return str(getattr(device, "compute_capability", "")).startswith(OLDER)
 
 
 def _above(nbytes: int) -> int:
