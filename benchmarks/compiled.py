@@ -9,10 +9,13 @@ import argparse
 import dataclasses
 import datetime
 import json
+import multiprocessing
+import os
 import pathlib
 import re
 import sys
 import time
+from concurrent import futures
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -108,7 +111,15 @@ ROWS = [
     *VIT.rivals(LARGEST, "largest dimension, nothing"),
     Row("1t", "1024xH100", rows=1),
 ]
-CHECKED = [Row("1.5b", "8xA100-80GB"), MAIN]
+CHECKED = [
+    Row("1.5b", "8xA100-80GB"),
+    MAIN,
+    *MAIN.stages(2),
+    dataclasses.replace(MAIN, remat="dots"),
+    Row("7.5b", "8xH100"),
+    *MICROBATCHES.stages(2),
+    Row("llama-8b", "64xH100"),
+]
 
 
 def compiled(row):
@@ -151,12 +162,16 @@ def check(stored):
         print(f"nothing is stored for JAX {jax.__version__}: run with --json, look, and commit it")
         return
     worse = []
+    rows = [row for row in CHECKED if row.name in stored]
     for row in CHECKED:
-        if row.name not in stored:
+        if row not in rows:
             print(f"{row.name}: not stored, for this JAX does not compile it")
-            continue
-        was, now = stored[row.name], measure(row)
-        print(figures.shown(now), flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(os.cpu_count(), spawn) as processes:
+        measured = processes.map(measure, rows)
+    for row, now in zip(rows, measured, strict=True):
+        print(figures.shown(now))
+        was = stored[row.name]
         limits = (("step_ms", SLOWER), ("peak_gib", LARGER), ("wire_gib", SLOWER))
         worse += [
             f"{row.name}: {what} {was[what]} -> {now[what]}"

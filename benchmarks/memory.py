@@ -50,7 +50,7 @@ MODELS = {
     "MLP, 6M": (mlp_params, mlp_loss, lambda rows: jax.ShapeDtypeStruct((rows, 512), jnp.float32)),
     "GPT, 28M": decoder(_presets.Gpt(8, 512, 8, vocab=4096, tokens=256)),
     "GPT of many thin layers, 26M": decoder(_presets.Gpt(32, 256, 4, vocab=4096, tokens=256)),
-    "GPT, large vocabulary, 39M": decoder(_presets.Gpt(4, 512, 8, tokens=256)),
+    "GPT, large vocabulary, 30M": decoder(_presets.Gpt(4, 512, 8, vocab=32768, tokens=256)),
     "Llama, 23M": decoder(
         _presets.Llama(8, 512, 8, vocab=4096, tokens=256, kv_heads=2, inner=1408)
     ),
@@ -102,17 +102,22 @@ def main():
     args = parser.parse_args()
     mesh = zerojax.aot.mesh(args.gpus)
     heads = (f"stage {stage}" for stage in range(4))
+    record = {"gpus": args.gpus, "jax": jax.__version__, "date": str(datetime.date.today())}
+    rows = []
+    if args.json and args.json.exists():  # goes on where it was interrupted
+        stored = json.loads(args.json.read_text())
+        rows = stored["rows"] if {**stored, **record} == stored else []
     print(f"state / formula, temporary MiB, peak MiB of {args.gpus}, JAX {jax.__version__}")
     print(f"{'':40}" + "".join(f"{head:>22}" for head in heads))
-    rows = []
-    for model in MODELS:
-        for optimizer in OPTIMIZERS:
-            rows.append(measure(model, optimizer, mesh))
-            print(shown(rows[-1]), flush=True)
-            if args.json:
-                today = str(datetime.date.today())
-                record = {"gpus": args.gpus, "jax": jax.__version__, "date": today, "rows": rows}
-                args.json.write_text(json.dumps(record, indent=1) + "\n")
+    have = {(row["model"], row["optimizer"]) for row in rows}
+    print(*map(shown, rows), sep="\n")
+    for model, optimizer in itertools.product(MODELS, OPTIMIZERS):
+        if (model, optimizer) in have:
+            continue
+        rows.append(measure(model, optimizer, mesh))
+        print(shown(rows[-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -74,10 +74,33 @@ def _cells(row) -> list[str]:
 def step_time() -> str:
     """Every contestant on emulated devices."""
     stored = _stored("step_time_cpu.json")
-    times, peaks = stored["median step time, of plain replicated"], stored["peak host memory, MiB"]
-    rows = [[name, f"{ratio:.2f}", f"{peaks[name]} MiB"] for name, ratio in times.items()]
+    cells = {(row["model"], row["step"]): row for row in stored["rows"]}
+    models, steps = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+
+    def shown(model, step):
+        row = cells.get((model, step))
+        return [f"{row['time']:.2f}", f"{row['peak_mib']} MiB"] if row else ["—", "—"]
+
+    rows = [[step, *(cell for model in models for cell in shown(model, step))] for step in steps]
+    header = [what for model in models for what in (f"{model}: time", "peak host memory")]
     calls = f"Calling a step takes {stored['calling a step, of plain jit']:.2f} of plain `jax.jit`."
-    return _table(["step", "time", "peak host memory"], rows, stored) + f"\n\n{calls}"
+    return _table(["step", *header], rows, stored) + f"\n\n{calls}"
+
+
+def memory() -> str:
+    """By stage: what is held, as a multiple of the formula; temporary and peak MiB."""
+    stored = _stored("memory_8xH100.json")
+    mib = lambda count: f"{count / 2**20:.0f}"
+    rows = [
+        [row["model"], row["optimizer"]]
+        + [
+            f"{s['state'] / s['formula']:.3f} / {mib(s['temporary'])} / {mib(s['peak'])}"
+            for s in row["stages"]
+        ]
+        for row in stored["rows"]
+    ]
+    stages = [f"stage {stage}" for stage in range(4)]
+    return _table(["model", "optimizer", *stages], rows, {"device": stored["gpus"], **stored})
 
 
 def scaling() -> str:
@@ -118,7 +141,7 @@ def rendered(text: str) -> str:
     return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 
-TABLES = {"compiled": compiled, "step_time": step_time, "scaling": scaling}
+TABLES = {"compiled": compiled, "step_time": step_time, "scaling": scaling, "memory": memory}
 
 if __name__ == "__main__":
     text = PAGE.read_text()

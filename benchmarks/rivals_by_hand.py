@@ -1,14 +1,13 @@
 """What somebody who knows JAX well would write: FSDP by hand, in a `shard_map`.
 
-Each layer's weights are gathered in bf16 at the top of the layer, inside the scan and its
-`jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing is
-gathered ahead.
+Each layer's weights are gathered in the compute dtype at the top of the layer, inside the scan and
+its `jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing
+is gathered ahead.
 """
 
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from rivals import accumulated, planned
 
@@ -22,12 +21,13 @@ def by_hand_step(model, mesh, remat, constrain, accumulate):
 
     class Gathering(type(model)):
         def layer(self, x, p):
-            in_layer = functools.partial(whole, stacked=True)
+            in_layer = functools.partial(whole, model.compute, stacked=True)
             return super().layer(x, jax.tree.map(in_layer, p, specs["blocks"]))
 
     def loss_fn(shards, batch):
         ends = {name: shards[name] for name in shards if name != "blocks"}
-        params = jax.tree.map(whole, ends, {name: specs[name] for name in ends})
+        of_ends = {name: specs[name] for name in ends}
+        params = jax.tree.map(functools.partial(whole, model.compute), ends, of_ends)
         params["blocks"] = shards["blocks"]
         return Gathering(**vars(model)).loss(params, batch, remat=remat) / mesh.size
 
@@ -48,12 +48,12 @@ def by_hand_step(model, mesh, remat, constrain, accumulate):
     return step, state
 
 
-def whole(shard, spec, stacked=False):
-    """A weight in bf16 from its shards; `stacked` says that the spec has the layers in front."""
+def whole(dtype, shard, spec, stacked=False):
+    """A weight, from its shards; `stacked` says that the spec has the layers in front."""
     if "data" not in tuple(spec):
         return shard
     dim = tuple(spec).index("data") - stacked
-    return jax.lax.all_gather(shard.astype(jnp.bfloat16), "data", axis=dim, tiled=True)
+    return jax.lax.all_gather(shard.astype(dtype), "data", axis=dim, tiled=True)
 
 
 def reduced(grad, spec):

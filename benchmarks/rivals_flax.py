@@ -15,7 +15,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from rivals import accumulated
 
-BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
 TX = optax.adamw(1e-4)
 KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -32,6 +31,10 @@ def attended(qkv, heads):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(rows, tokens, -1)
 
 
+def dtypes(model):
+    return {"dtype": model.compute, "param_dtype": jnp.float32}
+
+
 def cross_entropy(logits, tokens):
     logits = logits[:, :-1].astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -40,23 +43,24 @@ def cross_entropy(logits, tokens):
 # -- linen
 
 
-def dense(features, axis):
+def dense(features, axis, **dtypes):
     names = ("data", None) if axis == 0 else (None, "data")
     init = nn.with_partitioning(nn.initializers.normal(0.02), names)
-    return nn.Dense(features, use_bias=False, kernel_init=init, **BF16)
+    return nn.Dense(features, use_bias=False, kernel_init=init, **dtypes)
 
 
 class LinenBlock(nn.Module):
-    heads: int
+    model: object
     mesh: jax.sharding.Mesh
     constrain: bool
 
     @nn.compact
     def __call__(self, x, _):
         x, width = held(x, self.mesh, self.constrain), x.shape[-1]
-        norm = functools.partial(nn.LayerNorm, use_bias=False, **BF16)
-        x = x + dense(width, 1)(attended(dense(3 * width, 0)(norm()(x)), self.heads))
-        x = x + dense(width, 1)(jax.nn.gelu(dense(4 * width, 0)(norm()(x))))
+        norm = functools.partial(nn.LayerNorm, use_bias=False, **dtypes(self.model))
+        linear = functools.partial(dense, **dtypes(self.model))
+        x = x + linear(width, 1)(attended(linear(3 * width, 0)(norm()(x)), self.model.heads))
+        x = x + linear(width, 1)(jax.nn.gelu(linear(4 * width, 0)(norm()(x))))
         return held(x, self.mesh, self.constrain), None
 
 
@@ -70,16 +74,16 @@ class LinenGpt(nn.Module):
     def __call__(self, tokens):
         model = self.model
         init = nn.with_partitioning(nn.initializers.normal(0.02), (None, "data"))
-        embed = nn.Embed(model.vocab, model.hidden, embedding_init=init, **BF16)
+        embed = nn.Embed(model.vocab, model.hidden, embedding_init=init, **dtypes(model))
         position = self.param("pos", init, (model.tokens, model.hidden))
-        x = embed(tokens) + position.astype(jnp.bfloat16)
+        x = embed(tokens) + position.astype(model.compute)
         blocks = nn.scan(
             nn.remat(LinenBlock, prevent_cse=False, policy=KEPT[self.remat]),
             variable_axes={"params": 0}, split_rngs={"params": True}, length=model.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )  # fmt: skip
-        x, _ = blocks(model.heads, self.mesh, self.constrain)(x, None)
-        return embed.attend(nn.LayerNorm(use_bias=False, **BF16)(x))
+        x, _ = blocks(model, self.mesh, self.constrain)(x, None)
+        return embed.attend(nn.LayerNorm(use_bias=False, **dtypes(model))(x))
 
 
 def linen_step(model, mesh, remat, constrain, accumulate):
@@ -114,20 +118,20 @@ def linen_step(model, mesh, remat, constrain, accumulate):
 # -- nnx
 
 
-def linear(size, features, axis, rngs):
+def linear(size, features, axis, rngs, **dtypes):
     names = ("data", None) if axis == 0 else (None, "data")
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
-    return nnx.Linear(size, features, use_bias=False, kernel_init=init, rngs=rngs, **BF16)
+    return nnx.Linear(size, features, use_bias=False, kernel_init=init, rngs=rngs, **dtypes)
 
 
 class NnxBlock(nnx.Module):
-    def __init__(self, width, heads, rngs):
-        self.heads = heads
-        self.norm1, self.norm2 = (
-            nnx.LayerNorm(width, use_bias=False, rngs=rngs, **BF16) for _ in range(2)
-        )
-        self.qkv, self.proj = linear(width, 3 * width, 0, rngs), linear(width, width, 1, rngs)
-        self.up, self.down = linear(width, 4 * width, 0, rngs), linear(4 * width, width, 1, rngs)
+    def __init__(self, model, rngs):
+        self.heads, width = model.heads, model.hidden
+        made = {"rngs": rngs, **dtypes(model)}
+        self.norm1, self.norm2 = (nnx.LayerNorm(width, use_bias=False, **made) for _ in range(2))
+        self.qkv, self.proj = linear(width, 3 * width, 0, **made), linear(width, width, 1, **made)
+        self.up = linear(width, 4 * width, 0, **made)
+        self.down = linear(4 * width, width, 1, **made)
 
     def __call__(self, x):
         x = x + self.proj(attended(self.qkv(self.norm1(x)), self.heads))
@@ -137,19 +141,21 @@ class NnxBlock(nnx.Module):
 class NnxGpt(nnx.Module):
     def __init__(self, model, rngs):
         init = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "data"))
-        self.embed = nnx.Embed(model.vocab, model.hidden, embedding_init=init, rngs=rngs, **BF16)
+        made = {"rngs": rngs, **dtypes(model)}
+        self.compute = model.compute
+        self.embed = nnx.Embed(model.vocab, model.hidden, embedding_init=init, **made)
         self.pos = nnx.Param(init(rngs.params(), (model.tokens, model.hidden), jnp.float32))
 
         @nnx.split_rngs(splits=model.layers)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def blocks(rngs):
-            return NnxBlock(model.hidden, model.heads, rngs)
+            return NnxBlock(model, rngs)
 
         self.blocks = blocks(rngs)
-        self.norm = nnx.LayerNorm(model.hidden, use_bias=False, rngs=rngs, **BF16)
+        self.norm = nnx.LayerNorm(model.hidden, use_bias=False, **made)
 
     def __call__(self, tokens, mesh, remat, constrain):
-        x = self.embed(tokens) + self.pos.astype(jnp.bfloat16)
+        x = self.embed(tokens) + self.pos.astype(self.compute)
         graph, stack = nnx.split(self.blocks)
 
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=KEPT[remat])

@@ -35,12 +35,12 @@ class Vit(_presets.Decoder):
 
     def batch(self, rows):
         return {
-            "patches": jax.ShapeDtypeStruct((rows, self.tokens, self.patch), jnp.bfloat16),
+            "patches": jax.ShapeDtypeStruct((rows, self.tokens, self.patch), self.compute),
             "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
         }
 
     def loss(self, params, batch, remat="full"):
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x = dense(params["embed"], batch["patches"]) + params["pos"]
         x, _ = jax.lax.scan(_presets._rematted(self.layer, remat), x, params["blocks"])
         pooled = norm(params["norm"], x).mean(1)

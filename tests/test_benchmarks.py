@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -87,6 +88,60 @@ def assert_trained_alike(name, module, model, accumulate=1):
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in RIVALS.items() for n in names])
 def test_rivals_train_what_we_train(module, name, accumulate):
     assert_trained_alike(name, module, MODEL, accumulate)
+
+
+# What Flax's modules call the GPT's parameters: an expression makes its outermost layer first.
+OF_THE_MODEL = {"Embed_0": "embed", "LayerNorm_0": "norm", "ScanCheckpointLinenBlock_0": "blocks"}
+OF_A_BLOCK = {
+    "LayerNorm_0": "norm1", "Dense_1": "qkv", "Dense_0": "proj",
+    "LayerNorm_1": "norm2", "Dense_3": "up", "Dense_2": "down",
+}  # fmt: skip
+NOT_OURS = {"params", "opt_state", "mu", "nu", "kernel", "scale", "embedding", "value"}
+
+
+def counterpart(path):
+    """('mu', ('blocks', 'qkv')), of where Flax's modules have that."""
+    names = re.findall(r"[A-Za-z]\w*", jax.tree_util.keystr(path))
+    first, *rest = [name for name in names if name not in NOT_OURS]
+    ours = OF_THE_MODEL.get(first, first), *(OF_A_BLOCK.get(name, name) for name in rest)
+    return next((n for n in names if n in ("mu", "nu")), "params"), ours
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulate"), [("flax linen", 1), ("flax linen", 2), ("flax nnx", 1)]
+)
+@pytest.mark.parametrize("constrain", ["blocks", "nothing"])
+def test_rivals_on_flax_train_what_we_train(name, constrain, accumulate):
+    mesh = make_mesh()
+    state, batch = made(MODEL)
+    family = importlib.import_module("rivals_flax").STEPS[name]
+    step, places = family(MODEL, mesh, "full", constrain, accumulate)
+    params = {
+        tuple(re.findall(r"\w+", jax.tree_util.keystr(path))): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+    }
+    unused = set(params)
+
+    def weight(path, x):
+        kind, ours = counterpart(path)
+        if kind == "params" and ours in params:
+            unused.remove(ours)
+            return jax.device_put(params[ours], x.sharding)
+        return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+
+    after, loss = step(jax.tree_util.tree_map_with_path(weight, places), zerojax.shard_batch(batch))
+    assert not unused
+    cut = [x for x in jax.tree.leaves(after) if "data" in tuple(x.sharding.spec)]
+    assert len(cut) == 3 * 6  # all but the norms: weights, and two moments of each
+
+    mine, metrics = zerojax.train_step(MODEL.loss, accumulate=accumulate)(
+        zerojax.shard_train_state(made(MODEL)[0], stage=3, mesh=mesh), batch
+    )
+    assert float(loss) == pytest.approx(float(metrics["loss"]), rel=1e-3)
+    found = {counterpart(p): x for p, x in jax.tree_util.tree_leaves_with_path(after)}
+    for path, grad in jax.tree_util.tree_leaves_with_path(first_moments(mine)):
+        theirs = found["mu", tuple(re.findall(r"\w+", jax.tree_util.keystr(path)))]
+        assert np.linalg.norm(theirs - grad) <= 0.03 * np.linalg.norm(grad), path
 
 
 def test_the_vision_model_trains_alike_by_hand():

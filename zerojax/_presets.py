@@ -15,13 +15,14 @@ REMATS = ("none", "dots", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Stacked decoder layers in a scan, bf16 compute over fp32 parameters."""
+    """Stacked decoder layers in a scan, fp32 parameters cast to `compute`."""
 
     layers: int
     hidden: int
     heads: int
     vocab: int = 50304
     tokens: int = 1024
+    compute: Any = jnp.bfloat16
 
     @property
     def n_params(self) -> int:
@@ -45,7 +46,7 @@ class Decoder:
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
     def loss(self, params: Any, tokens: jax.Array, remat: str = "full") -> jax.Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x, _ = jax.lax.scan(
             _rematted(self.layer, remat), self.embedded(params, tokens), params["blocks"]
         )
