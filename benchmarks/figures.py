@@ -67,6 +67,15 @@ def compiler_options(flags, device):
     return {name: value for name, value in wanted if _xla_options.is_known(name, value, device)}
 
 
+def versions(packages=("jaxlib", "jax-cuda13-pjrt", "flax", "optax")):
+    """Of what made the figures, and when."""
+    return {
+        "jax": jax.__version__,
+        "packages": {each: importlib.metadata.version(each) for each in packages},
+        "date": str(datetime.date.today()),
+    }
+
+
 def main(rival, compiled, remats, packages):
     """Compiles `compiled(mesh, remat, options)` for each remat, with and without the flag.
 
@@ -91,13 +100,7 @@ def main(rival, compiled, remats, packages):
         print(shown(rows[name]), flush=True)
         if arguments.json:
             kept = [rows[each] for each, *_ in _named(rival, remats) if each in rows]
-            stored = {
-                "jax": jax.__version__,
-                "packages": {each: importlib.metadata.version(each) for each in packages},
-                "date": str(datetime.date.today()),
-                "rows": kept,
-            }
-            path.write_text(json.dumps(stored, indent=1) + "\n")
+            path.write_text(json.dumps({**versions(packages), "rows": kept}, indent=1) + "\n")
 
 
 def _named(rival, remats):

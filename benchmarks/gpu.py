@@ -36,8 +36,8 @@ MODELS = {
     "124m": (_presets.GPTS["124m"], 32),
     "1.5b": (_presets.GPTS["1.5b"], 8),
 }
-CASES = ("tests", "124m", "1.5b", "largest")
-SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "largest": 170}  # at most; under 8 minutes in all
+CASES = ("tests", "124m", "1.5b", "search", "largest")
+SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 100, "largest": 75}  # under 8 minutes
 
 
 # ---- the two programs
@@ -87,45 +87,58 @@ def stats(what):
     return (jax.devices()[0].memory_stats() or {}).get(what, 0)
 
 
-def seconds_of(step, state, batch):
-    """Of one step, over a turn; and the state after it."""
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        state, metrics = step(state, batch)
-    jax.block_until_ready((state, metrics))
-    return (time.perf_counter() - started) / STEPS, state
+class Running:
+    """A program with its state, and the seconds that a step of it took, one figure a turn."""
+
+    def __init__(self, program, model, batch):
+        self.batch, self.seconds = batch, []
+        self.step, self.state = program(model)
+
+    def turn(self):
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        self.seconds.append((time.perf_counter() - started) / STEPS)
 
 
-def measure(name):
-    """Of a model: step time, what was forecast, and how it compares with a loop by hand."""
-    model, rows = MODELS[name]
+def measure(model, rows, alone=False):
+    """Of a model: step time, what was forecast, and how it compares with a loop by hand.
+
+    `alone`: its state leaves no room for another, so the loop by hand comes afterwards.
+    """
     batch = random_batch(model, rows)
-    step, state = ours(model)
-    report = zerojax.audit(step, state, batch)
-    flops = zerojax.step_flops(step, state, batch)
-    _, state = seconds_of(step, state, batch)
+    mine = Running(ours, model, batch)
+    report = zerojax.audit(mine.step, mine.state, batch)
+    flops = zerojax.step_flops(mine.step, mine.state, batch)
+    mine.turn()  # compiles
     peak = stats("peak_bytes_in_use")
-    plain, plain_state = by_hand(model)
-    _, plain_state = seconds_of(plain, plain_state, batch)
-    mine, hand = [], []
-    for _ in range(ROUNDS):
-        spent, state = seconds_of(step, state, batch)
-        mine.append(spent)
-        spent, plain_state = seconds_of(plain, plain_state, batch)
-        hand.append(spent)
-    seconds, limit = statistics.median(mine), zerojax.peak_flops()
+    if alone:
+        take_turns(mine)
+        mine.state = None
+    hand = Running(by_hand, model, batch)
+    hand.turn()
+    take_turns(*([hand] if alone else [mine, hand]))
+    pairs = list(zip(mine.seconds[1:], hand.seconds[1:], strict=True))
+    seconds, limit = statistics.median(a for a, _ in pairs), zerojax.peak_flops()
     return {
         "params": model.n_params,
         "rows": rows,
         "step_ms": round(1e3 * seconds, 2),
-        "by_hand_ms": round(1e3 * statistics.median(hand), 2),
-        "to_by_hand": round(statistics.median(a / b for a, b in zip(mine, hand, strict=True)), 4),
+        "by_hand_ms": round(1e3 * statistics.median(b for _, b in pairs), 2),
+        "to_by_hand": round(statistics.median(a / b for a, b in pairs), 4),
         "tokens_per_s": round(rows * model.tokens / seconds),
         "mfu": round(flops / seconds / limit, 3) if limit else None,
         "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
         "peak_gib": round(peak / GIB, 3),
         "forecast_peak_gib": round(report.memory.peak / GIB, 3),
     }
+
+
+def take_turns(*programs):
+    for _ in range(ROUNDS):
+        for program in programs:
+            program.turn()
 
 
 def with_layers(layers):
@@ -141,43 +154,31 @@ def forecast_peak(layers):
 
 
 def trains(layers):
-    """Whether it does, and if so for how long a step takes."""
-    model = with_layers(layers)
     try:
-        step, state = ours(model)
-        batch = random_batch(model, 1)
-        _, state = seconds_of(step, state, batch)
-        return seconds_of(step, state, batch)[0]
+        model = with_layers(layers)
+        Running(ours, model, random_batch(model, 1)).turn()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return None
+        return False
     finally:
         gc.collect()
+    return True
 
 
-def largest():
-    """Layers of 4096 are added until it trains no longer; the search begins where the forecast
-    says that memory ends."""
+def search():
+    """How many layers of 4096 train; it begins where the forecast says that memory ends."""
     small, limit = forecast_peak(4), stats("bytes_limit")
     each = (forecast_peak(8) - small) / 4
-    expected = 4 + int((limit - small) / each)
-    layers, tried = expected, {}
-    while layers and (tried.setdefault(layers, trains(layers))) is None:
+    layers = expected = 4 + int((limit - small) / each)
+    if trains(layers):
+        while trains(layers + 1):
+            layers += 1
+    else:
         layers -= 1
-    while layers + 1 not in tried and (tried.setdefault(layers + 1, trains(layers + 1))):
-        layers += 1
-    gib, model = lambda count: round(count / GIB, 2), with_layers(layers)
-    return {
-        "layers": layers,
-        "params": model.n_params,
-        "expected_layers": expected,
-        "limit_gib": gib(limit),
-        "forecast_peak_gib": gib(small + (layers - 4) * each),
-        "peak_gib": gib(stats("peak_bytes_in_use")),
-        "step_ms": round(1e3 * tried[layers], 1),
-        "tokens_per_s": round(model.tokens / tried[layers]),
-    }
+        while not trains(layers):
+            layers -= 1
+    return {"layers": layers, "expected_layers": expected, "limit_gib": round(limit / GIB, 2)}
 
 
 def tests():
@@ -193,25 +194,29 @@ def tests():
 # ---- all of it
 
 
-def run_case(name, seconds):
+def run_case(name, layers=0):
     """Its figures, from a process of its own; or what went wrong."""
-    command = [sys.executable, __file__, "--case", name]
+    command = [sys.executable, __file__, "--case", name, "--layers", str(layers)]
+    limit = SECONDS[name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {seconds} s"}
+        return {"failed": f"took longer than {limit} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {"failed": (done.stderr or done.stdout)[-1500:]}
     return json.loads(lines[-1])
 
 
-def versions():
-    return {
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "date": str(datetime.date.today()),
-    }
+def case(name, layers):
+    """What a process of a case prints."""
+    if name == "tests":
+        return tests()
+    if name == "search":
+        return search()
+    if name == "largest":
+        return measure(with_layers(layers) if layers else TINY, 1, alone=True)
+    return measure(*MODELS[name])
 
 
 def has_gpu():
@@ -226,10 +231,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--case", choices=(*CASES, "tiny"), help="this one only, in this process")
+    parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()
     if args.case:
-        cases = {"tests": tests, "largest": largest}
-        print(json.dumps(cases[args.case]() if args.case in cases else measure(args.case)))
+        print(json.dumps(case(args.case, args.layers)))
         return
     device = has_gpu()
     if device is None:
@@ -239,12 +244,16 @@ def main():
     record = {
         "device": device,
         "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
         "date": str(datetime.date.today()),
         "cases": {},
     }
     print(f"{device}, JAX {record['jax']}")
     for name in CASES:
-        record["cases"][name] = run_case(name, SECONDS[name])
+        layers = record["cases"].get("search", {}).get("layers", 0)
+        if name == "largest" and not layers:
+            continue  # the search says why
+        record["cases"][name] = run_case(name, layers)
         print(f"\n{name} (at {time.perf_counter() - started:.0f} s)")
         for what, value in record["cases"][name].items():
             print(f"  {what:20}{value}", flush=True)

@@ -27,7 +27,7 @@ def compiled() -> str:
     for path in sorted(HERE.glob("rivals_*.json")):
         _put_beside(newest["rows"], json.loads(path.read_text())["rows"])
     others = [{row["row"]: row for row in result["rows"]} for result in older]
-    header = ["program", "step", "waiting", "efficiency", "sent", "peak", "compile"]
+    header = ["program", "step", "waiting", "efficiency", "sent", "peak"]
     header += [f"step, {result['jax']}" for result in older]
     for model, rows in itertools.groupby(newest["rows"], lambda row: row["row"].split()[0]):
         lines += [f"**{model}**", "", _line(header), "|---|" + "---:|" * (len(header) - 1)]
@@ -67,8 +67,18 @@ def _cells(row) -> list[str]:
         f"{1 - row['exposed_ms'] / row['step_ms']:.1%}",
         f"{row['wire_gib']:.2f} GiB",
         f"{row['peak_gib']:.2f} GiB",
-        f"{row['compile_s']:.0f} s",
     ]
+
+
+def compile_time() -> str:
+    """Multiples of what plain data parallelism takes."""
+    stored = _stored("compile_time.json")
+    rows = [
+        [_parts(row)[1], f"{row['time']:.2f} ({row['range'][0]:.2f} to {row['range'][1]:.2f})"]
+        for row in stored["rows"]
+    ]
+    setting = _parts(stored["rows"][0])[0]
+    return _table(["program", "trace and compile"], rows, {"device": setting, **stored})
 
 
 def step_time() -> str:
@@ -79,7 +89,10 @@ def step_time() -> str:
 
     def shown(model, step):
         row = cells.get((model, step))
-        return [f"{row['time']:.2f}", f"{row['peak_mib']} MiB"] if row else ["—", "—"]
+        if not row:
+            return ["—", "—"]
+        low, high = row["quartiles"]
+        return [f"{row['time']:.2f} ({low:.2f} to {high:.2f})", f"{row['peak_mib']} MiB"]
 
     rows = [[step, *(cell for model in models for cell in shown(model, step))] for step in steps]
     header = [what for model in models for what in (f"{model}: time", "peak host memory")]
@@ -114,6 +127,28 @@ def scaling() -> str:
     return _table(["", "plan", "trace", "compile"], rows, stored)
 
 
+def gpu() -> str:
+    """What real GPUs made of it, a line a model. Empty cells where none has been measured."""
+    header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
+    cases = {"124m": "GPT, 124M", "1.5b": "GPT, 1.5B", "largest": "the largest that trains"}
+    tables = []
+    for path in sorted(HERE.glob("gpu_*.json")):
+        stored = json.loads(path.read_text())
+        found = {name: stored["cases"].get(case, {}) for case, name in cases.items()}
+        tables.append(_table(header, [_on_gpu(*item) for item in found.items()], stored))
+    empty = [_on_gpu(name, {}) for name in cases.values()]
+    return "\n\n".join(tables) or _rows(header, empty)
+
+
+def _on_gpu(name, case) -> list[str]:
+    if "step_ms" not in case:
+        return [name, *case.get("failed", "").splitlines()[-1:], *[""] * 5][:6]
+    mfu = f"{case['mfu']:.1%}" if case["mfu"] else "—"
+    gib = [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib")]
+    size = f"{name} ({case['params'] / 1e9:.2f}e9 parameters)"
+    return [size, f"{case['to_by_hand']:.3f}", f"{case['tokens_per_s']:,}", mfu, *gib]
+
+
 KINDS = {
     "scanned": "layers in a scan",
     "unrolled": "layers unrolled",
@@ -126,10 +161,11 @@ def _stored(name):
 
 
 def _table(header, rows, stored) -> str:
-    rule = "|---|" + "---:|" * (len(header) - 1)
-    lines = [_line(header), rule, *map(_line, rows)]
-    source = f"{stored['device']}, JAX {stored['jax']} ({stored['date']})."
-    return "\n".join([source, "", *lines])
+    return f"{stored['device']}, JAX {stored['jax']} ({stored['date']}).\n\n{_rows(header, rows)}"
+
+
+def _rows(header, rows) -> str:
+    return "\n".join([_line(header), "|---|" + "---:|" * (len(header) - 1), *map(_line, rows)])
 
 
 def _line(cells: list[str]) -> str:
@@ -141,7 +177,14 @@ def rendered(text: str) -> str:
     return mark.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
 
 
-TABLES = {"compiled": compiled, "step_time": step_time, "scaling": scaling, "memory": memory}
+TABLES = {
+    "compiled": compiled,
+    "compile_time": compile_time,
+    "step_time": step_time,
+    "scaling": scaling,
+    "memory": memory,
+    "gpu": gpu,
+}
 
 if __name__ == "__main__":
     text = PAGE.read_text()

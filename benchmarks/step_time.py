@@ -107,15 +107,15 @@ def peak_memories(name):
 
 
 def step_times(name, rounds):
-    """Medians, of the replicated step's."""
+    """Quartiles of what each step takes of the replicated one in the same round."""
     model, steps, states = MODELS[name], {}, {}
     batch = batch_of(model)
     for contestant, make in contestants(name).items():
         steps[contestant], state = make(model)
         states[contestant], _ = steps[contestant](state, batch)
     times = interleaved(steps, states, batch, rounds)
-    base = statistics.median(times[REPLICATED])
-    return {contestant: statistics.median(t) / base for contestant, t in times.items()}
+    ratios = lambda t: [a / b for a, b in zip(t, times[REPLICATED], strict=True)]
+    return {c: statistics.quantiles(ratios(t), method="inclusive") for c, t in times.items()}
 
 
 def dispatch():
@@ -143,11 +143,13 @@ def dispatch():
 
 
 def interleaved(steps, states, batch, rounds):
-    times = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    """Seconds by round; a round starts with another contestant each time."""
+    times, names = {name: [] for name in steps}, list(steps)
+    for turn in range(rounds):
+        at = turn % len(names)
+        for name in (*names[at:], *names[:at]):
             started = time.perf_counter()
-            states[name], _ = jax.block_until_ready(step(states[name], batch))
+            states[name], _ = jax.block_until_ready(steps[name](states[name], batch))
             times[name].append(time.perf_counter() - started)
     return times
 
@@ -165,10 +167,12 @@ def main():
     rows = []
     for name in MODELS:
         peaks = peak_memories(name)
-        for contestant, ratio in step_times(name, args.rounds).items():
-            row = {"model": name, "step": contestant, "time": round(ratio, 3)}
+        for contestant, times in step_times(name, args.rounds).items():
+            low, median, high = (round(ratio, 3) for ratio in times)
+            row = {"model": name, "step": contestant, "time": median, "quartiles": [low, high]}
             rows.append({**row, "peak_mib": peaks[contestant]})
-            print(f"{name:8}{contestant:28}{ratio:6.2f}{peaks[contestant]:8} MiB", flush=True)
+            spread = f"{median:6.2f} ({low:.2f}-{high:.2f})"
+            print(f"{name:8}{contestant:28}{spread}{peaks[contestant]:8} MiB", flush=True)
     dispatched = dispatch()
     print(f"calling a step: {dispatched:.2f} of plain jit")
     if args.json:

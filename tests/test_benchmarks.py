@@ -1,6 +1,7 @@
 """The benchmarks' page holds what is stored; the rivals train what we train."""
 
 import importlib
+import json
 import pathlib
 import re
 import subprocess
@@ -33,6 +34,29 @@ def test_the_page_holds_what_is_stored():
         [sys.executable, BENCHMARKS / "render.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+ROW = {"row": "a", "step_ms": 100.0, "wire_gib": 10.0, "peak_gib": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "worse"),
+    [({}, []), ({"step_ms": 99.0, "peak_gib": 1.0}, []), ({"step_ms": 100.9}, []),
+     ({"step_ms": 101.1}, ["a: step_ms 100.0 -> 101.1"]),
+     ({"wire_gib": 10.11}, ["a: wire_gib 10.0 -> 10.11"]),
+     ({"peak_gib": 5.09}, []), ({"peak_gib": 5.11}, ["a: peak_gib 5.0 -> 5.11"])],
+)  # fmt: skip
+def test_a_change_may_cost_one_percent_of_speed_and_two_of_memory(change, worse):
+    assert importlib.import_module("compiled").worse_than(ROW, {**ROW, **change}) == worse
+
+
+def test_what_is_checked_must_be_stored():
+    compiled = importlib.import_module("compiled")
+    with pytest.raises(SystemExit, match=r"not stored, run with --json:\n7\.5b 64xH100"):
+        compiled.check({"a": ROW})
+    for path in BENCHMARKS.glob("compiled_jax*.json"):
+        stored = {row["row"] for row in json.loads(path.read_text())["rows"]}
+        assert {row.name for row in compiled.CHECKED} <= stored
 
 
 def made(model):

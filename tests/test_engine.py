@@ -444,7 +444,7 @@ def test_prefetching_loops_scatter_what_the_turn_before_left(name, in_turn, monk
 
 HEADED = {
     "layers": PARAMS["a"], "scale": jnp.ones(DIM), "head": PARAMS["c"]["w"][0],
-    "down": PARAMS["c"]["v"][0],
+    "down": PARAMS["c"]["v"][0], "bias": jnp.linspace(-1, 1, 2 * DIM),
 }  # fmt: skip
 
 
@@ -470,6 +470,31 @@ def two_heads(p, batch):
     return end(scan(dense, batch["x"], p["layers"]) @ p["head"] @ p["down"])
 
 
+def head_with_a_bias(p, batch):
+    return end(scan(dense, batch["x"], p["layers"]) @ p["head"] + p["bias"])
+
+
+def head_and_a_penalty(p, batch):
+    return head(p, batch) + 1e-3 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+
+
+def small_layers_after_the_head(p, batch):
+    """Only the last layer stays, however large the head is."""
+    x = (batch["x"] @ p["head"])[:, :DIM]
+    for i in range(LAYERS):
+        x = dense(x, jax.tree.map(lambda a: a[i], p["layers"]))
+    return end(x)
+
+
+def computed_head(p, batch):
+    """Its sine would stay too."""
+    return end(scan(dense, batch["x"], p["layers"]) @ jnp.sin(p["head"]))
+
+
+def frozen_head(p, batch):
+    return head({**p, "head": jax.lax.stop_gradient(p["head"])}, batch)
+
+
 def head_before_the_loop(p, batch):
     x = (batch["x"] * p["scale"]) @ p["head"] @ p["down"]
     return end(scan(dense, x, p["layers"]))
@@ -479,7 +504,9 @@ def head_before_the_loop(p, batch):
 @pytest.mark.parametrize(
     ("loss", "used", "kept"),
     [(head, 1, 1), (tied_head, 1, 1), (head_after_remats, 1, 1), (two_heads, 2, 1),
-     (head_before_the_loop, 2, 0)],
+     (head_before_the_loop, 2, 0), (head_with_a_bias, 1, 1), (head_and_a_penalty, 2, 1),
+     (small_layers_after_the_head, 1, 0), (frozen_head, 1, 1),
+     (computed_head, 1, 0)],
 )  # fmt: skip
 def test_prefetching_backward_starts_with_what_forward_read_last(loss, used, kept, prefetch):
     plan = zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")

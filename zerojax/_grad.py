@@ -41,6 +41,7 @@ def value_and_grad(
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+            What forward reads last, a head, then stays for backward.
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.

@@ -49,7 +49,7 @@ class PrefetchedLayers(Layers):
 
     def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
         """Each turn reduce-scatters what the turn before left: its gradients travel, as the
-        next layer's weights do after them, beside this layer's compute."""
+        next layer's weights do, beside this layer's compute."""
         kept, last_kept, gathered = saved
         inputs, cts = self.tied(inputs, cts)
         consts, _, xs = self.parts(inputs)

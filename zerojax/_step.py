@@ -136,6 +136,7 @@ def train_step(
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+            What forward reads last, a head, then stays for backward.
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.

@@ -17,6 +17,8 @@ Atom = Any
 WEIGHT = "weight"  # computed from weights and constants alone
 CONST = "const"  # computed from constants alone
 
+_MOVES = ("transpose", "reshape", "squeeze")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -116,20 +118,19 @@ class Split:
 
     @property
     def read_last(self) -> list[Var]:
-        """What is gathered here and read last (a head): backward wants it first. Together no
-        more than the largest, and nothing from before a loop or scope that gathers for itself."""
-        sources = {var: [var] for var in self.gathers}
+        """The matrix gathered here that the rest reads last (a head), and vectors read after it:
+        backward wants them first. None where a loop or scope that gathers for itself is later."""
+        gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
-            made = unique(s for v in eqn.invars if is_var(v) for s in sources.get(v, []))
-            sources |= dict.fromkeys(eqn.outvars, made)
-        room = max((nbytes(var) for var in self.gathers), default=0)
+            # What is computed of a weight may be larger, and would be kept as well.
+            source = eqn.invars[0] if eqn.primitive.name in _MOVES else None
+            if is_var(source) and source in gathered:
+                gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for step in reversed(self.rest):
-            reads = (s for v in reads_of(step) for s in sources.get(v, []))
-            more = [var for var in unique(reads) if var not in found]
-            if isinstance(step, Remat | Scope | Loop) or sum(map(nbytes, [*found, *more])) > room:
+            if isinstance(step, Remat | Scope | Loop) or any(v.aval.ndim > 1 for v in found):
                 break
-            found += more
+            found += [gathered[v] for v in reads_of(step) if v in gathered]
         return [var for var in self.gathers if var in found]
 
 
@@ -145,10 +146,6 @@ def reads_of(step: Step) -> list[Var]:
 
 def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
     return frozenset().union(*(step.effects for step in steps))
-
-
-def nbytes(var: Var) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
 
 
 def unique(items: Iterable[Any]) -> list[Any]:

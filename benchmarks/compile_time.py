@@ -1,0 +1,55 @@
+"""How long steps take to trace and compile for GPUs, as ratios: by turns, in one process.
+
+    python benchmarks/compile_time.py                                    # prints a table
+    python benchmarks/compile_time.py --json benchmarks/compile_time.json
+
+The programs are those of `compiled.py`, a 7.5B GPT on 64 H100s; each figure is a multiple of what
+plain data parallelism takes in the same round.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+
+import compiled
+import figures
+import jax
+
+BASE = compiled.MAIN.rivals("replicated")[0]
+ROWS = [
+    BASE,
+    *compiled.MAIN.rivals(compiled.ANNOTATED, compiled.BY_HAND, compiled.LINEN, compiled.NNX),
+    *compiled.MAIN.stages(0, 1, 2, 3),
+]
+
+
+def seconds(row):
+    jax.clear_caches()
+    started = time.perf_counter()
+    compiled.compiled(row)
+    return time.perf_counter() - started
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    times = {row: [] for row in ROWS}
+    for _ in range(args.rounds):
+        for row in ROWS:
+            times[row].append(seconds(row))
+    rows = []
+    for row in ROWS:
+        ratios = [a / b for a, b in zip(times[row], times[BASE], strict=True)]
+        spread = [round(min(ratios), 2), round(max(ratios), 2)]
+        rows.append({"row": row.name, "time": round(statistics.median(ratios), 2), "range": spread})
+        print(f"{row.name:60}{rows[-1]['time']:6.2f}   {spread}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({**figures.versions(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
