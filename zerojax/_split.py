@@ -2,8 +2,8 @@
 
 The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
 (casts, transposes, weight normalisation). It is cheap to repeat, and its results are as big as
-full weights, so none of it is ever kept for backward: it runs again there. What the rest reads
-of it is the *frontier*.
+full weights, so none of it is kept for backward (but see `Split.read_last`): it runs again
+there. What the rest reads of it is the *frontier*.
 """
 
 import dataclasses
