@@ -33,6 +33,7 @@ from flax.training.train_state import TrainState
 import zerojax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import results
 from host_memory import GIVE_BACK, measured
 
 MIB = 2**20
@@ -43,7 +44,7 @@ STEP_S = 0.25
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--layers", type=int, default=5)
 parser.add_argument("--dim", type=int, default=6144)
-parser.add_argument("--json", type=pathlib.Path)
+parser.add_argument("--json", type=results.file)
 parser.add_argument("--only", help="of the measurements, those that this regex finds", default="")
 parser.add_argument("--run", help="one measurement, in this process: 'save 3', 'restore 1', ...")
 parser.add_argument("--directory", type=pathlib.Path)
@@ -157,7 +158,7 @@ def main():
         print(json.dumps(WORK[args.run](args)))
         return
     leaf = args.dim**2 * 4 / MIB
-    results = {"state_mib": leaf * args.layers * 3, "limit_mib": 1.3 * leaf + leaf / 4}
+    found = {"state_mib": leaf * args.layers * 3, "limit_mib": 1.3 * leaf + leaf / 4}
     args.directory = pathlib.Path(tempfile.mkdtemp())
     try:
         for name in [name for name in WORK if re.search(args.only, name)]:
@@ -168,11 +169,11 @@ def main():
             command = [sys.executable, __file__, *sizes, "--directory", directory, "--run", name]
             env = {**os.environ, **(KEEP if name == "background" else GIVE_BACK)}
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
-            results[name] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{name:20}{results[name]}", flush=True)
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{name:20}{found[name]}", flush=True)
     finally:
         shutil.rmtree(args.directory)
-    print({k: v for k, v in results.items() if k.endswith("mib")})
+    print({k: v for k, v in found.items() if k.endswith("mib")})
     if args.json:
         here = {
             "device": f"{len(jax.devices())} x {jax.devices()[0].device_kind}, emulated",
@@ -181,7 +182,7 @@ def main():
         }
         kept = json.loads(args.json.read_text()) if args.json.exists() else {}
         of_today = {name: kept.get(name) for name in here} == here
-        record = {**(kept if of_today else {}), **here, **results}
+        record = {**(kept if of_today else {}), **here, **found}
         args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -8,14 +8,15 @@ of the assembler's processes, as a multiple of what plain data parallelism takes
 """
 
 import argparse
+import datetime
 import json
 import os
-import pathlib
 import statistics
 
 import compiled
 import figures
 import jax
+import results
 
 BASE = compiled.MAIN.rivals("replicated")[0]
 ROWS = [
@@ -34,7 +35,7 @@ def seconds(row):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=results.file)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     times = {row: [] for row in ROWS}
@@ -49,7 +50,8 @@ def main():
         rows.append({"row": row.name, "time": round(statistics.median(ratios), 2), "range": spread})
         print(f"{row.name:60}{rows[-1]['time']:6.2f}   {spread}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({**figures.versions(), "rows": rows}, indent=1) + "\n")
+        record = {**figures.versions(), "date": str(datetime.date.today()), "rows": rows}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,24 +2,23 @@
 
 python benchmarks/compiled.py                      # all rows, printed
 python benchmarks/compiled.py --json               # and stored for this JAX version
+python benchmarks/compiled.py --json --missing     # those of a new row in ROWS, say
 python benchmarks/compiled.py --check              # a few rows against what is stored
 """
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import pathlib
-import re
 import sys
-import time
 from concurrent import futures
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import figures  # before JAX: it says what JAX may look for
 import jax
+import results
 import rivals
 import rivals_by_hand
 import rivals_flax
@@ -30,8 +29,8 @@ import zerojax
 from zerojax import _place, _presets
 
 HERE = pathlib.Path(__file__).parent
-STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
 MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
+STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
 SLOWER, LARGER = 1.01, 1.02  # what a change may cost
 
 
@@ -46,6 +45,10 @@ class Row:
     master: bool = False  # bf16 parameters, fp32 copies
     rival: str = ""
     options: tuple = ()  # a rival's
+
+    def __post_init__(self):
+        if self.rival and self.rival not in STEPS:
+            raise ValueError(f"no rival is called {self.rival!r}: {'; '.join(STEPS)}")
 
     @property
     def name(self):
@@ -92,6 +95,7 @@ def elsewhere(row, *names, gpus=("8xH100", "512xH100", "64xA100-80GB")):
     ]
 
 
+# 1.5B is 1920 wide and ViT-g 1408, which 512 GPUs do not divide.
 ROWS = [
     *beside(MAIN, *BEST, LINEN, LARGEST),
     *MAIN.rivals(*BEST, LINEN, LARGEST, "annotations, weights"),
@@ -100,8 +104,8 @@ ROWS = [
     *MAIN.stages(1, 2),
     *dataclasses.replace(MAIN, master=True).stages(1, 2, 3),
     *beside(dataclasses.replace(MAIN, remat="dots"), *BEST),
-    Row("7.5b", "64xH100", remat="none", rows=1),
-    Row("7.5b", "64xH100", remat="none", rows=2),  # 4 do not fit
+    *beside(dataclasses.replace(MAIN, remat="none", rows=1), ANNOTATED, BY_HAND),
+    *beside(dataclasses.replace(MAIN, remat="none", rows=2), ANNOTATED, BY_HAND),  # 4 do not fit
     Row("7.5b", "128xH100"),
     *elsewhere(MAIN, *BEST),
     *MICROBATCHES.stages(1, 2),
@@ -109,7 +113,7 @@ ROWS = [
     *SMALL.rivals("replicated"),
     *beside(SMALL, *BEST),
     *SMALL.stages(1, 2),
-    *elsewhere(SMALL, *BEST, gpus=("64xH100", "512xH100", "8xA100-80GB")),
+    *elsewhere(SMALL, *BEST, gpus=("64xH100", "8xA100-80GB")),
     *beside(LARGER_GPT, *BEST),
     *elsewhere(LARGER_GPT, *BEST),
     *beside(LLAMA, ANNOTATED, BY_HAND),
@@ -119,8 +123,8 @@ ROWS = [
     Row("llama-13b", "64xH100", remat="dots"),
     *beside(VIT, ANNOTATED, LARGEST, BY_HAND),
     *VIT.rivals(LARGEST, "largest dimension, nothing"),
-    *elsewhere(VIT, ANNOTATED, LARGEST, BY_HAND),
-    Row("1t", "1024xH100", rows=1),
+    *elsewhere(VIT, ANNOTATED, LARGEST, BY_HAND, gpus=("8xH100", "64xA100-80GB")),
+    *beside(Row("1t", "1024xH100", rows=1), ANNOTATED, BY_HAND),
 ]
 CHECKED = [
     MAIN,
@@ -144,8 +148,7 @@ def compiled(row):
         loss = model.losses((row.remat,))[row.remat]
         step = zerojax.train_step(loss, accumulate=row.accumulate)
         return step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile(), plan
-    family, _, constrain = row.rival.partition(", ")
-    step, state = STEPS[family](model, mesh, row.remat, constrain, row.accumulate)
+    step, state = STEPS[row.rival](model, mesh, row.remat, row.accumulate)
     split = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
     options = figures.compiler_options(row.options, mesh.devices.flat[0])
@@ -157,10 +160,8 @@ def model_of(row):
 
 
 def measure(row):
-    started = time.perf_counter()
     program, plan = compiled(row)
-    seconds = time.perf_counter() - started
-    return figures.figures(row.name, program, seconds, plan, row.accumulate)
+    return figures.figures(row.name, program, plan, row.accumulate)
 
 
 def results_path():
@@ -195,31 +196,32 @@ def worse_than(was, now):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help=f"store in {results_path().name}")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
+    parser.add_argument("--missing", action="store_true", help="those that are not stored yet")
     parser.add_argument("--check", action="store_true", help="fail where worse than what is stored")
-    parser.add_argument("--only", default="", help="rows whose name matches this expression")
-    parser.add_argument("--missing", action="store_true", help="rows that are not stored yet")
+    parser.add_argument("--list", action="store_true", help="the rows' names")
     arguments = parser.parse_args()
-    path = results_path()
-    stored = {}
-    if path.exists():
-        stored = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = {row.name: row for row in ROWS}
+    if arguments.list:
+        return print(*rows, sep="\n")
+    kept = results.Results(results_path(), rows, figures.versions())
     print(figures.head())
     if arguments.check:
-        return check(stored)
-    skipped = set(stored) if arguments.missing else ()
-    for row in ROWS:
-        if re.search(arguments.only, row.name) and row.name not in skipped:
-            try:
-                result = measure(row)
-            except jax.errors.JaxRuntimeError as error:
-                print(f"{row.name:88s} {str(error).splitlines()[0][:120]}", flush=True)
-                stored.pop(row.name, None)
-                continue
-            print(figures.shown(result), *result["findings"], sep="\n    ", flush=True)
-            stored[row.name] = result
-            if arguments.json:
-                kept = [stored[r.name] for r in ROWS if r.name in stored]
-                path.write_text(json.dumps({**figures.versions(), "rows": kept}, indent=1) + "\n")
+        return check(kept.rows)
+    if not arguments.json:
+        kept.path = None
+    done = set(kept.rows) if arguments.missing else ()
+    for name in results.chosen(arguments.only, rows):
+        if name in done:
+            continue
+        try:
+            row = measure(rows[name])
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{name:88s} {str(error).splitlines()[0][:120]}", flush=True)
+            kept.drop(name)
+            continue
+        print(figures.shown(row), *row["findings"], sep="\n    ", flush=True)
+        kept.put(name, row)
 
 
 if __name__ == "__main__":

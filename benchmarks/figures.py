@@ -4,19 +4,16 @@
 """
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import os
 import pathlib
-import re
-import time
 
 # Read when jax is imported, and by XLA's plugin: import this module before any of them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+import results
 
 import zerojax
 from zerojax import _presets, _xla_options
@@ -26,10 +23,10 @@ MODEL, GPUS, ROWS_PER_GPU = _presets.preset("7.5b"), "64xH100", 4
 SCATTER_ONE = (_xla_options.COMBINE_SCATTERS, 1)  # the best flag for rivals
 FLAGS = ((), (SCATTER_ONE,))
 COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
-           "peak_gib", "compile_s")  # fmt: skip
+           "peak_gib")  # fmt: skip
 
 
-def figures(name, program, seconds, plan=None, accumulate=1):
+def figures(name, program, plan=None, accumulate=1):
     """What a step costs, read off its program; of one that is ours, by its plan."""
     report = zerojax.audit(program, plan=plan, accumulate=accumulate)
     gib = lambda count: round(count / 2**30, 3)
@@ -48,17 +45,16 @@ def figures(name, program, seconds, plan=None, accumulate=1):
         "temp_gib": gib(report.memory.temporary),
         "peak_gib": gib(report.memory.peak),
         "findings": [] if plan is None else report.findings(),
-        "compile_s": round(seconds, 1),
     }
 
 
 def head():
-    return f"JAX {jax.__version__}\n{COLUMNS[0]:88s}" + "".join(f"{c:>12s}" for c in COLUMNS[1:])
+    return f"JAX {jax.__version__}\n{COLUMNS[0]:88s}" + "".join(f"{c:>13s}" for c in COLUMNS[1:])
 
 
 def shown(result):
     cells = (str(result[column]) for column in COLUMNS[1:])
-    return f"{result['row']:88s}" + "".join(f"{cell:>12s}" for cell in cells)
+    return f"{result['row']:88s}" + "".join(f"{cell:>13s}" for cell in cells)
 
 
 def compiler_options(flags, device):
@@ -68,11 +64,10 @@ def compiler_options(flags, device):
 
 
 def versions(packages=("jaxlib", "jax-cuda13-pjrt", "flax", "optax")):
-    """Of what made the figures, and when."""
+    """Of what made the figures."""
     return {
         "jax": jax.__version__,
         "packages": {each: importlib.metadata.version(each) for each in packages},
-        "date": str(datetime.date.today()),
     }
 
 
@@ -84,23 +79,18 @@ def main(rival, compiled, remats, packages):
     parser = argparse.ArgumentParser()
     path = HERE / f"rivals_{rival.lower()}.json"
     parser.add_argument("--json", action="store_true", help=f"store in {path.name}")
-    parser.add_argument("--only", default="", help="rows whose name matches this expression")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
     arguments = parser.parse_args()
-    rows = {}
-    if path.exists():
-        rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    named = {name: settings for name, *settings in _named(rival, remats)}
+    kept = results.Results(path if arguments.json else None, named, versions(packages))
     print(head())
     mesh = zerojax.aot.mesh(GPUS)
-    for name, remat, flags in _named(rival, remats):
-        if not re.search(arguments.only, name):
-            continue
-        started = time.perf_counter()
+    for name in results.chosen(arguments.only, named):
+        remat, flags = named[name]
         program = compiled(mesh, remat, compiler_options(flags, mesh.devices.flat[0]))
-        rows[name] = figures(name, program, time.perf_counter() - started)
-        print(shown(rows[name]), flush=True)
-        if arguments.json:
-            kept = [rows[each] for each, *_ in _named(rival, remats) if each in rows]
-            path.write_text(json.dumps({**versions(packages), "rows": kept}, indent=1) + "\n")
+        row = figures(name, program)
+        print(shown(row), flush=True)
+        kept.put(name, row)
 
 
 def _named(rival, remats):

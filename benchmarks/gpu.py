@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -240,7 +241,7 @@ def has_gpu():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=results.file)
     parser.add_argument("--case", choices=(*CASES, "tiny"), help="this one only, in this process")
     parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()

@@ -9,11 +9,8 @@ read off the compiled step.
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import os
-import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -21,6 +18,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 import jax.numpy as jnp
 import optax
+import results
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -98,26 +96,19 @@ def shown(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", default="8xH100")
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=results.file)
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
     args = parser.parse_args()
     mesh = zerojax.aot.mesh(args.gpus)
-    heads = (f"stage {stage}" for stage in range(4))
-    record = {"gpus": args.gpus, "jax": jax.__version__, "date": str(datetime.date.today())}
-    rows = []
-    if args.json and args.json.exists():  # goes on where it was interrupted
-        stored = json.loads(args.json.read_text())
-        rows = stored["rows"] if {**stored, **record} == stored else []
+    pairs = {f"{m}, {o}": (m, o) for m, o in itertools.product(MODELS, OPTIMIZERS)}
+    name_of = lambda row: f"{row['model']}, {row['optimizer']}"
+    kept = results.Results(args.json, pairs, {"gpus": args.gpus, "jax": jax.__version__}, name_of)
     print(f"state / formula, temporary MiB, peak MiB of {args.gpus}, JAX {jax.__version__}")
-    print(f"{'':40}" + "".join(f"{head:>22}" for head in heads))
-    have = {(row["model"], row["optimizer"]) for row in rows}
-    print(*map(shown, rows), sep="\n")
-    for model, optimizer in itertools.product(MODELS, OPTIMIZERS):
-        if (model, optimizer) in have:
-            continue
-        rows.append(measure(model, optimizer, mesh))
-        print(shown(rows[-1]), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+    print(f"{'':40}" + "".join(f"{f'stage {stage}':>22}" for stage in range(4)))
+    for name in results.chosen(args.only, pairs):
+        row = measure(*pairs[name], mesh)
+        print(shown(row), flush=True)
+        kept.put(name, row)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Writes the stored results into `benchmarks/README.md`, between the marks that name them.
+"""Writes the stored results into `benchmarks/README.md`, between the marks that name them."""
 
-python benchmarks/render.py            # writes; --check fails where the page is behind
-"""
-
+import argparse
 import itertools
 import json
 import pathlib
@@ -11,6 +9,7 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE / "README.md"
+MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
     "enable_latency_hiding_scheduler=True": "scheduler",
@@ -22,7 +21,7 @@ def compiled() -> str:
     newest, *older = (
         json.loads(path.read_text()) for path in sorted(HERE.glob("compiled_jax*.json"))[::-1]
     )
-    dates = [f"{result['jax']} ({result['date']})" for result in (newest, *older)]
+    dates = [f"{result['jax']} ({_dates(result)})" for result in (newest, *older)]
     lines = [f"JAX {dates[0]}" + "".join(f"; the last column JAX {d}" for d in dates[1:]) + ".", ""]
     for path in sorted(HERE.glob("rivals_*.json")):
         _put_beside(newest["rows"], json.loads(path.read_text())["rows"])
@@ -60,13 +59,14 @@ def _cells(row) -> list[str]:
     for flag, short in FLAGS.items():
         program = program.replace(flag, short)
     ours = program.startswith("stage")
+    too_much = ", too much" * (row["peak_gib"] > MEMORY_GIB)
     return [
         f"**{program}**" if ours else program,
         f"{row['step_ms']:.0f} ms",
         f"{row['exposed_ms']:.1f} ms",
         f"{1 - row['exposed_ms'] / row['step_ms']:.1%}",
         f"{row['wire_gib']:.2f} GiB",
-        f"{row['peak_gib']:.2f} GiB",
+        f"{row['peak_gib']:.2f} GiB{too_much}",
     ]
 
 
@@ -161,7 +161,14 @@ def _stored(name):
 
 
 def _table(header, rows, stored) -> str:
-    return f"{stored['device']}, JAX {stored['jax']} ({stored['date']}).\n\n{_rows(header, rows)}"
+    made_by = f"{stored['device']}, JAX {stored['jax']} ({_dates(stored)})."
+    return f"{made_by}\n\n{_rows(header, rows)}"
+
+
+def _dates(stored) -> str:
+    """Of the file, or of its rows: the first and the last."""
+    dates = [stored["date"]] if "date" in stored else [row["date"] for row in stored["rows"]]
+    return " to ".join(sorted({min(dates), max(dates)}))
 
 
 def _rows(header, rows) -> str:
@@ -187,8 +194,11 @@ TABLES = {
 }
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only fail where the page is behind")
+    arguments = parser.parse_args()
     text = PAGE.read_text()
-    if "--check" not in sys.argv:
+    if not arguments.check:
         PAGE.write_text(rendered(text))
     elif rendered(text) != text:
         sys.exit(f"{PAGE.name} is behind the results. Run python benchmarks/render.py.")

@@ -1,8 +1,8 @@
 """What users would write otherwise, on plain JAX: a jitted step, sharded by annotations.
 
-A rival is a function in `STEPS`, by name: of a model, a mesh, what `jax.checkpoint` keeps, what
-else is constrained, and how many microbatches. It makes a jitted `(state, batch) -> (state, loss)`
-and the state's shapes, placed.
+A rival is a function in `STEPS`, by the name that tables give it: of a model, a mesh, what
+`jax.checkpoint` keeps, and how many microbatches. It makes a jitted `(state, batch) -> (state,
+loss)` and the state's shapes, placed.
 """
 
 import functools
@@ -43,7 +43,7 @@ def cut_along_largest(model, mesh):
     return jax.tree.map(placed, replicated(model, mesh))
 
 
-def annotated_step(placed, model, mesh, remat, constrain, accumulate):
+def annotated_step(placed, constrain, model, mesh, remat, accumulate):
     """A jitted step, its state placed by `placed`; `constrain` says what else is annotated.
 
     "weights": each layer's weights, in the scan, to be whole: the strongest hint there is.
@@ -100,8 +100,9 @@ def accumulated(gradients, times, held=lambda grads: grads):
     return averaged
 
 
-STEPS = {
-    "replicated": functools.partial(annotated_step, replicated),
-    "annotations": functools.partial(annotated_step, planned),
-    "largest dimension": functools.partial(annotated_step, cut_along_largest),
+RULES = {"annotations": planned, "largest dimension": cut_along_largest}
+STEPS = {"replicated": functools.partial(annotated_step, replicated, "blocks")} | {
+    f"{name}, {constrain}": functools.partial(annotated_step, placed, constrain)
+    for name, placed in RULES.items()
+    for constrain in CONSTRAINED
 }

@@ -15,8 +15,18 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from rivals import accumulated
 
+from zerojax import _presets
+
 TX = optax.adamw(1e-4)
 KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+def refuse_others(model, remat):
+    """What these modules would train instead, without a word."""
+    if not isinstance(model, _presets.Gpt):
+        raise ValueError(f"Flax's modules are a GPT here, and {type(model).__name__} is not")
+    if remat not in KEPT:
+        raise ValueError(f"Flax's modules have remat {', '.join(KEPT)}, not {remat!r}")
 
 
 def held(x, mesh, constrain):
@@ -86,7 +96,8 @@ class LinenGpt(nn.Module):
         return embed.attend(nn.LayerNorm(use_bias=False, **dtypes(model))(x))
 
 
-def linen_step(model, mesh, remat, constrain, accumulate):
+def linen_step(constrain, model, mesh, remat, accumulate):
+    refuse_others(model, remat)
     module = LinenGpt(model, mesh, remat, constrain == "blocks")
 
     def make_state():
@@ -167,8 +178,10 @@ class NnxGpt(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def nnx_step(model, mesh, remat, constrain, accumulate):
-    assert accumulate == 1
+def nnx_step(constrain, model, mesh, remat, accumulate):
+    refuse_others(model, remat)
+    if accumulate > 1:
+        raise ValueError("flax nnx: written without microbatches")
 
     def make():
         gpt = NnxGpt(model, nnx.Rngs(0))
@@ -191,4 +204,8 @@ def nnx_step(model, mesh, remat, constrain, accumulate):
     return step, jax.tree.map(place, boxed, shardings)
 
 
-STEPS = {"flax linen": linen_step, "flax nnx": nnx_step}
+STEPS = {
+    f"{name}, {constrain}": functools.partial(step, constrain)
+    for name, step in {"flax linen": linen_step, "flax nnx": nnx_step}.items()
+    for constrain in ("blocks", "nothing")
+}

@@ -8,10 +8,7 @@ gradients and optimizer on one device, in the same process; planning, of both of
 """
 
 import argparse
-import datetime
-import json
-import pathlib
-import re
+import statistics
 import time
 
 import jax
@@ -20,11 +17,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp
 import optax
+import results
 from flax.training.train_state import TrainState
 
 import zerojax
 
 DIM = 64
+RUNS = 5
 BATCH = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
 
 
@@ -75,49 +74,46 @@ def measure(kind, count):
         value, grads = jax.value_and_grad(loss)(state.params, x)
         return state.apply_gradients(grads=grads), value
 
-    seconds = {}
-    seconds["jit traces"], lowered = clock(
-        lambda: jax.jit(plain).lower(jax.eval_shape(make), BATCH)
-    )
-    seconds["jit compiles"], _ = clock(lowered.compile)
-    seconds["plans"], plan = clock(lambda: zerojax.plan(make, stage=3))
+    jit_traces, lowered = clock(lambda: jax.jit(plain).lower(jax.eval_shape(make), BATCH))
+    jit_compiles, _ = clock(lowered.compile)
+    plans, plan = clock(lambda: zerojax.plan(make, stage=3))
     assert all(leaf.dim is not None for leaf in plan.params), "what is not cut is not scaling"
     step, batch = zerojax.train_step(loss), zerojax.aot.batch(BATCH, plan)
-    seconds["traces"], lowered = clock(lambda: step.lower(plan.abstract(), batch))
-    seconds["compiles"], _ = clock(lowered.compile)
-    return seconds
+    traces, lowered = clock(lambda: step.lower(plan.abstract(), batch))
+    compiles, _ = clock(lowered.compile)
+    return {
+        "plan": plans / (jit_traces + jit_compiles),
+        "trace": traces / jit_traces,
+        "compile": compiles / jit_compiles,
+    }
+
+
+def repeated(kind, count):
+    """Medians of what one run differs in from the next; the largest are long enough to agree."""
+    runs = [measure(kind, count) for _ in range(1 if count > 100 else RUNS)]
+    return {what: round(statistics.median(run[what] for run in runs), 2) for what in runs[0]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", type=results.file)
     parser.add_argument("--most", type=int, default=10000, help="layers or arrays")
-    parser.add_argument("--only", default="", help="cases whose name matches this expression")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
     args = parser.parse_args()
-    rows = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())["rows"]
+    cases = {f"{kind.__name__} {count}": (kind, count) for kind, count in CASES}
+    made_by = {"device": "8 x cpu", "jax": jax.__version__}
+    name_of = lambda row: f"{row['what']} {row['count']}"
+    kept = results.Results(args.json, cases, made_by, name_of)
     print(
-        f"{'':22}{'plan':>8}{'trace':>8}{'compile':>9}   of what jit takes, JAX {jax.__version__}"
+        f"{'':20}{'plan':>8}{'trace':>8}{'compile':>9}   of what jit takes, JAX {jax.__version__}"
     )
-    for kind, count in CASES:
-        if count > args.most or not re.search(args.only, kind.__name__):
+    for name in results.chosen(args.only, cases):
+        kind, count = cases[name]
+        if count > args.most:
             continue
-        took = measure(kind, count)
-        whole = took["jit traces"] + took["jit compiles"]
-        ratios = {
-            "plan": round(took["plans"] / whole, 2),
-            "trace": round(took["traces"] / took["jit traces"], 2),
-            "compile": round(took["compiles"] / took["jit compiles"], 2),
-        }
-        which = {"what": kind.__name__, "count": count}
-        rows = [row for row in rows if {**row, **which} != row] + [{**which, **ratios}]
-        cells = f"{ratios['plan']:8.2f}{ratios['trace']:8.2f}{ratios['compile']:9.2f}"
-        print(f"{kind.__name__:14}{count:8}{cells}", flush=True)
-        if args.json:
-            today = str(datetime.date.today())
-            record = {"device": "8 x cpu", "jax": jax.__version__, "date": today, "rows": rows}
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        row = {"what": kind.__name__, "count": count, **repeated(kind, count)}
+        print(f"{name:20}{row['plan']:8.2f}{row['trace']:8.2f}{row['compile']:9.2f}", flush=True)
+        kept.put(name, row)
 
 
 if __name__ == "__main__":

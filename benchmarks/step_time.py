@@ -34,6 +34,7 @@ from flax.training.train_state import TrainState
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import host_memory
+import results
 import rivals
 import rivals_by_hand
 import rivals_flax
@@ -58,8 +59,7 @@ RIVALS = (
 
 def rival(name, model):
     """A step, and a state, its values of no consequence."""
-    family, _, constrain = name.partition(", ")
-    step, places = STEPS[family](model, zerojax.plan({"params": {}}).mesh, "full", constrain, 1)
+    step, places = STEPS[name](model, zerojax.plan({"params": {}}).mesh, "full", 1)
     fill = lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 0)
     return step, jax.tree.map(lambda x: jax.device_put(fill(x).astype(x.dtype), x.sharding), places)
 
@@ -156,14 +156,19 @@ def interleaved(steps, states, batch, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rounds", type=int, default=22, help="2 or more")
+    parser.add_argument("--json", type=results.file)
     parser.add_argument(
         "--peak", nargs=2, metavar=("MODEL", "CONTESTANT"), help="peak memory, in this process"
     )
     args = parser.parse_args()
     if args.peak:
-        return print(peak_memory(*args.peak))
+        model, contestant = args.peak
+        if model not in MODELS or contestant not in contestants(model):
+            parser.error(f"--peak takes one of {list(MODELS)} and of {list(contestants('GPT'))}")
+        return print(peak_memory(model, contestant))
+    if args.rounds < 2:
+        parser.error("--rounds: quartiles need 2 or more")
     rows = []
     for name in MODELS:
         peaks = peak_memories(name)

@@ -86,10 +86,7 @@ def first_moments(state):
 def assert_trained_alike(name, module, model, accumulate=1):
     mesh = make_mesh()
     state, batch = made(model)
-    family, _, constrain = name.partition(", ")
-    step, places = importlib.import_module(module).STEPS[family](
-        model, mesh, "full", constrain, accumulate
-    )
+    step, places = importlib.import_module(module).STEPS[name](model, mesh, "full", accumulate)
     state = places.replace(
         step=state.step, params=state.params, opt_state=state.opt_state
     )  # the optimizer that the rival's own state carries
@@ -138,8 +135,8 @@ def counterpart(path):
 def test_rivals_on_flax_train_what_we_train(name, constrain, accumulate):
     mesh = make_mesh()
     state, batch = made(MODEL)
-    family = importlib.import_module("rivals_flax").STEPS[name]
-    step, places = family(MODEL, mesh, "full", constrain, accumulate)
+    make = importlib.import_module("rivals_flax").STEPS[f"{name}, {constrain}"]
+    step, places = make(MODEL, mesh, "full", accumulate)
     params = {
         tuple(re.findall(r"\w+", jax.tree_util.keystr(path))): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
@@ -172,3 +169,40 @@ def test_the_vision_model_trains_alike_by_hand():
     vit = importlib.import_module("vit")
     model = vit.Vit(2, 64, 4, tokens=16, inner=96, patch=12, classes=64)
     assert_trained_alike("by hand", "rivals_by_hand", model)
+
+
+def test_rows_that_are_put_leave_the_others(tmp_path):
+    results, path = importlib.import_module("results"), tmp_path / "rows.json"
+    made_by = {"jax": "1.2"}
+    old = {"row": "b", "ms": 1, "date": "2026-01-01"}
+    path.write_text(json.dumps({**made_by, "rows": [old]}))
+    kept = results.Results(path, ["a", "b", "c"], made_by)
+    kept.put("c", {"row": "c", "ms": 2})
+    kept.put("a", {"row": "a", "ms": 3})
+    stored = json.loads(path.read_text())
+    assert [(row["row"], row["ms"]) for row in stored["rows"]] == [("a", 3), ("b", 1), ("c", 2)]
+    assert stored["jax"] == "1.2" and stored["rows"][1] == old
+    assert stored["rows"][0]["date"] > old["date"]
+    with pytest.raises(SystemExit, match=r"was made by \{'jax': '1.2'\}, not by \{'jax': '1.3'\}"):
+        results.Results(path, ["a"], {"jax": "1.3"})
+    assert json.loads(path.read_text()) == stored
+
+
+def test_results_that_cannot_be_kept_are_refused_before_they_are_made(tmp_path):
+    script = BENCHMARKS / "scaling.py"
+    for wrong, said in [
+        (["--json", str(tmp_path / "none" / "x.json")], "cannot be written"),
+        (["--only", "("], "not a regular expression"),
+        (["--only", "gpt5"], "nothing is called 'gpt5'. There are:\nscanned 4\n"),
+    ]:
+        done = subprocess.run([sys.executable, script, *wrong], capture_output=True, text=True)
+        assert done.returncode and said in done.stderr, done.stderr
+
+
+def test_rivals_are_those_that_are_named():
+    compiled = importlib.import_module("compiled")
+    with pytest.raises(ValueError, match="no rival is called 'annotations, bloks': replicated;"):
+        compiled.Row("1.5b", "8xH100", rival="annotations, bloks")
+    llama = _presets.Llama(2, 64, 4, kv_heads=2, inner=96)
+    with pytest.raises(ValueError, match="a GPT here, and Llama is not"):
+        compiled.STEPS[compiled.LINEN](llama, make_mesh(), "full", 1)

@@ -1,0 +1,65 @@
+"""Where results are kept: a JSON file of dated rows, under the versions that made them."""
+
+import argparse
+import datetime
+import json
+import operator
+import pathlib
+import re
+import sys
+
+ONLY = "those whose name has this expression in it"
+
+
+def file(text):
+    """A path, for argparse: what cannot be written is said before anything is measured."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: is its folder there?")
+    return path
+
+
+def expression(text):
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+
+
+def chosen(only, names):
+    """The names in which an expression is found, or that it spells out."""
+    found = [name for name in names if only.search(name) or only.pattern == name]
+    if not found:
+        sys.exit("\n".join([f"nothing is called {only.pattern!r}. There are:", *names]))
+    return found
+
+
+class Results:
+    """Rows by name, in the order of `names`. Each is written when it is put, others stay."""
+
+    def __init__(self, path, names, made_by, name_of=operator.itemgetter("row")):
+        self.path, self.names, self.made_by = path, names, made_by
+        stored = json.loads(path.read_text()) if path and path.exists() else {"rows": []}
+        others = {
+            what: stored[what]
+            for what in made_by
+            if stored.get(what, made_by[what]) != made_by[what]
+        }
+        if others:
+            sys.exit(
+                f"{path} was made by {others}, not by {made_by}: name another file, or remove it."
+            )
+        self.rows = {name_of(row): row for row in stored["rows"]}
+
+    def put(self, name, row):
+        self.rows[name] = {**row, "date": str(datetime.date.today())}
+        self.write()
+
+    def drop(self, name):
+        if self.rows.pop(name, None):
+            self.write()
+
+    def write(self):
+        if self.path:
+            rows = [self.rows[name] for name in self.names if name in self.rows]
+            self.path.write_text(json.dumps({**self.made_by, "rows": rows}, indent=1) + "\n")
