@@ -77,6 +77,7 @@ SMALL = Row("1.5b", "8xH100")
 LARGER_GPT = Row("13b", "64xH100")
 LLAMA = Row("llama-8b", "64xH100")
 VIT = Row("vit-g", "64xH100", rows=64)
+TRILLION = Row("1t", "1024xH100", rows=1)
 
 
 def beside(row, *names):
@@ -124,7 +125,7 @@ ROWS = [
     *beside(VIT, ANNOTATED, LARGEST, BY_HAND),
     *VIT.rivals(LARGEST, "largest dimension, nothing"),
     *elsewhere(VIT, ANNOTATED, LARGEST, BY_HAND, gpus=("8xH100", "64xA100-80GB")),
-    *beside(Row("1t", "1024xH100", rows=1), ANNOTATED, BY_HAND),
+    *beside(TRILLION, ANNOTATED, BY_HAND),
 ]
 CHECKED = [
     MAIN,
@@ -134,6 +135,7 @@ CHECKED = [
     Row("7.5b", "8xH100"),
     *MICROBATCHES.stages(2),
     LLAMA,
+    TRILLION,
 ]
 
 
