@@ -20,7 +20,7 @@ def keys_of_ours():
 @pytest.mark.parametrize("rival", ("maxtext", "levanter"))
 def test_rows_have_the_same_keys_and_name_what_was_measured(rival):
     result = stored(BENCHMARKS / f"rivals_{rival}.json")
-    assert result["packages"] and result["date"] and result["jax"]
+    assert result["packages"] and result["jax"]
     assert result["rows"]
     for row in result["rows"]:
-        assert list(row) == keys_of_ours()
+        assert list(row) == keys_of_ours() and row["date"]
