@@ -1,5 +1,6 @@
 """`report.check()` passes where the stage's promise is kept, and names who breaks it."""
 
+import dataclasses
 import functools
 import re
 
@@ -249,6 +250,18 @@ def test_a_peak_above_the_limit():
     assert report.findings(max_peak_bytes=report.memory.peak) == []
     line = broken(report, "the peak is", max_peak_bytes=report.memory.peak - 1)
     assert "per device, above max_peak_bytes=" in line and "Use a higher stage" in line
+
+
+def test_a_gather_in_a_loop_that_nothing_hides():
+    report = audits.plain("8xH100", 3)
+    one = next(t for t in report.traffic if t.kind == "all-gather" and t.loops)
+    slow = dataclasses.replace(one, asynchronous=False, wire_bytes=_contract.BIG_GATHER + 1)
+    with_it = lambda what: dataclasses.replace(report, traffic=(what,))
+    line = broken(with_it(slow), "is synchronous inside a loop: nothing hides its time")
+    assert line.startswith(f"all-gather {one.name} (params/layers/") and "prefetch=1" in line
+    for fine in ({"asynchronous": True}, {"wire_bytes": _contract.BIG_GATHER}, {"loops": ()}):
+        found = with_it(dataclasses.replace(slow, **fine)).findings()
+        assert not any("synchronous" in line for line in found)
 
 
 def test_an_overlap_below_the_limit():

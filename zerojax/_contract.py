@@ -128,7 +128,8 @@ def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
         if slow and report.backend == "gpu":
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
-                "its time. Use prefetch=1, and leave the step its compiler options."
+                "its time. Use prefetch=1, and leave the step its compiler options; with both, it "
+                "is what a microbatch begins with, or XLA had no memory left to overlap it."
             )
         for part in one.parts:
             for path in part.paths:
