@@ -121,7 +121,7 @@ def scaling() -> str:
     stored = _stored("scaling_cpu.json")
     rows = [
         [f"{row['count']} {KINDS[row['what']]}"]
-        + [f"{row[k]:.2f}" for k in ("plan", "trace", "compile")]
+        + [f"{row[k]:.2f}" if k in row else "—" for k in ("plan", "trace", "compile")]
         for row in stored["rows"]
     ]
     return _table(["", "plan", "trace", "compile"], rows, stored)
