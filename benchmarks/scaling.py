@@ -69,6 +69,7 @@ def clock(function):
 
 
 def measure(kind, count):
+    jax.clear_caches()  # of an earlier run, which helps `jax.jit` more
     params, loss = kind(count)
     tx = optax.sgd(1e-3)
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
