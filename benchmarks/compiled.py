@@ -206,13 +206,12 @@ def main():
     rows = {row.name: row for row in ROWS}
     if arguments.list:
         return print(*rows, sep="\n")
-    kept = results.Results(results_path(), rows, figures.versions())
+    before = {row["row"]: row for row in results.stored(results_path())["rows"]}
     print(figures.head())
     if arguments.check:
-        return check(kept.rows)
-    if not arguments.json:
-        kept.path = None
-    done = set(kept.rows) if arguments.missing else ()
+        return check(before)
+    kept = results.Results(results_path() if arguments.json else None, rows, figures.versions())
+    done = before if arguments.missing else ()
     for name in results.chosen(arguments.only, rows):
         if name in done:
             continue

@@ -34,22 +34,22 @@ def chosen(only, names):
     return found
 
 
+def stored(path):
+    return json.loads(path.read_text()) if path and path.exists() else {"rows": []}
+
+
 class Results:
     """Rows by name, in the order of `names`. Each is written when it is put, others stay."""
 
     def __init__(self, path, names, made_by, name_of=operator.itemgetter("row")):
         self.path, self.names, self.made_by = path, names, made_by
-        stored = json.loads(path.read_text()) if path and path.exists() else {"rows": []}
-        others = {
-            what: stored[what]
-            for what in made_by
-            if stored.get(what, made_by[what]) != made_by[what]
-        }
+        before = stored(path)
+        others = {k: before[k] for k, v in made_by.items() if before.get(k, v) != v}
         if others:
             sys.exit(
                 f"{path} was made by {others}, not by {made_by}: name another file, or remove it."
             )
-        self.rows = {name_of(row): row for row in stored["rows"]}
+        self.rows = {name_of(row): row for row in before["rows"]}
 
     def put(self, name, row):
         self.rows[name] = {**row, "date": str(datetime.date.today())}
