@@ -29,8 +29,8 @@ import zerojax
 from zerojax import _place, _presets
 
 HERE = pathlib.Path(__file__).parent
-MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
+MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 SLOWER, LARGER = 1.01, 1.02  # what a change may cost
 
 

@@ -20,7 +20,7 @@ from zerojax import _presets, _xla_options
 
 HERE = pathlib.Path(__file__).parent
 MODEL, GPUS, ROWS_PER_GPU = _presets.preset("7.5b"), "64xH100", 4
-SCATTER_ONE = (_xla_options.COMBINE_SCATTERS, 1)  # the best flag for rivals
+SCATTER_ONE = (_xla_options.COMBINE_SCATTERS, 1)  # helps most rivals
 FLAGS = ((), (SCATTER_ONE,))
 COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gib", "temp_gib",
            "peak_gib")  # fmt: skip

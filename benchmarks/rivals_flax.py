@@ -181,7 +181,7 @@ class NnxGpt(nnx.Module):
 def nnx_step(constrain, model, mesh, remat, accumulate):
     refuse_others(model, remat)
     if accumulate > 1:
-        raise ValueError("flax nnx: written without microbatches")
+        raise ValueError("flax nnx is written without microbatches here: take flax linen")
 
     def make():
         gpt = NnxGpt(model, nnx.Rngs(0))
