@@ -12,7 +12,7 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test lint examples notebooks docs wheel gpu-compile regressions clean
+.PHONY: demo test gpu-code lint examples notebooks docs wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,10 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# The tests that compile for GPUs; `make test` skips them where the packages for that are missing.
+gpu-code: gpu-compile
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -57,9 +61,11 @@ gpu-compile: $(VENV)/.test
 	  $$($(BIN)/python -c 'import jax; v = jax.__version__; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")') \
 	  nvidia-cuda-nvcc nvidia-nvvm
 
-# Steps compiled for GPUs: none may get slower or larger than what is stored.
+# Steps compiled for GPUs: none may get slower or larger than what is stored. What they are held
+# against trains the same.
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
 
 clean:
 	rm -rf .venv

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -15,18 +14,9 @@ from tests.conftest import make_mesh
 LAYERS, DIM, ROWS = 4, 128, 32
 
 
-@functools.cache
-def gpu_mesh(gpus: str = "8xH100") -> Any:
-    """Of GPUs to compile for; skips where the packages for that are missing."""
-    try:
-        zerojax.aot.check_packages()
-    except ModuleNotFoundError as error:
-        pytest.skip(f"cannot compile for GPUs here: {error}")
-    return zerojax.aot.mesh(gpus)
-
-
 def mesh_of(where: str) -> Any:
-    return make_mesh() if where == "cpu" else gpu_mesh(where)
+    """Of CPU devices or, in tests marked `gpu_code`, of GPUs to compile for."""
+    return make_mesh() if where == "cpu" else zerojax.aot.mesh(where)
 
 
 def make_state(tx: Any = None) -> Any:

@@ -1,16 +1,36 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
 import os
+import shutil
+import tempfile
 
 NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
 flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={NUM_DEVICES}"
+# LLVM's optimizations would take a third of the suite's time to make programs fast that run once.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# What one test has compiled, others load: those of all workers, of this run alone.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="zerojax-tests-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+
+import zerojax
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -19,6 +39,58 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             f"tests need {NUM_DEVICES} devices and got {jax.device_count()}: something imported "
             "JAX before tests/conftest.py could ask for them"
         )
+
+
+@pytest.fixture(scope="session")
+def gpu_code() -> None:
+    """For fixtures that compile for GPUs: the tests that use them are marked `gpu_code`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what compiles for GPUs where the packages for that are missing."""
+    for item in items:
+        if "gpu_code" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu_code)
+    gpu_code = [item for item in items if item.get_closest_marker("gpu_code")]
+    try:
+        zerojax.aot.check_packages()
+    except ModuleNotFoundError as error:
+        for item in gpu_code:
+            item.add_marker(pytest.mark.skip(reason=str(error)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.skipped and item.config.getoption("no_skips"):
+        report.outcome, report.longrepr = "failed", f"skipped under --no-skips: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if report.skipped and collector.config.getoption("no_skips"):
+        report.outcome, report.longrepr = "failed", f"skipped under --no-skips: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def optimized_gpu_code(request: pytest.FixtureRequest):
+    """What is compiled for GPUs is looked at, so it is compiled as users would."""
+    given = jax.config.values["jax_disable_most_optimizations"]
+    if request.node.get_closest_marker("gpu_code"):
+        jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", given)
+
+
+def mostly_slow(cases, quick):
+    """Parameters of a test: those for which `quick` holds run always, the rest with -m slow."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = lambda case: [] if quick(*case) else [pytest.mark.slow]
+    return [pytest.param(*case, marks=slow(case)) for case in cases]
 
 
 def make_mesh(count: int = NUM_DEVICES) -> Mesh:

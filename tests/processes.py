@@ -24,7 +24,8 @@ class Run:
     def __init__(self, count: int, logs: pathlib.Path, arguments: Sequence[str]) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{number}.log" for number in range(count)]
-        common = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        not_theirs = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+        common = {key: value for key, value in os.environ.items() if key not in not_theirs}
         common |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
         port = str(free_port())
         self.processes = []

@@ -20,12 +20,7 @@ MEMORY_GB = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def packages():
-    audits.gpu_mesh()
-
-
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 @pytest.mark.parametrize("name", _gpus.GPUS)
 def test_every_gpu_compiles_a_program(name):
     mesh = zerojax.aot.mesh(f"2x{name}")
@@ -40,7 +35,7 @@ def test_every_gpu_compiles_a_program(name):
     assert report.step_seconds > 0
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_meshes():
     mesh = zerojax.aot.mesh("64xH100")
     assert mesh.shape == {"data": 64}
@@ -112,7 +107,7 @@ def test_a_batch_is_cut_by_its_first_dimension():
     assert made["x"].dtype == jnp.float32 and isinstance(made["x"], jax.ShapeDtypeStruct)
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_a_step_compiles_from_abstract_state():
     plan = audits.planned("8xH100", 3)
     state = plan.abstract()
@@ -123,7 +118,7 @@ def test_a_step_compiles_from_abstract_state():
     assert report.gpu is _gpus.GPUS["H100"]
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_steps_on_older_gpus_ask_xla_to_hide_communication():
     jaxpr = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
     for gpus, wanted in (
@@ -159,7 +154,7 @@ def test_what_a_loop_gathers_and_reduces_is_counted():
     assert _xla_options.turns_of(jaxpr) == [_xla_options.Turn(64 * 4, 8 * 4, 64 * 4)]
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
     for gpus, wanted in [
         ("8xH100", False), ("16xH100", True), ("16xB200", True), ("16xA100-80GB", False),
@@ -173,33 +168,44 @@ def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
 def test_missing_packages_are_named_with_the_command(monkeypatch):
     """The compiler would end the process."""
     find = importlib.util.find_spec
-    gone = ("jax_cuda13_plugin", "nvidia")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in gone else find(n))
+
+    def on_a_plain_install(name):
+        package, *inside = name.split(".")
+        if package in ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "nvidia"):
+            if inside:  # a child of a package that is not there
+                raise ModuleNotFoundError(f"No module named {package!r}")
+            return None
+        return find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", on_a_plain_install)
     monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         zerojax.aot.check_packages()
     text = str(raised.value)
     assert "compiling for GPUs needs packages that are missing here. Run: " in text
     assert f"-m pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in text
+    assert f" jax-cuda13-pjrt=={jax.__version__} " in text
     assert "nvidia-cuda-nvcc" in text and "nvidia-nvvm" in text and "\n" not in text
     zerojax.aot._devices.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps"):
         zerojax.aot.mesh("8xH100")
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_a_plugin_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1.2")
     with pytest.raises(ModuleNotFoundError, match=r"jax-cuda13-plugin 0.1.2 does not match jax \d"):
         zerojax.aot.check_packages()
 
 
+@pytest.mark.gpu_code
 def test_nothing_can_be_placed_on_gpus_that_are_not_there():
     plan = audits.planned("8xH100", 3)
     with pytest.raises(ValueError, match="one can only compile"):
         plan.place(audits.make_state)
 
 
+@pytest.mark.gpu_code
 def test_audits_know_the_hosts_and_the_convolutions():
     """The mesh says that hosts have 4 GPUs; convolutions are calls of cuDNN on GPUs."""
     mesh = zerojax.aot.mesh("8xH100", per_host=4)
@@ -225,7 +231,7 @@ def test_audits_know_the_hosts_and_the_convolutions():
     assert {(one.group, one.on_host) for one in report.traffic} == {(8, 4)}
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.gpu_code
 def test_a_plugin_that_jax_gave_up_is_told_how_to_keep_it(monkeypatch):
     def gave_up(*_, **__):
         raise NotImplementedError("topology not implemented for cuda")

@@ -105,6 +105,7 @@ def assert_trained_alike(name, module, model, accumulate=1):
         assert np.linalg.norm(theirs - mine) <= 0.03 * np.linalg.norm(mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", (1, 2))
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in RIVALS.items() for n in names])
 def test_rivals_train_what_we_train(module, name, accumulate):
@@ -128,6 +129,7 @@ def counterpart(path):
     return next((n for n in names if n in ("mu", "nu")), "params"), ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "accumulate"), [("flax linen", 1), ("flax linen", 2), ("flax nnx", 1)]
 )
@@ -165,6 +167,7 @@ def test_rivals_on_flax_train_what_we_train(name, constrain, accumulate):
         assert np.linalg.norm(theirs - grad) <= 0.03 * np.linalg.norm(grad), path
 
 
+@pytest.mark.slow
 def test_the_vision_model_trains_alike_by_hand():
     vit = importlib.import_module("vit")
     model = vit.Vit(2, 64, 4, tokens=16, inner=96, patch=12, classes=64)

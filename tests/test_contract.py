@@ -18,7 +18,7 @@ from tests.reference import make_state as model_state
 from zerojax import _contract
 
 P = PartitionSpec
-WHERE = ("cpu", "8xH100")
+WHERE = ("cpu", pytest.param("8xH100", marks=pytest.mark.gpu_code))
 FAST = ("convnet", 3)
 
 
@@ -81,12 +81,14 @@ def test_microbatches_keep_the_contract():
     assert report.accumulate == 2 and report.findings() == []
 
 
+@pytest.mark.gpu_code
 def test_two_hosts_keep_the_contract():
     report = audited(planned("16xH100", 3))
     assert report.findings() == []
     assert {(t.group, t.on_host) for t in report.traffic} == {(16, 8)}
 
 
+@pytest.mark.gpu_code
 def test_small_leaves_that_are_summed_in_one_piece_keep_the_contract():
     """XLA:GPU joins their gradients in an array larger than each of them."""
 

@@ -23,8 +23,7 @@ NEEDED = 3 * 2 * ROWS * LENGTH * audits.LAYERS * audits.DIM**2
 
 
 @pytest.fixture(scope="module")
-def made():
-    audits.gpu_mesh()
+def made(gpu_code):
     return zerojax.forecast(audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=(0, 2, 3))
 
 
@@ -104,8 +103,8 @@ def test_it_prints_and_exports(made):
     assert "report" not in found["cases"][0]
 
 
+@pytest.mark.gpu_code
 def test_hosts_microbatches_variants_rates_and_tokens():
-    audits.gpu_mesh()
     rates = zerojax.Rates(flops=1e15, memory=1e13, link=1e12, network=1e6)
     losses = {"remat": audits.loss}
     found = zerojax.forecast(
@@ -130,12 +129,11 @@ def test_hosts_microbatches_variants_rates_and_tokens():
         ({"stages": ()}, "nothing to try: stages="),
         ({"accumulate": []}, "nothing to try: .*accumulate="),
         ({"loss_fn": {}}, "nothing to try: "),
-        ({"stages": [7]}, "stage"),
+        pytest.param({"stages": [7]}, "stage", marks=pytest.mark.gpu_code),
         ({"batch": {}}, "the batch has no arrays"),
     ],
 )
 def test_bad_input(options, message):
-    audits.gpu_mesh()
     arguments = {"loss_fn": audits.loss, "make_state": audits.make_state, "batch": BATCH,
                  "gpus": "8xH100"} | options  # fmt: skip
     with pytest.raises(ValueError, match=message):
@@ -145,8 +143,8 @@ def test_bad_input(options, message):
 # -- needed FLOPs
 
 
+@pytest.mark.gpu_code
 def test_a_ready_step_brings_what_it_was_made_of():
-    audits.gpu_mesh()
     step = zerojax.train_step(audits.loss, stage=3, accumulate=2)
     found = zerojax.forecast(step, audits.make_state, BATCH, gpus="8xH100")
     assert [(case.stage, case.accumulate) for case in found.cases] == [(3, 2)]

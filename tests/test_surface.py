@@ -134,26 +134,29 @@ def test_what_is_called_in_modules_has_an_example(module):
     assert len(named) >= 3 and not without
 
 
-def can_compile_for_gpus():
-    try:
-        zerojax.aot.check_packages()
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-def test_docstring_examples_run():
+def examples_run(names):
+    """How many docstring examples these modules have, all of them right."""
     scope = {"zerojax": zerojax, "jax": jax, "jnp": jnp, "np": np, "optax": optax,
              "TrainState": TrainState}  # fmt: skip
     attempted = 0
-    for name in modules():
-        if name in ("aot", "_forecast") and not can_compile_for_gpus():
-            continue
+    for name in names:
         module = importlib.import_module(f"zerojax.{name}")
         result = doctest.testmod(module, extraglobs=scope)
         assert result.failed == 0, name
         attempted += result.attempted
-    assert attempted >= 10
+    return attempted
+
+
+COMPILE_FOR_GPUS = ("aot", "_forecast")
+
+
+def test_docstring_examples_run():
+    assert examples_run([n for n in modules() if n not in COMPILE_FOR_GPUS]) >= 10
+
+
+@pytest.mark.gpu_code
+def test_docstring_examples_for_gpus_run():
+    assert examples_run(COMPILE_FOR_GPUS) >= 2
 
 
 def fresh(code):

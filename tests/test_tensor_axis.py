@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.audits import gpu_mesh
 
 LAYERS, DIM, INNER = 4, 32, 64
 SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
@@ -121,8 +120,9 @@ def test_stacks_keep_the_axis_through_what_is_done_to_them(loss):
         np.testing.assert_allclose(ours[name], grad, atol=1e-6)
 
 
+@pytest.mark.gpu_code
 def test_gpus_move_no_more():
-    devices = gpu_mesh("8xH100").devices.reshape(4, 2)
+    devices = zerojax.aot.mesh("8xH100").devices.reshape(4, 2)
     mesh = jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     plan = zerojax.plan(make_state, stage=3, mesh=mesh, overrides={
         "up": P(None, "data", "tensor"), "down": P(None, "tensor", "data"),

@@ -181,7 +181,6 @@ def forecast(
         raise ValueError("the batch has no arrays. Pass the global batch of one step.")
     if rates is not None:
         gpu = dataclasses.replace(gpu, given_rates=rates)
-    mesh = aot.mesh(gpus, per_host=per_host)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     options: dict[str, Any] = {}
     if isinstance(loss_fn, Step):
@@ -191,14 +190,15 @@ def forecast(
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
         options = {"regather": recipe.options.regather, "prefetch": recipe.options.prefetch}
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
-    stored = stored_with(make_state, precision)
-    cases = []
     choices = list(itertools.product(losses.items(), stages, microbatches))
     if not choices:
         raise ValueError(
             f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
             f"{len(losses)} losses. Name at least one of each."
         )
+    mesh = aot.mesh(gpus, per_host=per_host)
+    stored = stored_with(make_state, precision)
+    cases = []
     for (variant, loss), stage, each in progress(choices, "compiling"):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)

@@ -111,12 +111,12 @@ def check_packages() -> None:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
     version = jax.__version__
-    cuda = "cuda12" if importlib.util.find_spec("jax_cuda12_plugin") else "cuda13"
+    cuda = "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
     missing = [
         package
         for package, found in (
-            (f"jax-{cuda}-plugin=={version}", importlib.util.find_spec(f"jax_{cuda}_plugin")),
-            (f"jax-{cuda}-pjrt=={version}", importlib.util.find_spec(f"jax_plugins.xla_{cuda}")),
+            (f"jax-{cuda}-plugin=={version}", _is_installed(f"jax_{cuda}_plugin")),
+            (f"jax-{cuda}-pjrt=={version}", _is_installed(f"jax_plugins.xla_{cuda}")),
             ("nvidia-cuda-nvcc", _find_tool("bin/ptxas") or shutil.which("ptxas")),
             ("nvidia-nvvm", _find_tool("nvvm/libdevice/libdevice.10.bc")),
         )
@@ -133,6 +133,13 @@ def check_packages() -> None:
             f"jax-{cuda}-plugin {plugin} does not match jax {version}. Run: {sys.executable} -m "
             f"pip install --no-deps jax-{cuda}-plugin=={version} jax-{cuda}-pjrt=={version}"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def _find_tool(relative: str) -> pathlib.Path | None:
