@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.collectives import collectives
+from tests.conftest import mostly_slow
 from tests.families import BATCH, FAMILIES, LAYERS, Run, family_of, one_device, tx
 from tests.reference import assert_close
 
@@ -48,15 +49,16 @@ def sharded(name, stage, steps):
     return Run(losses, state), jaxpr
 
 
-VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "haiku"}  # at stage 3; the rest with -m slow
-CASES = [
-    pytest.param(name, stage, marks=[pytest.mark.slow] * (name in VARIANTS and stage < 3))
-    for name in FAMILIES
-    for stage in STAGES
-]
+FIRST = {"plain", "linen", "nnx"}  # the others are variants of these
 
 
-@pytest.mark.parametrize("name, stage", CASES)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    mostly_slow(
+        [(name, stage) for name in FAMILIES for stage in STAGES],
+        lambda name, stage: stage == 3 or (stage == 1 and name in FIRST),
+    ),
+)
 def test_family(name, stage):
     run, jaxpr = sharded(name, stage, 2)
     check_values(run, one_device(name, 2))
