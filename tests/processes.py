@@ -19,9 +19,15 @@ def free_port() -> int:
 
 
 class Run:
-    """Processes of `tests.worker`; their output is in files of `logs`."""
+    """Processes of `tests.worker`, or of `module`; their output is in files of `logs`."""
 
-    def __init__(self, count: int, logs: pathlib.Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        count: int,
+        logs: pathlib.Path,
+        arguments: Sequence[str],
+        module: str = "tests.worker",
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{number}.log" for number in range(count)]
         not_theirs = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
@@ -31,7 +37,7 @@ class Run:
         self.processes = []
         for number, log in enumerate(self.logs):
             env = {**common, "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(number)}
-            command = [sys.executable, "-m", "tests.worker", *arguments]
+            command = [sys.executable, "-m", module, *arguments]
             with log.open("w") as out:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)

@@ -10,6 +10,10 @@ from zerojax import _compat
 UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.py about it"
 
 
+def test_the_store_that_processes_share():
+    assert _compat.shared_store() is None, UNKNOWN  # in one process; tests/test_processes.py has two
+
+
 def only_eqn(f, *args):
     (eqn,) = jax.make_jaxpr(f)(*args).jaxpr.eqns
     return eqn

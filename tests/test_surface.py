@@ -31,7 +31,7 @@ PUBLIC = {
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_xla_options", "_processes", "_mesh", "_move", "_spec", "_state", "_refusals",
+    "_compat", "_agreement", "_fingerprint", "_xla_options", "_processes", "_mesh", "_move", "_spec", "_state", "_refusals",
     "_fields",
     "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
     "_plan_plot", "_plan", "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",

@@ -24,6 +24,7 @@ parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--heartbeat", type=int, default=10)
 parser.add_argument("--watchdog", type=float, default=120)
 parser.add_argument("--hang-at", type=int)
+parser.add_argument("--raise-at", type=int)
 parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
 parser.add_argument("--export")
 
@@ -73,6 +74,8 @@ def main() -> None:
         for n in range(saved.step or 0, args.steps):
             if n == args.hang_at and jax.process_index() == 1:
                 time.sleep(1000)
+            if n == args.raise_at and jax.process_index() == 1:
+                raise ValueError("this process has seen enough")
             rng = jax.random.fold_in(jax.random.key(1), n)
             state, metrics = jax.block_until_ready(step(state, batch(n), rng))
             time.sleep(args.step_seconds)

@@ -1,5 +1,6 @@
 """The arguments of a loss besides its parameters: what is split, folded or passed on."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _mesh, _move, _spec
+from zerojax import _agreement, _fingerprint, _mesh, _move, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
@@ -112,11 +113,18 @@ def shard_batch(
     whole = NamedSharding(mesh, PartitionSpec())
     check((batch,), found, len(_local_parts(split, _mesh.axes_size(mesh, axes))))
     leaves, treedef = jax.tree.flatten(batch)
+    _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
     placed = [
         _from_this_process(value, split) if role == BATCH else _move.moved(value, whole)
         for value, role in zip(leaves, found, strict=True)
     ]
     return treedef.unflatten(placed)
+
+
+@functools.cache
+def _agree_on_rows(rows: str, mesh: Mesh) -> None:
+    """Once for each shape of a batch: from its own rows, a process infers those of all."""
+    _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
 
 
 def process_slice(

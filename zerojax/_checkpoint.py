@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from zerojax import _extras, _files, _matching, _state
+from zerojax import _agreement, _extras, _files, _fingerprint, _matching, _state
 from zerojax._extras import Extras
 from zerojax._plan import Plan
 
@@ -83,6 +83,7 @@ def save(
     """
     target = absolute(path)
     check_leaves(state)
+    agree("zerojax.save", target, state, step=step)
     custom = _extras.pack(step, rng, data, metadata)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
         refusal = None
@@ -133,10 +134,11 @@ def restore(
             "like= is a function, which says nothing of places. Pass "
             "zerojax.plan(make_state, stage=3), or a state."
         )
-    directory = find_state(path)
-    _files.check_files(directory)
     if isinstance(like, Plan):
         like = like.abstract()
+    agree("zerojax.restore", absolute(path), like, keep=keep, ignore=ignore, cast=cast)
+    directory = find_state(path)
+    _files.check_files(directory)
     leaves = _state.named_leaves(like)
     tree = _metadata(directory).tree
     saved = _matching.saved_leaves(tree)
@@ -167,6 +169,24 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
     if not data and custom and _extras.KEY in custom:
         custom = {_extras.KEY: {**custom[_extras.KEY], "data": []}}
     return _extras.unpack(custom, path)
+
+
+def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -> None:
+    """Several processes write to and read from one directory, the same leaves."""
+
+    def items() -> dict[str, str]:
+        leaves = (
+            f"{leaf.name} {_fingerprint.of_shapes(leaf.value)} "
+            f"{_fingerprint.show(getattr(leaf.value, 'sharding', None))}"
+            for leaf in _state.named_leaves(state)
+        )
+        there = "a checkpoint" if _tree_in(directory) else "none"
+        return {
+            "the directory": str(directory), "what is in it": there, "the state": "\n".join(leaves),
+            **{name: str(value) for name, value in options.items()},
+        }  # fmt: skip
+
+    _agreement.agree(call, items)
 
 
 def _one_replica(leaf: Any) -> Any:

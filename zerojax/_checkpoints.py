@@ -75,6 +75,7 @@ class Checkpoints:
                 "positive (keep=None keeps all), mode is 'min' or 'max'."
             )
         self.directory = _checkpoint.absolute(directory)
+        _checkpoint.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
         self._every, self._best, self._closed = every, best, False
         self._signalled = threading.Event()
         self._stack = contextlib.ExitStack()
@@ -146,6 +147,7 @@ class Checkpoints:
         makes one: `resume(plan, make_state)` never holds two states at once.
         """
         step = self.latest() if step is None else step
+        _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
             path = self.path(step)
             state = _checkpoint.restore(path, like, **options)
@@ -183,6 +185,8 @@ class Checkpoints:
             )
         preempted = self._preempted(step)
         due = force or preempted or step % self._every == 0
+        if due:
+            _checkpoint.agree("Checkpoints.save", self.directory, state, step=step)
         if due and step not in self._manager.all_steps():
             _checkpoint.check_leaves(state)
             ranked = None if preempted and not metrics else self._ranked(metrics)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -103,10 +104,24 @@ def bound_axes() -> tuple[str, ...]:
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
     """Every open jaxpr among an equation's parameters: bodies, branches, calls."""
+    return [jaxpr for jaxpr, _ in closed_jaxprs(eqn)]
+
+
+def closed_jaxprs(eqn: jex_core.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
+    """As `inner_jaxprs`, each with its constants."""
     values = [
         one
         for value in eqn.params.values()
         for one in (value if isinstance(value, tuple | list) else (value,))
     ]
-    opened = [getattr(value, "jaxpr", value) for value in values]
-    return [jaxpr for jaxpr in opened if hasattr(jaxpr, "eqns")]
+    opened = [(getattr(value, "jaxpr", value), getattr(value, "consts", ())) for value in values]
+    return [(jaxpr, consts) for jaxpr, consts in opened if hasattr(jaxpr, "eqns")]
+
+
+def shared_store() -> Any:
+    """The key-value store that the processes of a run have in common; None without one.
+
+    It needs no device, and the processes' versions need not be the same. There is no public
+    way to it: Orbax and XLA's own collectives find each other by it too.
+    """
+    return multihost_utils.distributed.global_state.client  # type: ignore

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _gather, _mesh, _move, _plan_plot, _spec, _state, _table
+from zerojax import (
+    _agreement, _fingerprint, _gather, _mesh, _move, _plan_plot, _spec, _state, _table,
+)  # fmt: skip
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -122,15 +124,24 @@ class Plan:
         _mesh.check_runs(self.mesh)
         if _state.is_state_function(state):
             made: list[Any] = []
-            leaves = self.born_sharded(state, made.append)()
+            born = self.born_sharded(state, made.append)
+            self._agree(lambda: {"how it is made": _fingerprint.of_program(born.trace().jaxpr)})
+            leaves = born()
             return made[0].unflatten(leaves)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
+        paths = [leaf.path for leaf in self.leaves]
+        self._agree(lambda: _fingerprint.of_values(zip(paths, values, strict=True)))
         placed = [
             _move.moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)
         ]
         return _state.carry_plan(treedef.unflatten(placed), self)
+
+    def _agree(self, state: Callable[[], dict[str, str]]) -> None:
+        """Several processes give the same state, or a program that makes it, and the same plan."""
+        items = lambda: _fingerprint.of_plan(self) | state()  # noqa: E731
+        _agreement.agree("placing a state", items, self.mesh)
 
     def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
         """A jitted function to the state's leaves, no device ever holding the whole state.

@@ -1,5 +1,7 @@
 """Several processes: finding each other, speaking once, and failing together."""
 
+import atexit
+import contextlib
 import faulthandler
 import os
 import sys
@@ -10,6 +12,9 @@ from typing import Any
 
 import jax
 
+from zerojax import _compat
+
+FAILED = "zerojax/failed"  # under which a process that raised says so to the others
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 
 
@@ -60,8 +65,59 @@ def initialize(
         if explicit or "coordinator_address" not in str(error):
             raise
     count = jax.process_count()
+    if count > 1:
+        _end_together()
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count
+
+
+def _end_together() -> None:
+    """After an uncaught exception this process ends at once, and the others soon.
+
+    At exit JAX waits for what runs on the devices and then for all other processes, which wait
+    for this one in a collective.
+    """
+    failed, over, before = threading.Event(), threading.Event(), sys.excepthook
+
+    def tell(kind: Any, error: Any, trace: Any) -> None:
+        failed.set()
+        before(kind, error, trace)
+        store, me = _compat.shared_store(), jax.process_index()
+        if store is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # keeps what the first told
+                store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                first = store.key_value_try_get(FAILED)
+                if not first.startswith(f"process {me} "):
+                    say(f"before that, {first}")
+
+    def listen() -> None:
+        while not over.wait(1) and (store := _compat.shared_store()) is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody told yet
+                text = store.key_value_try_get(FAILED)
+                if not failed.is_set():
+                    say(f"{text}\nProcess {jax.process_index()} ends with it.")
+                if not failed.wait(GRACE) and not over.is_set():  # nor ends by itself
+                    os._exit(1)
+                return
+
+    def say(text: str) -> None:
+        print(f"zerojax: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
+
+    def leave() -> None:  # after what was registered later, before what JAX has
+        over.set()
+        listener.join(2)
+        if failed.is_set():
+            if jax.process_index() == 0:
+                time.sleep(2)  # the others read of it from this process
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = tell
+    listener = threading.Thread(target=listen, name="zerojax-listener", daemon=True)
+    listener.start()
+    atexit.register(leave)
 
 
 def log(*values: Any) -> None:

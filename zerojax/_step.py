@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax import _finite, _refusals, _state, _xla_options
+from zerojax import _agreement, _fingerprint, _finite, _refusals, _state, _xla_options
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
@@ -49,16 +49,43 @@ class Step:
         self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.nested = self.jit()  # an inner jit may have no options of its own
         self.jitted: dict[Plan | None, Any] = {}
+        self.agreed: set[tuple[Plan, str]] = set()
 
     def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch[, rng])`."""
         _refusals.check_alive(args[0] if args else named.get("state"))
         try:
-            return self.for_args(*args, **named)(*args, **named)
+            jitted = self.for_args(*args, **named)
+            self.agree(jitted, args, named)
+            return jitted(*args, **named)
         except ValueError as error:
             if "incompatible devices" in str(error):
                 error.add_note("Pass the batch as numpy arrays, or through zerojax.shard_batch.")
             raise
+
+    def agree(self, jitted: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
+        """At the first call for a plan and shapes, several processes compare what they run."""
+        plan = self._plan_for(args, named)
+        if plan is None or not jax.distributed.is_initialized():
+            return
+        batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
+        shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
+        traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
+
+        def items() -> dict[str, str]:
+            options = vars(self.recipe.options) | {"mutable": self.recipe.mutable}
+            options |= self.jit.keywords | {"compiler_options": self.compiler_options}
+            program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
+            return {
+                **{name: str(value) for name, value in options.items()},
+                **_fingerprint.of_plan(plan), "the shapes of the batch": shapes,
+                **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
+                "the program": program,
+            }  # fmt: skip
+
+        if not traced and (plan, shapes) not in self.agreed:
+            _agreement.agree("the step", items, plan.mesh)
+            self.agreed.add((plan, shapes))
 
     def lower(self, *args: Any, **named: Any) -> Any:
         return self.for_args(*args, **named).lower(*args, **named)
@@ -75,8 +102,7 @@ class Step:
 
     def for_args(self, *args: Any, **named: Any) -> Any:
         """The jitted function for the plan by which the state was placed."""
-        carried = _state.carried_plan(args[0] if args else named.get("state"))
-        plan = carried if carried is not None else self.recipe.plan
+        plan = self._plan_for(args, named)
         if plan not in self.jitted:
             options = self.options_for(plan, args, named) | (self.compiler_options or {})
             self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
@@ -85,6 +111,10 @@ class Step:
             return jitted
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
         return self.nested if traced else jitted
+
+    def _plan_for(self, args: Sequence[Any], named: dict[str, Any]) -> Plan | None:
+        carried = _state.carried_plan(args[0] if args else named.get("state"))
+        return carried if carried is not None else self.recipe.plan
 
     def options_for(
         self, plan: Plan | None, args: Sequence[Any], named: dict[str, Any]

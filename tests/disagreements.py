@@ -1,0 +1,108 @@
+"""One of two processes that disagree on purpose, case after case; prints what each is told.
+
+python -m tests.disagreements --directory runs/a
+"""
+
+import argparse
+import json
+from unittest import mock
+
+import jax
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--directory", required=True)
+
+
+def main() -> None:
+    directory = parser.parse_args().directory
+    jax.config.update("jax_num_cpu_devices", 1)
+
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax.training.train_state import TrainState
+    from jax.sharding import AxisType, Mesh
+
+    import zerojax
+
+    zerojax.initialize()
+    me = jax.process_index()
+
+    def made(seed=0, rate=0.01):
+        params = {"w": jax.random.normal(jax.random.key(seed), (64, 16))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(rate))
+
+    def loss(params, batch, noise=None):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    host = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+    tables = [jnp.asarray(host), jnp.asarray(host + 1)]
+    placed = lambda *args, **more: zerojax.shard_train_state(lambda: made(*args), **more)
+    state, batch = placed(), zerojax.shard_batch(np.ones((4, 64), np.float32))
+
+    def step(loss=loss, state=state, batch=batch, *args, **options):
+        return zerojax.train_step(loss, donate=False, **options)(state, batch, *args)
+
+    def alone():
+        """Each process on its own device, at a learning rate of its own."""
+        mesh = Mesh(jax.local_devices(), ("data",), axis_types=(AxisType.Auto,))
+        rows = zerojax.shard_batch(np.ones((2 + 2 * me, 64), np.float32), mesh)
+        return step(loss, placed(me, 0.1 + me, mesh=mesh), rows)
+
+    def other_version():
+        with mock.patch.object(jax, "__version__", f"0.{me}.9"):
+            zerojax.shard_batch(np.ones((6, 64), np.float32))
+
+    def two_steps():
+        """A second batch of the same shape is not compared, nor is a whole run held up by one."""
+        once = zerojax.train_step(loss)
+        return once(once(placed(), batch)[0], batch)
+
+    def kept():
+        zerojax.save(f"{directory}/same", state, step=1)
+        zerojax.restore(f"{directory}/same", like=state)
+        with zerojax.Checkpoints(f"{directory}/loop") as checkpoints:
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            checkpoints.resume(state)
+
+    def loop(run):
+        with zerojax.Checkpoints(f"{directory}/loop") as checkpoints:
+            run(checkpoints)
+
+    other_loss = lambda params, batch: loss(params, batch) * (1.0 + me)
+    table_loss = lambda params, batch: loss(params, batch @ tables[me] @ tables[0].T)
+    plan = zerojax.plan(made, stage=3)
+    cases = {
+        "agreed": two_steps, "alone": alone, "kept": kept,
+        "stage": lambda: placed(stage=2 + me),
+        "seed": lambda: placed(me),
+        "values": lambda: zerojax.shard_train_state(made(me)),
+        "learning rate": lambda: step(state=placed(0, 0.01 * (1 + me))),
+        "loss": lambda: step(other_loss),
+        "table": lambda: step(table_loss),
+        "rows": lambda: zerojax.shard_batch(np.ones((8 + 8 * me, 64), np.float32)),
+        "accumulate": lambda: step(accumulate=1 + me),
+        "key": lambda: step(loss, state, batch, jax.random.key(me)),
+        "version": other_version,
+        "save": lambda: zerojax.save(f"{directory}/{me}", state),
+        "step": lambda: zerojax.save(f"{directory}/other", state, step=me),
+        "restore": lambda: zerojax.restore(f"{directory}/same{me or ''}", like=state),
+        "like": lambda: zerojax.restore(f"{directory}/same", like=(plan, state)[me], cast=me > 0),
+        "Checkpoints": lambda: zerojax.Checkpoints(f"{directory}/loop", every=1 + me),
+        "Checkpoints.save": lambda: loop(lambda found: found.save(2 + me, state)),
+        "resume": lambda: loop(lambda found: found.resume(state, step=1 + me)),
+        "after all that": two_steps,
+    }  # fmt: skip
+    for name, case in cases.items():
+        try:
+            case()
+            told = "nothing"
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        print("case", json.dumps([name, told]), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

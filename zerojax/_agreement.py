@@ -1,0 +1,129 @@
+"""Several processes run one program: they compare what they are about to do, and fail together."""
+
+import collections
+import hashlib
+import json
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+from zerojax import _compat
+
+PATIENCE = 30  # seconds after which a process says what it waits for
+SHOWN = 5  # differences; the rest are counted
+WIDTH = 160  # characters of each
+
+_turns: collections.Counter = collections.Counter()  # how often the processes met, by place
+
+
+def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None) -> None:
+    """Raises in every process, naming what differs, where one says other `items` than the rest.
+
+    The processes that have devices of `mesh`, by default all, call this at the same points of
+    their program. One process alone pays nothing.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    devices = jax.devices() if mesh is None else mesh.devices.flat
+    members = sorted({device.process_index for device in devices})
+    if len(members) > 1 and jax.process_index() in members:
+        said = {**_versions(), **items()}
+        difference = _Meeting(call, members).difference(said)
+        if difference:
+            raise ValueError(difference)
+
+
+class _Meeting:
+    """One comparison. The first process reads all digests, and the texts of one that differs.
+
+    It goes through the store of `jax.distributed`, not through the devices: a collective would
+    hang or break just where the processes disagree.
+    """
+
+    def __init__(self, call: str, members: Sequence[int]) -> None:
+        self.call, self.members, self.first = call, members, members[0]
+        # Calls of one kind are counted on their own: a thread may place batches meanwhile.
+        channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
+        self.before, self.now = (f"{channel}/{_turns[channel] + n}" for n in (0, 1))
+        _turns[channel] += 1
+
+    def difference(self, said: dict[str, str]) -> str:
+        me = jax.process_index()
+        self._tell(f"digest/{me}", hashlib.sha1(json.dumps(said).encode()).hexdigest())
+        if me == self.first:
+            digests = [self._read(f"digest/{member}", member) for member in self.members]
+            _compat.shared_store().key_value_delete(self.before)  # which all have read
+            others = [m for m, d in zip(self.members, digests, strict=True) if d != digests[0]]
+            self._tell("other", str(others[0] if others else me))
+        other = int(self._read("other", self.first))
+        if other == self.first:
+            return ""
+        if me == other:
+            self._tell("said", json.dumps(said))
+        if me == self.first:
+            theirs = json.loads(self._read("said", other))
+            self._tell("difference", _message(self.call, me, other, said, theirs))
+        return self._read("difference", self.first)
+
+    def _tell(self, key: str, text: str) -> None:
+        _compat.shared_store().key_value_set(f"{self.now}/{key}", text)
+
+    def _read(self, key: str, process: int) -> str:
+        """What `process` tells, however long that takes: it may still be reading its data."""
+        waited = 0
+        while True:
+            try:
+                return _compat.shared_store().blocking_key_value_get(
+                    f"{self.now}/{key}", PATIENCE * 1000
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            waited += PATIENCE
+            print(
+                f"zerojax: process {jax.process_index()} has waited {waited} s in {self.call} for "
+                f"process {process} to call it too.", file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    import zerojax
+
+    return {
+        "the version of Python": platform.python_version(),
+        "the version of JAX": jax.__version__,
+        "the version of jaxlib": jaxlib.__version__,
+        "the version of zerojax": zerojax.__version__,
+    }
+
+
+def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, str]) -> str:
+    differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    # A program, or all leaves of a state, differ as a consequence of what is said in a word.
+    words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
+    names = words or differ
+    found = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
+    rest = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    lines = "".join(f"\n  {line}" for line in [*found[:SHOWN], *rest])
+    return (
+        f"{call}: the processes disagree, and would compute wrong numbers or wait for each other "
+        f"without end. Processes {a} and {b} differ in{lines}\n"
+        "Start all with the same program, arguments, data and versions."
+    )
+
+
+def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int) -> str:
+    """Of texts of many lines, the first that differs, from shortly before it does."""
+    pairs = zip_longest((ours or "nothing").split("\n"), (theirs or "nothing").split("\n"))
+    pair = next([(x or "nothing").strip(), (y or "nothing").strip()] for x, y in pairs if x != y)
+    alike = max(0, len(os.path.commonprefix(pair)) - WIDTH // 2)
+    x, y = ("..." * (alike > 0) + text[alike : alike + WIDTH] for text in pair)
+    return f"{name}: {x} in process {a}, {y} in process {b}"

@@ -1,0 +1,105 @@
+"""What processes compare: plans, values and programs as text that does not depend on the run."""
+
+import concurrent.futures
+import enum
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _compat
+
+if TYPE_CHECKING:
+    from zerojax._plan import Plan
+
+
+def of_plan(plan: "Plan") -> dict[str, str]:
+    leaves = [
+        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.spec} {leaf.shard_spec}"
+        for leaf in plan.leaves
+    ]
+    return {
+        "the stage": str(plan.stage),
+        "the mesh": show(plan.mesh),
+        "the axis": str(plan.axes),
+        "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
+        "the precision of the state": str(plan.precision),
+        "the state": "\n".join(leaves),
+    }
+
+
+def of_shapes(tree: Any) -> str:
+    return ", ".join(f"{jax.numpy.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree))
+
+
+def of_values(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """A checksum for each value: of those that each process gives whole, all must be the same."""
+    found = dict(named)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        sums = threads.map(of_value, found.values())
+        return {f"the values of {name}": sum_ for name, sum_ in zip(found, sums, strict=True)}
+
+
+def of_value(value: Any) -> str:
+    """Its one number, or a checksum of many; of what other processes have parts of, the type."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if not value.is_fully_replicated:
+            return of_shapes(value)
+        value = value.addressable_data(0)
+    if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.ascontiguousarray(value)
+    if array.size == 1:
+        return str(array.reshape(-1)[0])
+    return f"{of_shapes(array)} of checksum {zlib.crc32(array.view(np.uint8).reshape(-1)):08x}"
+
+
+def of_program(closed: Any) -> str:
+    """A jaxpr, an equation a line: all that is alike in processes that run the same program."""
+    return "\n".join(_lines(closed.jaxpr, closed.consts, ""))
+
+
+def _lines(jaxpr: Any, consts: Sequence[Any], indent: str) -> Iterator[str]:
+    number = itertools.count()
+    names = {var: f"v{next(number)}" for var in (*jaxpr.constvars, *jaxpr.invars)}
+    yield from (f"{indent}constant {of_value(const)}" for const in consts)
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, jex_core.Literal):
+            return of_value(atom.val)
+        return names.setdefault(atom, f"v{next(number)}")
+
+    for eqn in jaxpr.eqns:
+        inner = _compat.closed_jaxprs(eqn)
+        given = sorted((key, show(value)) for key, value in eqn.params.items() if value is not None)
+        read, made = (" ".join(map(name, atoms)) for atoms in (eqn.invars, eqn.outvars))
+        types = " ".join(str(var.aval) for var in eqn.outvars)
+        scope, params = eqn.source_info.name_stack, " ".join(f"{k}={v}" for k, v in given)
+        yield f"{indent}{scope} {made}:{types} = {eqn.primitive.name} {read} {params}"
+        for one, its_consts in inner:
+            yield from _lines(one, its_consts, indent + "  ")
+    yield f"{indent}return " + " ".join(map(name, jaxpr.outvars))
+
+
+def show(value: Any) -> str:
+    """A parameter of an equation; of what has no value of its own, a function, say, the type."""
+    if value is None or isinstance(value, bool | int | float | complex | str | np.dtype | enum.Enum):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(show, value))})"
+    if isinstance(value, set | frozenset):  # in an order that differs from process to process
+        return f"{{{', '.join(sorted(map(show, value)))}}}"
+    if isinstance(value, PartitionSpec):
+        return str(value)
+    if isinstance(value, NamedSharding):
+        return f"{value.spec} over {show(value.mesh)}"
+    if isinstance(value, Mesh | jax.sharding.AbstractMesh):
+        return str(dict(value.shape))
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return of_value(value)
+    return type(value).__name__
