@@ -11,7 +11,7 @@ UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.p
 
 
 def test_the_store_that_processes_share():
-    assert _compat.shared_store() is None, UNKNOWN  # in one process; tests/test_processes.py has two
+    assert _compat.shared_store() is None, UNKNOWN  # tests/test_processes.py has two processes
 
 
 def only_eqn(f, *args):

@@ -117,7 +117,7 @@ DISAGREE = {
     "save": "zerojax.save: .*the directory: .*/0 in process 0, .*/1 in process 1",
     "step": "zerojax.save: .*step: 0 in process 0, 1 in process 1",
     "restore": "zerojax.restore: .*the directory: .*/same in process 0, .*/same1 in process 1\n"
-               "  what is in it: a checkpoint in process 0, none in process 1",
+               "  found: True in process 0, False in process 1",
     "like": "zerojax.restore: .*cast: False in process 0, True in process 1",
     "Checkpoints": "Checkpoints: .*every: 1 in process 0, 2 in process 1",
     "Checkpoints.save": "Checkpoints.save: .*step: 2 in process 0, 3 in process 1",

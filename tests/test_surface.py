@@ -31,8 +31,8 @@ PUBLIC = {
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_agreement", "_fingerprint", "_xla_options", "_processes", "_mesh", "_move", "_spec", "_state", "_refusals",
-    "_fields",
+    "_compat", "_agreement", "_fingerprint", "_xla_options", "_processes", "_mesh", "_move",
+    "_spec", "_state", "_refusals", "_fields",
     "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
     "_plan_plot", "_plan", "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
     "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",

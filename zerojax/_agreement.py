@@ -57,7 +57,7 @@ class _Meeting:
 
     def difference(self, said: dict[str, str]) -> str:
         me = jax.process_index()
-        self._tell(f"digest/{me}", hashlib.sha1(json.dumps(said).encode()).hexdigest())
+        self._tell(f"digest/{me}", hashlib.sha256(json.dumps(said).encode()).hexdigest())
         if me == self.first:
             digests = [self._read(f"digest/{member}", member) for member in self.members]
             _compat.shared_store().key_value_delete(self.before)  # which all have read
@@ -90,7 +90,7 @@ class _Meeting:
             waited += PATIENCE
             print(
                 f"zerojax: process {jax.process_index()} has waited {waited} s in {self.call} for "
-                f"process {process} to call it too.", file=sys.stderr, flush=True,
+                f"process {process}, or for one that it waits for.", file=sys.stderr, flush=True,
             )  # fmt: skip
 
 

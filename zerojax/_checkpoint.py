@@ -136,7 +136,9 @@ def restore(
         )
     if isinstance(like, Plan):
         like = like.abstract()
-    agree("zerojax.restore", absolute(path), like, keep=keep, ignore=ignore, cast=cast)
+    target = absolute(path)
+    found = _tree_in(target) is not None  # not where the file system is not shared
+    agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
     directory = find_state(path)
     _files.check_files(directory)
     leaves = _state.named_leaves(like)
@@ -180,11 +182,8 @@ def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -
             f"{_fingerprint.show(getattr(leaf.value, 'sharding', None))}"
             for leaf in _state.named_leaves(state)
         )
-        there = "a checkpoint" if _tree_in(directory) else "none"
-        return {
-            "the directory": str(directory), "what is in it": there, "the state": "\n".join(leaves),
-            **{name: str(value) for name, value in options.items()},
-        }  # fmt: skip
+        said = {"the directory": str(directory), "the state": "\n".join(leaves)}
+        return said | {name: str(value) for name, value in options.items()}
 
     _agreement.agree(call, items)
 

@@ -75,7 +75,9 @@ class Checkpoints:
                 "positive (keep=None keeps all), mode is 'min' or 'max'."
             )
         self.directory = _checkpoint.absolute(directory)
-        _checkpoint.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
+        _checkpoint.agree(
+            "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
+        )
         self._every, self._best, self._closed = every, best, False
         self._signalled = threading.Event()
         self._stack = contextlib.ExitStack()

@@ -34,7 +34,8 @@ def of_plan(plan: "Plan") -> dict[str, str]:
 
 
 def of_shapes(tree: Any) -> str:
-    return ", ".join(f"{jax.numpy.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return ", ".join(f"{jax.numpy.result_type(x)}{list(np.shape(x))}" for x in leaves)
 
 
 def of_values(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -86,9 +87,12 @@ def _lines(jaxpr: Any, consts: Sequence[Any], indent: str) -> Iterator[str]:
     yield f"{indent}return " + " ".join(map(name, jaxpr.outvars))
 
 
+PLAIN = (type(None), bool, int, float, complex, str, np.dtype, enum.Enum)
+
+
 def show(value: Any) -> str:
     """A parameter of an equation; of what has no value of its own, a function, say, the type."""
-    if value is None or isinstance(value, bool | int | float | complex | str | np.dtype | enum.Enum):
+    if isinstance(value, PLAIN):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(show, value))})"

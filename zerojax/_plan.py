@@ -140,8 +140,9 @@ class Plan:
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Several processes give the same state, or a program that makes it, and the same plan."""
-        items = lambda: _fingerprint.of_plan(self) | state()  # noqa: E731
-        _agreement.agree("placing a state", items, self.mesh)
+        _agreement.agree(
+            "placing a state", lambda: _fingerprint.of_plan(self) | state(), self.mesh
+        )
 
     def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
         """A jitted function to the state's leaves, no device ever holding the whole state.

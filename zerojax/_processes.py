@@ -34,6 +34,8 @@ def initialize(
     can be started by hand and by `torchrun --no-python`, whose next port it takes.
     Where there is none of these it leaves one process with all its devices, and says so.
 
+    An uncaught exception in one process ends that one at once, and the others within seconds.
+
     Arguments:
         coordinator_address, num_processes, process_id, local_device_ids: as in
             `jax.distributed.initialize`.
