@@ -3,13 +3,11 @@
 import collections
 import hashlib
 import json
-import os
 import platform
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import jax
 import jaxlib
@@ -123,7 +121,8 @@ def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, 
 def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int) -> str:
     """Of texts of many lines, the first that differs, from shortly before it does."""
     pairs = zip_longest((ours or "nothing").split("\n"), (theirs or "nothing").split("\n"))
-    pair = next([(x or "nothing").strip(), (y or "nothing").strip()] for x, y in pairs if x != y)
-    alike = max(0, len(os.path.commonprefix(pair)) - WIDTH // 2)
-    x, y = ("..." * (alike > 0) + text[alike : alike + WIDTH] for text in pair)
+    pair = next((x or "nothing", y or "nothing") for x, y in pairs if x != y)
+    first = next(i for i, (x, y) in enumerate(zip_longest(*pair)) if x != y)
+    alike = max(0, first - WIDTH // 2)
+    x, y = ("..." * (alike > 0) + text[alike : alike + WIDTH].strip() for text in pair)
     return f"{name}: {x} in process {a}, {y} in process {b}"

@@ -11,8 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import (
-    _agreement, _fingerprint, _gather, _mesh, _move, _plan_plot, _spec, _state, _table,
-)  # fmt: skip
+    _agreement,
+    _fingerprint,
+    _gather,
+    _mesh,
+    _move,
+    _plan_plot,
+    _spec,
+    _state,
+    _table,
+)
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -140,9 +148,7 @@ class Plan:
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Several processes give the same state, or a program that makes it, and the same plan."""
-        _agreement.agree(
-            "placing a state", lambda: _fingerprint.of_plan(self) | state(), self.mesh
-        )
+        _agreement.agree("placing a state", lambda: _fingerprint.of_plan(self) | state(), self.mesh)
 
     def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
         """A jitted function to the state's leaves, no device ever holding the whole state.
