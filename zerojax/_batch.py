@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _mesh, _move, _spec
+from zerojax import _fields, _mesh, _move, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
@@ -74,17 +74,21 @@ def rows(values: Sequence[Any], roles: Sequence[str]) -> int:
     return found[0] if found else 0
 
 
-def per_example(aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any]) -> Any:
-    """Which aux leaves have a row for each example, in the structure of `aux`.
+def per_example(
+    aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any], mutable: Sequence[str] = ()
+) -> Any:
+    """Which aux leaves have a row for each example, in the structure of `aux`; `mutable` none.
 
     Those whose first dimension is as long as a part of the batch are suspects; tracing the loss
     once more on the whole batch tells. Without suspects nothing is traced.
     """
 
-    def suspect(leaf: Any) -> bool:
-        return bool(rows and leaf.shape) and leaf.shape[0] == rows // ways
+    def suspect(path: tuple, leaf: Any) -> bool:
+        if not rows or not leaf.shape or _fields.is_field(path, mutable):
+            return False
+        return leaf.shape[0] == rows // ways
 
-    suspects = jax.tree.map(suspect, aux)
+    suspects = jax.tree_util.tree_map_with_path(suspect, aux)
     if ways == 1 or not any(jax.tree.leaves(suspects)):
         return suspects
     return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, whole_aux())

@@ -48,7 +48,7 @@ def of_the_step(
         yield (
             f"Devices that should hold the same {differing[0]}{more} hold different values: a "
             "device went by its own part of the batch. Reduce gradients before the update: "
-            f"jax.lax.pmean(grads, {axis_of(reference)})."
+            f"jax.lax.pmean(grads, {reference.axis_name})."
         )
     state_is_wrong = bool(wrong & {"gradient", *STATE})
     found_loss = found_state = False
@@ -67,7 +67,7 @@ def of_the_step(
 
 
 def mistakes(reference: Reference, right: Replayed) -> Iterator[Mistake]:
-    split, axis = reference.split, axis_of(reference)
+    split, axis = reference.split, reference.axis_name
     size = split.ways // split.accumulate
     if reference.has_keys:
         same = reference.replay(fold=False)
@@ -183,14 +183,14 @@ def _updated_on_shards(
 
 def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
     """The likely cause of a loss that means something else on a part than on the whole batch."""
-    split, axis = reference.split, axis_of(reference)
+    split, axis = reference.split, reference.axis_name
     accept = "or accept it with whole_batch=False"
 
     def close(a: float, b: float) -> bool:
         return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
     def loss_of(split: Split, args: Any = None) -> float:
-        return reference.replay(split, args, wide=True, differentiate=False).loss
+        return reference.replay(split, args, in_float32=True, differentiate=False).loss
 
     finite = np.flatnonzero(np.isfinite(parts.losses))
     if len(finite) < split.ways and np.isfinite(whole):
@@ -224,8 +224,3 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
         f"likely {likely}. Else {other}; {accept.removeprefix('or ')} where it is meant."
     )
-
-
-def axis_of(reference: Reference) -> str:
-    axes = reference.plan.axes
-    return repr(axes[0] if len(axes) == 1 else axes)

@@ -84,7 +84,7 @@ def compare(
             differ = True
         if not raw.size:
             continue
-        offs = _difference(raw.astype(wanted.dtype), wanted[index])
+        offs = difference(raw.astype(wanted.dtype), wanted[index])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.nan_to_num(offs / allowed[index], nan=0.0, posinf=np.inf)
         at = np.unravel_index(np.argmax(ratio), ratio.shape)
@@ -131,7 +131,7 @@ def spread(update: Callable[[Any], Any], reference: Any, grads: Any, limits: Any
         signs = jax.tree.map(lambda _: sign, limits)  # noqa: B023
         moved = update(jax.tree.map(noisy, grads, limits, signs))
         for far, leaf, new in zip(most, wanted, jax.tree.leaves(moved), strict=True):
-            np.maximum(far, _difference(numbers(new), leaf), out=far, casting="unsafe")
+            np.maximum(far, difference(numbers(new), leaf), out=far, casting="unsafe")
     return [2 * far + 10 * np.median(far) if far.size else far for far in most]
 
 
@@ -185,7 +185,7 @@ def _raw(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
+def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Element by element; what is not finite must be equal."""
     with np.errstate(invalid="ignore"):
         off = np.abs(value - reference)

@@ -92,12 +92,16 @@ def loss_and_grads(
         whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
         shapes = cast_floats(shapes, compute)
-        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes)
+        return trace_loss(
+            loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable
+        )
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
     rows = _batch.rows(arg_values, roles)
-    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux)
+    per_example = _batch.per_example(
+        traced.aux, rows, ways, lambda: trace(1).aux, options.mutable
+    )
     program = Program(plan, options, traced, roles, per_example)
     sharded = jax.shard_map(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),

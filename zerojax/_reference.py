@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _batch, _compare, _finite, _state
-from zerojax._fields import split_fields, with_fields
+from zerojax._fields import has_no_mean, split_fields, with_fields
 from zerojax._plan import Plan
+from zerojax._precision import wide
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
 from zerojax._step import Recipe, grad_norm
@@ -43,20 +44,28 @@ class Reference:
         return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
 
     @property
+    def axis_name(self) -> str:
+        """As a loss names it in its collectives."""
+        axes = self.plan.axes
+        return repr(axes[0] if len(axes) == 1 else axes)
+
+    @property
     def has_keys(self) -> bool:
         return _batch.KEY in self.roles
 
     def replay(
-        self, split: Split | None = None, args: Any = None, *, wide: bool = False, **options: Any
+        self, split: Split | None = None, args: Any = None, *, in_float32: bool = False,
+        **options: Any,
     ) -> Replayed:
-        """The loss on every part. `wide`: in float32, whatever the step computes in."""
+        """The loss on every part, in what the step computes in or at least in float32."""
         compute, state = self.precision.compute, self.state
-        if wide and self.computes_narrow:
+        if in_float32 and self.computes_narrow:
             compute = jnp.float32
         loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
         replayed = replay(
             loss_fn, _state.get_params(state), self.args if args is None else args,
-            self.split if split is None else split, compute=compute, **options,
+            self.split if split is None else split, compute=compute,
+            mutable=self.recipe.mutable, **options,
         )  # fmt: skip
         return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
 
@@ -84,7 +93,9 @@ class Reference:
     def fields(self, replayed: Replayed) -> dict[str, Any]:
         if not self.recipe.mutable:
             return {}
-        return split_fields(averaged(replayed.aux), self.state, self.recipe.mutable)[1]
+        return split_fields(
+            averaged(replayed.aux, self.recipe.mutable), self.state, self.recipe.mutable
+        )[1]
 
     def update(self, grads: Any, fields: dict[str, Any]) -> Any:
         return self.update_of(self.state, grads, fields)
@@ -108,13 +119,15 @@ class Reference:
         return treedef.unflatten(map(taken, values, self.roles))
 
 
-def averaged(aux: Any) -> Any:
-    """The mean over the parts; integers as floats."""
+def averaged(aux: Any, mutable: Sequence[str] = ()) -> Any:
+    """The mean over the parts, or the first one's where a field has none; integers as floats."""
 
-    def mean(leaf: Any) -> Any:
-        return jnp.mean(leaf, axis=0, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+    def mean(path: tuple, leaf: Any) -> Any:
+        if has_no_mean(path, leaf, mutable):
+            return leaf[0]
+        return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))
 
-    return jax.tree.map(mean, aux)
+    return jax.tree_util.tree_map_with_path(mean, aux)
 
 
 def aux_like(aux: Any, like: Any) -> Any:

@@ -157,8 +157,8 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    options = Options(None, accumulate, precision, regather, prefetch=prefetch)
     mutable = names_of(mutable)
+    options = Options(None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable)
     if stage is not None:
         check_stage(stage)
 
@@ -215,8 +215,10 @@ def eval_step(
         >>> print(metrics["loss"], metrics["aux"]["within"])
         1.0 0.0
     """
-    options = Options(None, 1, precision, regather=False, differentiate=False)
     mutable = names_of(mutable)
+    options = Options(
+        None, 1, precision, regather=False, differentiate=False, mutable=mutable
+    )
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)

@@ -1,6 +1,5 @@
 """`zerojax.verify`: one step against one device."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _mesh, _state
+from zerojax import _batch, _causes, _compare, _field_checks, _mesh, _state
 from zerojax._causes import Observed
 from zerojax._compare import Check
-from zerojax._fields import split_fields, with_fields
+from zerojax._field_checks import Found
+from zerojax._fields import with_fields, without_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
@@ -173,11 +173,12 @@ def _compared(
         causes += _causes.of_the_step(reference, parts, observed, checks, spreads, tolerance)
     losses = {"the step": _number(observed.loss), "mean over the parts": parts.loss}
     notes += _notes(reference, observed, parts)
+    found = [_field_checks.of_the_parts(reference, parts)]
     if whole_batch and not reference.has_keys:
-        meaning = _meaning(reference, parts, given)
-        checks.append(meaning.check)
-        causes += meaning.causes
-        losses |= meaning.losses
+        meant, more = _meaning(reference, parts, given)
+        found, losses = [*found, *meant], losses | more
+    for more in found:
+        checks, causes, notes = checks + more.checks, causes + more.causes, notes + more.notes
     checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
     return Verification(losses, tuple(checks), tuple(causes), tuple(notes), tolerance)
 
@@ -195,28 +196,24 @@ def _takes_the_whole_batch(
     return abs(found - whole.loss) <= limit
 
 
-@dataclasses.dataclass(frozen=True)
-class _Meaning:
-    check: Check
-    causes: list[str]
-    losses: dict[str, float]
-
-
-def _meaning(reference: Reference, parts: Replayed, given: float | None) -> _Meaning:
-    """Whether the loss is the same on the whole batch as on its parts."""
+def _meaning(
+    reference: Reference, parts: Replayed, given: float | None
+) -> tuple[list[Found], dict[str, float]]:
+    """Whether the loss and the fields it updates are the same on the whole batch as on its parts."""
     losses, where = {}, ""
     if reference.computes_narrow:
-        parts, where = reference.replay(wide=True, differentiate=False), ", in float32"
+        parts, where = reference.replay(in_float32=True, differentiate=False), ", in float32"
         losses[f"mean over the parts{where}"] = parts.loss
     split = reference.split.whole()
-    whole = reference.replay(split, wide=True, differentiate=False)
+    whole = reference.replay(split, in_float32=True, differentiate=False)
     losses[f"the whole batch at once{where}"] = whole.loss
     tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE) if given is None else given
     limit = tolerance * _largest([*parts.losses, whole.loss])
     check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(parts.loss), whole.loss, limit)
     is_wrong = check.is_wrong
     causes = [_causes.of_the_loss(reference, parts, whole.loss, tolerance)] if is_wrong else []
-    return _Meaning(check, causes, losses)
+    of_fields = _field_checks.of_the_whole(reference, parts, whole, tolerance)
+    return [Found([check], causes, []), of_fields], losses
 
 
 def _metric_checks(
@@ -233,9 +230,7 @@ def _metric_checks(
         norm = float(grad_norm(parts.grads))
         value = metrics["grad_norm"]
         yield _compare.compare("grad_norm", "grad_norm", value, norm, tolerance * norm)
-    aux = parts.aux
-    if reference.recipe.mutable:
-        aux, _ = split_fields(aux, reference.state, reference.recipe.mutable)
+    aux = without_fields(parts.aux, reference.recipe.mutable)
     if aux is not None and "aux" in metrics:
         wanted = aux_like(aux, metrics["aux"])
         sizes = jax.tree.map(lambda a: tolerance * _largest(a), aux)
