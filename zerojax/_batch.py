@@ -18,7 +18,8 @@ def roles(args: Sequence[Any]) -> list[str]:
     """For each leaf of the arguments: split along the batch, a key, or the same everywhere.
 
     A key has no dimensions; an array of keys is one for each example. Old-style keys, pairs of
-    uint32, are taken for keys everywhere but in the batch itself, the first argument.
+    uint32, are taken for keys everywhere but in the batch itself, the first argument; see
+    `check_pairs` for where that is not sure.
     """
 
     def role(leaf: Any, in_batch: bool) -> str:
@@ -28,6 +29,20 @@ def roles(args: Sequence[Any]) -> list[str]:
         return BATCH if jnp.ndim(leaf) else WHOLE
 
     return [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+
+
+def check_pairs(args: Sequence[Any]) -> None:
+    """Raises where an old-style key may as well be two rows of the batch."""
+    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    pairs = zip(leaves, roles(args), strict=True)
+    lengths = {jnp.shape(value)[0] for (_, value), role in pairs if role == BATCH}
+    for path, value in leaves:
+        if path[0].idx and _is_raw_key(value) and not lengths - {2}:
+            raise ValueError(
+                f"{_name(path)} is uint32[2] beside a batch of 2 rows: an old-style key, or data? "
+                "Make keys with jax.random.key (or jax.random.wrap_key_data), and put data into "
+                "the first argument after the parameters or into another dtype."
+            )
 
 
 def check(args: Sequence[Any], roles: Sequence[str], size: int, accumulate: int = 1) -> None:

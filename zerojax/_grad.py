@@ -28,7 +28,8 @@ def value_and_grad(
     `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
     batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
     split along their first dimension, PRNG keys are folded with the device's index, scalars are
-    passed on. What the loss closes over is passed on whole.
+    passed on. What the loss closes over is passed on whole. Old-style keys, uint32[2], are keys
+    beside a batch of any length but 2, where they are refused.
 
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -67,6 +68,7 @@ def value_and_grad(
             return loss_fn(params, *args[:-1], **args[-1])
 
         every = (*args, kwargs)
+        _batch.check_pairs(every)
         loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         return (loss, aux) if has_aux else loss, grads
 
