@@ -263,7 +263,7 @@ def test_two_labels_are_not_taken_for_a_key():
     plan = zerojax.plan({"params": params}, mesh=make_mesh(2))
     grad = zerojax.value_and_grad(lambda p, x, y: jnp.mean(x @ p["w"]) + jnp.mean(1.0 * y), plan)
     x, labels = np.ones((2, 16), np.float32), np.array([3, 5], np.uint32)
-    message = r"argument 3 of the loss is uint32\[2\] beside a batch of 2 rows.*jax.random.key"
+    message = r"argument 3 of the loss is uint32\[2\] beside no longer batch.*jax.random.key"
     with pytest.raises(ValueError, match=message):
         grad(params, x, labels)
     assert float(grad(params, x, labels.astype(np.int32))[0]) == 20

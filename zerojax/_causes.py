@@ -102,9 +102,8 @@ def _explains(
         pairs = zip(*map(jax.tree.leaves, (observed.grads, grads, limits)), strict=True)
         checks = [_compare.compare("", "", a, b, limit) for a, b, limit in pairs]
     else:
-        fields = reference.fields(right)
-        wanted = reference.update(grads, fields)
-        spreads = _compare.spread(lambda g: reference.update(g, fields), wanted, grads, limits)
+        wanted = reference.update(grads, right)
+        spreads = _compare.spread(lambda g: reference.update(g, right), wanted, grads, limits)
         checks = [
             check
             for check in _compare.compare_states(
@@ -151,8 +150,8 @@ def _updated_on_shards(
     reference: Reference, right: Replayed, observed: Observed, spreads: list[Any], tolerance: float
 ) -> bool:
     """Whether updating each device's shards by themselves gives what the step gave."""
-    plan, fields = reference.plan, reference.fields(right)
-    if fields or not plan.sharded[_state.OPT_STATE]:
+    plan = reference.plan
+    if reference.recipe.mutable or not plan.sharded[_state.OPT_STATE]:
         return False
     old, treedef = jax.tree.flatten(reference.state)
     grads, grad_tree = jax.tree.flatten(right.grads)
@@ -167,7 +166,7 @@ def _updated_on_shards(
         shards = [v[i] for v, i in zip(old, at, strict=True)]
         grad_shards = [g[i] for g, i in zip(grads, grads_at, strict=True)]
         made = reference.update_of(
-            treedef.unflatten(shards), grad_tree.unflatten(grad_shards), fields
+            treedef.unflatten(shards), grad_tree.unflatten(grad_shards), right
         )
         parts = zip(new, shards, jax.tree.leaves(made), at, spreads, strict=True)
         for value, before, wanted, index, far in parts:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._state import Leaf, path_name
+from zerojax._state import OPT_STATE, PARAMS, Leaf, path_name
 
 OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
+NOT_FINITE = "not finite on one device either"
 
 # How far apart two orders of summation may land, measured against the largest element of a leaf.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
@@ -91,8 +92,18 @@ def compare(
         if ratio[at] > worst:
             worst, off, limit = float(ratio[at]), float(offs[at]), float(allowed[index][at])
     tells = np.any(allowed < judged) or not scale
-    verdict = WRONG if off > limit else OK if tells else UNSEEN
+    verdict = OK if tells else UNSEEN
+    if _tells_nothing(kind, wanted):
+        verdict = NOT_FINITE
+    verdict = WRONG if off > limit else verdict
     return Check(path, kind, off, scale, limit, verdict, differ)
+
+
+def _tells_nothing(kind: str, wanted: np.ndarray) -> bool:
+    """Gradients and what they led to. Infinities in a state may be meant: a best value so far."""
+    if kind in (PARAMS, OPT_STATE):
+        return bool(np.isnan(wanted).any())
+    return kind == "gradient" and not np.isfinite(wanted).all()
 
 
 def gradient_limits(grads: Any, tolerance: float) -> Any:

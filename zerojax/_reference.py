@@ -33,15 +33,27 @@ class Reference:
         self.split = Split(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
-    def updated(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+    def updated(self, state: Any, grads: Any, fields: dict[str, Any], loss_is_finite: Any) -> Any:
         """What the step makes of these gradients: the user's update, and the loss scale's."""
         new_state = apply_gradients(state, grads, self.recipe.tx, fields)
+        if not self.may_skip:
+            return new_state
+        finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
+        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
+        new_state = _finite.counted(new_state, 1 - finite.astype(jnp.int32))
         scale = _finite.scale_of(state)
         if scale is None:
             return new_state
-        finite = jnp.isfinite(grad_norm(grads))
-        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
         return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether the step leaves out updates that are not finite."""
+        return self.recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
+
+    def skips(self, replayed: Replayed) -> bool:
+        norm = grad_norm(replayed.grads)
+        return self.may_skip and not (np.isfinite(replayed.loss) and np.isfinite(norm))
 
     @property
     def axis_name(self) -> str:
@@ -88,7 +100,7 @@ class Reference:
 
     def new_state(self, replayed: Replayed) -> Any:
         """The state after the update, by the user's own optimizer."""
-        return self.update(replayed.grads, self.fields(replayed))
+        return self.update(replayed.grads, replayed)
 
     def fields(self, replayed: Replayed) -> dict[str, Any]:
         if not self.recipe.mutable:
@@ -97,14 +109,15 @@ class Reference:
             averaged(replayed.aux, self.recipe.mutable), self.state, self.recipe.mutable
         )[1]
 
-    def update(self, grads: Any, fields: dict[str, Any]) -> Any:
-        return self.update_of(self.state, grads, fields)
+    def update(self, grads: Any, right: Replayed) -> Any:
+        """The state after the update by other gradients; the rest as in `right`."""
+        return self.update_of(self.state, grads, right)
 
-    def update_of(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+    def update_of(self, state: Any, grads: Any, right: Replayed) -> Any:
         """The same, of any state: of the shards of one device, say."""
         params = _state.get_params(state)
         grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
-        return self._update(state, grads, fields)
+        return self._update(state, grads, self.fields(right), np.isfinite(right.loss))
 
     def part_args(self, parts: Sequence[int], ways: int) -> Any:
         """The arguments with these parts of `ways` put together as the batch."""

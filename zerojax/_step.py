@@ -29,6 +29,7 @@ class Recipe:
     plan: Plan | None = None
     tx: optax.GradientTransformation | None = None
     stage: int | None = None
+    skip_nonfinite: bool = False
 
 
 class Step:
@@ -188,7 +189,7 @@ def train_step(
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics
 
-    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage)
+    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage, skip_nonfinite)
     return Step(step, recipe, donate, compiler_options)
 
 

@@ -1,5 +1,6 @@
 """`zerojax.verify`: one step against one device."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import optax
 
 from zerojax import _batch, _causes, _compare, _field_checks, _mesh, _state
 from zerojax._causes import Observed
-from zerojax._compare import Check
+from zerojax._compare import NOT_FINITE, OK, Check
 from zerojax._field_checks import Found
 from zerojax._fields import with_fields, without_fields
 from zerojax._grad import loss_and_grads
@@ -157,9 +158,8 @@ def _compared(
         reference.split = reference.split.whole()
         parts = reference.replay()
     wanted = reference.new_state(parts)
-    fields = reference.fields(parts)
     limits = _compare.gradient_limits(parts.grads, tolerance)
-    spreads = _compare.spread(lambda g: reference.update(g, fields), wanted, parts.grads, limits)
+    spreads = _compare.spread(lambda g: reference.update(g, parts), wanted, parts.grads, limits)
     checks = [
         *_metric_checks(reference, observed, metrics, parts, tolerance),
         *_gradient_checks(observed, parts, limits),
@@ -179,8 +179,23 @@ def _compared(
         found, losses = [*found, *meant], losses | more
     for more in found:
         checks, causes, notes = checks + more.checks, causes + more.causes, notes + more.notes
+    if reference.skips(parts):
+        checks = [_accepted(check) for check in checks]
+    elif any(check.verdict == NOT_FINITE for check in checks):
+        causes.insert(0, (
+            "Gradients or the new state are not finite on one device either, which leaves nothing "
+            "to compare. Find where with the plain loss on one device, under jax.debug_nans(True), "
+            "and verify with a batch and a state that are finite."
+        ))  # fmt: skip
     checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
     return Verification(losses, tuple(checks), tuple(causes), tuple(notes), tolerance)
+
+
+def _accepted(check: Check) -> Check:
+    """Of a step that is left out: its loss and gradients may be what they are."""
+    if check.verdict != NOT_FINITE or check.kind in (_state.PARAMS, _state.OPT_STATE):
+        return check
+    return dataclasses.replace(check, verdict=OK)
 
 
 def _takes_the_whole_batch(
@@ -260,8 +275,13 @@ def _notes(reference: Reference, observed: Observed, parts: Replayed) -> Iterato
             "Each part has its own key, so the whole batch's loss is another sample and is not "
             "compared. To learn whether a part means the same, verify a loss without randomness."
         )
-    if not np.all(np.isfinite(parts.losses)):
-        yield "The loss is not finite on one device either, which leaves little to compare."
+    if reference.skips(parts):
+        yield (
+            "The loss or the gradients are not finite on one device either, and the step is left "
+            "out on both sides: what the state keeps is compared, and no gradients are."
+        )
+    elif not np.all(np.isfinite(parts.losses)):
+        yield "The loss is not finite on one device either; the rest is compared."
 
 
 def _number(value: Any) -> float:
