@@ -1,13 +1,13 @@
 """Why a step and one device disagree: likely causes, each tried out on one device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import _compare, _state
+from zerojax import _batch, _compare, _state
 from zerojax._compare import Check
 from zerojax._reference import Reference
 from zerojax._replay import Replayed, Split
@@ -207,6 +207,9 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "The loss means something else on a microbatch than on the whole batch: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
+    for other in _other_splits(reference):
+        if _splits_so(reference, other.roles, whole, close):
+            return f"{other.what} Say so, batch_specs={other.specs}, {accept}."
     first = int(finite[0]) if len(finite) else 0
     repeated = loss_of(split.whole(), reference.part_args([first] * split.ways, split.ways))
     if not close(repeated, float(parts.losses[first])):
@@ -223,3 +226,62 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
         f"likely {likely}. Else {other}; {accept.removeprefix('or ')} where it is meant."
     )
+
+
+class _OtherSplit(NamedTuple):
+    """Another way to split a batch, and what it would mean if that were the right one."""
+
+    what: str
+    roles: list[_batch.Role]
+    specs: str
+
+
+def _other_splits(reference: Reference) -> Iterator[_OtherSplit]:
+    """Time-major, where second dimensions count the examples; one leaf whole on every device."""
+    leaves = jax.tree_util.tree_flatten_with_path(reference.args[0])[0]
+    rest = reference.roles[len(leaves) :]
+    ways = reference.split.ways
+
+    def other(what: str, roles: list[_batch.Role]) -> _OtherSplit:
+        pairs = zip(leaves, roles, strict=True)
+        said = {_state.path_name(path): _spec_text(role, reference) for (path, _), role in pairs}
+        inside = ", ".join(f"{name!r}: {spec}" for name, spec in said.items())
+        return _OtherSplit(what, [*roles, *rest], said.get("") or "{" + inside + "}")
+
+    seconds = [value.shape[1] for _, value in leaves if value.ndim > 1]
+    if seconds and seconds[0] % ways == 0:
+        rows = (seconds[0],)
+        fitting = [[d for d in (1, 0) if v.shape[d : d + 1] == rows] for _, v in leaves]
+        roles = [_batch.Role(_batch.BATCH, d[0]) if d else _WHOLE for d in fitting]
+        yield other(
+            "The batch is time-major: split along dimension 1 the loss means the same on every "
+            "part.", roles,
+        )  # fmt: skip
+    for i, (path, _) in enumerate(leaves):
+        roles = list(reference.roles[: len(leaves)])
+        if sum(role.kind == _batch.BATCH for role in roles) > 1 and roles[i].kind == _batch.BATCH:
+            roles[i] = _WHOLE
+            yield other(
+                f"The batch leaf {_state.path_name(path)} belongs to all examples: whole on every "
+                "device, the loss means the same on every part.", roles,
+            )  # fmt: skip
+
+
+_WHOLE = _batch.Role(_batch.WHOLE)
+
+
+def _spec_text(role: _batch.Role, reference: Reference) -> str:
+    dims = ["None"] * role.dim + [reference.axis_name]
+    return f"P({', '.join(dims)})" if role.kind == _batch.BATCH else "P()"
+
+
+def _splits_so(
+    reference: Reference, roles: list[_batch.Role], whole: float, close: Callable[..., bool]
+) -> bool:
+    """Whether the loss on parts cut in this way is that of the whole batch."""
+    try:
+        _batch.check(reference.args, roles, reference.split.ways)
+        parts = reference.replay(in_float32=True, differentiate=False, roles=roles)
+    except (TypeError, ValueError, IndexError):  # a loss that takes no such parts
+        return False
+    return close(parts.loss, whole)

@@ -22,6 +22,7 @@ def value_and_grad(
     precision: Precision | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
+    batch_specs: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for parameters that live where `plan` puts them.
 
@@ -43,6 +44,7 @@ def value_and_grad(
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, then stays for backward.
+        batch_specs: as in `train_step`, for the first argument after the parameters.
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
@@ -61,7 +63,7 @@ def value_and_grad(
             f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
             "zerojax.plan(state, stage=3)."
         )
-    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch)
+    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs)
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def with_kwargs(params: Any, *args: Any) -> Any:
@@ -82,7 +84,7 @@ def loss_and_grads(
     check_params(params, plan)
     values, treedef = jax.tree.flatten(params)
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    roles = _batch.roles(args)
+    roles = _batch.roles(args, options.batch_specs, plan.axes)
     _batch.check(args, roles, plan.size, options.accumulate)
 
     compute = precision_of(plan, options.precision).compute

@@ -27,6 +27,7 @@ class Options:
     differentiate: bool = True
     prefetch: int | str = "auto"
     mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
+    batch_specs: Any = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -67,7 +68,7 @@ class Program:
         plan: Plan,
         options: Options,
         traced: TracedLoss,
-        roles: Sequence[str],
+        roles: Sequence[_batch.Role],
         per_example: Any,
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
@@ -96,10 +97,9 @@ class Program:
     # -- where things come from and go to
 
     def in_specs(self) -> tuple[list, list, list]:
-        batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
         params = [_spec.only_axes(leaf.spec, self.plan.axes) for leaf in self.plan.params]
-        args = [batch if role == _batch.BATCH else whole for role in self.roles]
-        return params, args, [whole] * len(self.traced.closed_over)
+        args = [_batch.spec(role, self.plan.axes) for role in self.roles]
+        return params, args, [PartitionSpec()] * len(self.traced.closed_over)
 
     def out_specs(self) -> tuple[Any, Any, Any]:
         batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
@@ -146,7 +146,7 @@ class Program:
                 if p.is_varied and self.options.differentiate
             ]
             like = (jax.ShapeDtypeStruct((), self.loss_dtype), accumulators)
-            (loss, grads), aux = _accumulate.summed(microbatch, self.batch_args(args), count, like)
+            (loss, grads), aux = _accumulate.summed(microbatch, self.microbatches(args), count, like)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / count)
         return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
@@ -184,7 +184,7 @@ class Program:
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
         like = [v.aval for v in hoisted.counter.outvars]
-        totals, _ = _accumulate.summed(count, self.batch_args(args), self.options.accumulate, like)
+        totals, _ = _accumulate.summed(count, self.microbatches(args), self.options.accumulate, like)
         return [lax.psum(t, self.plan.axes) / self.options.accumulate for t in totals]
 
     # -- the loss's arguments
@@ -194,19 +194,26 @@ class Program:
         index = lax.axis_index(self.plan.axes)
         args = cast_floats(args, self.precision.compute)
         pairs = zip(args, self.roles, strict=True)
-        return [jax.random.fold_in(a, index) if role == _batch.KEY else a for a, role in pairs]
+        is_key = lambda role: role.kind == _batch.KEY  # noqa: E731
+        return [jax.random.fold_in(a, index) if is_key(role) else a for a, role in pairs]
 
     def batch_args(self, args: list[Any]) -> list[Any]:
-        return [a for a, role in zip(args, self.roles, strict=True) if role == _batch.BATCH]
+        return [a for a, role in zip(args, self.roles, strict=True) if role.kind == _batch.BATCH]
+
+    def microbatches(self, args: list[Any]) -> list[Any]:
+        """This device's part of the batch, split where it lies: nothing moves between devices."""
+        dims = [role.dim for role in self.roles if role.kind == _batch.BATCH]
+        pairs = zip(self.batch_args(args), dims, strict=True)
+        return [_batch.split(value, dim, self.options.accumulate) for value, dim in pairs]
 
     def loss_args(self, args: list[Any], parts: list[Any], index: Any | None) -> list[Any]:
         """The arguments of microbatch `index` (None: there is only one), its `parts` put in."""
         found = iter(parts)
 
-        def arg(value: Any, role: str) -> Any:
-            if role == _batch.BATCH:
+        def arg(value: Any, role: _batch.Role) -> Any:
+            if role.kind == _batch.BATCH:
                 return next(found)
-            if role == _batch.KEY and index is not None:
+            if role.kind == _batch.KEY and index is not None:
                 return jax.random.fold_in(value, index)
             return value
 

@@ -27,7 +27,7 @@ class Reference:
         self.recipe, self.plan, self.device = recipe, plan, device
         self.state = on_one_device(state, device)
         self.args = on_one_device(tuple(args), device)
-        self.roles = _batch.roles(args)
+        self.roles = _batch.roles(args, recipe.options.batch_specs, plan.axes)
         self.precision = precision_of(plan, recipe.options.precision)
         sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
         self.split = Split(sizes, recipe.options.accumulate)
@@ -63,7 +63,7 @@ class Reference:
 
     @property
     def has_keys(self) -> bool:
-        return _batch.KEY in self.roles
+        return any(role.kind == _batch.KEY for role in self.roles)
 
     def replay(
         self, split: Split | None = None, args: Any = None, *, in_float32: bool = False,
@@ -77,7 +77,7 @@ class Reference:
         replayed = replay(
             loss_fn, _state.get_params(state), self.args if args is None else args,
             self.split if split is None else split, compute=compute,
-            mutable=self.recipe.mutable, **options,
+            **{"mutable": self.recipe.mutable, "roles": self.roles} | options,
         )  # fmt: skip
         return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
 
@@ -123,11 +123,11 @@ class Reference:
         """The arguments with these parts of `ways` put together as the batch."""
         values, treedef = jax.tree.flatten(self.args)
 
-        def taken(value: Any, role: str) -> Any:
-            if role != _batch.BATCH:
+        def taken(value: Any, role: _batch.Role) -> Any:
+            if role.kind != _batch.BATCH:
                 return value
-            rows = value.shape[0] // ways
-            return jnp.concatenate([value[i * rows : (i + 1) * rows] for i in parts])
+            cut = _batch.split(value, role.dim, ways)
+            return jnp.concatenate([cut[i] for i in parts], axis=role.dim)
 
         return treedef.unflatten(map(taken, values, self.roles))
 

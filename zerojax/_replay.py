@@ -55,11 +55,11 @@ class Split:
         """The same axes, with one device on each."""
         return Split(dict.fromkeys(self.devices, 1), accumulate)
 
-    def parts(self, value: Any, role: str, fold: bool) -> Any:
+    def parts(self, value: Any, role: _batch.Role, fold: bool) -> Any:
         """A leaf of the loss's arguments, with one dimension more, over the parts."""
-        if role == _batch.BATCH:
-            return value.reshape(self.ways, value.shape[0] // self.ways, *value.shape[1:])
-        if role == _batch.KEY:
+        if role.kind == _batch.BATCH:
+            return _batch.split(value, role.dim, self.ways)
+        if role.kind == _batch.KEY:
             return jnp.stack([self.key(value, i) if fold else value for i in range(self.ways)])
         return value
 
@@ -79,6 +79,7 @@ def replay(
     differentiate: bool = True,
     fold: bool = True,
     mutable: Sequence[str] = (),
+    roles: Sequence[_batch.Role] | None = None,
 ) -> Replayed:
     """Evaluates the loss on every part of the batch, on the device where `params` are.
 
@@ -87,7 +88,7 @@ def replay(
     """
     values, treedef = jax.tree.flatten(params)
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    roles = _batch.roles(args)
+    roles = _batch.roles(args) if roles is None else roles
     trees = (treedef, arg_tree)
     traced = _traced(loss_fn, values, arg_values, trees, roles, split, compute, mutable)
     (device,) = values[0].devices()
@@ -106,7 +107,7 @@ def replay(
     run = _all_at_once if _compat.names_an_axis(traced.jaxpr) else _one_by_one
     floats = [v for v, f in zip(values, is_float, strict=True) if f]
     others = [v for v, f in zip(values, is_float, strict=True) if not f]
-    mapped = [role != _batch.WHOLE for role in roles]
+    mapped = [role.kind != _batch.WHOLE for role in roles]
     losses, aux, grads = run(mean_loss, floats, others, parts, mapped, split, differentiate)
     # What was traced for a mesh says so in its type, at times for one that was replayed earlier
     # (JAX caches inner calls). Leaves of two meshes cannot be added.
@@ -122,7 +123,7 @@ def _traced(
     values: list[Any],
     arg_values: list[Any],
     trees: tuple[Any, Any],
-    roles: list[str],
+    roles: Sequence[_batch.Role],
     split: Split,
     compute: Any,
     mutable: Sequence[str],

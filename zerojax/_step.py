@@ -112,6 +112,7 @@ def train_step(
     regather: bool = True,
     prefetch: int | str = "auto",
     skip_nonfinite: bool = False,
+    batch_specs: Any = None,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
@@ -141,6 +142,9 @@ def train_step(
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
+        batch_specs: which dimension of the batch's leaves counts examples: a `PartitionSpec` or a
+            tree of them that begins as the batch does. `P("data")`, the first one, is the default;
+            `P(None, "data")` for time-major leaves; `P()` for what is whole on every device.
         donate: give the old state's memory to the new one.
         compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
 
@@ -159,7 +163,10 @@ def train_step(
         4096.0 (8, 16)
     """
     mutable = names_of(mutable)
-    options = Options(None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable)
+    options = Options(
+        None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable,
+        batch_specs=batch_specs,
+    )  # fmt: skip
     if stage is not None:
         check_stage(stage)
 
@@ -199,6 +206,7 @@ def eval_step(
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
+    batch_specs: Any = None,
 ) -> Any:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
@@ -218,8 +226,9 @@ def eval_step(
     """
     mutable = names_of(mutable)
     options = Options(
-        None, 1, precision, regather=False, differentiate=False, mutable=mutable
-    )
+        None, 1, precision, regather=False, differentiate=False, mutable=mutable,
+        batch_specs=batch_specs,
+    )  # fmt: skip
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)

@@ -40,6 +40,7 @@ def verify(
     accumulate: int | None = None,
     precision: Precision | None = None,
     mutable: Sequence[str] | None = None,
+    batch_specs: Any = None,
     whole_batch: bool = True,
     tolerance: float | None = None,
     device: Any = None,
@@ -57,7 +58,8 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        loss_fn, tx, plan, accumulate, precision, mutable: as in `train_step`, for other steps.
+        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for other
+            steps.
         whole_batch: whether the loss should be that of the whole batch too. Not compared where
             there are keys, which are folded for each part.
         tolerance: relative; default, by the narrowest dtype that the loss computes in.
@@ -80,7 +82,7 @@ def verify(
             "zerojax.verify(*step.pure(model, optimizer, batch))."
         )
     made = getattr(step, "recipe", None)
-    options = Options(None, accumulate or 1, precision, regather=True)
+    options = Options(None, accumulate or 1, precision, regather=True, batch_specs=batch_specs)
     if made is None and loss_fn is None:
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
@@ -88,7 +90,7 @@ def verify(
             "mutable= where they apply."
         )
     recipe = made or Recipe(loss_fn, options, tuple(mutable or ()), plan, tx)  # type: ignore
-    _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable)
+    _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable, batch_specs)
     found = find_plan(state, recipe.plan, recipe.stage)
     if jax.process_count() > 1:
         raise ValueError(
@@ -98,7 +100,8 @@ def verify(
     _mesh.check_runs(found.mesh)
     found.check_structure(state)
     args = (batch,) if rng is None else (batch, rng)
-    _batch.check(args, _batch.roles(args), found.size, recipe.options.accumulate)
+    roles = _batch.roles(args, recipe.options.batch_specs, found.axes)
+    _batch.check(args, roles, found.size, recipe.options.accumulate)
     device = found.mesh.devices.flat[0] if device is None else device
     check_fits(found, device)
 
@@ -115,7 +118,7 @@ def _check_given(made: Recipe | None, *given: Any) -> None:
     if made is not None and any(value is not None for value in given):
         raise ValueError(
             "a step from zerojax.train_step knows its loss and options. Leave loss_fn=, tx=, "
-            "plan=, accumulate=, precision= and mutable= out."
+            "plan=, accumulate=, precision=, mutable= and batch_specs= out."
         )
 
 

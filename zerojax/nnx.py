@@ -156,7 +156,7 @@ def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
         options: `accumulate`, `precision`, `regather`, `prefetch`, `skip_nonfinite`, `donate`,
-            `compiler_options`: as in `zerojax.train_step`.
+            `batch_specs`, `compiler_options`: as in `zerojax.train_step`.
 
     Example:
         >>> import zerojax.nnx
@@ -178,7 +178,7 @@ def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
 
     Arguments:
         loss_fn: as in `train_step`.
-        options: `precision`, as in `zerojax.eval_step`.
+        options: `precision`, `batch_specs`: as in `zerojax.eval_step`.
 
     Example:
         >>> import zerojax.nnx
