@@ -35,7 +35,7 @@ def value_and_grad(
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         plan: from `zerojax.plan`.
-        has_aux: as in JAX. Aux leaves are averaged; those with a row for each example are
+        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each example are
             put together along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.

@@ -132,7 +132,9 @@ def train_step(
         accumulate: number of microbatches that each device's part of the batch is split into.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
-            arguments and returns updated in a dict `aux`, under the same names.
+            arguments and returns updated in a dict `aux`, under the same names. Floats become the
+            mean over devices and microbatches; integers, booleans and keys what the first of them
+            returns, exactly (`zerojax.verify` says where they do not agree).
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
         tx: the optimizer, for states that do not carry theirs.
         regather: gather weights again in backward instead of keeping them (stage 3).
@@ -211,7 +213,7 @@ def eval_step(
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
-    in `mutable` are passed to the loss as keyword arguments.
+    in `mutable` are passed to the loss as keyword arguments; `batch_specs` is as there.
 
     Example:
         >>> def loss(params, batch):
