@@ -56,7 +56,8 @@ def test_gradients_and_evaluation_take_specs_too():
     told = zerojax.eval_step(recurrent, batch_specs=SPECS)(placed(), BATCH)
     assert float(told["loss"]) == pytest.approx(float(value), rel=1e-6)
     plan = zerojax.plan({"params": PARAMS})
-    loss = lambda params, x: recurrent(params, {**BATCH, "x": x, "y": jnp.zeros(x.shape[1], int)})[0]
+    none = lambda x: {**BATCH, "x": x, "y": jnp.zeros(x.shape[1], int)}
+    loss = lambda params, x: recurrent(params, none(x))[0]
     specs = P(None, "data")  # one for all of the batch
     value, _ = zerojax.value_and_grad(loss, plan, batch_specs=specs)(PARAMS, BATCH["x"])
     assert float(value) == pytest.approx(float(loss(PARAMS, BATCH["x"])), rel=1e-6)

@@ -90,8 +90,9 @@ def test_integers_booleans_and_keys_are_those_of_one_device(stage, accumulate, d
 
 def test_where_devices_disagree_the_first_one_decides_for_all():
     new = lambda params, x, c: {
-        "count": c["count"] + x[0, 0].astype(jnp.int32), "key": jax.random.fold_in(c["key"], x[0, 0])
-    }  # fmt: skip
+        "count": c["count"] + x[0, 0].astype(jnp.int32),
+        "key": jax.random.fold_in(c["key"], x[0, 0]),
+    }
     step = zerojax.train_step(updating(new), mutable="c", accumulate=2)
     x = np.arange(16.0, dtype=np.float32)[:, None] + np.ones(16, np.float32)
     c = {"count": jnp.int32(BIG), "key": jax.random.key(1)}

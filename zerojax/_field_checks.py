@@ -39,9 +39,7 @@ def of_the_parts(reference: Reference, parts: Replayed) -> Found:
     return Found(checks, [_disagree(reference, x) for x in wrong], [])
 
 
-def of_the_whole(
-    reference: Reference, parts: Replayed, whole: Replayed, tolerance: float
-) -> Found:
+def of_the_whole(reference: Reference, parts: Replayed, whole: Replayed, tolerance: float) -> Found:
     """Counts must be those of the whole batch; other means (BatchNorm's) may differ, and say so."""
     found = Found([], [], [])
     for leaf in _leaves(reference, parts, whole):

@@ -35,8 +35,8 @@ def value_and_grad(
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         plan: from `zerojax.plan`.
-        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each example are
-            put together along the batch instead.
+        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
+            example are put together along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.
         precision: dtypes to compute and to reduce in; default, the plan's.
@@ -63,7 +63,9 @@ def value_and_grad(
             f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
             "zerojax.plan(state, stage=3)."
         )
-    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs)
+    options = Options(
+        has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
+    )
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def with_kwargs(params: Any, *args: Any) -> Any:
@@ -96,16 +98,12 @@ def loss_and_grads(
         whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
         shapes = cast_floats(shapes, compute)
-        return trace_loss(
-            loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable
-        )
+        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable)
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
     rows = _batch.rows(arg_values, roles)
-    per_example = _batch.per_example(
-        traced.aux, rows, ways, lambda: trace(1).aux, options.mutable
-    )
+    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     program = Program(plan, options, traced, roles, per_example)
     sharded = jax.shard_map(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),

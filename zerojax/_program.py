@@ -146,7 +146,8 @@ class Program:
                 if p.is_varied and self.options.differentiate
             ]
             like = (jax.ShapeDtypeStruct((), self.loss_dtype), accumulators)
-            (loss, grads), aux = _accumulate.summed(microbatch, self.microbatches(args), count, like)
+            parts = self.microbatches(args)
+            (loss, grads), aux = _accumulate.summed(microbatch, parts, count, like)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / count)
         return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
@@ -184,8 +185,9 @@ class Program:
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
         like = [v.aval for v in hoisted.counter.outvars]
-        totals, _ = _accumulate.summed(count, self.microbatches(args), self.options.accumulate, like)
-        return [lax.psum(t, self.plan.axes) / self.options.accumulate for t in totals]
+        times = self.options.accumulate
+        totals, _ = _accumulate.summed(count, self.microbatches(args), times, like)
+        return [lax.psum(t, self.plan.axes) / times for t in totals]
 
     # -- the loss's arguments
 

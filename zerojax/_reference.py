@@ -66,7 +66,11 @@ class Reference:
         return any(role.kind == _batch.KEY for role in self.roles)
 
     def replay(
-        self, split: Split | None = None, args: Any = None, *, in_float32: bool = False,
+        self,
+        split: Split | None = None,
+        args: Any = None,
+        *,
+        in_float32: bool = False,
         **options: Any,
     ) -> Replayed:
         """The loss on every part, in what the step computes in or at least in float32."""

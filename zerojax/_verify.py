@@ -58,8 +58,8 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for other
-            steps.
+        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for
+            other steps.
         whole_batch: whether the loss should be that of the whole batch too. Not compared where
             there are keys, which are folded for each part.
         tolerance: relative; default, by the narrowest dtype that the loss computes in.
@@ -217,7 +217,7 @@ def _takes_the_whole_batch(
 def _meaning(
     reference: Reference, parts: Replayed, given: float | None
 ) -> tuple[list[Found], dict[str, float]]:
-    """Whether the loss and the fields it updates are the same on the whole batch as on its parts."""
+    """Whether loss and updated fields are the same on the whole batch as on its parts."""
     losses, where = {}, ""
     if reference.computes_narrow:
         parts, where = reference.replay(in_float32=True, differentiate=False), ", in float32"
