@@ -93,8 +93,8 @@ def check_pairs(args: Sequence[Any]) -> None:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
             raise ValueError(
                 f"{_name(path)} is uint32[2] beside no longer batch: an old-style key, or two "
-                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data into "
-                "the first argument after the parameters or into another dtype."
+                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data "
+                "into the first argument after the parameters or into another dtype."
             )
 
 

@@ -1,7 +1,7 @@
 """Fields in `mutable=`: whether the parts of a batch agree on them, and with the whole batch."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
