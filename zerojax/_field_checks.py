@@ -63,9 +63,9 @@ def _leaves(reference: Reference, parts: Replayed, whole: Replayed) -> Iterator[
         leaves, *map(jax.tree.leaves, (kept, whole_kept)), strict=True
     ):
         if _fields.is_field(path, names):
-            values = map(_compare.numbers, (stacked, one, other))
+            each, kept_one, whole_one = map(_compare.numbers, (stacked, one, other))
             has_no_mean = _fields.has_no_mean(path, stacked, names)
-            yield _Leaf(_state.path_name(path), *values, has_no_mean)
+            yield _Leaf(_state.path_name(path), each, kept_one, whole_one, has_no_mean)
 
 
 def _check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
