@@ -124,6 +124,37 @@ def test_statistics_are_means_over_the_devices():
     )
 
 
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(16, 16, rngs=rngs)
+        self.tokens = nnx.Variable(jnp.int32(2**24))
+        self.raw = nnx.Variable(jax.random.PRNGKey(123456789))
+        self.key = nnx.Variable(jax.random.key(3))
+
+    def __call__(self, x):
+        self.tokens[...] += 1
+        for key in (self.raw, self.key):
+            key.set_value(jax.random.split(key.get_value())[0])
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_integers_and_keys_of_ones_own_go_on_exactly(stage):
+    model = Counting(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage)
+    step = zerojax.nnx.train_step(loss_fn, accumulate=2)
+    for _ in range(3):
+        step(model, optimizer, BATCH)
+    one = Counting(nnx.Rngs(0))
+    for _ in range(3):
+        one(BATCH)
+    assert int(model.tokens[...]) == 2**24 + 3
+    np.testing.assert_array_equal(model.raw[...], one.raw[...])
+    got, wanted = (jax.random.key_data(m.key.get_value()) for m in (model, one))
+    np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_random_streams_differ_between_devices_and_go_on(accumulate):
     drawn = lambda model, batch: (loss_fn(model, batch), model.drop(jnp.ones(batch.shape)))

@@ -9,6 +9,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.conftest import make_mesh
 from tests.models import gpt, mlp
 from tests.reference import assert_close, make_state
 
@@ -176,3 +177,49 @@ def test_bad_precision(options, message):
 def test_precision_needs_a_state_that_carries_its_optimizer():
     with pytest.raises(ValueError, match=r"tuple does not carry it.*zerojax.master_weights"):
         zerojax.shard_train_state(({"w": jnp.ones((8, 8))}, ()), precision=BF16)
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 2), (3, 1)])
+def test_float64_is_exact_on_any_number_of_devices(stage, accumulate):
+    with jax.enable_x64(True):
+        rows = np.random.default_rng(0).normal(size=(24, 12))
+        params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(12, 24)))}
+        loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+        state = zerojax.shard_train_state(state, stage, mesh=make_mesh(6))
+        step = zerojax.train_step(loss, accumulate=accumulate, donate=False)
+        new, metrics = step(state, rows)
+        value, grads = jax.value_and_grad(loss)(params, rows)
+        assert metrics["loss"].dtype == jnp.float64
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-14)
+        np.testing.assert_allclose(params["w"] - new.params["w"], grads["w"], rtol=0, atol=1e-15)
+        assert zerojax.verify(step, state, rows).ok
+
+
+def test_a_narrow_loss_is_divided_where_it_is_exact():
+    """A third is another number in bfloat16, and must not multiply each gradient."""
+    params = {"w": jnp.ones((12, 16))}
+    plan = zerojax.plan({"params": params}, stage=0, mesh=make_mesh(3))
+    loss = lambda params, x: jnp.mean(x @ params["w"]).astype(jnp.bfloat16)
+    value, grads = zerojax.value_and_grad(loss, plan)(params, jnp.ones((12, 12)))
+    assert value.dtype == jnp.float32 and float(value) == 12
+    np.testing.assert_allclose(grads["w"], np.full((12, 16), 1 / 16), rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_aux_is_averaged_wide(accumulate):
+    params = {"w": jnp.ones((16, 16))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state = zerojax.shard_train_state(state)
+    half, whole = jnp.float16(60000), jnp.bfloat16(256)
+    aux = {"half": half, "int": jnp.int32(2**24 - 1), "rows": None, "narrow": whole}
+    loss = lambda params, x: (jnp.mean(x @ params["w"]), aux | {"rows": x[:, 0]})
+    x = jnp.arange(16.0, dtype=jnp.float16)[:, None] * jnp.ones(16, jnp.float16)
+    for step in (zerojax.eval_step(loss), lambda s, x: zerojax.train_step(
+        loss, accumulate=accumulate)(s, x)[1]):  # fmt: skip
+        told = step(state, x)["aux"]
+        assert {k: v.dtype.name for k, v in told.items()} == {
+            "half": "float32", "int": "float32", "narrow": "float32", "rows": "float16"
+        }  # fmt: skip
+        assert (float(told["half"]), float(told["int"])) == (60000, 2**24 - 1)
+        np.testing.assert_array_equal(told["rows"], np.arange(16))

@@ -258,6 +258,19 @@ def test_old_and_new_keys_are_folded_and_arrays_of_keys_are_split():
     np.testing.assert_array_equal(rows, jax.vmap(jax.random.uniform)(each))
 
 
+def test_two_labels_are_not_taken_for_a_key():
+    params = {"w": jnp.ones((16, 16))}
+    plan = zerojax.plan({"params": params}, mesh=make_mesh(2))
+    grad = zerojax.value_and_grad(lambda p, x, y: jnp.mean(x @ p["w"]) + jnp.mean(1.0 * y), plan)
+    x, labels = np.ones((2, 16), np.float32), np.array([3, 5], np.uint32)
+    message = r"argument 3 of the loss is uint32\[2\] beside no longer batch.*jax.random.key"
+    with pytest.raises(ValueError, match=message):
+        grad(params, x, labels)
+    assert float(grad(params, x, labels.astype(np.int32))[0]) == 20
+    both = zerojax.value_and_grad(lambda p, b: jnp.mean(b[0] @ p["w"]) + jnp.mean(1.0 * b[1]), plan)
+    assert float(both(params, (x, labels))[0]) == 20
+
+
 def test_placed_states_can_be_copied():
     made = mlp(False)
     state = placed(made)

@@ -382,6 +382,31 @@ def test_batchnorm_is_named_and_its_remedy_passes():
     assert "with accumulate=1 it is the same" in split.causes[0]
 
 
+# -- what is not finite
+
+
+def roots(params, x):
+    return jnp.sqrt(jnp.sum((x @ params["w"]) ** 2))  # no gradient at 0
+
+
+@pytest.mark.parametrize("x", [
+    jnp.full_like(X, jnp.nan), jnp.zeros_like(X)
+], ids=["loss", "gradients"])  # fmt: skip
+def test_a_nan_on_both_sides_is_no_agreement(x):
+    report = zerojax.verify(zerojax.train_step(roots), placed(W), x)
+    assert not report.ok and not report.wrong
+    assert {check.path for check in report.not_finite} >= {"grads/w", "params/w"}
+    assert str(report).startswith("cannot tell")
+    with pytest.raises(AssertionError, match=r"not finite on one device.*jax.debug_nans\(True\)"):
+        report.raise_if_wrong()
+
+
+def test_a_step_that_is_left_out_agrees():
+    step = zerojax.train_step(roots, skip_nonfinite=True)
+    report = zerojax.verify(step, placed(W), jnp.zeros_like(X))
+    assert report.ok and "left out on both sides" in report.notes[0], report
+
+
 # -- the report, and what cannot be verified
 
 

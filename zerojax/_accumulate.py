@@ -15,19 +15,17 @@ from zerojax._mean import COUNT, MEAN
 
 
 def summed(
-    step: Callable[[Any, list[Any]], tuple[Any, Any]], batch: list[Any], count: int, like: Any
+    step: Callable[[Any, list[Any]], tuple[Any, Any]], parts: list[Any], count: int, like: Any
 ) -> tuple[Any, Any]:
-    """Scans `step(index, parts) -> (to sum, to stack)` over microbatches of `batch`.
+    """Scans `step(index, parts) -> (to sum, to stack)` over microbatches, stacked in `parts`.
 
-    Sums start from zeros of `like`'s shapes and keep its dtypes. This device's part of the
-    batch is split where it lies; nothing moves between devices.
+    Sums start from zeros of `like`'s shapes and keep its dtypes.
     """
 
     def body(total: Any, index_and_parts: tuple[Any, list[Any]]) -> tuple[Any, Any]:
         part, stack = step(*index_and_parts)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), stack
 
-    parts = [leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]) for leaf in batch]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     return lax.scan(body, zeros, (jnp.arange(count), parts))
 

@@ -1,100 +1,185 @@
 """The arguments of a loss besides its parameters: what is split, folded or passed on."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _agreement, _fingerprint, _mesh, _move, _spec
+from zerojax import _agreement, _fields, _fingerprint, _mesh, _move, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
 
 
-def roles(args: Sequence[Any]) -> list[str]:
+class Role(NamedTuple):
+    """What becomes of a leaf of the arguments; `dim` is the one that counts examples."""
+
+    kind: str
+    dim: int = 0
+
+
+def roles(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> list[Role]:
     """For each leaf of the arguments: split along the batch, a key, or the same everywhere.
 
     A key has no dimensions; an array of keys is one for each example. Old-style keys, pairs of
-    uint32, are taken for keys everywhere but in the batch itself, the first argument.
+    uint32, are taken for keys everywhere but in the batch itself, the first argument; see
+    `check_pairs` for where that is not sure. `specs` says otherwise for the first argument.
     """
 
-    def role(leaf: Any, in_batch: bool) -> str:
+    def role(leaf: Any, in_batch: bool) -> Role:
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         if (is_key and not jnp.ndim(leaf)) or (not in_batch and _is_raw_key(leaf)):
-            return KEY
-        return BATCH if jnp.ndim(leaf) else WHOLE
+            return Role(KEY)
+        return Role(BATCH if jnp.ndim(leaf) else WHOLE)
 
-    return [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    if specs is None or not args:
+        return found
+    said = _roles_by_specs(args[0], specs, tuple(axes))
+    return [given or role for given, role in itertools.zip_longest(said, found)]
 
 
-def check(args: Sequence[Any], roles: Sequence[str], size: int, accumulate: int = 1) -> None:
+def _roles_by_specs(batch: Any, specs: Any, axes: tuple[str, ...]) -> list[Role | None]:
+    """What a tree prefix of specs says of each leaf of the batch; None where it says nothing."""
+    is_leaf = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
+    try:
+        given = jax.tree.broadcast(specs, batch, is_leaf=is_leaf)
+    except ValueError:
+        raise ValueError(
+            f"batch_specs= does not fit the batch, which is {jax.tree.structure(batch)}. Give one "
+            "PartitionSpec for all of it, or a tree that begins as the batch does."
+        ) from None
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    pairs = zip(leaves, jax.tree.leaves(given, is_leaf=is_leaf), strict=True)
+    return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
+
+
+def _role_by_spec(path: tuple, value: Any, spec: Any, axes: tuple[str, ...]) -> Role | None:
+    if spec is None:
+        return None
+    entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
+    named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
+    if not named:
+        return Role(WHOLE)
+    dim, entry = named[0]
+    fits = isinstance(spec, PartitionSpec) and entry in (axes, axes[0] if len(axes) == 1 else axes)
+    if len(named) > 1 or not fits or dim >= jnp.ndim(value):
+        name, over = path_name(path), repr(axes[0] if len(axes) == 1 else axes)
+        raise ValueError(
+            f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
+            f"shape {jnp.shape(value)}, and batches are split over {over}. Use P({over}) where the "
+            f"first dimension counts examples, P(None, {over}) where the second does, and P() for "
+            "what is whole on every device."
+        )
+    return Role(BATCH, dim)
+
+
+def split(value: Any, dim: int, count: int) -> Any:
+    """`value` cut in so many parts along `dim`, with a new first dimension that counts them."""
+    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
+    return jnp.moveaxis(value.reshape(shape), dim, 0)
+
+
+def check_pairs(args: Sequence[Any]) -> None:
+    """Raises where an old-style key may as well be two rows of the batch."""
+    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    pairs = zip(leaves, roles(args), strict=True)
+    lengths = {jnp.shape(value)[0] for (_, value), role in pairs if role.kind == BATCH}
+    for path, value in leaves:
+        if path[0].idx and _is_raw_key(value) and not lengths - {2}:
+            raise ValueError(
+                f"{_name(path)} is uint32[2] beside no longer batch: an old-style key, or two "
+                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data "
+                "into the first argument after the parameters or into another dtype."
+            )
+
+
+def check(args: Sequence[Any], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
     """Raises where the batch cannot be split over devices and microbatches."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
-    split = [(_name(p), v) for (p, v), role in zip(leaves, roles, strict=True) if role == BATCH]
-    if not split:
+    counts = [
+        (_name(path), jnp.shape(value)[role.dim], role.dim)
+        for (path, value), role in zip(leaves, roles, strict=True)
+        if role.kind == BATCH
+    ]
+    if not counts:
         return
-    first_name, first = split[0]
-    for name, value in split:
-        if jnp.shape(value)[0] != jnp.shape(first)[0]:
+    first_name, first, first_dim = counts[0]
+    for name, rows, dim in counts:
+        if rows != first:
             raise ValueError(
-                f"batch leaves disagree on their leading dimension: {first_name} has "
-                f"{jnp.shape(first)[0]} and {name} has {jnp.shape(value)[0]}. Give every leaf one "
-                "row for each example; let the loss close over what is no part of the batch, and "
-                "make keys with jax.random.key."
+                f"batch leaves disagree on their {_dim_name(max(dim, first_dim))}: {first_name} "
+                f"has {first} and {name} has {rows}. Give every leaf one row for each example; say "
+                "with batch_specs= which have none, or have them along another dimension, and make "
+                "keys with jax.random.key."
             )
-    check_divides(first_name, jnp.shape(first)[0], size, accumulate)
+    check_divides(first_name, first, size, accumulate, first_dim)
 
 
-def check_divides(name: str, rows: int, size: int, accumulate: int) -> None:
+def _dim_name(dim: int) -> str:
+    return f"dimension {dim}" if dim else "leading dimension"
+
+
+def check_divides(name: str, rows: int, size: int, accumulate: int, dim: int = 0) -> None:
     ways = size * accumulate
     if rows == 0 or rows % ways:
         over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
         below, above = rows // ways * ways, -(-max(rows, 1) // ways) * ways
         use = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"{name} has a leading dimension of {rows}, which does not divide over {over}. Use "
+            f"{name} has a {_dim_name(dim)} of {rows}, which does not divide over {over}. Use "
             f"{use} examples, or pad and mask the rest with zerojax.mean(values, where=mask)."
         )
 
 
-def part_shape(value: Any, role: str, ways: int) -> jax.ShapeDtypeStruct:
+def part_shape(value: Any, role: Role, ways: int) -> jax.ShapeDtypeStruct:
     """What a loss sees of a leaf when the batch is split so many ways."""
-    shape = jnp.shape(value)
-    if role == BATCH:
-        shape = (shape[0] // ways, *shape[1:])
+    shape = list(jnp.shape(value))
+    if role.kind == BATCH:
+        shape[role.dim] //= ways
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def rows(values: Sequence[Any], roles: Sequence[str]) -> int:
+def rows(values: Sequence[Any], roles: Sequence[Role]) -> int:
     """The number of examples in the batch; 0 without one."""
-    found = [v.shape[0] for v, role in zip(values, roles, strict=True) if role == BATCH]
+    pairs = zip(values, roles, strict=True)
+    found = [v.shape[role.dim] for v, role in pairs if role.kind == BATCH]
     return found[0] if found else 0
 
 
-def per_example(aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any]) -> Any:
-    """Which aux leaves have a row for each example, in the structure of `aux`.
+def per_example(
+    aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any], mutable: Sequence[str] = ()
+) -> Any:
+    """Which aux leaves have a row for each example, in the structure of `aux`; `mutable` none.
 
     Those whose first dimension is as long as a part of the batch are suspects; tracing the loss
     once more on the whole batch tells. Without suspects nothing is traced.
     """
 
-    def suspect(leaf: Any) -> bool:
-        return bool(rows and leaf.shape) and leaf.shape[0] == rows // ways
+    def suspect(path: tuple, leaf: Any) -> bool:
+        if not rows or not leaf.shape or _fields.is_field(path, mutable):
+            return False
+        return leaf.shape[0] == rows // ways
 
-    suspects = jax.tree.map(suspect, aux)
+    suspects = jax.tree_util.tree_map_with_path(suspect, aux)
     if ways == 1 or not any(jax.tree.leaves(suspects)):
         return suspects
     return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, whole_aux())
 
 
 def shard_batch(
-    batch: Any, mesh: Mesh | None = None, *, axis: str | Sequence[str] | None = None
+    batch: Any,
+    mesh: Mesh | None = None,
+    *,
+    axis: str | Sequence[str] | None = None,
+    batch_specs: Any = None,
 ) -> Any:
-    """Puts a host batch on the devices, split along its first dimension.
+    """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
     `train_step` takes host batches too; placing the next batch early overlaps its transfer
     with the running step. Scalars and PRNG keys go to every device.
@@ -108,18 +193,26 @@ def shard_batch(
         (1, 3)
     """
     mesh, axes = _mesh.resolve(mesh, axis)
-    found = roles((batch,))
-    split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
-    whole = NamedSharding(mesh, PartitionSpec())
-    check((batch,), found, len(_local_parts(split, _mesh.axes_size(mesh, axes))))
+    found = roles((batch,), batch_specs, axes)
+    rows_first = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    check((batch,), found, len(_local_parts(rows_first, _mesh.axes_size(mesh, axes))))
     leaves, treedef = jax.tree.flatten(batch)
-    if not split.is_fully_addressable:
+    if not rows_first.is_fully_addressable:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
-    placed = [
-        _from_this_process(value, split) if role == BATCH else _move.moved(value, whole)
-        for value, role in zip(leaves, found, strict=True)
-    ]
-    return treedef.unflatten(placed)
+
+    def placed(value: Any, role: Role) -> jax.Array:
+        sharding = NamedSharding(mesh, _spec.normal(spec(role, axes)))
+        move = _from_this_process if role.kind == BATCH else _move.moved
+        return move(value, sharding)
+
+    return treedef.unflatten(map(placed, leaves, found))
+
+
+def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
+    """How a leaf lies over the axes of a mesh."""
+    if role.kind != BATCH:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * role.dim, tuple(axes))
 
 
 @functools.cache

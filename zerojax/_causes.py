@@ -1,13 +1,13 @@
 """Why a step and one device disagree: likely causes, each tried out on one device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import _compare, _state
+from zerojax import _batch, _compare, _state
 from zerojax._compare import Check
 from zerojax._reference import Reference
 from zerojax._replay import Replayed, Split
@@ -48,7 +48,7 @@ def of_the_step(
         yield (
             f"Devices that should hold the same {differing[0]}{more} hold different values: a "
             "device went by its own part of the batch. Reduce gradients before the update: "
-            f"jax.lax.pmean(grads, {axis_of(reference)})."
+            f"jax.lax.pmean(grads, {reference.axis_name})."
         )
     state_is_wrong = bool(wrong & {"gradient", *STATE})
     found_loss = found_state = False
@@ -67,7 +67,7 @@ def of_the_step(
 
 
 def mistakes(reference: Reference, right: Replayed) -> Iterator[Mistake]:
-    split, axis = reference.split, axis_of(reference)
+    split, axis = reference.split, reference.axis_name
     size = split.ways // split.accumulate
     if reference.has_keys:
         same = reference.replay(fold=False)
@@ -102,9 +102,8 @@ def _explains(
         pairs = zip(*map(jax.tree.leaves, (observed.grads, grads, limits)), strict=True)
         checks = [_compare.compare("", "", a, b, limit) for a, b, limit in pairs]
     else:
-        fields = reference.fields(right)
-        wanted = reference.update(grads, fields)
-        spreads = _compare.spread(lambda g: reference.update(g, fields), wanted, grads, limits)
+        wanted = reference.update(grads, right)
+        spreads = _compare.spread(lambda g: reference.update(g, right), wanted, grads, limits)
         checks = [
             check
             for check in _compare.compare_states(
@@ -151,8 +150,8 @@ def _updated_on_shards(
     reference: Reference, right: Replayed, observed: Observed, spreads: list[Any], tolerance: float
 ) -> bool:
     """Whether updating each device's shards by themselves gives what the step gave."""
-    plan, fields = reference.plan, reference.fields(right)
-    if fields or not plan.sharded[_state.OPT_STATE]:
+    plan = reference.plan
+    if reference.recipe.mutable or not plan.sharded[_state.OPT_STATE]:
         return False
     old, treedef = jax.tree.flatten(reference.state)
     grads, grad_tree = jax.tree.flatten(right.grads)
@@ -167,7 +166,7 @@ def _updated_on_shards(
         shards = [v[i] for v, i in zip(old, at, strict=True)]
         grad_shards = [g[i] for g, i in zip(grads, grads_at, strict=True)]
         made = reference.update_of(
-            treedef.unflatten(shards), grad_tree.unflatten(grad_shards), fields
+            treedef.unflatten(shards), grad_tree.unflatten(grad_shards), right
         )
         parts = zip(new, shards, jax.tree.leaves(made), at, spreads, strict=True)
         for value, before, wanted, index, far in parts:
@@ -183,14 +182,14 @@ def _updated_on_shards(
 
 def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
     """The likely cause of a loss that means something else on a part than on the whole batch."""
-    split, axis = reference.split, axis_of(reference)
+    split, axis = reference.split, reference.axis_name
     accept = "or accept it with whole_batch=False"
 
     def close(a: float, b: float) -> bool:
         return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
     def loss_of(split: Split, args: Any = None) -> float:
-        return reference.replay(split, args, wide=True, differentiate=False).loss
+        return reference.replay(split, args, in_float32=True, differentiate=False).loss
 
     finite = np.flatnonzero(np.isfinite(parts.losses))
     if len(finite) < split.ways and np.isfinite(whole):
@@ -208,6 +207,9 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "The loss means something else on a microbatch than on the whole batch: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
+    for other in _other_splits(reference):
+        if _splits_so(reference, other.roles, whole, close):
+            return f"{other.what} Say so, batch_specs={other.specs}, {accept}."
     first = int(finite[0]) if len(finite) else 0
     repeated = loss_of(split.whole(), reference.part_args([first] * split.ways, split.ways))
     if not close(repeated, float(parts.losses[first])):
@@ -226,6 +228,60 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     )
 
 
-def axis_of(reference: Reference) -> str:
-    axes = reference.plan.axes
-    return repr(axes[0] if len(axes) == 1 else axes)
+class _OtherSplit(NamedTuple):
+    """Another way to split a batch, and what it would mean if that were the right one."""
+
+    what: str
+    roles: list[_batch.Role]
+    specs: str
+
+
+def _other_splits(reference: Reference) -> Iterator[_OtherSplit]:
+    """Time-major, where second dimensions count the examples; one leaf whole on every device."""
+    leaves = jax.tree_util.tree_flatten_with_path(reference.args[0])[0]
+    rest = reference.roles[len(leaves) :]
+    ways = reference.split.ways
+
+    def other(what: str, roles: list[_batch.Role]) -> _OtherSplit:
+        pairs = zip(leaves, roles, strict=True)
+        said = {_state.path_name(path): _spec_text(role, reference) for (path, _), role in pairs}
+        inside = ", ".join(f"{name!r}: {spec}" for name, spec in said.items())
+        return _OtherSplit(what, [*roles, *rest], said.get("") or "{" + inside + "}")
+
+    seconds = [value.shape[1] for _, value in leaves if value.ndim > 1]
+    if seconds and seconds[0] % ways == 0:
+        rows = (seconds[0],)
+        fitting = [[d for d in (1, 0) if v.shape[d : d + 1] == rows] for _, v in leaves]
+        roles = [_batch.Role(_batch.BATCH, d[0]) if d else _WHOLE for d in fitting]
+        yield other(
+            "The batch is time-major: split along dimension 1 the loss means the same on every "
+            "part.", roles,
+        )  # fmt: skip
+    for i, (path, _) in enumerate(leaves):
+        roles = list(reference.roles[: len(leaves)])
+        if sum(role.kind == _batch.BATCH for role in roles) > 1 and roles[i].kind == _batch.BATCH:
+            roles[i] = _WHOLE
+            yield other(
+                f"The batch leaf {_state.path_name(path)} belongs to all examples: whole on every "
+                "device, the loss means the same on every part.", roles,
+            )  # fmt: skip
+
+
+_WHOLE = _batch.Role(_batch.WHOLE)
+
+
+def _spec_text(role: _batch.Role, reference: Reference) -> str:
+    dims = ["None"] * role.dim + [reference.axis_name]
+    return f"P({', '.join(dims)})" if role.kind == _batch.BATCH else "P()"
+
+
+def _splits_so(
+    reference: Reference, roles: list[_batch.Role], whole: float, close: Callable[..., bool]
+) -> bool:
+    """Whether the loss on parts cut in this way is that of the whole batch."""
+    try:
+        _batch.check(reference.args, roles, reference.split.ways)
+        parts = reference.replay(in_float32=True, differentiate=False, roles=roles)
+    except Exception:  # a loss that takes no such parts raises what it or its library likes
+        return False
+    return close(parts.loss, whole)

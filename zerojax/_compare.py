@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._state import Leaf, path_name
+from zerojax._state import OPT_STATE, PARAMS, Leaf, path_name
 
 OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
+NOT_FINITE = "not finite on one device either"
 
 # How far apart two orders of summation may land, measured against the largest element of a leaf.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
@@ -84,15 +85,25 @@ def compare(
             differ = True
         if not raw.size:
             continue
-        offs = _difference(raw.astype(wanted.dtype), wanted[index])
+        offs = difference(raw.astype(wanted.dtype), wanted[index])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.nan_to_num(offs / allowed[index], nan=0.0, posinf=np.inf)
         at = np.unravel_index(np.argmax(ratio), ratio.shape)
         if ratio[at] > worst:
             worst, off, limit = float(ratio[at]), float(offs[at]), float(allowed[index][at])
     tells = np.any(allowed < judged) or not scale
-    verdict = WRONG if off > limit else OK if tells else UNSEEN
+    verdict = OK if tells else UNSEEN
+    if _tells_nothing(kind, wanted):
+        verdict = NOT_FINITE
+    verdict = WRONG if off > limit else verdict
     return Check(path, kind, off, scale, limit, verdict, differ)
+
+
+def _tells_nothing(kind: str, wanted: np.ndarray) -> bool:
+    """Gradients and what they led to. Infinities in a state may be meant: a best value so far."""
+    if kind in (PARAMS, OPT_STATE):
+        return bool(np.isnan(wanted).any())
+    return kind == "gradient" and not np.isfinite(wanted).all()
 
 
 def gradient_limits(grads: Any, tolerance: float) -> Any:
@@ -131,7 +142,7 @@ def spread(update: Callable[[Any], Any], reference: Any, grads: Any, limits: Any
         signs = jax.tree.map(lambda _: sign, limits)  # noqa: B023
         moved = update(jax.tree.map(noisy, grads, limits, signs))
         for far, leaf, new in zip(most, wanted, jax.tree.leaves(moved), strict=True):
-            np.maximum(far, _difference(numbers(new), leaf), out=far, casting="unsafe")
+            np.maximum(far, difference(numbers(new), leaf), out=far, casting="unsafe")
     return [2 * far + 10 * np.median(far) if far.size else far for far in most]
 
 
@@ -185,7 +196,7 @@ def _raw(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
+def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Element by element; what is not finite must be equal."""
     with np.errstate(invalid="ignore"):
         off = np.abs(value - reference)

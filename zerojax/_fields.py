@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey
 
-from zerojax import _refusals
+from zerojax import _refusals, _state
 
 
 def with_fields(
@@ -27,6 +28,16 @@ def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:
     return (mutable,) if isinstance(mutable, str) else tuple(mutable)
 
 
+def is_field(path: tuple, names: Sequence[str]) -> bool:
+    """Whether a leaf at this path of aux belongs to one of the fields that `names` tells."""
+    return bool(path) and isinstance(path[0], DictKey) and path[0].key in names
+
+
+def has_no_mean(path: tuple, leaf: Any, names: Sequence[str]) -> bool:
+    """Whether a leaf of aux is a field's integers, booleans or keys, which one device decides."""
+    return is_field(path, names) and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Takes updated fields out of aux, in the dtypes they have in the state.
 
@@ -40,17 +51,58 @@ def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[
             f"mutable={list(names)}, but the loss did not return {missing[0]!r}. Return "
             f"(loss, {{{missing[0]!r}: ..., }})."
         )
+    new = {name: aux[name] for name in names}
+    old = {name: _field(state, name) for name in names}
+    _check_structure(new, old)
+    fields = jax.tree_util.tree_map_with_path(_like, new, old, is_leaf=_is_none)
+    return without_fields(aux, names), fields
 
-    def like(new: Any, old: Any) -> Any:
-        if new is None:
-            return old
-        rounds = jnp.issubdtype(old.dtype, jnp.integer) and jnp.issubdtype(new.dtype, jnp.floating)
-        return (jnp.round(new) if rounds else new).astype(old.dtype)
 
-    is_none = lambda leaf: leaf is None  # noqa: E731
-    fields = {n: jax.tree.map(like, aux[n], _field(state, n), is_leaf=is_none) for n in names}
-    left = {k: v for k, v in aux.items() if k not in names}
-    return left or None, fields
+def without_fields(aux: Any, names: Sequence[str]) -> Any:
+    if not names or not isinstance(aux, dict):
+        return aux
+    return {k: v for k, v in aux.items() if k not in names} or None
+
+
+def _like(path: tuple, new: Any, old: Any) -> Any:
+    """The new value in the old one's dtype; an error where that is none for it."""
+    if new is None:
+        return old
+
+    def is_a(kind: Any, leaf: Any) -> bool:
+        return jnp.issubdtype(leaf.dtype, kind)
+
+    is_key = is_a(jax.dtypes.extended, new)
+    rounds = is_a(jnp.inexact, new) and not is_a(jnp.inexact, old)
+    if new.shape != old.shape or rounds or is_key != is_a(jax.dtypes.extended, old):
+        raise TypeError(
+            f"the loss returned {_state.path_name(path)}, a field in mutable=, as "
+            f"{new.dtype}{list(new.shape)}, and the state has it as {old.dtype}{list(old.shape)}. "
+            "Return what the state has; a float for an integer is yours to round."
+        )
+    return new if is_key else new.astype(old.dtype)
+
+
+def _check_structure(new: Any, old: Any) -> None:
+    try:
+        jax.tree.map(lambda *_: None, new, old, is_leaf=_is_none)
+        return
+    except ValueError as error:
+        why = str(error)
+    have, want = (
+        {_state.path_name(p) for p, _ in jax.tree_util.tree_flatten_with_path(t)[0]}
+        for t in (new, old)
+    )
+    what = [f"without {path}, which the state has" for path in sorted(want - have)]
+    what += [f"with {path}, which the state has not" for path in sorted(have - want)]
+    raise TypeError(
+        f"the loss returned the fields in mutable= {what[0] if what else f'otherwise: {why}'}. "
+        "Return every leaf that the state has, those that do not change as they came or as None."
+    )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def _field(state: Any, name: str) -> Any:

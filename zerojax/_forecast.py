@@ -188,7 +188,8 @@ def forecast(
         losses, mutable, tx = {"": recipe.loss_fn}, recipe.mutable, tx or recipe.tx
         stages = stages if recipe.stage is None else (recipe.stage,)
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
-        options = {"regather": recipe.options.regather, "prefetch": recipe.options.prefetch}
+        names = ("regather", "prefetch", "batch_specs")
+        options = {name: getattr(recipe.options, name) for name in names}
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
     choices = list(itertools.product(losses.items(), stages, microbatches))
     if not choices:
@@ -202,7 +203,8 @@ def forecast(
     for (variant, loss), stage, each in progress(choices, "compiling"):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
-        shapes, key = aot.batch((batch, rng), plan)
+        shapes = aot.batch(batch, plan, batch_specs=options.get("batch_specs"))
+        key = aot.batch(rng, plan)
         started = time.perf_counter()
         report = _audit.audit(
             step, plan.abstract(), shapes, key, plan=plan, gpu=gpu, per_host=per_host,

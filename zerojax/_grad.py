@@ -22,19 +22,21 @@ def value_and_grad(
     precision: Precision | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
+    batch_specs: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for parameters that live where `plan` puts them.
 
     `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
     batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
     split along their first dimension, PRNG keys are folded with the device's index, scalars are
-    passed on. What the loss closes over is passed on whole.
+    passed on. What the loss closes over is passed on whole. Old-style keys, uint32[2], are keys
+    beside a batch of any length but 2, where they are refused.
 
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         plan: from `zerojax.plan`.
-        has_aux: as in JAX. Aux leaves are averaged; those with a row for each example are
-            put together along the batch instead.
+        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
+            example are put together along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.
         precision: dtypes to compute and to reduce in; default, the plan's.
@@ -42,6 +44,7 @@ def value_and_grad(
         prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
             both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, then stays for backward.
+        batch_specs: as in `train_step`, for the first argument after the parameters.
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
@@ -60,13 +63,16 @@ def value_and_grad(
             f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
             "zerojax.plan(state, stage=3)."
         )
-    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch)
+    options = Options(
+        has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
+    )
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def with_kwargs(params: Any, *args: Any) -> Any:
             return loss_fn(params, *args[:-1], **args[-1])
 
         every = (*args, kwargs)
+        _batch.check_pairs(every)
         loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         return (loss, aux) if has_aux else loss, grads
 
@@ -80,7 +86,7 @@ def loss_and_grads(
     check_params(params, plan)
     values, treedef = jax.tree.flatten(params)
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    roles = _batch.roles(args)
+    roles = _batch.roles(args, options.batch_specs, plan.axes)
     _batch.check(args, roles, plan.size, options.accumulate)
 
     compute = precision_of(plan, options.precision).compute
@@ -92,12 +98,12 @@ def loss_and_grads(
         whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
         shapes = cast_floats(shapes, compute)
-        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes)
+        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable)
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
     rows = _batch.rows(arg_values, roles)
-    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux)
+    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     program = Program(plan, options, traced, roles, per_example)
     sharded = jax.shard_map(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),

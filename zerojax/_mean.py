@@ -38,7 +38,7 @@ def mean(values: Any, where: Any = None) -> jax.Array:
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
         wide = jnp.promote_types(values.dtype, jnp.float32)
         total = jnp.sum(jnp.where(mask, values, 0), dtype=wide)
-        count = jnp.sum(mask, dtype=jnp.float32)
+        count = jnp.sum(mask, dtype=wide)
         if axes:
             total, count = lax.psum(total, axes), _global_count(count, axes)
         # Through accumulation the count is a mean over microbatches and may well be below 1.

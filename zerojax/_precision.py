@@ -74,6 +74,23 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def wide(dtype: Any) -> Any:
+    """A dtype for sums and means of `dtype`: its own, float32 at least; of integers JAX's float."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.result_type(float)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def exact_share(ways: int) -> tuple[float, float]:
+    """`1 / ways` as a power of two, which narrow dtypes hold exactly, and the factor that is left.
+
+    The first goes into a loss, where it keeps sums of its gradients from overflowing; the second,
+    which is rounded in most dtypes, onto the sums. It is 1 where `ways` is a power of two.
+    """
+    power = 1 << (ways - 1).bit_length()
+    return 1 / power, power / ways
+
+
 def check_precision(precision: Any) -> None:
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import _accumulate, _batch, _compat, _engine, _gather, _spec, _xla_options
+from zerojax import _accumulate, _batch, _compat, _engine, _fields, _gather, _spec, _xla_options
 from zerojax._parameter import Parameter
 from zerojax._plan import Plan
-from zerojax._precision import Precision, cast_floats, check_precision
+from zerojax._precision import Precision, cast_floats, check_precision, exact_share, wide
 from zerojax._trace import TracedLoss
 
 
@@ -26,6 +26,8 @@ class Options:
     regather: bool
     differentiate: bool = True
     prefetch: int | str = "auto"
+    mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
+    batch_specs: Any = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -66,7 +68,7 @@ class Program:
         plan: Plan,
         options: Options,
         traced: TracedLoss,
-        roles: Sequence[str],
+        roles: Sequence[_batch.Role],
         per_example: Any,
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
@@ -95,10 +97,9 @@ class Program:
     # -- where things come from and go to
 
     def in_specs(self) -> tuple[list, list, list]:
-        batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
         params = [_spec.only_axes(leaf.spec, self.plan.axes) for leaf in self.plan.params]
-        args = [batch if role == _batch.BATCH else whole for role in self.roles]
-        return params, args, [whole] * len(self.traced.closed_over)
+        args = [_batch.spec(role, self.plan.axes) for role in self.roles]
+        return params, args, [PartitionSpec()] * len(self.traced.closed_over)
 
     def out_specs(self) -> tuple[Any, Any, Any]:
         batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
@@ -116,6 +117,7 @@ class Program:
         counts = self.counts(args, closed_over)
         varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
         floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
+        share, rest = exact_share(self.plan.size * count)
 
         def scaled_loss(floats: list[Any], loss_args: list[Any]) -> tuple[Any, tuple[Any, Any]]:
             found = iter(floats)
@@ -124,7 +126,7 @@ class Program:
                 for p, value, v in zip(self.params, values, varied, strict=True)
             ]
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
-            return loss / (self.plan.size * count), (loss, aux)
+            return loss * share, (loss, aux)
 
         def microbatch(index: Any, parts: list[Any]) -> tuple[tuple[Any, list[Any]], Any]:
             loss_args = self.loss_args(args, parts, index)
@@ -143,11 +145,16 @@ class Program:
                 for p, v in zip(self.params, varied, strict=True)
                 if p.is_varied and self.options.differentiate
             ]
-            like = (jax.ShapeDtypeStruct((), jnp.float32), accumulators)
-            (loss, grads), aux = _accumulate.summed(microbatch, self.batch_args(args), count, like)
-        aux = jax.tree.map(self.joined_aux, aux, self.per_example)
+            like = (jax.ShapeDtypeStruct((), self.loss_dtype), accumulators)
+            parts = self.microbatches(args)
+            (loss, grads), aux = _accumulate.summed(microbatch, parts, count, like)
+        aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / count)
-        return loss, aux, self.reduced(grads) if self.options.differentiate else []
+        return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
+
+    @property
+    def loss_dtype(self) -> Any:
+        return wide(self.traced.jaxpr.outvars[0].aval.dtype)
 
     def loss(self, inputs: list[Any], counts: list[Any]) -> tuple[Any, Any]:
         jaxpr = self.traced.jaxpr
@@ -163,7 +170,7 @@ class Program:
         else:
             outs = _compat.run_jaxpr(jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
-        return loss.astype(jnp.float32), jax.tree.structure(self.traced.aux).unflatten(aux)
+        return loss.astype(self.loss_dtype), jax.tree.structure(self.traced.aux).unflatten(aux)
 
     def counts(self, args: list[Any], closed_over: list[Any]) -> list[Any]:
         """For each `zerojax.mean`, the mean over microbatches of its count over the devices."""
@@ -178,8 +185,9 @@ class Program:
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
         like = [v.aval for v in hoisted.counter.outvars]
-        totals, _ = _accumulate.summed(count, self.batch_args(args), self.options.accumulate, like)
-        return [lax.psum(t, self.plan.axes) / self.options.accumulate for t in totals]
+        times = self.options.accumulate
+        totals, _ = _accumulate.summed(count, self.microbatches(args), times, like)
+        return [lax.psum(t, self.plan.axes) / times for t in totals]
 
     # -- the loss's arguments
 
@@ -188,19 +196,26 @@ class Program:
         index = lax.axis_index(self.plan.axes)
         args = cast_floats(args, self.precision.compute)
         pairs = zip(args, self.roles, strict=True)
-        return [jax.random.fold_in(a, index) if role == _batch.KEY else a for a, role in pairs]
+        is_key = lambda role: role.kind == _batch.KEY  # noqa: E731
+        return [jax.random.fold_in(a, index) if is_key(role) else a for a, role in pairs]
 
     def batch_args(self, args: list[Any]) -> list[Any]:
-        return [a for a, role in zip(args, self.roles, strict=True) if role == _batch.BATCH]
+        return [a for a, role in zip(args, self.roles, strict=True) if role.kind == _batch.BATCH]
+
+    def microbatches(self, args: list[Any]) -> list[Any]:
+        """This device's part of the batch, split where it lies: nothing moves between devices."""
+        dims = [role.dim for role in self.roles if role.kind == _batch.BATCH]
+        pairs = zip(self.batch_args(args), dims, strict=True)
+        return [_batch.split(value, dim, self.options.accumulate) for value, dim in pairs]
 
     def loss_args(self, args: list[Any], parts: list[Any], index: Any | None) -> list[Any]:
         """The arguments of microbatch `index` (None: there is only one), its `parts` put in."""
         found = iter(parts)
 
-        def arg(value: Any, role: str) -> Any:
-            if role == _batch.BATCH:
+        def arg(value: Any, role: _batch.Role) -> Any:
+            if role.kind == _batch.BATCH:
                 return next(found)
-            if role == _batch.KEY and index is not None:
+            if role.kind == _batch.KEY and index is not None:
                 return jax.random.fold_in(value, index)
             return value
 
@@ -208,20 +223,36 @@ class Program:
 
     # -- results
 
-    def joined_aux(self, stacked: Any, has_rows: bool) -> Any:
-        """An aux leaf, one a microbatch: put together, or averaged over all and the devices."""
+    def joined_aux(self, path: tuple, stacked: Any, has_rows: bool) -> Any:
+        """An aux leaf, one a microbatch: put together, or one value for all and the devices."""
         if has_rows:
             return stacked.reshape(-1, *stacked.shape[2:])
-        if not jnp.issubdtype(stacked.dtype, jnp.inexact):
-            stacked = stacked.astype(jnp.float32)
-        return self.device_mean(jnp.mean(stacked, axis=0))
+        if _fields.has_no_mean(path, stacked, self.options.mutable):
+            return self.of_first_device(stacked[0])
+        return self.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
 
     def device_mean(self, value: Any) -> Any:
         return lax.pmean(value, self.plan.axes) if self.plan.size > 1 else value
 
-    def reduced(self, grads: list[Any]) -> list[Any]:
+    def of_first_device(self, value: Any) -> Any:
+        """The first device's integers, booleans or keys on every device, bit by bit."""
+        if self.plan.size == 1:
+            return value
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            words = self.of_first_device(jax.random.key_data(value))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        summed = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
+        is_first = lax.axis_index(self.plan.axes) == 0
+        return lax.psum(jnp.where(is_first, summed, 0), self.plan.axes).astype(value.dtype)
+
+    def reduced(self, grads: list[Any], rest: float) -> list[Any]:
+        """The mean of the gradients, of which `rest` is the factor that they still lack."""
         found = iter(grads)
-        return [
-            p.reduced(next(found), self.wire) if p.is_varied else p.no_gradient()
-            for p in self.params
-        ]
+
+        def mean(p: Parameter) -> Any:
+            if not p.is_varied:
+                return p.no_gradient()
+            grad = p.reduced(next(found), self.wire)
+            return grad if rest == 1 else (grad.astype(wide(grad.dtype)) * rest).astype(grad.dtype)
+
+        return list(map(mean, self.params))

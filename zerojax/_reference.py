@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _batch, _compare, _finite, _state
-from zerojax._fields import split_fields, with_fields
+from zerojax._fields import has_no_mean, split_fields, with_fields
 from zerojax._plan import Plan
+from zerojax._precision import wide
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
 from zerojax._step import Recipe, grad_norm
@@ -26,37 +27,61 @@ class Reference:
         self.recipe, self.plan, self.device = recipe, plan, device
         self.state = on_one_device(state, device)
         self.args = on_one_device(tuple(args), device)
-        self.roles = _batch.roles(args)
+        self.roles = _batch.roles(args, recipe.options.batch_specs, plan.axes)
         self.precision = precision_of(plan, recipe.options.precision)
         sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
         self.split = Split(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
-    def updated(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+    def updated(self, state: Any, grads: Any, fields: dict[str, Any], loss_is_finite: Any) -> Any:
         """What the step makes of these gradients: the user's update, and the loss scale's."""
         new_state = apply_gradients(state, grads, self.recipe.tx, fields)
+        if not self.may_skip:
+            return new_state
+        finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
+        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
+        new_state = _finite.counted(new_state, 1 - finite.astype(jnp.int32))
         scale = _finite.scale_of(state)
         if scale is None:
             return new_state
-        finite = jnp.isfinite(grad_norm(grads))
-        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
         return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
 
     @property
+    def may_skip(self) -> bool:
+        """Whether the step leaves out updates that are not finite."""
+        return self.recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
+
+    def skips(self, replayed: Replayed) -> bool:
+        norm = grad_norm(replayed.grads)
+        return self.may_skip and not (np.isfinite(replayed.loss) and np.isfinite(norm))
+
+    @property
+    def axis_name(self) -> str:
+        """As a loss names it in its collectives."""
+        axes = self.plan.axes
+        return repr(axes[0] if len(axes) == 1 else axes)
+
+    @property
     def has_keys(self) -> bool:
-        return _batch.KEY in self.roles
+        return any(role.kind == _batch.KEY for role in self.roles)
 
     def replay(
-        self, split: Split | None = None, args: Any = None, *, wide: bool = False, **options: Any
+        self,
+        split: Split | None = None,
+        args: Any = None,
+        *,
+        in_float32: bool = False,
+        **options: Any,
     ) -> Replayed:
-        """The loss on every part. `wide`: in float32, whatever the step computes in."""
+        """The loss on every part, in what the step computes in or at least in float32."""
         compute, state = self.precision.compute, self.state
-        if wide and self.computes_narrow:
+        if in_float32 and self.computes_narrow:
             compute = jnp.float32
         loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
         replayed = replay(
             loss_fn, _state.get_params(state), self.args if args is None else args,
-            self.split if split is None else split, compute=compute, **options,
+            self.split if split is None else split, compute=compute,
+            **{"mutable": self.recipe.mutable, "roles": self.roles} | options,
         )  # fmt: skip
         return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
 
@@ -79,42 +104,47 @@ class Reference:
 
     def new_state(self, replayed: Replayed) -> Any:
         """The state after the update, by the user's own optimizer."""
-        return self.update(replayed.grads, self.fields(replayed))
+        return self.update(replayed.grads, replayed)
 
     def fields(self, replayed: Replayed) -> dict[str, Any]:
         if not self.recipe.mutable:
             return {}
-        return split_fields(averaged(replayed.aux), self.state, self.recipe.mutable)[1]
+        return split_fields(
+            averaged(replayed.aux, self.recipe.mutable), self.state, self.recipe.mutable
+        )[1]
 
-    def update(self, grads: Any, fields: dict[str, Any]) -> Any:
-        return self.update_of(self.state, grads, fields)
+    def update(self, grads: Any, right: Replayed) -> Any:
+        """The state after the update by other gradients; the rest as in `right`."""
+        return self.update_of(self.state, grads, right)
 
-    def update_of(self, state: Any, grads: Any, fields: dict[str, Any]) -> Any:
+    def update_of(self, state: Any, grads: Any, right: Replayed) -> Any:
         """The same, of any state: of the shards of one device, say."""
         params = _state.get_params(state)
         grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
-        return self._update(state, grads, fields)
+        return self._update(state, grads, self.fields(right), np.isfinite(right.loss))
 
     def part_args(self, parts: Sequence[int], ways: int) -> Any:
         """The arguments with these parts of `ways` put together as the batch."""
         values, treedef = jax.tree.flatten(self.args)
 
-        def taken(value: Any, role: str) -> Any:
-            if role != _batch.BATCH:
+        def taken(value: Any, role: _batch.Role) -> Any:
+            if role.kind != _batch.BATCH:
                 return value
-            rows = value.shape[0] // ways
-            return jnp.concatenate([value[i * rows : (i + 1) * rows] for i in parts])
+            cut = _batch.split(value, role.dim, ways)
+            return jnp.concatenate([cut[i] for i in parts], axis=role.dim)
 
         return treedef.unflatten(map(taken, values, self.roles))
 
 
-def averaged(aux: Any) -> Any:
-    """The mean over the parts; integers as floats."""
+def averaged(aux: Any, mutable: Sequence[str] = ()) -> Any:
+    """The mean over the parts, or the first one's where a field has none; integers as floats."""
 
-    def mean(leaf: Any) -> Any:
-        return jnp.mean(leaf, axis=0, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+    def mean(path: tuple, leaf: Any) -> Any:
+        if has_no_mean(path, leaf, mutable):
+            return leaf[0]
+        return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))
 
-    return jax.tree.map(mean, aux)
+    return jax.tree_util.tree_map_with_path(mean, aux)
 
 
 def aux_like(aux: Any, like: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax import _batch, _compat
 from zerojax._plan import Plan
-from zerojax._precision import cast_floats
+from zerojax._precision import cast_floats, exact_share, wide
 from zerojax._table import human_bytes
 from zerojax._trace import TracedLoss, trace_loss
 
@@ -55,11 +55,11 @@ class Split:
         """The same axes, with one device on each."""
         return Split(dict.fromkeys(self.devices, 1), accumulate)
 
-    def parts(self, value: Any, role: str, fold: bool) -> Any:
+    def parts(self, value: Any, role: _batch.Role, fold: bool) -> Any:
         """A leaf of the loss's arguments, with one dimension more, over the parts."""
-        if role == _batch.BATCH:
-            return value.reshape(self.ways, value.shape[0] // self.ways, *value.shape[1:])
-        if role == _batch.KEY:
+        if role.kind == _batch.BATCH:
+            return _batch.split(value, role.dim, self.ways)
+        if role.kind == _batch.KEY:
             return jnp.stack([self.key(value, i) if fold else value for i in range(self.ways)])
         return value
 
@@ -78,6 +78,8 @@ def replay(
     compute: Any = None,
     differentiate: bool = True,
     fold: bool = True,
+    mutable: Sequence[str] = (),
+    roles: Sequence[_batch.Role] | None = None,
 ) -> Replayed:
     """Evaluates the loss on every part of the batch, on the device where `params` are.
 
@@ -86,43 +88,47 @@ def replay(
     """
     values, treedef = jax.tree.flatten(params)
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    roles = _batch.roles(args)
-    traced = _traced(loss_fn, values, treedef, arg_values, arg_tree, roles, split, compute)
+    roles = _batch.roles(args) if roles is None else roles
+    trees = (treedef, arg_tree)
+    traced = _traced(loss_fn, values, arg_values, trees, roles, split, compute, mutable)
     (device,) = values[0].devices()
     closed_over = on_one_device(traced.closed_over, device)
     parts = [split.parts(v, role, fold) for v, role in zip(arg_values, roles, strict=True)]
     is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
 
+    share, rest = exact_share(split.ways)
+
     def mean_loss(floats: list[Any], others: list[Any], part: list[Any]) -> tuple[Any, Any]:
         params = _merged(is_float, floats, others)
         inputs = [*cast_floats([*params, *part], compute), *closed_over]
         loss, *aux = map(jnp.asarray, _compat.run_jaxpr(traced.jaxpr, inputs))
-        return loss.astype(jnp.float32) / split.ways, aux
+        return loss.astype(wide(loss.dtype)) * share, aux
 
     run = _all_at_once if _compat.names_an_axis(traced.jaxpr) else _one_by_one
     floats = [v for v, f in zip(values, is_float, strict=True) if f]
     others = [v for v, f in zip(values, is_float, strict=True) if not f]
-    mapped = [role != _batch.WHOLE for role in roles]
+    mapped = [role.kind != _batch.WHOLE for role in roles]
     losses, aux, grads = run(mean_loss, floats, others, parts, mapped, split, differentiate)
     # What was traced for a mesh says so in its type, at times for one that was replayed earlier
     # (JAX caches inner calls). Leaves of two meshes cannot be added.
-    aux, grads = on_one_device((aux, grads), device)
+    aux, grads = on_one_device((aux, [g * rest for g in grads]), device)
     aux = jax.tree.structure(traced.aux).unflatten(aux)
     grads = treedef.unflatten(_merged(is_float, grads, map(_no_gradient, others)))
     dtype = narrowest(traced.jaxpr)
-    return Replayed(np.asarray(losses) * split.ways, aux, grads, dtype)
+    return Replayed(np.asarray(losses) / share, aux, grads, dtype)
 
 
 def _traced(
     loss_fn: Callable[..., Any],
     values: list[Any],
-    treedef: Any,
     arg_values: list[Any],
-    arg_tree: Any,
-    roles: list[str],
+    trees: tuple[Any, Any],
+    roles: Sequence[_batch.Role],
     split: Split,
     compute: Any,
+    mutable: Sequence[str],
 ) -> TracedLoss:
+    treedef, arg_tree = trees
     sizes = split.sizes
     auto = (AxisType.Auto,) * len(sizes)
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
@@ -130,7 +136,7 @@ def _traced(
     pairs = zip(arg_values, roles, strict=True)
     parts = [_batch.part_shape(value, role, split.ways) for value, role in pairs]
     shapes = cast_floats([treedef.unflatten(whole), *arg_tree.unflatten(parts)], compute)
-    return trace_loss(loss_fn, shapes, None, mesh, tuple(sizes))
+    return trace_loss(loss_fn, shapes, None, mesh, tuple(sizes), mutable)
 
 
 def _one_by_one(
@@ -150,7 +156,7 @@ def _one_by_one(
         (loss, aux), grads = grad(floats, others, part)
         return [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)], loss, aux
 
-    total = [jnp.zeros(v.shape, _wide(v.dtype), device=v.sharding) for v in floats]
+    total = [jnp.zeros(v.shape, wide(v.dtype), device=v.sharding) for v in floats]
     losses, every_aux = [], []
     for i in range(split.ways):
         part = [v[i] if cut else v for v, cut in zip(parts, mapped, strict=True)]
@@ -239,10 +245,6 @@ def narrowest(jaxpr: Any) -> Any:
 def _merged(is_float: list[bool], floats: Any, others: Any) -> list[Any]:
     floats, others = iter(floats), iter(others)
     return [next(floats) if f else next(others) for f in is_float]
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _no_gradient(value: Any) -> Any:

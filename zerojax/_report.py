@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from zerojax import _table
-from zerojax._compare import UNSEEN, Check
+from zerojax._compare import NOT_FINITE, UNSEEN, Check
 
 ROWS_SHOWN = 12
 
@@ -26,12 +26,17 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.wrong
+        """Whether everything was compared and nothing is wrong."""
+        return not self.wrong and not self.not_finite
 
     @property
     def wrong(self) -> list[Check]:
         return [check for check in self.checks if check.is_wrong]
+
+    @property
+    def not_finite(self) -> list[Check]:
+        """What is NaN or infinite on both sides, so that nothing was compared."""
+        return [check for check in self.checks if check.verdict == NOT_FINITE]
 
     def raise_if_wrong(self) -> None:
         """Raises an `AssertionError` that says what `print` says, unless `ok`."""
@@ -54,6 +59,8 @@ class Verification:
     def _summary(self) -> list[str]:
         unseen = sum(check.verdict == UNSEEN for check in self.checks)
         title = f"wrong: {len(self.wrong)} of {len(self.checks)} comparisons"
+        if not self.wrong and self.not_finite:
+            title = f"cannot tell: {len(self.not_finite)} of {len(self.checks)} are not finite"
         if self.ok:
             title = f"the step agrees with one device in {len(self.checks)} comparisons"
         title += f" ({unseen} too small to tell)" if unseen else ""

@@ -29,6 +29,7 @@ class Recipe:
     plan: Plan | None = None
     tx: optax.GradientTransformation | None = None
     stage: int | None = None
+    skip_nonfinite: bool = False
 
 
 class Step:
@@ -141,6 +142,7 @@ def train_step(
     regather: bool = True,
     prefetch: int | str = "auto",
     skip_nonfinite: bool = False,
+    batch_specs: Any = None,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
@@ -160,7 +162,9 @@ def train_step(
         accumulate: number of microbatches that each device's part of the batch is split into.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
-            arguments and returns updated in a dict `aux`, under the same names.
+            arguments and returns updated in a dict `aux`, under the same names. Floats become the
+            mean over devices and microbatches; integers, booleans and keys what the first of them
+            returns, exactly (`zerojax.verify` says where they do not agree).
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
         tx: the optimizer, for states that do not carry theirs.
         regather: gather weights again in backward instead of keeping them (stage 3).
@@ -170,6 +174,9 @@ def train_step(
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
+        batch_specs: which dimension of the batch's leaves counts examples: a `PartitionSpec` or a
+            tree of them that begins as the batch does. `P("data")`, the first one, is the default;
+            `P(None, "data")` for time-major leaves; `P()` for what is whole on every device.
         donate: give the old state's memory to the new one.
         compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
 
@@ -187,8 +194,11 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    options = Options(None, accumulate, precision, regather, prefetch=prefetch)
     mutable = names_of(mutable)
+    options = Options(
+        None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable,
+        batch_specs=batch_specs,
+    )  # fmt: skip
     if stage is not None:
         check_stage(stage)
 
@@ -218,7 +228,7 @@ def train_step(
             metrics["aux"] = aux
         return found.constrain(new_state, into=state if donate else None), metrics
 
-    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage)
+    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage, skip_nonfinite)
     return Step(step, recipe, donate, compiler_options)
 
 
@@ -228,11 +238,12 @@ def eval_step(
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
+    batch_specs: Any = None,
 ) -> Any:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
-    in `mutable` are passed to the loss as keyword arguments.
+    in `mutable` are passed to the loss as keyword arguments; `batch_specs` is as there.
 
     Example:
         >>> def loss(params, batch):
@@ -245,8 +256,11 @@ def eval_step(
         >>> print(metrics["loss"], metrics["aux"]["within"])
         1.0 0.0
     """
-    options = Options(None, 1, precision, regather=False, differentiate=False)
     mutable = names_of(mutable)
+    options = Options(
+        None, 1, precision, regather=False, differentiate=False, mutable=mutable,
+        batch_specs=batch_specs,
+    )  # fmt: skip
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)

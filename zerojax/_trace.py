@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _compat
+from zerojax import _compat, _fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ def trace_loss(
     has_aux: bool | None,
     mesh: Mesh,
     axes: tuple[str, ...],
+    mutable: Sequence[str] = (),
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
@@ -37,7 +38,7 @@ def trace_loss(
     def checked(*args: Any) -> tuple[Any, Any]:
         loss, aux = split_aux(loss_fn(*args), has_aux)
         check_loss(loss)
-        check_aux(aux)
+        check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def per_device() -> Any:
@@ -95,10 +96,11 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_aux(aux: Any) -> None:
+def check_aux(aux: Any, mutable: Sequence[str]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
         dtype = getattr(leaf, "dtype", None)
-        numeric = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        is_key = jnp.issubdtype(dtype or int, jax.dtypes.extended)
+        numeric = dtype is not None and (not is_key or _fields.is_field(path, mutable))
         if not numeric and not isinstance(leaf, int | float | complex):
             name = jax.tree_util.keystr(path)
             raise TypeError(

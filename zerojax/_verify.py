@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _mesh, _state
+from zerojax import _batch, _causes, _compare, _field_checks, _mesh, _state
 from zerojax._causes import Observed
-from zerojax._compare import Check
-from zerojax._fields import split_fields, with_fields
+from zerojax._compare import NOT_FINITE, OK, Check
+from zerojax._field_checks import Found
+from zerojax._fields import with_fields, without_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan
 from zerojax._precision import Precision
@@ -39,6 +40,7 @@ def verify(
     accumulate: int | None = None,
     precision: Precision | None = None,
     mutable: Sequence[str] | None = None,
+    batch_specs: Any = None,
     whole_batch: bool = True,
     tolerance: float | None = None,
     device: Any = None,
@@ -56,7 +58,8 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        loss_fn, tx, plan, accumulate, precision, mutable: as in `train_step`, for other steps.
+        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for
+            other steps.
         whole_batch: whether the loss should be that of the whole batch too. Not compared where
             there are keys, which are folded for each part.
         tolerance: relative; default, by the narrowest dtype that the loss computes in.
@@ -79,7 +82,7 @@ def verify(
             "zerojax.verify(*step.pure(model, optimizer, batch))."
         )
     made = getattr(step, "recipe", None)
-    options = Options(None, accumulate or 1, precision, regather=True)
+    options = Options(None, accumulate or 1, precision, regather=True, batch_specs=batch_specs)
     if made is None and loss_fn is None:
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
@@ -87,7 +90,7 @@ def verify(
             "mutable= where they apply."
         )
     recipe = made or Recipe(loss_fn, options, tuple(mutable or ()), plan, tx)  # type: ignore
-    _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable)
+    _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable, batch_specs)
     found = find_plan(state, recipe.plan, recipe.stage)
     if jax.process_count() > 1:
         raise ValueError(
@@ -97,7 +100,8 @@ def verify(
     _mesh.check_runs(found.mesh)
     found.check_structure(state)
     args = (batch,) if rng is None else (batch, rng)
-    _batch.check(args, _batch.roles(args), found.size, recipe.options.accumulate)
+    roles = _batch.roles(args, recipe.options.batch_specs, found.axes)
+    _batch.check(args, roles, found.size, recipe.options.accumulate)
     device = found.mesh.devices.flat[0] if device is None else device
     check_fits(found, device)
 
@@ -114,7 +118,7 @@ def _check_given(made: Recipe | None, *given: Any) -> None:
     if made is not None and any(value is not None for value in given):
         raise ValueError(
             "a step from zerojax.train_step knows its loss and options. Leave loss_fn=, tx=, "
-            "plan=, accumulate=, precision= and mutable= out."
+            "plan=, accumulate=, precision=, mutable= and batch_specs= out."
         )
 
 
@@ -157,9 +161,8 @@ def _compared(
         reference.split = reference.split.whole()
         parts = reference.replay()
     wanted = reference.new_state(parts)
-    fields = reference.fields(parts)
     limits = _compare.gradient_limits(parts.grads, tolerance)
-    spreads = _compare.spread(lambda g: reference.update(g, fields), wanted, parts.grads, limits)
+    spreads = _compare.spread(lambda g: reference.update(g, parts), wanted, parts.grads, limits)
     checks = [
         *_metric_checks(reference, observed, metrics, parts, tolerance),
         *_gradient_checks(observed, parts, limits),
@@ -173,13 +176,29 @@ def _compared(
         causes += _causes.of_the_step(reference, parts, observed, checks, spreads, tolerance)
     losses = {"the step": _number(observed.loss), "mean over the parts": parts.loss}
     notes += _notes(reference, observed, parts)
+    found = [_field_checks.of_the_parts(reference, parts)]
     if whole_batch and not reference.has_keys:
-        meaning = _meaning(reference, parts, given)
-        checks.append(meaning.check)
-        causes += meaning.causes
-        losses |= meaning.losses
+        meant, more = _meaning(reference, parts, given)
+        found, losses = [*found, *meant], losses | more
+    for more in found:
+        checks, causes, notes = checks + more.checks, causes + more.causes, notes + more.notes
+    if reference.skips(parts):
+        checks = [_accepted(check) for check in checks]
+    elif any(check.verdict == NOT_FINITE for check in checks):
+        causes.insert(0, (
+            "Gradients or the new state are not finite on one device either, which leaves nothing "
+            "to compare. Find where with the plain loss on one device, under jax.debug_nans(True), "
+            "and verify with a batch and a state that are finite."
+        ))  # fmt: skip
     checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
     return Verification(losses, tuple(checks), tuple(causes), tuple(notes), tolerance)
+
+
+def _accepted(check: Check) -> Check:
+    """Of a step that is left out: its loss and gradients may be what they are."""
+    if check.verdict != NOT_FINITE or check.kind in (_state.PARAMS, _state.OPT_STATE):
+        return check
+    return dataclasses.replace(check, verdict=OK)
 
 
 def _takes_the_whole_batch(
@@ -195,28 +214,24 @@ def _takes_the_whole_batch(
     return abs(found - whole.loss) <= limit
 
 
-@dataclasses.dataclass(frozen=True)
-class _Meaning:
-    check: Check
-    causes: list[str]
-    losses: dict[str, float]
-
-
-def _meaning(reference: Reference, parts: Replayed, given: float | None) -> _Meaning:
-    """Whether the loss is the same on the whole batch as on its parts."""
+def _meaning(
+    reference: Reference, parts: Replayed, given: float | None
+) -> tuple[list[Found], dict[str, float]]:
+    """Whether loss and updated fields are the same on the whole batch as on its parts."""
     losses, where = {}, ""
     if reference.computes_narrow:
-        parts, where = reference.replay(wide=True, differentiate=False), ", in float32"
+        parts, where = reference.replay(in_float32=True, differentiate=False), ", in float32"
         losses[f"mean over the parts{where}"] = parts.loss
     split = reference.split.whole()
-    whole = reference.replay(split, wide=True, differentiate=False)
+    whole = reference.replay(split, in_float32=True, differentiate=False)
     losses[f"the whole batch at once{where}"] = whole.loss
     tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE) if given is None else given
     limit = tolerance * _largest([*parts.losses, whole.loss])
     check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(parts.loss), whole.loss, limit)
     is_wrong = check.is_wrong
     causes = [_causes.of_the_loss(reference, parts, whole.loss, tolerance)] if is_wrong else []
-    return _Meaning(check, causes, losses)
+    of_fields = _field_checks.of_the_whole(reference, parts, whole, tolerance)
+    return [Found([check], causes, []), of_fields], losses
 
 
 def _metric_checks(
@@ -233,9 +248,7 @@ def _metric_checks(
         norm = float(grad_norm(parts.grads))
         value = metrics["grad_norm"]
         yield _compare.compare("grad_norm", "grad_norm", value, norm, tolerance * norm)
-    aux = parts.aux
-    if reference.recipe.mutable:
-        aux, _ = split_fields(aux, reference.state, reference.recipe.mutable)
+    aux = without_fields(parts.aux, reference.recipe.mutable)
     if aux is not None and "aux" in metrics:
         wanted = aux_like(aux, metrics["aux"])
         sizes = jax.tree.map(lambda a: tolerance * _largest(a), aux)
@@ -265,8 +278,13 @@ def _notes(reference: Reference, observed: Observed, parts: Replayed) -> Iterato
             "Each part has its own key, so the whole batch's loss is another sample and is not "
             "compared. To learn whether a part means the same, verify a loss without randomness."
         )
-    if not np.all(np.isfinite(parts.losses)):
-        yield "The loss is not finite on one device either, which leaves little to compare."
+    if reference.skips(parts):
+        yield (
+            "The loss or the gradients are not finite on one device either, and the step is left "
+            "out on both sides: what the state keeps is compared, and no gradients are."
+        )
+    elif not np.all(np.isfinite(parts.losses)):
+        yield "The loss is not finite on one device either; the rest is compared."
 
 
 def _number(value: Any) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _gpus, _mesh
+from zerojax import _batch, _gpus, _mesh
 from zerojax._plan import Plan
 
 PER_HOST = 8
@@ -64,10 +64,10 @@ def mesh(
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def batch(shapes: Any, plan: Plan) -> Any:
+def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
     """`jax.ShapeDtypeStruct`s of a global batch, cut by their first dimension over the plan's axes.
 
-    Random keys and scalars, whole on every device.
+    Random keys and scalars, whole on every device; `batch_specs` as in `zerojax.train_step`.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -76,12 +76,13 @@ def batch(shapes: Any, plan: Plan) -> Any:
         (32, 128) P('data',)
     """
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: Any, role: _batch.Role) -> Any:
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        spec = PartitionSpec() if key or not leaf.shape else PartitionSpec(plan.axes)
+        spec = PartitionSpec() if key else _batch.spec(role, plan.axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
 
-    return jax.tree.map(placed, shapes)
+    leaves, treedef = jax.tree.flatten(shapes)
+    return treedef.unflatten(map(placed, leaves, _batch.roles((shapes,), batch_specs, plan.axes)))
 
 
 @functools.cache

@@ -150,12 +150,13 @@ def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
     Parameters, optimizer state, batch statistics and the counts of random streams move on as in a
     loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
     on each device and for each microbatch. Batch statistics are means over the devices; give
-    `nnx.BatchNorm` `axis_name="data"` for those of the whole batch.
+    `nnx.BatchNorm` `axis_name="data"` for those of the whole batch. Variables of integers,
+    booleans and other keys become what the first device makes of them, as in `mutable=`.
 
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
         options: `accumulate`, `precision`, `regather`, `prefetch`, `skip_nonfinite`, `donate`,
-            `compiler_options`: as in `zerojax.train_step`.
+            `batch_specs`, `compiler_options`: as in `zerojax.train_step`.
 
     Example:
         >>> import zerojax.nnx
@@ -177,7 +178,7 @@ def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
 
     Arguments:
         loss_fn: as in `train_step`.
-        options: `precision`, as in `zerojax.eval_step`.
+        options: `precision`, `batch_specs`: as in `zerojax.eval_step`.
 
     Example:
         >>> import zerojax.nnx
@@ -204,8 +205,9 @@ def _call(
 ) -> tuple[Any, dict[str, Any]]:
     """The loss of a model made of `params` and `variables`, and what became of the latter."""
     keys = keys or {}
-    values = _apart(variables.values, keys.get("streams"))
-    model = nnx.merge(variables.graphdef, params, values)
+    model = nnx.merge(variables.graphdef, params, variables.values)
+    if "streams" in keys:
+        _set_apart(model, keys["streams"])
     args = (model, batch, *([keys["loss"]] if "loss" in keys else []))
     loss, aux = split_aux(_refusals.called(loss_fn, args, {}, "model"), None)
     found: dict[str, Any] = {} if aux is None else {"aux": aux}
@@ -217,38 +219,33 @@ def _call(
 
 
 def _values_of(model: Any, before: Any, params: set[tuple]) -> Any:
-    """The variables of a model after its loss; keys, which nothing changes, as None."""
+    """The variables of a model after its loss; the keys of streams, which stay, as None."""
     variables = {
         path: variable
         for path, variable in nnx.to_flat_state(nnx.state(model))
         if path not in params
     }
-    flat = dict(nnx.to_flat_state(before))
-    for path in variables.keys() ^ flat.keys():
+    for path in variables.keys() ^ {path for path, _ in nnx.to_flat_state(before)}:
         what = "added" if path in variables else "removed"
         raise ValueError(
             f"the loss {what} the variable {'/'.join(map(str, path))} of the model, and a step "
             "keeps the model's structure. Make it with the model, or return it as aux."
         )
     return nnx.from_flat_state(
-        (path, None if _is_key(value) else variables[path].get_value())
-        for path, value in flat.items()
+        (path, None if isinstance(variable, nnx.RngKey) else variable.get_value())
+        for path, variable in variables.items()
     )
 
 
-def _apart(values: Any, device_key: Any) -> Any:
-    """The variables with random streams of this device and microbatch."""
-    if device_key is None:
-        return values
+def _set_apart(model: Any, device_key: Any) -> None:
+    """Gives a model random streams of this device and microbatch."""
     salt = jax.random.bits(device_key)
 
-    def fold(leaf: Any) -> Any:
-        if not _is_key(leaf):
-            return leaf
-        folded = jax.vmap(jax.random.fold_in, (0, None))(leaf.reshape(-1), salt)
-        return folded.reshape(leaf.shape)
+    def fold(keys: Any) -> Any:
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
+        return folded.reshape(keys.shape)
 
-    return jax.tree.map(fold, values)
+    nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
 
 
 def _is_key(value: Any) -> bool:
