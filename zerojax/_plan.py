@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _gather, _mesh, _move, _plan_plot, _spec, _state, _table
+from zerojax import _gather, _mesh, _move, _plan_plot, _refusals, _spec, _state, _table
 from zerojax._precision import Precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
@@ -124,6 +124,7 @@ class Plan:
             made: list[Any] = []
             leaves = self.born_sharded(state, made.append)()
             return made[0].unflatten(leaves)
+        _refusals.check_alive(state)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
