@@ -137,7 +137,7 @@ def forecast(
     batch: Any,
     *,
     gpus: str,
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[int] | int = (0, 1, 2, 3),
     accumulate: Sequence[int] | int = 1,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
@@ -190,16 +190,20 @@ def forecast(
         stages = stages if recipe.stage is None else (recipe.stage,)
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
         options = {"regather": recipe.options.regather, "prefetch": recipe.options.prefetch}
+    stages = [stages] if isinstance(stages, int) else stages
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
     stored = stored_with(make_state, precision)
     cases = []
-    choices = list(itertools.product(losses.items(), stages, microbatches))
+    once = map(dict.fromkeys, (losses.items(), stages, microbatches))  # nothing compiles twice
+    choices = list(itertools.product(*once))
     if not choices:
         raise ValueError(
             f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
             f"{len(losses)} losses. Name at least one of each."
         )
-    for (variant, loss), stage, each in progress(choices, "compiling"):
+    for (variant, loss), stage, each in progress(
+        choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
+    ):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
         shapes, key = aot.batch((batch, rng), plan)
