@@ -1,5 +1,6 @@
 """What users get wrong first, and what they are told: the leaf, the value and the remedy."""
 
+import pathlib
 import re
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 import zerojax.nnx
+from tests import audits
 
 BATCH = np.ones((8, 64), np.float32)
 
@@ -213,3 +215,117 @@ def test_one_thing_in_anothers_place(case):
     use, message = WRONG[case]
     with pytest.raises(TypeError, match=message):
         use()
+
+
+# -- and the rest: what is passed, and what is said; nothing compiles
+
+PLAN = zerojax.plan(made())
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "step3-8xH100-jax0.12.hlo"
+
+
+def train(**options):
+    return lambda: zerojax.train_step(loss, **options)
+
+
+def audit(**options):
+    return lambda: zerojax.audit(PROGRAM.read_text(), **options)
+
+
+def check(**limits):
+    return lambda: zerojax.audit(PROGRAM.read_text(), gpu="H100").findings(**limits)
+
+
+def forecast(batch=BATCH, **options):
+    return lambda: zerojax.forecast(loss, made, batch, **{"gpus": "8xH100"} | options)
+
+
+def table(params=7e9, devices=8, **options):
+    return lambda: zerojax.memory_table(params, devices, **options)
+
+
+def grads_of(*args):
+    return lambda: zerojax.value_and_grad(loss, PLAN)(*args)
+
+
+SAID = {
+    "mutable, a number": (train(mutable=3), r"mutable=3 does not name fields.*batch_stats"),
+    "mutable, None": (lambda: zerojax.eval_step(loss, mutable=None), r"mutable=None does not name"),
+    "mutable, numbers": (train(mutable=[1]), r"mutable=\[1\] does not name fields"),
+    "mutable, params": (train(mutable="params"), r"names 'params', which the optimizer updates"),
+    "regather": (train(regather="no"), r"regather='no' must be True or False"),
+    "donate": (train(donate=None), r"donate=None must be True or False"),
+    "skip": (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
+    "eval's plan": (lambda: zerojax.eval_step(loss, plan="p"), r"plan is a str, not a plan. Make"),
+    "grads of None": (lambda: zerojax.value_and_grad(None, PLAN), r"the loss is a NoneType. Pass"),
+    "grads, string": (grads_of(PLAN.abstract().params, "a"), r"batch leaf 0 is a str"),
+    "grads, swapped": (lambda: zerojax.value_and_grad(PLAN, loss), r"takes a plan, got <function"),
+    "gathered string": (lambda: zerojax.gather_params("a"), r"the state is a str, which JAX takes"),
+    "gathered plan": (lambda: zerojax.gather_params(PLAN), r"the state is a Plan, which JAX takes"),
+    "gathered shapes": (
+        lambda: zerojax.gather_params(PLAN.abstract()), r"leaf step is a ShapeDtypeStruct, which"
+    ),
+    "batch, string": (lambda: zerojax.shard_batch({"n": "a"}), r"batch leaf n is a str.*leave it"),
+    "batch, strings": (lambda: zerojax.shard_batch(np.array(["a"] * 8)), r"a ndarray of <U1, whi"),
+    "batch, objects": (lambda: zerojax.shard_batch(np.array([None] * 8)), r"ndarray of object"),
+    "batch, shapes": (
+        lambda: zerojax.shard_batch(jax.ShapeDtypeStruct((8, 3), "float32")), r"a ShapeDtypeStruct"
+    ),
+    "slice of 8.0": (lambda: zerojax.process_slice(8.0), r"8.0 rows.*Use a multiple of 8"),
+    "slice of '8'": (lambda: zerojax.process_slice("8"), r"'8' rows.*Use a multiple of 8"),
+    "slice of None": (lambda: zerojax.process_slice(None), r"None rows.*Use a multiple of 8"),
+    "audit's gpu": (audit(gpu=3), r"gpu=3 names no GPU. Name one of T4"),
+    "audit, accumulate": (audit(accumulate=0), r"accumulate=0 must be a positive integer"),
+    "audit's plan": (audit(plan=3), r"plan is a int, not a plan"),
+    "audit of bytes": (lambda: zerojax.audit(b"HloModule"), r"something compiled.*got a bytes"),
+    "audit of lowered": (
+        lambda: zerojax.audit(STEP.lower(placed(), BATCH)), r"Pass lowered.compile\(\)"
+    ),
+    "limit, string": (check(max_peak_bytes="1GB"), r"max_peak_bytes='1GB' must be a number of byte"),
+    "limit, negative": (check(max_peak_bytes=-1), r"max_peak_bytes=-1 must be a number of bytes"),
+    "limit, percents": (check(min_overlap=90), r"min_overlap=90 must be.*between 0 and 1, a share"),
+    "forecast, string": (forecast("a"), r"the batch is a str, which JAX takes for no array"),
+    "forecast, number": (forecast(3), r"the batch has no rows. Pass the global batch"),
+    "forecast, tokens": (forecast(tokens="x"), r"tokens='x' must be positive"),
+    "forecast, part of": (forecast(tokens=1.5), r"tokens=1.5 must be positive"),
+    "forecast, rates": (forecast(rates=3), r"rates=3 are no rates. Pass zerojax.Rates"),
+    "forecast, host": (forecast(per_host="8"), r"hosts of '8'. Pass a multiple, or per_host="),
+    "table, words": (table("7b"), r"params=\['7', 'b'\] must be positive"),
+    "table, nothing": (table(None), r"params=\[None\] must be positive"),
+    "table, half": (table(devices=8.5), r"devices=\[8.5\] must be whole numbers"),
+    "table, no stage": (table(stages=[]), r"stages=\[\] names none of \(0, 1, 2, 3\)"),
+    "table, bytes": (table(param_bytes="2"), r"param_bytes='2' must not be negative"),
+    "watchdog, word": (lambda: zerojax.Watchdog("600"), r"'600'\): give a positive number of sec"),
+    "watchdog, None": (lambda: zerojax.Watchdog(None), r"None\): give a positive number"),
+    "watchdog, ever": (lambda: zerojax.Watchdog(float("inf")), r"inf\): give a positive number"),
+    "mean of None": (lambda: zerojax.mean(None), r"takes an array, got a NoneType. Pass one array"),
+    "mean of dict": (lambda: zerojax.mean({"a": BATCH}), r"takes an array, got a dict. Pass one"),
+    "shards, no plan": (lambda: zerojax.shards({}, 3), r"plan is a int, not a plan. Make one"),
+    "shards, swapped": (lambda: zerojax.shards(PLAN, {}), r"plan is a dict, not a plan. Make one"),
+    "specs of a state": (lambda: zerojax.param_specs(made()), r"plan is a TrainState, not a plan"),
+    "masters, uncalled": (
+        lambda: zerojax.master_weights(optax.adam, "float32"), r"tx is a function.*adam\(1e-3\)"
+    ),
+    "masters of int8": (
+        lambda: zerojax.master_weights(optax.adam(1e-3), "int8"), r"not a float dtype. Use one such"
+    ),
+    "verify, swapped": (lambda: zerojax.verify(STEP, BATCH, placed()), r"in the other order. Call"),
+    "verify, string": (lambda: zerojax.verify(STEP, placed(), "x"), r"the batch is a str, which"),
+    "flops of None": (lambda: zerojax.step_flops(None, made(), BATCH), r"got a NoneType: step_flop"),
+    "flops, swapped": (lambda: zerojax.step_flops(made(), STEP, BATCH), r"got a TrainState: step_"),
+    "shapes on 3": (lambda: zerojax.aot.batch(BATCH, 3), r"plan is a int, not a plan"),
+    "shapes of a word": (lambda: zerojax.aot.batch("a", PLAN), r"the batch is a str, which JAX"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_said_of(case):
+    use, message = SAID[case]
+    if use.__qualname__.startswith("forecast"):
+        audits.gpu_mesh()
+    with pytest.raises((TypeError, ValueError), match=message):
+        use()
+
+
+def test_numpy_numbers_make_a_memory_table():
+    found = zerojax.memory_table(np.float32(1e9), np.int64(8))
+    assert found.to_dict() == zerojax.memory_table(1e9, 8).to_dict()

@@ -20,6 +20,7 @@ import jax
 
 import zerojax
 from zerojax import _doctor, _gpus, _presets, _pyplot
+from zerojax._audit_report import check_limits
 from zerojax._memory_table import STAGES
 from zerojax._precision import Precision
 from zerojax._progress import working
@@ -93,6 +94,7 @@ def forecast(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
+    check_limits(arguments.max_peak_bytes, arguments.min_overlap)
     if arguments.plot:
         _pyplot.check_picture(arguments.plot)
     path = pathlib.Path(arguments.program)

@@ -7,11 +7,10 @@ do.
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from zerojax import _refusals, _state
@@ -30,17 +29,21 @@ def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator
     except Exception as error:
         given = _given(args, named, error)
         carried = _state.carried_plan(given["state"])
-        plan = carried if carried is not None else plan
-        _check_kinds(given["state"], given["batch"], error)
-        for name, tree in given.items():
-            _refusals.check_alive(tree, name)
-            if isinstance(error, TypeError):
-                _check_arrays(name, tree, error)
-            if plan is not None and "incompatible devices" in str(error):
-                _check_devices(name, tree, plan, error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            error.add_note(out_of_memory(plan))
+        check_kinds(given["state"], given["batch"])
+        blame(error, given, carried if carried is not None else plan)
         raise
+
+
+def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
+    """Raises what is wrong with leaves of named arguments, where that explains the error."""
+    for name, tree in given.items():
+        _refusals.check_alive(tree, name)
+        if isinstance(error, TypeError):
+            _refusals.check_arrays(tree, name)
+        if plan is not None and "incompatible devices" in str(error):
+            _check_devices(name, tree, plan)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        error.add_note(out_of_memory(plan))
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -60,12 +63,24 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def check_tx(tx: Any) -> None:
-    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+def check_mutable(mutable: Any) -> None:
+    names = [mutable] if isinstance(mutable, str) else mutable
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"tx is a {type(tx).__name__}, not an optimizer. Pass one that is made, such as "
-            "tx=optax.adam(1e-3)."
+            f"mutable={mutable!r} does not name fields of the state. Pass strings, such as "
+            "mutable=('batch_stats',)."
         )
+    for name in {PARAMS, OPT_STATE}.intersection(names):
+        raise ValueError(
+            f"mutable= names {name!r}, which the optimizer updates. Name fields that the loss "
+            "updates, such as 'batch_stats'."
+        )
+
+
+def check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False.")
 
 
 def _step(state: Any, batch: Any, rng: Any = None) -> None:
@@ -76,13 +91,13 @@ def _given(args: tuple, named: dict[str, Any], error: Exception) -> dict[str, An
     try:
         return inspect.signature(_step).bind(*args, **named).arguments
     except TypeError as wrong:
-        _check_kinds(args[0] if args else (), None, error)
+        check_kinds(args[0] if args else (), None)
         raise TypeError(
             f"a step is called as step(state, batch) or step(state, batch, rng): {wrong}."
         ) from error
 
 
-def _check_kinds(state: Any, batch: Any, error: Exception) -> None:
+def check_kinds(state: Any, batch: Any) -> None:
     """Raises where something else is in the state's place."""
     _refusals.check_functional(state)
     message = ""
@@ -99,7 +114,7 @@ def _check_kinds(state: Any, batch: Any, error: Exception) -> None:
     elif isinstance(batch, Iterator):
         message = f"the batch is a {type(batch).__name__}. Pass one batch of it: next(batch)."
     if message:
-        raise TypeError(message) from error
+        raise TypeError(message)
 
 
 def _is_state(value: Any) -> bool:
@@ -107,23 +122,7 @@ def _is_state(value: Any) -> bool:
     return _state.get_tx(value) is not None or {PARAMS, OPT_STATE} <= keys
 
 
-def _check_arrays(name: str, tree: Any, error: Exception) -> None:
-    for leaf in _state.named_leaves(tree):
-        try:
-            jax.eval_shape(lambda x: x, leaf.value)
-        except TypeError:
-            raise TypeError(
-                f"{_refusals.where(name, leaf)} is a {type(leaf.value).__name__}"
-                f"{_dtype_of(leaf.value)}, which JAX takes for no array. Make it a numpy array of "
-                f"numbers, or leave it out of the {name}."
-            ) from error
-
-
-def _dtype_of(value: Any) -> str:
-    return f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-
-
-def _check_devices(name: str, tree: Any, plan: Plan, error: Exception) -> None:
+def _check_devices(name: str, tree: Any, plan: Plan) -> None:
     """Raises for an array that was put on other devices than the plan's."""
     wanted = set(plan.mesh.devices.flat)
     for leaf in _state.named_leaves(tree):
@@ -131,7 +130,7 @@ def _check_devices(name: str, tree: Any, plan: Plan, error: Exception) -> None:
         if not isinstance(value, jax.Array) or isinstance(value, Tracer):
             continue
         if value.committed and value.sharding.device_set != wanted:
-            raise ValueError(_elsewhere(name, leaf, plan)) from error
+            raise ValueError(_elsewhere(name, leaf, plan))
 
 
 def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
@@ -139,6 +138,8 @@ def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
     remedy = "Pass numpy arrays, or zerojax.shard_batch(batch, plan.mesh)."
     if name == "state":
         remedy = "Place it again: state = plan.place(state), or zerojax.shard_train_state."
+    elif name == "params":
+        remedy = "Place them again: params = plan.place(state).params."
     elif name == "rng":
         remedy = "Pass one that was not moved by jax.device_put: jax.random.key(n)."
     return (

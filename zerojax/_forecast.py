@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zerojax import _audit, _forecast_plot, _gpus, _planner, aot
+from zerojax import _audit, _forecast_plot, _gpus, _planner, _refusals, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
 from zerojax._mfu import needed_flops
@@ -175,11 +176,16 @@ def forecast(
         [96, 12]
     """
     count, gpu = _gpus.parse_count(gpus)
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens} must be positive: how many a step trains on.")
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
     if not jax.tree.leaves(batch):
         raise ValueError("the batch has no arrays. Pass the global batch of one step.")
+    _refusals.check_arrays(batch, "batch")
+    if not any(map(np.ndim, jax.tree.leaves(batch))):
+        raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
     if rates is not None:
+        if not isinstance(rates, Rates):
+            raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
         gpu = dataclasses.replace(gpu, given_rates=rates)
     mesh = aot.mesh(gpus, per_host=per_host)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}

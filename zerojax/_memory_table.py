@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -70,15 +71,17 @@ def memory_table(
     for name, values in (("params", sizes), ("devices", counts)):
         if not values or not all(_is_number(value) and 0 < value for value in values):
             raise ValueError(f"{name}={values} must be positive: how many there are.")
-    if not all(isinstance(count, int) for count in counts):
+    if not all(isinstance(count, numbers.Integral) for count in counts):
         raise ValueError(f"devices={counts} must be whole numbers.")
+    if not stages:
+        raise ValueError(f"stages=[] names none of {STAGES}.")
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise ValueError(f"stage {unknown[0]!r} is none of {STAGES}.")
     each = (optimizer_bytes, grad_bytes, param_bytes)
     for name, width in zip(("optimizer_bytes", "grad_bytes", "param_bytes"), each, strict=True):
         if not _is_number(width) or width < 0:
-            raise ValueError(f"{name}={width} must not be negative: bytes for each parameter.")
+            raise ValueError(f"{name}={width!r} must not be negative: bytes for each parameter.")
     return MemoryTable(
         tuple(
             {
@@ -102,4 +105,4 @@ def _each_once(given: Any) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value)

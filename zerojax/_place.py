@@ -73,6 +73,7 @@ def gather_params(state: Any) -> Any:
     """
 
     _refusals.check_alive(state)
+    _refusals.check_values(state)
 
     def to_host(leaf: Any) -> Any:
         return leaf if _move.is_key(leaf) else _move.whole(leaf)

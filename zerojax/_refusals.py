@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from zerojax import _state
@@ -53,6 +54,38 @@ def check_alive(tree: Any, name: str = "state") -> None:
         raise ValueError(
             f"{where(name, leaf)} was donated to an earlier function (donate_argnums of jax.jit) "
             f"or deleted. Pass a {name} made anew."
+        )
+
+
+def check_arrays(tree: Any, name: str) -> None:
+    """Raises for leaves that JAX takes for no arrays."""
+    for leaf in _state.named_leaves(tree):
+        try:
+            jax.eval_shape(lambda x: x, leaf.value)
+        except TypeError:
+            raise _no_array(leaf, name) from None
+
+
+def check_values(tree: Any, name: str = "state") -> None:
+    """Raises for leaves that are no arrays of numbers: strings, objects, shapes without values."""
+    for leaf in _state.named_leaves(tree):
+        if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
+            raise _no_array(leaf, name)
+
+
+def _no_array(leaf: Leaf, name: str) -> TypeError:
+    of = f" of {leaf.value.dtype}" if isinstance(leaf.value, np.ndarray) else ""
+    return TypeError(
+        f"{where(name, leaf)} is a {type(leaf.value).__name__}{of}, which JAX takes for no array "
+        f"of values. Make it a numpy array of numbers, or leave it out of the {name}."
+    )
+
+
+def check_tx(tx: Any) -> None:
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"tx is a {type(tx).__name__}, not an optimizer. Pass one that is made, such as "
+            "tx=optax.adam(1e-3)."
         )
 
 

@@ -169,6 +169,8 @@ def train_step(
         4096.0 (8, 16)
     """
     options = Options(None, accumulate, precision, regather, prefetch=prefetch)
+    _arguments.check_mutable(mutable)
+    _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
     mutable = names_of(mutable)
     _check(loss_fn, plan, tx)
     if stage is not None:
@@ -228,6 +230,7 @@ def eval_step(
         1.0 0.0
     """
     options = Options(None, 1, precision, regather=False, differentiate=False)
+    _arguments.check_mutable(mutable)
     mutable = names_of(mutable)
     _check(loss_fn, plan)
 
@@ -245,7 +248,8 @@ def eval_step(
 
 def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
     _arguments.check_loss(loss_fn)
-    _arguments.check_tx(tx)
+    if tx is not None:
+        _refusals.check_tx(tx)
     if plan is not None:
         _arguments.check_plan(plan)
 
