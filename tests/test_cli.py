@@ -194,7 +194,7 @@ BAD = {
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
-    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "zerojax: --accumulate must be"),
+    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "--accumulate must be"),
     "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "or --per-host.\n"),
     "no file": (("audit", "nosuch.hlo"), "nosuch.hlo cannot be read as HLO (No such file"),
     "empty": (("audit", "empty.hlo"), "this is not the text of an HLO module: it starts with ''"),

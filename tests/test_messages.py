@@ -105,7 +105,11 @@ def test_arrays_put_on_one_device_are_named():
     replaced = state.replace(params={"w": on_one(jnp.ones((64, 16)), 2)})
     keyed = zerojax.train_step(noisy)
     cases = [
-        (STEP, (state, on_one(BATCH, 3)), r"the batch was put on device 3 alone.*mesh has 8.*shard_"),
+        (
+            STEP,
+            (state, on_one(BATCH, 3)),
+            r"the batch was put on device 3 alone.*mesh has 8.*shard_",
+        ),
         (EVAL, (state, on_one(BATCH)), r"the batch was put on device 0 alone.*zerojax.shard_batch"),
         (STEP, (replaced, BATCH), r"leaf params/w was put on device 2 alone.*plan.place\(state\)"),
         (keyed, (state, BATCH, on_one(jax.random.key(0))), r"the rng was put on.*jax.random.key"),
@@ -189,7 +193,7 @@ WRONG = {
     "string": (lambda: STEP(placed(), "abc"), r"the batch is a str, which JAX takes for no array"),
     "name in it": (lambda: STEP(placed(), {"id": "a"}), r"batch leaf id is a str.*leave it out"),
     "objects": (lambda: STEP(placed(), np.array(["a"])), r"the batch is a ndarray of <U1"),
-    "loader": (lambda: STEP(placed(), iter([BATCH])), r"a list_iterator. Pass one batch of it: next"),
+    "loader": (lambda: STEP(placed(), iter([BATCH])), r"a list_iterator. Pass one batch of it"),
     "None": (lambda: STEP(None, BATCH), r"the state is None. Call step\(state, batch\)"),
     "array": (lambda: STEP(BATCH, BATCH), r"the state is an array of shape \(8, 64\). Call step"),
     "step's pair": (lambda: STEP((placed(), {}), BATCH), r"Take it apart: state, metrics = step"),
@@ -206,7 +210,7 @@ WRONG = {
     "no loss": (lambda: zerojax.train_step(None), r"the loss is a NoneType. Pass a function"),
     "state as loss": (lambda: zerojax.train_step(made()), r"the loss is a TrainState. Pass"),
     "plan of 3": (lambda: zerojax.train_step(loss, plan=3), r"plan is a int.*zerojax.plan\(state"),
-    "uncalled": (lambda: zerojax.train_step(loss, tx=optax.adam), r"tx is a function.*adam\(1e-3\)"),
+    "uncalled": (lambda: zerojax.train_step(loss, tx=optax.adam), r"tx is a function.*adam"),
 }  # fmt: skip
 
 
@@ -257,7 +261,7 @@ SAID = {
     "skip": (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     "eval's plan": (lambda: zerojax.eval_step(loss, plan="p"), r"plan is a str, not a plan. Make"),
     "grads of None": (lambda: zerojax.value_and_grad(None, PLAN), r"the loss is a NoneType. Pass"),
-    "grads, string": (grads_of(PLAN.abstract().params, "a"), r"batch leaf 0 is a str"),
+    "grads, string": (grads_of(PLAN.abstract().params, "x!"), r"batch leaf 0 is a str"),
     "grads, swapped": (lambda: zerojax.value_and_grad(PLAN, loss), r"takes a plan, got <function"),
     "gathered string": (lambda: zerojax.gather_params("a"), r"the state is a str, which JAX takes"),
     "gathered plan": (lambda: zerojax.gather_params(PLAN), r"the state is a Plan, which JAX takes"),
@@ -280,7 +284,7 @@ SAID = {
     "audit of lowered": (
         lambda: zerojax.audit(STEP.lower(placed(), BATCH)), r"Pass lowered.compile\(\)"
     ),
-    "limit, string": (check(max_peak_bytes="1GB"), r"max_peak_bytes='1GB' must be a number of byte"),
+    "limit, string": (check(max_peak_bytes="1GB"), r"max_peak_bytes='1GB' must be a number of"),
     "limit, negative": (check(max_peak_bytes=-1), r"max_peak_bytes=-1 must be a number of bytes"),
     "limit, percents": (check(min_overlap=90), r"min_overlap=90 must be.*between 0 and 1, a share"),
     "forecast, string": (forecast("a"), r"the batch is a str, which JAX takes for no array"),
@@ -310,7 +314,7 @@ SAID = {
     ),
     "verify, swapped": (lambda: zerojax.verify(STEP, BATCH, placed()), r"in the other order. Call"),
     "verify, string": (lambda: zerojax.verify(STEP, placed(), "x"), r"the batch is a str, which"),
-    "flops of None": (lambda: zerojax.step_flops(None, made(), BATCH), r"got a NoneType: step_flop"),
+    "flops of None": (lambda: zerojax.step_flops(None, made(), BATCH), r"got a NoneType: step"),
     "flops, swapped": (lambda: zerojax.step_flops(made(), STEP, BATCH), r"got a TrainState: step_"),
     "shapes on 3": (lambda: zerojax.aot.batch(BATCH, 3), r"plan is a int, not a plan"),
     "shapes of a word": (lambda: zerojax.aot.batch("a", PLAN), r"the batch is a str, which JAX"),

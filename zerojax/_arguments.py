@@ -1,4 +1,4 @@
-"""What a step was called with, looked at once the call has failed: good calls pay nothing for it.
+"""What a step was called with, looked at once the call has failed: good calls pay next to nothing.
 
 JAX says which argument of which inner function it did not like; these say which leaf, and what to
 do.
@@ -25,6 +25,9 @@ LARGEST = 3  # leaves to name where memory is out
 def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator[None]:
     """Raises what is wrong with a step's arguments in place of the error that came of it."""
     try:
+        # Looked at before: JAX 0.10 crashes where it is given an array that is gone.
+        if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
+            raise ValueError("an array has been deleted")
         yield
     except Exception as error:
         given = _given(args, named, error)

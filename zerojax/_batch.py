@@ -133,7 +133,8 @@ def process_slice(
     size = _mesh.axes_size(mesh, axes)
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
-            f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of {size}."
+            f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
+            f"{size}."
         )
     split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
     parts = _local_parts(split, size)

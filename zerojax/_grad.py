@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zerojax import _arguments, _batch
+from zerojax import _arguments, _batch, _refusals
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
@@ -68,6 +68,8 @@ def value_and_grad(
             return loss_fn(params, *args[:-1], **args[-1])
 
         every = (*args, kwargs)
+        _refusals.check_alive(params, "params")
+        _refusals.check_alive(args, "batch")
         try:
             loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:

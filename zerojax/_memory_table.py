@@ -69,7 +69,7 @@ def memory_table(
     """
     sizes, counts, stages = map(_each_once, (params, devices, stages))
     for name, values in (("params", sizes), ("devices", counts)):
-        if not values or not all(_is_number(value) and 0 < value for value in values):
+        if not values or not all(_is_number(value) and value > 0 for value in values):
             raise ValueError(f"{name}={values} must be positive: how many there are.")
     if not all(isinstance(count, numbers.Integral) for count in counts):
         raise ValueError(f"devices={counts} must be whole numbers.")

@@ -39,11 +39,15 @@ def is_flax_module(value: Any) -> bool:
     return any(isinstance(value, module.Module) for module in modules)
 
 
+def is_gone(value: Any) -> bool:
+    array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return array and value.is_deleted()
+
+
 def check_alive(tree: Any, name: str = "state") -> None:
     """Raises where arrays were given away to an earlier step, or deleted."""
     for leaf in _state.named_leaves(tree):
-        array = isinstance(leaf.value, jax.Array) and not isinstance(leaf.value, Tracer)
-        if not array or not leaf.value.is_deleted():
+        if not is_gone(leaf.value):
             continue
         if name == "state":
             raise ValueError(
