@@ -200,8 +200,8 @@ def forecast(
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
     stored = stored_with(make_state, precision)
     cases = []
-    once = map(dict.fromkeys, (losses.items(), stages, microbatches))  # nothing compiles twice
-    choices = list(itertools.product(*once))
+    each_once = dict.fromkeys(stages), dict.fromkeys(microbatches)  # nothing compiles twice
+    choices = list(itertools.product(losses.items(), *each_once))
     if not choices:
         raise ValueError(
             f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
