@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from zerojax import _refusals, _state
@@ -112,7 +113,7 @@ def check_kinds(state: Any, batch: Any) -> None:
             "state, metrics = step(state, batch)."
         )
     elif state is None or hasattr(state, "shape"):
-        what = "None" if state is None else f"an array of shape {state.shape}"
+        what = "None" if state is None else f"an array of shape {np.shape(state)}"
         message = f"the state is {what}. Call step(state, batch) with a placed state."
     elif isinstance(batch, Iterator):
         message = f"the batch is a {type(batch).__name__}. Pass one batch of it: next(batch)."
