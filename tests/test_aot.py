@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import zerojax
 from tests import audits
 from tests.conftest import make_mesh
 from zerojax import _gpus, _xla_options
+from zerojax._compiler_log import heard
 
 MEMORY_GB = {
     "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
@@ -240,3 +242,29 @@ def test_a_plugin_that_jax_gave_up_is_told_how_to_keep_it(monkeypatch):
     zerojax.aot._devices.cache_clear()
     with pytest.raises(RuntimeError, match=r"Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA.*before JAX"):
         zerojax.aot.mesh("8xH100")
+
+
+# -- what the compiler says
+
+LOG = {
+    "alarm": "E1122 10:00:00.0 7 slow_operation_alarm.cc:73] \n****\n[Compiling module jit_step] "
+    "Very slow compile?\n****\n",
+    "absl": "WARNING: All log messages before absl::InitializeLog() is called go to STDERR\n",
+    "information": "I0000 00:00:17.0 7 service.cc:152] XLA service initialized\n",
+    "older": "2026-11-22 10:00:00.0: W xla/service/hlo_rematerialization.cc:3] Can't reduce use\n",
+}
+SERIOUS = "E1122 10:00:01.0 7 spmd_partitioner.cc:5] Involuntary full rematerialization.\n  %dot\n"
+
+
+def test_harmless_lines_of_the_compiler_are_heard_and_not_passed_on(capfd):
+    with heard() as lines:
+        os.write(2, "".join([LOG["absl"], LOG["alarm"], SERIOUS, *LOG.values()]).encode())
+    assert capfd.readouterr().err == SERIOUS
+    assert lines.count("[Compiling module jit_step] Very slow compile?") == 2
+
+
+def test_where_compiling_fails_all_of_it_is_passed_on(capfd):
+    with pytest.raises(RuntimeError), heard():
+        os.write(2, LOG["alarm"].encode())
+        raise RuntimeError
+    assert capfd.readouterr().err == LOG["alarm"]

@@ -107,7 +107,7 @@ def test_audit_of_a_stored_program(run):
 def test_audit_fails_where_the_contract_is_broken(run):
     code, out, _ = run("audit", STEP, "--max-peak-bytes", "1e3")
     assert code == NOT_OK
-    assert "\nbroken: the peak is 1." in out and "above max_peak_bytes=1000 B" in out
+    assert "\nbroken: the peak is 1." in out and "above --max-peak-bytes 1000 B" in out
     code, out, _ = run("audit", STEP, "--min-overlap", "0.99", "--gpu", "H100", "--json")
     assert code == NOT_OK
     assert "below min_overlap=0.99" in json.loads(out)["findings"][0]
@@ -183,9 +183,9 @@ def test_forecast_of_what_does_not_fit(run, module, monkeypatch):
 BAD = {
     "unknown GPU": (("forecast", "124m", "--gpus", "8xV900"), "no facts about a GPU 'V900'. Name"),
     "no GPUs": (("forecast", "124m", "--gpus", "0xH100"), "does not say how many of which GPU"),
-    "no devices": (("table", "--devices", "0"), "devices=[0] must be positive"),
-    "no parameters": (("table", "--params", "-1"), "params=[-1.0] must be positive"),
-    "negative bytes": (("table", "--grad-bytes", "-2"), "grad_bytes=-2.0 must not be negative"),
+    "no devices": (("table", "--devices", "0"), "--devices [0] must be positive"),
+    "no parameters": (("table", "--params", "-1"), "--params [-1.0] must be positive"),
+    "negative bytes": (("table", "--grad-bytes", "-2"), "--grad-bytes -2.0 must not be neg"),
     "unknown preset": (("forecast", "3x"), "no preset '3x'. Name one of 124m"),
     "no module": (("forecast", "nosuch:model"), "nosuch:model cannot be imported: No module named"),
     "no function": (("forecast", "mymodel:nosuch"), "cannot be imported: module 'mymodel' has no"),
@@ -193,12 +193,21 @@ BAD = {
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
-    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "accumulate"),
-    "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "do not fill hosts of 0"),
-    "no file": (("audit", "nosuch.hlo"), "nosuch.hlo"),
+    "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "--accumulate must be"),
+    "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "or --per-host.\n"),
+    "no file": (("audit", "nosuch.hlo"), "nosuch.hlo cannot be read as HLO (No such file"),
+    "empty": (("audit", "empty.hlo"), "this is not the text of an HLO module: it starts with ''"),
+    "binary": (("audit", "binary.hlo"), "binary.hlo cannot be read as HLO (not text). Give a file"),
+    "hosts of HLO": (("audit", STEP, "--per-host", "0"), "--per-host 0 must be a positive integer"),
+    "tokens": (("forecast", "mymodel:model", "--tokens", "-1"), "--tokens -1 must be positive"),
+    "no number": (("table", "--param-bytes", "nan"), "--param-bytes nan must not be negative"),
+    "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),
+    "digits": (("forecast", "124m", "--gpus", "9" * 150 + "xH100"), "say how many of which GPU"),
+    "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo is no name of a picture. End it"),
+    "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
     "no program": (("audit", "mymodel.py"), "this is not the text of an HLO module"),
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
-    "folder": (("audit", "."), "directory"),
+    "folder": (("audit", "."), ". cannot be read as HLO (Is a directory). Give a file"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }  # fmt: skip
 COMPILED = ("untraceable", "no accumulation")  # found where the step is made for GPUs
@@ -211,6 +220,8 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
     module("mymodel", MODEL)
     module("broken", "def model(:\n")
     (tmp_path / "damaged.hlo").write_text("HloModule x\n\n%f (a: f32[]) -> f32[] {\n")
+    (tmp_path / "empty.hlo").write_text("")
+    (tmp_path / "binary.hlo").write_bytes(bytes(range(128, 256)))
     arguments, message = BAD[case]
     code, out, err = run(*arguments)
     assert (code, out) == (BAD_INPUT, "")
@@ -225,6 +236,20 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
 def test_bad_usage(arguments, run):
     code, out, err = run(*arguments)
     assert (code, out) == (BAD_INPUT, "") and "usage: zerojax" in err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_compile(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setattr(zerojax, "audit", lambda *_, **__: pytest.fail("compiled first"))
+    code, out, err = run("audit", "124m", "--plot", "x.png")
+    assert (code, out) == (BAD_INPUT, "")
+    assert err == "zerojax: plots need matplotlib. Run: pip install matplotlib\n"
+
+
+def test_flags_given_twice_count_once(run):
+    code, out, _ = run("table", "--stages", "3", "3", "--devices", "64", "64", "--params", "7.5b")
+    assert code == OK and out.splitlines()[2:] == ["      7.5B       64         1.88"]
 
 
 def test_tracebacks_on_request(run, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import pytest
 
 import zerojax
 from tests import audits
-from zerojax import _flops, _gpus, _presets
+from zerojax import _flops, _gpus, _presets, _progress
+from zerojax._compiler_log import heard
 from zerojax._forecast import Forecast
-from zerojax._progress import progress
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
@@ -227,19 +228,41 @@ def test_unknown_presets():
 # -- progress
 
 
-def test_progress_is_silent_where_nobody_watches(capsys):
-    assert list(progress([1, 2, 3], "compiling")) == [1, 2, 3]
-    assert capsys.readouterr().err == ""
+def test_progress_is_silent_where_nobody_watches(capfd, monkeypatch):
+    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
+    for _ in _progress.progress([1, 2], str):
+        time.sleep(0.05)
+    assert capfd.readouterr().err == ""
 
 
-def test_progress_on_a_terminal(capsys, monkeypatch):
+def test_progress_on_a_terminal(capfd, monkeypatch):
+    """A line for each item that takes long, however few there are; wiped when done."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    clock = iter([0.0, 0.0, 2.0])
-    monkeypatch.setattr("zerojax._progress.time.monotonic", lambda: next(clock))
-    assert list(progress("ab", "compiling")) == ["a", "b"]
-    said = capsys.readouterr().err
-    assert "compiling 1/2" in said and "compiling 2/2, 2 s left" in said
-    assert said.endswith("\r\x1b[K"), "the line is wiped when done"
+    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
+    for items, lines in (("a", ["doing a ... 0 s"]), ("ab", ["doing a (1/2) ... 0 s",
+                         "doing b (2/2, about 0 s left) ... 0 s"])):  # fmt: skip
+        for _ in _progress.progress(items, lambda item: f"doing {item}"):
+            with heard():  # what the compiler says meanwhile goes elsewhere
+                time.sleep(0.05)
+        said = capfd.readouterr().err
+        shown = list(dict.fromkeys(line for line in said.split(_progress.WIPE) if line))
+        assert shown == lines and said.endswith(_progress.WIPE)
+    for _ in _progress.progress("quick", str):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_what_compiles_twice_compiles_once(monkeypatch):
+    def stop(choices, doing):
+        raise StopIteration([(*choice[1:], doing(choice)) for choice in choices])
+
+    monkeypatch.setattr("zerojax._forecast.progress", stop)
+    monkeypatch.setattr("zerojax._forecast.aot.mesh", lambda *_, **__: None)
+    with pytest.raises(StopIteration) as stopped:
+        zerojax.forecast(
+            audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=[3, 3], accumulate=[1, 1]
+        )
+    assert stopped.value.value == [(3, 1, "compiling stage 3 for 8xH100")]
 
 
 def test_gpus_by_rates():

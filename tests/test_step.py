@@ -594,13 +594,6 @@ def test_keys_for_each_example_are_not_called_a_batch():
         step(state, batch, jax.random.split(jax.random.key(0), 4))
 
 
-def test_a_batch_on_one_device_is_told_what_to_do():
-    state, step, batch = placed_mlp()
-    with pytest.raises(ValueError, match="incompatible devices") as raised:
-        step(state, jax.device_put(batch, jax.devices()[1]))
-    assert "zerojax.shard_batch" in raised.value.__notes__[-1]
-
-
 def test_options_are_read_when_the_step_is_made():
     with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3, got 7"):
         placed_mlp(stage=7)

@@ -13,15 +13,17 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 
 import zerojax
-from zerojax import _doctor, _gpus, _presets
+from zerojax import _doctor, _gpus, _presets, _pyplot
+from zerojax._audit_report import check_limits
 from zerojax._memory_table import STAGES
 from zerojax._precision import Precision
+from zerojax._progress import working
 from zerojax._table import text_table
 
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table."
@@ -43,20 +45,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever a user's module or the compiler says, in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
-        print(f"zerojax: {described(error)}", file=sys.stderr)
+        print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)
         return BAD_INPUT
 
 
-def described(error: Exception) -> str:
+def described(error: Exception, flags: Container[str] = ()) -> str:
     """In one line; with its type and place where it does not come from this package."""
     text = " ".join(str(error).split())[:600]
     last = traceback.extract_tb(error.__traceback__)[-1:]
     ours = pathlib.Path(__file__).parent
     if not last or pathlib.Path(last[0].filename).parent == ours:
-        return text or type(error).__name__
+        return as_typed(text, flags) or type(error).__name__
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {text}{where}. All of it: ZEROJAX_TRACEBACK=1."
+
+
+def as_typed(text: str, flags: Container[str]) -> str:
+    """Arguments of Python calls, per_host=7, as the command line spells them: --per-host 7."""
+
+    def flag(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        value = " " if found[2] and found.string[found.end() :][:1].strip(".,: ") else ""
+        return f"--{name.replace('_', '-')}{value}" if name in flags else found[0]
+
+    return re.sub(r"^(\w+)(?= must)|\b(\w+)=", flag, text)
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
@@ -81,10 +94,13 @@ def forecast(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
+    check_limits(arguments.max_peak_bytes, arguments.min_overlap)
+    if arguments.plot:
+        _pyplot.check_picture(arguments.plot)
     path = pathlib.Path(arguments.program)
     if path.exists() or arguments.program.endswith((".hlo", ".txt")):
         report = zerojax.audit(
-            path.read_text(), gpu=arguments.gpu, per_host=arguments.per_host,
+            _hlo_text(path), gpu=arguments.gpu, per_host=arguments.per_host,
             accumulate=arguments.accumulate,
         )  # fmt: skip
     else:
@@ -94,7 +110,8 @@ def audit(arguments: argparse.Namespace) -> int:
     found = report.findings(
         max_peak_bytes=arguments.max_peak_bytes, min_overlap=arguments.min_overlap
     )
-    text = "\n".join([str(report), "", *(f"broken: {line}" for line in found)])
+    broken = (f"broken: {as_typed(line, vars(arguments))}" for line in found)
+    text = "\n".join([str(report), "", *broken])
     _show(arguments, report.to_dict() | {"findings": found}, text.rstrip())
     return NOT_OK if found else OK
 
@@ -108,10 +125,22 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh)
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
-    return zerojax.audit(
-        step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, plan=plan, gpu=arguments.gpu,
-        per_host=arguments.per_host, accumulate=arguments.accumulate,
-    )  # fmt: skip
+    with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
+        return zerojax.audit(
+            step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, plan=plan,
+            gpu=arguments.gpu, per_host=arguments.per_host, accumulate=arguments.accumulate,
+        )  # fmt: skip
+
+
+def _hlo_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise ValueError(
+            f"{path} cannot be read as HLO ({why}). Give a file with what compiled.as_text() "
+            "returns, a preset, or module:function."
+        ) from None
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zerojax import _gpus, _groups, _hlo, _memory_use, _schedule, _serves, _state
+from zerojax._arguments import check_plan
 from zerojax._audit_report import Part, Report, Traffic
 from zerojax._compiler_log import heard
 from zerojax._gpus import Gpu
@@ -54,6 +55,12 @@ def audit(
     """
     if per_host is not None and (not isinstance(per_host, int) or per_host < 1):
         raise ValueError(f"per_host={per_host!r} must be a positive integer: devices of a host.")
+    if accumulate is not None and (not isinstance(accumulate, int) or accumulate < 1):
+        raise ValueError(f"accumulate={accumulate!r} must be a positive integer: microbatches.")
+    if gpu is not None and not isinstance(gpu, str | Gpu):
+        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
+    if plan is not None:
+        check_plan(plan)
     compiled, lines = None, []
     if accumulate is None:
         recipe = getattr(step, "recipe", None)
@@ -64,14 +71,16 @@ def audit(
         if state is not None:
             carried = _state.carried_plan(state)
             plan = carried if carried is not None else plan
-        if not hasattr(step, "as_text"):
+        if not hasattr(step, "as_text") or hasattr(step, "compile"):
             step, lines = _compile(step, state, batch, rng)
         compiled, text = step, step.as_text()
     return _report(text, compiled, plan, gpu, per_host, accumulate or 1, lines)
 
 
 def _compile(step: Any, state: Any, batch: Any, rng: Any) -> tuple[Any, list[str]]:
-    if not hasattr(step, "lower"):
+    if hasattr(step, "compile"):
+        raise TypeError("audit takes what is compiled. Pass lowered.compile().")
+    if not hasattr(step, "lower") or isinstance(step, bytes):
         if hasattr(step, "pure"):
             raise TypeError(
                 "a step of zerojax.nnx is audited without its objects: "

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,7 @@ class Report:
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> list[str]:
         """What breaks the stage's contract, a line each; empty where nothing does."""
+        check_limits(max_peak_bytes, min_overlap)
         return _contract.findings(self, max_peak_bytes, min_overlap)
 
     def check(
@@ -246,3 +248,14 @@ class Report:
         if self.gpu:
             row = (*row, human_time(one.between), human_time(one.exposed))
         return (*row, one.serves)
+
+
+def check_limits(max_peak_bytes: Any, min_overlap: Any) -> None:
+    """Raises for limits that say nothing."""
+    for name, value, most in (
+        ("max_peak_bytes", max_peak_bytes, math.inf),
+        ("min_overlap", min_overlap, 1),
+    ):
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
+            below = " between 0 and 1, a share of the step" if most == 1 else " of bytes"
+            raise ValueError(f"{name}={value!r} must be a number{below}.")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _agreement, _fields, _fingerprint, _mesh, _move, _spec
+from zerojax import _agreement, _fields, _fingerprint, _mesh, _move, _refusals, _spec
 from zerojax._state import path_name
 
 BATCH, KEY, WHOLE = "batch", "key", "whole"
@@ -192,6 +192,7 @@ def shard_batch(
         >>> print(batch["x"].addressable_shards[0].data.shape)
         (1, 3)
     """
+    _refusals.check_values(batch, "batch")
     mesh, axes = _mesh.resolve(mesh, axis)
     found = roles((batch,), batch_specs, axes)
     rows_first = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
@@ -232,9 +233,10 @@ def process_slice(
     """
     mesh, axes = _mesh.resolve(mesh, axis)
     size = _mesh.axes_size(mesh, axes)
-    if rows < 1 or rows % size:
+    if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
-            f"a batch of {rows} rows does not divide over {size} devices. Use a multiple of {size}."
+            f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
+            f"{size}."
         )
     split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
     parts = _local_parts(split, size)

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from zerojax import _agreement, _extras, _files, _fingerprint, _matching, _state
+from zerojax import _agreement, _extras, _files, _fingerprint, _matching, _refusals, _state
 from zerojax._extras import Extras
 from zerojax._plan import Plan
 
@@ -200,6 +200,7 @@ def check_leaves(state: Any) -> None:
     leaves = _state.named_leaves(state)
     if not leaves:
         raise ValueError("the state has no leaves, so there is nothing to save.")
+    _refusals.check_alive(state)
     for leaf in leaves:
         if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
             raise TypeError(

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zerojax import _audit, _forecast_plot, _gpus, _planner, aot
+from zerojax import _audit, _forecast_plot, _gpus, _planner, _refusals, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
 from zerojax._mfu import needed_flops
@@ -137,7 +138,7 @@ def forecast(
     batch: Any,
     *,
     gpus: str,
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[int] | int = (0, 1, 2, 3),
     accumulate: Sequence[int] | int = 1,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
@@ -175,11 +176,16 @@ def forecast(
         [96, 12]
     """
     count, gpu = _gpus.parse_count(gpus)
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens} must be positive: how many a step trains on.")
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
     if not jax.tree.leaves(batch):
         raise ValueError("the batch has no arrays. Pass the global batch of one step.")
+    _refusals.check_arrays(batch, "batch")
+    if not any(map(np.ndim, jax.tree.leaves(batch))):
+        raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
     if rates is not None:
+        if not isinstance(rates, Rates):
+            raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
         gpu = dataclasses.replace(gpu, given_rates=rates)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     options: dict[str, Any] = {}
@@ -190,8 +196,10 @@ def forecast(
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
         names = ("regather", "prefetch", "batch_specs")
         options = {name: getattr(recipe.options, name) for name in names}
+    stages = [stages] if isinstance(stages, int) else stages
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
-    choices = list(itertools.product(losses.items(), stages, microbatches))
+    each_once = dict.fromkeys(stages), dict.fromkeys(microbatches)  # nothing compiles twice
+    choices = list(itertools.product(losses.items(), *each_once))
     if not choices:
         raise ValueError(
             f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
@@ -200,7 +208,9 @@ def forecast(
     mesh = aot.mesh(gpus, per_host=per_host)
     stored = stored_with(make_state, precision)
     cases = []
-    for (variant, loss), stage, each in progress(choices, "compiling"):
+    for (variant, loss), stage, each in progress(
+        choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
+    ):
         plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
         shapes = aot.batch(batch, plan, batch_specs=options.get("batch_specs"))

@@ -10,6 +10,8 @@ REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 # The CUDA context, NCCL's buffers and fragments take the rest.
 USABLE_MEMORY = 0.92
 
+MOST_GPUS = 100_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
@@ -138,10 +140,15 @@ def of_device_kind(kind: str) -> Gpu | None:
 
 def parse_count(text: str) -> tuple[int, Gpu]:
     """'64xH100' -> (64, the H100)."""
-    found = isinstance(text, str) and re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w\-. ]+?)\s*", text)
+    found = isinstance(text, str) and re.fullmatch(r"\s*(\d{1,99})\s*[xX*]\s*([\w\-. ]+?)\s*", text)
     if not found or int(found[1]) == 0:
         raise ValueError(
             f"{text!r} does not say how many of which GPU. Write for example '64xH100'; known: "
             f"{', '.join(GPUS)}."
+        )
+    if int(found[1]) > MOST_GPUS:
+        raise ValueError(
+            f"{text!r} are more than {MOST_GPUS:,} GPUs, and no cluster has so many: JAX makes an "
+            "object of each, and XLA numbers them all. Name fewer."
         )
     return int(found[1]), named(found[2])

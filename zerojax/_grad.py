@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zerojax import _batch
+from zerojax import _arguments, _batch, _refusals
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
@@ -63,6 +63,7 @@ def value_and_grad(
             f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
             "zerojax.plan(state, stage=3)."
         )
+    _arguments.check_loss(loss_fn)
     options = Options(
         has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
     )
@@ -72,8 +73,14 @@ def value_and_grad(
             return loss_fn(params, *args[:-1], **args[-1])
 
         every = (*args, kwargs)
+        _refusals.check_alive(params, "params")
+        _refusals.check_alive(args, "batch")
         _batch.check_pairs(every)
-        loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
+        try:
+            loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
+        except Exception as error:
+            _arguments.blame(error, {"params": params, "batch": args}, plan)
+            raise
         return (loss, aux) if has_aux else loss, grads
 
     return fn

@@ -24,6 +24,11 @@ def mean(values: Any, where: Any = None) -> jax.Array:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
         1.5
     """
+    if values is None or isinstance(values, str | dict):
+        raise TypeError(
+            f"zerojax.mean takes an array, got a {type(values).__name__}. Pass one array, with a "
+            "value for each example or token."
+        )
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         values = values.astype(jnp.float32)

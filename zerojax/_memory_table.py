@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax._table import html_table, text_table
@@ -53,7 +54,7 @@ def memory_table(
     param_bytes: float = 2,
     grad_bytes: float = 2,
     optimizer_bytes: float = 12,
-    stages: Sequence[int] = STAGES,
+    stages: int | Sequence[int] = STAGES,
 ) -> MemoryTable:
     """What parameters, gradients and optimizer state take on each device, by stage.
 
@@ -66,18 +67,21 @@ def memory_table(
         ----------  -------  -----------  -----------  -----------  -----------
               7.5B       64       120.00        31.41        16.64         1.88
     """
-    sizes = [params] if isinstance(params, int | float) else list(params)
-    counts = [devices] if isinstance(devices, int) else list(devices)
+    sizes, counts, stages = map(_each_once, (params, devices, stages))
     for name, values in (("params", sizes), ("devices", counts)):
-        if not values or not all(0 < value < math.inf for value in values):
+        if not values or not all(_is_number(value) and value > 0 for value in values):
             raise ValueError(f"{name}={values} must be positive: how many there are.")
+    if not all(isinstance(count, numbers.Integral) for count in counts):
+        raise ValueError(f"devices={counts} must be whole numbers.")
+    if not stages:
+        raise ValueError(f"stages=[] names none of {STAGES}.")
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise ValueError(f"stage {unknown[0]!r} is none of {STAGES}.")
     each = (optimizer_bytes, grad_bytes, param_bytes)
     for name, width in zip(("optimizer_bytes", "grad_bytes", "param_bytes"), each, strict=True):
-        if width < 0:
-            raise ValueError(f"{name}={width} must not be negative: bytes for each parameter.")
+        if not _is_number(width) or width < 0:
+            raise ValueError(f"{name}={width!r} must not be negative: bytes for each parameter.")
     return MemoryTable(
         tuple(
             {
@@ -94,3 +98,11 @@ def memory_table(
             for stage in stages
         )
     )
+
+
+def _each_once(given: Any) -> list[Any]:
+    return list(dict.fromkeys(given if isinstance(given, Iterable) else [given]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -29,6 +29,11 @@ def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:
         >>> print(zerojax.step_flops(step, state, np.ones((8, 64))))  # 3 * 2 * 8 * 64 * 16
         49152.0
     """
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step_flops takes a step of zerojax.train_step, got a {type(step).__name__}: "
+            "step_flops(step, state, batch)."
+        )
     plan = find_plan(state, step.recipe.plan, step.recipe.stage)
     return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _move, _planner, _spec, _state
+from zerojax import _move, _planner, _refusals, _spec, _state
 from zerojax._precision import (
     MasterState,
     Precision,
@@ -50,6 +50,7 @@ def shard_train_state(
         >>> print(state.params["w"].shape, state.params["w"].addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
+    _refusals.check_alive(state_or_fn)
     stored = stored_with(state_or_fn, precision)
     plan = _planner.plan(
         stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
@@ -70,6 +71,9 @@ def gather_params(state: Any) -> Any:
         >>> print(type(zerojax.gather_params(state)["w"]).__name__)
         ndarray
     """
+
+    _refusals.check_alive(state)
+    _refusals.check_values(state)
 
     def to_host(leaf: Any) -> Any:
         return leaf if _move.is_key(leaf) else _move.whole(leaf)

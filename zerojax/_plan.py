@@ -17,6 +17,7 @@ from zerojax import (
     _mesh,
     _move,
     _plan_plot,
+    _refusals,
     _spec,
     _state,
     _table,
@@ -136,6 +137,7 @@ class Plan:
             self._agree(lambda: {"how it is made": _fingerprint.of_program(born.trace().jaxpr)})
             leaves = born()
             return made[0].unflatten(leaves)
+        _refusals.check_alive(state)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]

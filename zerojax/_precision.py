@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import _update
+from zerojax import _refusals, _update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,8 @@ def master_weights(
         >>> print(tx.init(params).master["w"].dtype)
         float32
     """
+    _refusals.check_tx(tx)
+    Precision(param=dtype)  # raises where it is no float
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> MasterState:

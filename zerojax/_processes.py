@@ -148,7 +148,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
+        if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX - GRACE:
             raise ValueError(f"Watchdog({seconds!r}): give a positive number of seconds.")
         self.seconds = seconds
         self._done = threading.Event()

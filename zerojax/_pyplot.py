@@ -1,5 +1,6 @@
 """What all pictures share: matplotlib where it is installed, and colours that print in grey."""
 
+import pathlib
 from typing import Any
 
 from zerojax._state import OPT_STATE, OTHER, PARAMS
@@ -25,6 +26,18 @@ def pyplot() -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("plots need matplotlib. Run: pip install matplotlib") from None
     return plt
+
+
+def check_picture(path: str) -> None:
+    """Raises where no picture could be written to `path`: before the work that it would show."""
+    pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    name = pathlib.Path(path)
+    if name.suffix and name.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"{path} is no name of a picture. End it in .png, .pdf or .svg.")
+    if not name.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory for {path}. Make it, or name another.")
 
 
 def finished(figure: Any, path: str | None) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import _checkpoint, _files, _matching, _move, _state
+from zerojax import _checkpoint, _files, _matching, _move, _refusals, _state
 from zerojax._matching import Saved
 from zerojax._plan import Plan
 from zerojax._state import Leaf
@@ -51,6 +51,7 @@ def export_safetensors(
         >>> print(params["w"].addressable_shards[0].data.shape)
         (8, 16)
     """
+    _refusals.check_alive(params)
     leaves = _state.named_leaves(_state.get_params(params, default=params))
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax import _agreement, _fingerprint, _finite, _refusals, _state, _xla_options
+from zerojax import (
+    _agreement,
+    _arguments,
+    _fingerprint,
+    _finite,
+    _refusals,
+    _state,
+    _xla_options,
+)
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
@@ -54,15 +62,10 @@ class Step:
 
     def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         """`(state, batch[, rng])`."""
-        _refusals.check_alive(args[0] if args else named.get("state"))
-        try:
+        with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             self.agree(jitted, args, named)
             return jitted(*args, **named)
-        except ValueError as error:
-            if "incompatible devices" in str(error):
-                error.add_note("Pass the batch as numpy arrays, or through zerojax.shard_batch.")
-            raise
 
     def agree(self, jitted: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
         """At the first call for a plan and shapes, several processes compare what they run."""
@@ -89,10 +92,12 @@ class Step:
             self.agreed.add((plan, shapes))
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        return self.for_args(*args, **named).lower(*args, **named)
+        with _arguments.explained(args, named, self.recipe.plan):
+            return self.for_args(*args, **named).lower(*args, **named)
 
     def trace(self, *args: Any, **named: Any) -> Any:
-        return self.for_args(*args, **named).trace(*args, **named)
+        with _arguments.explained(args, named, self.recipe.plan):
+            return self.for_args(*args, **named).trace(*args, **named)
 
     def eval_shape(self, *args: Any, **named: Any) -> Any:
         return self.nested.eval_shape(*args, **named)
@@ -128,6 +133,20 @@ class Step:
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self.jitted.values())
+
+
+class EvalStep:
+    """What `jax.jit` returns, with errors that say what was wrong with the arguments."""
+
+    def __init__(self, jitted: Any, plan: Plan | None) -> None:
+        self.jitted, self.plan = jitted, plan
+        self.lower, self.trace, self.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
+        self.clear_cache = jitted.clear_cache
+
+    def __call__(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """`(state, batch[, rng])`."""
+        with _arguments.explained(args, named, self.plan):
+            return self.jitted(*args, **named)
 
 
 def train_step(
@@ -194,11 +213,14 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
+    _arguments.check_mutable(mutable)
+    _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
     mutable = names_of(mutable)
     options = Options(
         None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable,
         batch_specs=batch_specs,
     )  # fmt: skip
+    _check(loss_fn, plan, tx)
     if stage is not None:
         check_stage(stage)
 
@@ -215,7 +237,7 @@ def train_step(
         metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
         old_state = found.scatter(state)
         with jax.named_scope("optimizer"):
-            new_state = apply_gradients(old_state, grads, tx, fields)
+            new_state = _refusals.updated(apply_gradients, old_state, grads, tx, fields)
         if skip_nonfinite or scale is not None:
             finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
             new_state = _finite.held(finite, new_state, old_state, mutable)
@@ -239,7 +261,7 @@ def eval_step(
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
     batch_specs: Any = None,
-) -> Any:
+) -> EvalStep:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
@@ -256,11 +278,13 @@ def eval_step(
         >>> print(metrics["loss"], metrics["aux"]["within"])
         1.0 0.0
     """
+    _arguments.check_mutable(mutable)
     mutable = names_of(mutable)
     options = Options(
         None, 1, precision, regather=False, differentiate=False, mutable=mutable,
         batch_specs=batch_specs,
     )  # fmt: skip
+    _check(loss_fn, plan)
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
@@ -271,7 +295,15 @@ def eval_step(
         )  # fmt: skip
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
-    return jax.jit(step)
+    return EvalStep(jax.jit(step), plan)
+
+
+def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
+    _arguments.check_loss(loss_fn)
+    if tx is not None:
+        _refusals.check_tx(tx)
+    if plan is not None:
+        _arguments.check_plan(plan)
 
 
 def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import _batch, _causes, _compare, _field_checks, _mesh, _state
+from zerojax import (
+    _arguments,
+    _batch,
+    _causes,
+    _compare,
+    _field_checks,
+    _mesh,
+    _refusals,
+    _state,
+)
 from zerojax._causes import Observed
 from zerojax._compare import NOT_FINITE, OK, Check
 from zerojax._field_checks import Found
@@ -89,6 +98,9 @@ def verify(
             "zerojax.verify(step, state, batch, loss_fn=loss_fn), and tx=, plan=, accumulate=, "
             "mutable= where they apply."
         )
+    _arguments.check_kinds(state, batch)
+    _refusals.check_alive(state)
+    _refusals.check_values(batch, "batch")
     recipe = made or Recipe(loss_fn, options, tuple(mutable or ()), plan, tx)  # type: ignore
     _check_given(made, loss_fn, tx, plan, accumulate, precision, mutable, batch_specs)
     found = find_plan(state, recipe.plan, recipe.stage)

@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _batch, _gpus, _mesh
+from zerojax import _batch, _gpus, _mesh, _refusals, _state
+from zerojax._arguments import check_plan
 from zerojax._plan import Plan
 
 PER_HOST = 8
@@ -48,13 +49,13 @@ def mesh(
         {'replica': 8, 'data': 8} NVIDIA H100...
     """
     count, gpu = _gpus.parse_count(gpus)
-    local = min(count, per_host)
-    if per_host < 1 or count % local:
+    if not isinstance(per_host, int) or per_host < 1 or count % min(count, per_host):
         raise ValueError(
-            f"{count} GPUs do not fill hosts of {per_host}. Pass a multiple, or per_host=."
+            f"{count} GPUs do not fill hosts of {per_host!r}. Pass a multiple, or per_host=."
         )
+    local = min(count, per_host)
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-    sizes = (count,) if shape is None else tuple(shape)
+    sizes = (count,) if shape is None else tuple(np.atleast_1d(shape).tolist())
     if int(np.prod(sizes)) != count or len(sizes) != len(names):
         raise ValueError(
             f"a mesh of shape {sizes} with axes {names} does not hold {count} GPUs. Pass shape= "
@@ -75,8 +76,11 @@ def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
         >>> print(tokens.shape, tokens.sharding.spec)
         (32, 128) P('data',)
     """
+    check_plan(plan)
+    _refusals.check_arrays(shapes, "batch")
 
     def placed(leaf: Any, role: _batch.Role) -> Any:
+        leaf = _state.shape_dtype(leaf)
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         spec = PartitionSpec() if key else _batch.spec(role, plan.axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))

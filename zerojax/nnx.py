@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _place, _refusals, _spec, _state, _step
+from zerojax import _arguments, _place, _refusals, _spec, _state, _step
 from zerojax._nnx_state import State as State
 from zerojax._nnx_state import Variables, check_unannotated
 from zerojax._nnx_state import state as state
@@ -169,6 +169,7 @@ def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
         >>> bool(step(model, optimizer, np.ones((8, 64), np.float32))["loss"] < first)
         True
     """
+    _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, True)
     return Step(_step.train_step(loss, mutable=("variables",), **options))
 
@@ -190,6 +191,7 @@ def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
         >>> print(evaluate(model, optimizer, jnp.zeros((8, 64)))["loss"])
         0.0
     """
+    _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, False)
     return Step(_step.eval_step(loss, mutable=("variables",), **options))
 
