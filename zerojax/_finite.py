@@ -23,13 +23,13 @@ def scaled(loss_fn: Callable[..., Any], scale: DynamicScale | None) -> Callable[
     if scale is None:
         return loss_fn
 
-    def loss(*args: Any) -> Any:
+    def loss(loss_fn: Callable[..., Any], scale: jax.Array, *args: Any) -> Any:
         result = loss_fn(*args)
         if isinstance(result, tuple):
-            return (result[0] * scale.scale, *result[1:])
-        return result * scale.scale
+            return (result[0] * scale, *result[1:])
+        return result * scale
 
-    return loss
+    return jax.tree_util.Partial(loss, loss_fn, scale.scale)
 
 
 def unscaled(values: Any, scale: DynamicScale | None) -> Any:
