@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zerojax import _finite, _refusals, _state, _xla_options
+from zerojax import _finite, _mesh, _refusals, _state, _xla_options
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
@@ -162,6 +162,7 @@ def train_step(
     if stage is not None:
         check_stage(stage)
 
+    @_mesh.auto_axes()
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
         found.check_structure(state)
@@ -218,6 +219,7 @@ def eval_step(
     options = Options(None, 1, precision, regather=False, differentiate=False)
     mutable = names_of(mutable)
 
+    @_mesh.auto_axes()
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
         found.check_structure(state)

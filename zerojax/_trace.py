@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _compat
+from zerojax import _compat, _constraints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,14 @@ def trace_loss(
         check_aux(aux)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
-    def per_device() -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
+    def traced(mesh: AbstractMesh) -> tuple[Any, Any]:
         inputs = _typed(args, mesh), _typed(held, mesh)
-        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+        with jax.sharding.use_abstract_mesh(mesh):
+            closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+        return closed, aux
+
+    def per_device() -> Any:
+        closed, aux = _without_constraints(traced, axes)
         jaxpr, consts = closed.jaxpr, [*held, *closed.consts]
         invars = [*jaxpr.invars, *jaxpr.constvars]
         # nnx.scan returns the weights it was given, layer by layer. What nobody reads goes first.
@@ -59,6 +63,27 @@ def trace_loss(
         )
     )  # fmt: skip
     return found[0]
+
+
+def _without_constraints(
+    traced: Callable[[AbstractMesh], tuple[Any, Any]], axes: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """A loss traced as code of one device, without the constraints over `axes` that it may have.
+
+    They are an error there, so a loss that has some is traced a second time.
+    """
+    try:
+        closed, aux = traced(jax.sharding.get_abstract_mesh())
+        if not _constraints.name_any(closed.jaxpr, axes):
+            return closed, aux
+    except (TypeError, ValueError) as error:
+        failed: Exception | None = error
+    else:
+        failed = None
+    closed, aux = traced(_constraints.whole_mesh())
+    if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
+        raise failed
+    return _constraints.Dropper(axes).jaxpr(closed), aux
 
 
 def _typed(values: Any, mesh: AbstractMesh) -> Any:
