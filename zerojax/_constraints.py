@@ -69,21 +69,21 @@ class Dropper:
         constvars, invars = map(named, jaxpr.constvars), map(named, jaxpr.invars)
         constvars, invars, eqns = list(constvars), list(invars), []
         for eqn in jaxpr.eqns:
-            params = {name: self.param(name, value) for name, value in eqn.params.items()}
             operands = [named(v) for v in eqn.invars]
-            if is_constraint(eqn) and self.says_nothing(params):
+            if is_constraint(eqn) and self.says_nothing(eqn):
                 names[eqn.outvars[0]] = operands[0]
                 continue
+            params = {name: self.param(name, value) for name, value in eqn.params.items()}
             outvars = [named(v) for v in eqn.outvars]
             ctx = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
         outvars = [named(v) for v in jaxpr.outvars]
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
-    def says_nothing(self, params: dict[str, Any]) -> bool:
-        """Whether a constraint is left without an axis that it could be about."""
-        others = set(params["sharding"].mesh.axis_names) - set(self.axes)
-        return not others and params["layout"] is None
+    def says_nothing(self, constraint: Any) -> bool:
+        """Whether no axis is left that it could be about."""
+        mesh = self.mesh(constraint.params["sharding"].mesh.abstract_mesh)
+        return not mesh.auto_axes and constraint.params["layout"] is None
 
     # -- what speaks of a mesh
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 DEFAULT_AXIS = "data"
 
@@ -62,6 +62,19 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
     return mesh, axes
+
+
+@contextlib.contextmanager
+def seen_as(mesh: AbstractMesh) -> Iterator[None]:
+    """Sets `mesh`, whatever mesh a caller has set: by way of none, as JAX wants equal sizes."""
+    set_to = jax.sharding.use_abstract_mesh
+    with set_to(AbstractMesh((), ())), set_to(mesh):
+        yield
+
+
+def unset() -> Any:
+    """No mesh set, so that values of a single device can be computed with."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @contextlib.contextmanager

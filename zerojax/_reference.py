@@ -28,7 +28,8 @@ class Reference:
         self.args = on_one_device(tuple(args), device)
         self.roles = _batch.roles(args)
         self.precision = precision_of(plan, recipe.options.precision)
-        sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
+        # Others have one device too, so that a loss may name them.
+        sizes = {a: n if a in plan.axes else 1 for a, n in plan.mesh.shape.items()}
         self.split = Split(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 

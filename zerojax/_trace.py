@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _compat, _constraints
+from zerojax import _compat, _constraints, _mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +56,13 @@ def trace_loss(
         found.append(TracedLoss(opened, consts, aux))
         return jnp.zeros(())
 
-    jax.eval_shape(
-        jax.shard_map(
-            per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
-            axis_names=set(axes), check_vma=False,
-        )
-    )  # fmt: skip
+    with _mesh.seen_as(mesh.abstract_mesh):
+        jax.eval_shape(
+            jax.shard_map(
+                per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
+                axis_names=set(axes), check_vma=False,
+            )
+        )  # fmt: skip
     return found[0]
 
 
