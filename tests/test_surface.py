@@ -36,7 +36,7 @@ LAYERS = [
     "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
     "_plan_plot", "_plan", "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
     "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",
-    "_constraints", "_trace", "_parameter", "_program", "_grad", "_finite", "_module_state",
+    "_constraints", "_trace", "_parameter", "_program", "_nans", "_grad", "_finite", "_module_state",
     "_step", "_place", "_nnx_state", "nnx", "_files", "_extras", "_matching", "_checkpoint",
     "_checkpoints", "_safetensors", "_replay", "_compare", "_reference", "_causes", "_report",
     "_verify", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups", "_cost",

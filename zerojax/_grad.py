@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zerojax import _batch, _mesh
+from zerojax import _batch, _mesh, _nans
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
@@ -104,7 +104,10 @@ def loss_and_grads(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),
         axis_names=set(plan.axes), check_vma=False,
     )  # fmt: skip
-    loss, aux, grads = jax.jit(sharded)(values, arg_values, traced.closed_over)
+    loss, aux, grads = _nans.run(
+        jax.jit(sharded), (values, arg_values, traced.closed_over),
+        lambda: _nans.explain(loss_fn, plan, params, args, roles),
+    )  # fmt: skip
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
 
 

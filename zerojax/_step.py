@@ -46,6 +46,7 @@ class Step:
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self.recipe, self.compiler_options = recipe, compiler_options
+        donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_nans.py`)
         self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.nested = self.jit()  # an inner jit may have no options of its own
         self.jitted: dict[Plan | None, Any] = {}
