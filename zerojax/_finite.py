@@ -9,6 +9,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.tree_util import DictKey, GetAttrKey
 
 from zerojax import _state
+from zerojax._precision import promoted
 
 
 def scale_of(state: Any) -> DynamicScale | None:
@@ -40,7 +41,7 @@ def unscaled(values: Any, scale: DynamicScale | None) -> Any:
     def divide(value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return value
-        return value.astype(jnp.promote_types(value.dtype, jnp.float32)) / scale.scale
+        return value.astype(promoted(value.dtype, jnp.float32)) / scale.scale
 
     return jax.tree.map(divide, values)
 

@@ -59,7 +59,7 @@ def explain(
             "skip_nonfinite=True leaves such steps out."
         )
     whole, batch = PartitionSpec(), PartitionSpec(plan.axes)
-    leaves, treedef = jax.tree.flatten(tuple(args))
+    treedef = jax.tree.structure(tuple(args))
     specs = treedef.unflatten([batch if role == _batch.BATCH else whole for role in roles])
     jax.shard_map(
         lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0], mesh=plan.mesh,

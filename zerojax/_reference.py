@@ -11,6 +11,7 @@ import numpy as np
 from zerojax import _batch, _compare, _finite, _state
 from zerojax._fields import split_fields, with_fields
 from zerojax._plan import Plan
+from zerojax._precision import promoted
 from zerojax._program import precision_of
 from zerojax._replay import Replayed, Split, on_one_device, replay
 from zerojax._step import Recipe, grad_norm
@@ -74,9 +75,11 @@ class Reference:
         return any(jnp.finfo(d).bits < 32 for d in floats)
 
     def tolerance(self, replayed: Replayed) -> float:
-        """For all that a step rounds: in the loss, and on the way between devices."""
+        """For all that a step rounds: in the loss, on the way between devices, and to the dtypes
+        of the parameters, in which their gradients come."""
         reduce = [self.precision.reduce] if self.precision.reduce is not None else []
-        return _compare.tolerance_for([replayed.dtype, *reduce], self.device.platform)
+        params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
+        return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
 
     def new_state(self, replayed: Replayed) -> Any:
         """The state after the update, by the user's own optimizer."""
@@ -113,7 +116,7 @@ def averaged(aux: Any) -> Any:
     """The mean over the parts; integers as floats."""
 
     def mean(leaf: Any) -> Any:
-        return jnp.mean(leaf, axis=0, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+        return jnp.mean(leaf, axis=0, dtype=promoted(leaf.dtype, jnp.float32))
 
     return jax.tree.map(mean, aux)
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zerojax import _batch, _compat
 from zerojax._plan import Plan
-from zerojax._precision import cast_floats
+from zerojax._precision import cast_floats, promoted
 from zerojax._table import human_bytes
 from zerojax._trace import TracedLoss, trace_loss
 
@@ -242,7 +242,7 @@ def _merged(is_float: list[bool], floats: Any, others: Any) -> list[Any]:
 
 
 def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return promoted(dtype, jnp.float32)
 
 
 def _no_gradient(value: Any) -> Any:

@@ -14,7 +14,7 @@ from zerojax import _finite, _mesh, _refusals, _state, _xla_options
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
-from zerojax._precision import Precision
+from zerojax._precision import Precision, promoted
 from zerojax._program import Options
 from zerojax._update import apply_gradients
 
@@ -269,4 +269,4 @@ def grad_norm(grads: Any) -> jax.Array:
 
 def cast_up(grads: list[Any]) -> list[Any]:
     """In float32: squares of narrower gradients overflow or vanish."""
-    return [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
+    return [g.astype(promoted(g.dtype, jnp.float32)) for g in grads]
