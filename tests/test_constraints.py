@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+import zerojax.nnx
 from tests.conftest import make_mesh
 from zerojax import _compat
 
@@ -178,3 +179,23 @@ def test_an_error_of_the_loss_stays_what_it_is(mesh):
     plan = zerojax.plan((params(), ()), stage=3, mesh=mesh)
     with pytest.raises(ValueError, match="no such activation"):
         zerojax.value_and_grad(loss, plan)(params(), BATCH)
+
+
+def test_nnx_models(mesh):
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, act):
+            self.linear, self.act = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), act
+
+        def __call__(self, x):
+            return self.act(nnx.relu(self.linear(x)))
+
+    def losses(act):
+        model = Model(act)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        zerojax.nnx.shard(model, optimizer, stage=3, mesh=mesh)
+        step = zerojax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+        return [step(model, optimizer, BATCH)["loss"] for _ in range(2)]
+
+    assert losses(bare) == losses(lambda x: x)

@@ -1,6 +1,7 @@
 """`jax.value_and_grad` for parameters that live where a plan puts them."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -104,11 +105,27 @@ def loss_and_grads(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),
         axis_names=set(plan.axes), check_vma=False,
     )  # fmt: skip
-    loss, aux, grads = _nans.run(
-        jax.jit(sharded), (values, arg_values, traced.closed_over),
-        lambda: _nans.explain(loss_fn, plan, params, args, roles),
-    )  # fmt: skip
+    with _noted_errors():
+        loss, aux, grads = _nans.run(
+            jax.jit(sharded), (values, arg_values, traced.closed_over),
+            lambda: _nans.explain(loss_fn, plan, params, args, roles),
+        )  # fmt: skip
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
+
+
+@contextlib.contextmanager
+def _noted_errors() -> Iterator[None]:
+    """Says what to do about an error of another library's that nobody would know from its text."""
+    try:
+        yield
+    except ValueError as error:
+        if "Closure-converted function called with different" in str(error):
+            error.add_note(
+                "Equinox's checkpointed loops, and so diffrax's default adjoint, do not run under "
+                "any jax.shard_map. Pass diffeqsolve(..., adjoint=diffrax.DirectAdjoint()), or "
+                "diffrax.BacksolveAdjoint()."
+            )
+        raise
 
 
 def check_params(params: Any, plan: Plan) -> None:
