@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -202,6 +203,44 @@ def test_optimizer_state_is_cut_by_sharding_types(optimizer):
     # A factored moment whose own dimensions are not the cut one has nothing to be cut along.
     assert all("v_row" in path or "v_col" in path for path in large), large
     assert optimizer == "adafactor" or not large
+
+
+def ravelled(inner):
+    """As shampoo- and SOAP-like optimizers: one vector for all parameters."""
+
+    def update(grads, state, params=None):
+        flat, unravel = ravel_pytree(grads)
+        updates, state = inner.update(flat, state)
+        return unravel(updates), state
+
+    return optax.GradientTransformation(lambda p: inner.init(ravel_pytree(p)[0]), update)
+
+
+@pytest.mark.parametrize("wrapper", [optax.flatten, ravelled])
+def test_optimizers_that_reshape_parameters(wrapper, mesh):
+    params = {"conv": jnp.ones((3, 8, 16)), "w": jnp.ones((16, 8))}
+    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.mean(p["conv"] ** 2)
+    tx, x = wrapper(optax.adam(0.1)), np.ones((8, 16), np.float32)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    wanted = state.apply_gradients(grads=jax.grad(loss)(params, x))
+    plan = zerojax.plan(state, stage=3, mesh=mesh)
+    refused = "tx.init does what sharding types refuse (ShardingTypeError)"
+    moments = [leaf for leaf in plan.leaves if leaf.kind == "opt_state" and leaf.shape]
+    assert len(moments) == 2 and all(refused in leaf.reason for leaf in moments)
+    assert refused in str(plan)
+    state, _ = zerojax.train_step(loss)(plan.place(state), x)
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert state.opt_state[0].mu.sharding.spec == P("data")
+
+
+def test_errors_of_the_optimizer_are_its_own():
+    def init(params):
+        raise ValueError("lr must be positive")
+
+    wrong = optax.GradientTransformation(init, optax.sgd(0.1).update)
+    with pytest.raises(ValueError, match="lr must be positive"):
+        zerojax.plan(({"w": jnp.ones(8)}, ()), stage=1, tx=wrong)
 
 
 def test_optimizer_that_wants_concrete_values_falls_back_to_shapes():

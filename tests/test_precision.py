@@ -223,3 +223,33 @@ def test_aux_is_averaged_wide(accumulate):
         }  # fmt: skip
         assert (float(told["half"]), float(told["int"])) == (60000, 2**24 - 1)
         np.testing.assert_array_equal(told["rows"], np.arange(16))
+
+
+F8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("master", [None, "float32"])
+def test_float8_parameters(master, mesh, tmp_path):
+    keys = jax.random.split(jax.random.key(0))
+    params = {"a": jax.random.normal(keys[0], (8, 16)), "b": jax.random.normal(keys[1], (16, 8))}
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"].astype(jnp.float32)) @ p["b"]) ** 2)
+    precision = zerojax.Precision(param=F8, master=master, compute="float32") if master else None
+    if not master:
+        params["a"] = params["a"].astype(F8)
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.05))
+    state = zerojax.shard_train_state(state, stage=3, mesh=mesh, precision=precision)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    step = zerojax.train_step(loss, accumulate=2)
+    zerojax.verify(step, state, x).raise_if_wrong()
+    first = None
+    for _ in range(4):
+        state, metrics = step(state, x)
+        first = metrics["loss"] if first is None else first
+    assert metrics["grad_norm"].dtype == jnp.float32 and metrics["loss"] < first
+    assert state.params["a"].dtype == F8
+    if master:  # exactly the copies, rounded
+        copies = jax.tree.map(lambda m: m.astype(F8), state.opt_state.master)
+        jax.tree.map(np.testing.assert_array_equal, state.params, copies)
+    zerojax.save(tmp_path / "c", state)
+    restored = zerojax.restore(tmp_path / "c", like=state)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)

@@ -4,16 +4,19 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a p
 message on a JAX whose internals have moved again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+# Parameters of calls with derivatives by users, which JAX traces when it differentiates.
+THUNKS = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 # Bytes. 0.12's scheduler for GPUs takes larger ones for shorter than they are, and starts them
 # late: of a layer of 6 GiB, in one or in two, 830 or 474 ms were waited for. 0.10 knows better.
 LARGEST_COLLECTIVE = 2**32 - 1 if jax.__version_info__ >= (0, 12) else 2**62
@@ -92,14 +95,25 @@ def renamed(eqn: jex_core.JaxprEqn, rename: Any, caller: jex_core.JaxprEqn) -> j
     )
 
 
-def fresh(var: Any) -> Any:
-    """A new variable of the same type."""
-    return jex_core.Var(var.aval)
+def fresh(var: Any, aval: Any = None) -> Any:
+    """A new variable of the same type, or of that of `aval`."""
+    return jex_core.Var(var.aval if aval is None else aval)
 
 
 def bound_axes() -> tuple[str, ...]:
-    """The mesh axes over which the running code is per-device code; empty outside `shard_map`."""
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    """The mesh axes over which the running code is per-device code; empty outside `shard_map`.
+
+    Not what the mesh calls manual: see `_constraints.py`.
+    """
+    return tuple(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
@@ -125,3 +139,36 @@ def shared_store() -> Any:
     way to it: Orbax and XLA's own collectives find each other by it too.
     """
     return multihost_utils.distributed.global_state.client  # type: ignore
+
+
+def every_eqn(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
+    """The equations of a jaxpr, at any depth."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from every_eqn(inner)
+
+
+def is_dropped(var: Any) -> bool:
+    return isinstance(var, jex_core.DropVar)
+
+
+def mesh_of(eqn: jex_core.JaxprEqn) -> AbstractMesh:
+    """The mesh that was set where an equation was traced; it is set again where it runs."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def context_on(eqn: jex_core.JaxprEqn, mesh: AbstractMesh) -> Any:
+    """The context of an equation with another mesh set."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return type(eqn.ctx)()
+
+
+class Thunk:
+    """What traces a user's own derivative when it is wanted, with something done to the result."""
+
+    def __init__(self, thunk: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
+        self.thunk, self.change, self.debug_info = thunk, change, thunk.debug_info
+
+    def call_wrapped(self, *zeros: bool) -> Any:
+        return self.change(lambda: self.thunk.call_wrapped(*zeros))

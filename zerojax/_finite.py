@@ -9,6 +9,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.tree_util import DictKey, GetAttrKey
 
 from zerojax import _state
+from zerojax._precision import wide
 
 
 def scale_of(state: Any) -> DynamicScale | None:
@@ -23,13 +24,13 @@ def scaled(loss_fn: Callable[..., Any], scale: DynamicScale | None) -> Callable[
     if scale is None:
         return loss_fn
 
-    def loss(*args: Any) -> Any:
+    def loss(loss_fn: Callable[..., Any], scale: jax.Array, *args: Any) -> Any:
         result = loss_fn(*args)
         if isinstance(result, tuple):
-            return (result[0] * scale.scale, *result[1:])
-        return result * scale.scale
+            return (result[0] * scale, *result[1:])
+        return result * scale
 
-    return loss
+    return jax.tree_util.Partial(loss, loss_fn, scale.scale)
 
 
 def unscaled(values: Any, scale: DynamicScale | None) -> Any:
@@ -40,7 +41,7 @@ def unscaled(values: Any, scale: DynamicScale | None) -> Any:
     def divide(value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return value
-        return value.astype(jnp.promote_types(value.dtype, jnp.float32)) / scale.scale
+        return value.astype(wide(value.dtype)) / scale.scale
 
     return jax.tree.map(divide, values)
 

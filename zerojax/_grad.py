@@ -1,11 +1,12 @@
 """`jax.value_and_grad` for parameters that live where a plan puts them."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from zerojax import _arguments, _batch, _refusals
+from zerojax import _arguments, _batch, _mesh, _nans, _refusals
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
@@ -75,8 +76,8 @@ def value_and_grad(
         every = (*args, kwargs)
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
-        _batch.check_pairs(every)
         try:
+            _batch.check_pairs(every)
             loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
@@ -86,6 +87,7 @@ def value_and_grad(
     return fn
 
 
+@_mesh.auto_axes()
 def loss_and_grads(
     loss_fn: Callable[..., Any], plan: Plan, options: Options, params: Any, args: Sequence[Any]
 ) -> tuple[Any, Any, Any]:
@@ -116,8 +118,27 @@ def loss_and_grads(
         program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),
         axis_names=set(plan.axes), check_vma=False,
     )  # fmt: skip
-    loss, aux, grads = jax.jit(sharded)(values, arg_values, traced.closed_over)
+    with _noted_errors():
+        loss, aux, grads = _nans.run(
+            jax.jit(sharded), (values, arg_values, traced.closed_over),
+            lambda: _nans.explain(loss_fn, plan, params, args, roles),
+        )  # fmt: skip
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
+
+
+@contextlib.contextmanager
+def _noted_errors() -> Iterator[None]:
+    """Says what to do about an error of another library's that nobody would know from its text."""
+    try:
+        yield
+    except ValueError as error:
+        if "Closure-converted function called with different" in str(error):
+            error.add_note(
+                "Equinox's checkpointed loops, and so diffrax's default adjoint, do not run under "
+                "any jax.shard_map. Pass diffeqsolve(..., adjoint=diffrax.DirectAdjoint()), or "
+                "diffrax.BacksolveAdjoint()."
+            )
+        raise
 
 
 def check_params(params: Any, plan: Plan) -> None:

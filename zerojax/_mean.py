@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax._precision import promoted
 
 # Names of the calls that accumulation looks for.
 MEAN, COUNT = "zerojax_mean", "zerojax_count"
@@ -41,7 +42,7 @@ def mean(values: Any, where: Any = None) -> jax.Array:
     axes = _compat.bound_axes()
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(values.dtype, jnp.float32)
+        wide = promoted(values.dtype, jnp.float32)
         total = jnp.sum(jnp.where(mask, values, 0), dtype=wide)
         count = jnp.sum(mask, dtype=wide)
         if axes:

@@ -1,12 +1,13 @@
 """Which devices, and along which of their axes ZeRO shards."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 DEFAULT_AXIS = "data"
 
@@ -61,6 +62,29 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
     return mesh, axes
+
+
+@contextlib.contextmanager
+def seen_as(mesh: AbstractMesh) -> Iterator[None]:
+    """Sets `mesh`, whatever mesh a caller has set: by way of none, as JAX wants equal sizes."""
+    set_to = jax.sharding.use_abstract_mesh
+    with set_to(AbstractMesh((), ())), set_to(mesh):
+        yield
+
+
+def unset() -> Any:
+    """No mesh set, so that values of a single device can be computed with."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def auto_axes() -> Iterator[None]:
+    """Around what zerojax traces: axes of a mesh that a caller has set, by `jax.set_mesh`, are
+    Explicit by default, and these decide over every operation. Here they are Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+    autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(autos)):
+        yield
 
 
 def check_runs(mesh: Mesh) -> None:

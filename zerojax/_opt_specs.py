@@ -20,8 +20,9 @@ def from_sharding_types(
     params: Any,
     specs: Sequence[PartitionSpec],
     axis_sizes: dict[str, int],
-) -> Any:
-    """Shapes of `tx.init(params)`, each with its spec as `.sharding`; None if JAX cannot say."""
+) -> tuple[Any, str | None]:
+    """Shapes of `tx.init(params)`, each with its spec as `.sharding`; or None, and why JAX cannot
+    say."""
     explicit = (AxisType.Explicit,) * len(axis_sizes)
     mesh = AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=explicit)
     values, treedef = jax.tree.flatten(params)
@@ -29,20 +30,28 @@ def from_sharding_types(
         jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
         for s, spec in zip(map(shape_dtype, values), specs, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(mesh):
-        try:
-            return jax.eval_shape(tx.init, treedef.unflatten(typed))
-        except (jax.errors.JAXTypeError, TypeError, ValueError, NotImplementedError):
-            return None  # it wants concrete values, or computes what sharding types refuse
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            shapes = init_shapes(tx, treedef.unflatten(typed))
+    except Exception as error:
+        init_shapes(tx, jax.tree.map(shape_dtype, params))  # raises what is the optimizer's own
+        return None, f"tx.init does what sharding types refuse ({type(error).__name__})"
+    return shapes, None if shapes is not None else "tx.init wants values"
+
+
+def init_shapes(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Shapes of `tx.init(params)`, of shapes; None where it wants values."""
+    try:
+        return jax.eval_shape(tx.init, params)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # of tracers asked for values
+        return None
 
 
 def check_optimizer(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> None:
     """Raises where `opt_state` is not what `tx.init(params)` makes."""
-    abstract = jax.tree.map(shape_dtype, params)
-    try:
-        wanted = jax.eval_shape(tx.init, abstract)
-    except (jax.errors.JAXTypeError, TypeError, ValueError, NotImplementedError):
-        return  # needs concrete parameters; the update itself will tell
+    wanted = init_shapes(tx, jax.tree.map(shape_dtype, params))
+    if wanted is None:
+        return  # the update itself will tell
     remedy = "Make it anew: opt_state = tx.init(params)."
     have, want = leaves_by_path(opt_state), leaves_by_path(wanted)
     odd = sorted(have.keys() ^ want.keys())
@@ -65,9 +74,13 @@ def leaves_by_path(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def from_matching_shapes(
-    leaf: Leaf, params: Sequence[tuple[Leaf, PartitionSpec]], rule: Rule | None
+    leaf: Leaf,
+    params: Sequence[tuple[Leaf, PartitionSpec]],
+    rule: Rule | None,
+    why: str | None = None,
 ) -> tuple[PartitionSpec, str | None]:
-    """The spec of the parameter whose path ends this leaf's path, if the shapes agree."""
+    """The spec of the parameter whose path ends this leaf's path, if the shapes agree. `why`:
+    what has led here."""
     shape = tuple(shape_dtype(leaf.value).shape)
     for param, spec in params:
         tail = param.path[1:]
@@ -76,4 +89,5 @@ def from_matching_shapes(
             return spec, None
     if rule is None:
         return PartitionSpec(), "neither a parameter nor optimizer state"
-    return rule(leaf.name, shape, PartitionSpec(), False)
+    spec, reason = rule(leaf.name, shape, PartitionSpec(), False)
+    return spec, "; ".join(filter(None, (reason, why and f"cut by its shape alone: {why}"))) or None

@@ -10,7 +10,7 @@ import numpy as np
 from zerojax import _gather
 from zerojax._gather import Cut, Wire
 from zerojax._plan import LeafPlan, Plan
-from zerojax._precision import Precision
+from zerojax._precision import Precision, promoted
 from zerojax._state import OPT_STATE, PARAMS
 from zerojax._steps import WEIGHT, Kind, Shard
 
@@ -53,7 +53,7 @@ class Parameter:
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
         wide = precision.master if self.accumulates else precision.reduce
-        return jnp.promote_types(own, wide or own)
+        return promoted(own, wide or own)
 
     @property
     def compute_dtype(self) -> Any:

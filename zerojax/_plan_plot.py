@@ -74,7 +74,7 @@ def leaf_text(plan: "Plan", path: str) -> str:
         close = difflib.get_close_matches(path, named, n=3, cutoff=0.3) or list(named)[:3]
         raise ValueError(f"no leaf {path!r} in this plan. Paths are such as {', '.join(close)}.")
     leaf = named[path]
-    why = f", whole: {leaf.reason}" if leaf.reason else ""
+    why = f", {'whole: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [
         f"{path}: {leaf.dtype}{list(leaf.shape)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
         f"of {human_bytes(leaf.nbytes)} on each device{why}"

@@ -118,18 +118,18 @@ def _shard_specs(
         cuts[leaf.path] = (*rule(leaf.name, shape, base, layers), layers > 0)
     pairs = [(leaf, cuts[leaf.path][0]) for leaf, _ in params]
     opt_state = _state.get_opt_state(state)
-    typed = None
+    typed, why = None, None
     if tx is not None and opt_state is not None:
         tree = _state.get_params(state)
         _opt_specs.check_optimizer(tx, tree, opt_state)
-        typed = _opt_specs.from_sharding_types(tx, tree, [s for _, s in pairs], axis_sizes)
+        typed, why = _opt_specs.from_sharding_types(tx, tree, [s for _, s in pairs], axis_sizes)
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in zip(leaves, bases, strict=True):
         if leaf.kind == OPT_STATE and typed is not None:
             cuts[leaf.path] = (*_typed_spec(leaf, next(inferred)), False)
         elif leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
-            spec, reason = _opt_specs.from_matching_shapes(leaf, pairs, fallback)
+            spec, reason = _opt_specs.from_matching_shapes(leaf, pairs, fallback, why)
             cuts[leaf.path] = (spec if tuple(spec) else base, reason, False)
     return [cuts[leaf.path] for leaf in leaves]
 

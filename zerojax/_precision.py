@@ -59,6 +59,19 @@ class Precision:
             )
 
 
+def promoted(one: Any, other: Any) -> Any:
+    """The dtype that holds both. JAX has none for floats of 8 bits, whose values bfloat16 has."""
+    one, other = jnp.dtype(one), jnp.dtype(other)
+    if one == other:
+        return one
+
+    def known(dtype: Any) -> Any:
+        narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+        return jnp.bfloat16 if narrow else dtype
+
+    return jnp.promote_types(known(one), known(other))
+
+
 def cast_floats(tree: Any, dtype: Any) -> Any:
     """Casts the floating leaves of `tree`; shapes too."""
     if dtype is None:
@@ -136,15 +149,25 @@ def master_weights(
         grads = cast_floats(updates, dtype)
         updates, inner = tx.update(grads, state.inner, masters, **extra)
         new = optax.apply_updates(masters, updates)
-        # What apply_updates must add to land on the rounded copy. Both are close, so the
-        # difference is exact in the wider dtype but for far jumps, and never accumulates.
-        steps = jax.tree.map(lambda new, old: new - old.astype(new.dtype), new, params)
+        steps = jax.tree.map(_step_onto, new, params)
         copies = jax.tree.map(
             lambda copy, new: copy if is_hole(copy) else new, state.master, new, is_leaf=is_hole
         )
         return steps, MasterState(copies, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:
+    """What apply_updates must add to `old` to land on `new`, rounded.
+
+    Both are close, so the difference is exact but for far jumps, and never accumulates. In the
+    wider dtype, which JAX adds to all but floats of 8 bits.
+    """
+    if jnp.issubdtype(old.dtype, jnp.floating) and jnp.finfo(old.dtype).bits < 16:
+        rounded = new.astype(old.dtype).astype(new.dtype)
+        return (rounded - old.astype(new.dtype)).astype(old.dtype)
+    return new - old.astype(new.dtype)
 
 
 def with_masters(

@@ -29,7 +29,8 @@ class Reference:
         self.args = on_one_device(tuple(args), device)
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.axes)
         self.precision = precision_of(plan, recipe.options.precision)
-        sizes = {axis: plan.mesh.shape[axis] for axis in plan.axes}
+        # Others have one device too, so that a loss may name them.
+        sizes = {a: n if a in plan.axes else 1 for a, n in plan.mesh.shape.items()}
         self.split = Split(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
@@ -98,9 +99,11 @@ class Reference:
         return any(jnp.finfo(d).bits < 32 for d in floats)
 
     def tolerance(self, replayed: Replayed) -> float:
-        """For all that a step rounds: in the loss, and on the way between devices."""
+        """For all that a step rounds: in the loss, on the way between devices, and to the dtypes
+        of the parameters, in which their gradients come."""
         reduce = [self.precision.reduce] if self.precision.reduce is not None else []
-        return _compare.tolerance_for([replayed.dtype, *reduce], self.device.platform)
+        params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
+        return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
 
     def new_state(self, replayed: Replayed) -> Any:
         """The state after the update, by the user's own optimizer."""

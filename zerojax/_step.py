@@ -15,6 +15,7 @@ from zerojax import (
     _arguments,
     _fingerprint,
     _finite,
+    _mesh,
     _refusals,
     _state,
     _xla_options,
@@ -22,7 +23,7 @@ from zerojax import (
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._plan import Plan, check_stage
-from zerojax._precision import Precision
+from zerojax._precision import Precision, wide
 from zerojax._program import Options
 from zerojax._update import apply_gradients
 
@@ -55,6 +56,7 @@ class Step:
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self.recipe, self.compiler_options = recipe, compiler_options
+        donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_nans.py`)
         self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.nested = self.jit()  # an inner jit may have no options of its own
         self.jitted: dict[Plan | None, Any] = {}
@@ -224,6 +226,7 @@ def train_step(
     if stage is not None:
         check_stage(stage)
 
+    @_mesh.auto_axes()
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
         found.check_structure(state)
@@ -286,6 +289,7 @@ def eval_step(
     )  # fmt: skip
     _check(loss_fn, plan)
 
+    @_mesh.auto_axes()
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
         found.check_structure(state)
@@ -342,4 +346,4 @@ def grad_norm(grads: Any) -> jax.Array:
 
 def cast_up(grads: list[Any]) -> list[Any]:
     """In float32: squares of narrower gradients overflow or vanish."""
-    return [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
+    return [g.astype(wide(g.dtype)) for g in grads]

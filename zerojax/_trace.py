@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _compat, _fields
+from zerojax import _compat, _constraints, _fields, _mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +34,89 @@ def trace_loss(
     included, becomes an input, so that `shard_map` never sees a closure.
     """
     found: list[TracedLoss] = []
+    held, holding = _held_arrays(loss_fn)
 
-    def checked(*args: Any) -> tuple[Any, Any]:
-        loss, aux = split_aux(loss_fn(*args), has_aux)
+    def checked(args: Sequence[Any], held: Sequence[Any]) -> tuple[Any, Any]:
+        loss, aux = split_aux(holding(held)(*args), has_aux)
         check_loss(loss)
         check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
+    def traced(mesh: AbstractMesh) -> tuple[Any, Any]:
+        inputs = _typed(args, mesh), _typed(held, mesh)
+        with jax.sharding.use_abstract_mesh(mesh):
+            closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+        return closed, aux
+
     def per_device() -> Any:
-        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*args)
-        jaxpr, consts = closed.jaxpr, list(closed.consts)
+        closed, aux = _without_constraints(traced, axes)
+        jaxpr, consts = closed.jaxpr, [*held, *closed.consts]
         invars = [*jaxpr.invars, *jaxpr.constvars]
         # nnx.scan returns the weights it was given, layer by layer. What nobody reads goes first.
         opened = _compat.without_unread(_compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars))
         found.append(TracedLoss(opened, consts, aux))
         return jnp.zeros(())
 
-    jax.eval_shape(
-        jax.shard_map(
-            per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
-            axis_names=set(axes), check_vma=False,
-        )
-    )  # fmt: skip
+    with _mesh.seen_as(mesh.abstract_mesh):
+        jax.eval_shape(
+            jax.shard_map(
+                per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
+                axis_names=set(axes), check_vma=False,
+            )
+        )  # fmt: skip
     return found[0]
+
+
+def _without_constraints(
+    traced: Callable[[AbstractMesh], tuple[Any, Any]], axes: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """A loss traced as code of one device, without the constraints over `axes` that it may have.
+
+    They are an error there, so a loss that has some is traced a second time.
+    """
+    try:
+        closed, aux = traced(jax.sharding.get_abstract_mesh())
+        if not _constraints.name_any(closed.jaxpr, axes):
+            return closed, aux
+    except (TypeError, ValueError) as error:
+        failed: Exception | None = error
+    else:
+        failed = None
+    closed, aux = traced(_constraints.whole_mesh())
+    if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
+        raise failed
+    return _constraints.Dropper(axes).jaxpr(closed), aux
+
+
+def _typed(values: Any, mesh: AbstractMesh) -> Any:
+    """Shapes of the type that values computed on `mesh` have: libraries compare the two."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def typed(v: Any) -> jax.ShapeDtypeStruct:
+        weak = getattr(v, "weak_type", False)
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole, weak_type=weak)
+
+    return jax.tree.map(typed, values)
+
+
+def _held_arrays(
+    loss_fn: Callable[..., Any],
+) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Callable[..., Any]]]:
+    """The arrays that a `jax.tree_util.Partial` holds, and what it is with others in their place.
+
+    Closed over, they would keep the type that they have outside of the mesh's devices.
+    """
+    if not isinstance(loss_fn, jax.tree_util.Partial):
+        return [], lambda _: loss_fn
+    leaves, treedef = jax.tree.flatten(loss_fn)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+    def holding(arrays: Sequence[Any]) -> Callable[..., Any]:
+        found = iter(arrays)
+        pairs = zip(leaves, is_array, strict=True)
+        return treedef.unflatten([next(found) if a else leaf for leaf, a in pairs])
+
+    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], holding
 
 
 def split_aux(result: Any, has_aux: bool | None) -> tuple[Any, Any]:

@@ -44,7 +44,8 @@ def frozen_params(state: Any, tx: optax.GradientTransformation | None) -> list[b
 def unread(update: Callable[[Any, Any], Any], state: Any) -> list[bool]:
     """For each parameter of `state`, whether `update(grads, state)` reads its gradient nowhere.
 
-    Where the update cannot be traced without values, all gradients count as read.
+    Where the update cannot be traced, all gradients count as read: it wants values or arguments
+    besides, or is wrong, which is the step's to say.
     """
     params, treedef = jax.tree.flatten(_state.get_params(state))
     # A mesh of Explicit axes around (`_opt_specs`) must not say what can be traced.
@@ -53,7 +54,7 @@ def unread(update: Callable[[Any, Any], Any], state: Any) -> list[bool]:
             closed = jax.make_jaxpr(lambda grads, state: update(treedef.unflatten(grads), state))(
                 list(map(_gradient_like, params)), state
             )
-        except (jax.errors.JAXTypeError, TypeError, ValueError, NotImplementedError):
+        except Exception:
             return [False] * len(params)
     read = _reads(closed.jaxpr)
     floats = [jnp.issubdtype(p.dtype, jnp.inexact) for p in params]

@@ -117,13 +117,15 @@ def verify(
     device = found.mesh.devices.flat[0] if device is None else device
     check_fits(found, device)
 
-    reference = Reference(recipe, found, state, args, device)
+    with _mesh.unset():
+        reference = Reference(recipe, found, state, args, device)
     new_state, metrics = _run(step, state, args)
     grads = metrics.get("grads")
     if made is not None:
         grads = _gradients(recipe, found, state, args)
     observed = Observed(new_state, metrics.get("loss"), grads)
-    return _compared(reference, observed, metrics, whole_batch, tolerance, made is not None)
+    with _mesh.unset():
+        return _compared(reference, observed, metrics, whole_batch, tolerance, made is not None)
 
 
 def _check_given(made: Recipe | None, *given: Any) -> None:
