@@ -275,6 +275,9 @@ def test_optimizer_and_params_that_do_not_match():
 def test_state_without_parameters():
     with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
         zerojax.plan({"weights": shape(16, 16)})
+    for empty in (None, {}, {"params": {}}, {"params": {"empty": ()}}):
+        with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
+            zerojax.shard_train_state(empty)
     with pytest.raises(TypeError, match=r"params/name is the string 'x'.*static field"):
         params_plan({"name": "x"})
     with pytest.raises(TypeError, match=r"params/f is a builtin.*static field"):
@@ -319,6 +322,7 @@ def build(tree):
 @hypothesis.given(tree=TREES, stage=st.integers(0, 3), devices=st.sampled_from([1, 2, 8]))
 def test_placing_any_tree_keeps_values_and_follows_the_plan(tree, stage, devices):
     state = {"params": build(tree), "opt_state": ()}
+    hypothesis.assume(jax.tree.leaves(state))
     plan = zerojax.plan(state, stage=stage, mesh=make_mesh(devices), min_shard_size=1)
     placed = plan.place(state)
     assert jax.tree.structure(placed) == jax.tree.structure(state)

@@ -179,6 +179,7 @@ def _one_replica(leaf: Any) -> Any:
 def check_leaves(state: Any) -> None:
     """Raises for what is no array, before any file is made."""
     leaves = _state.named_leaves(state)
+    _state.named_leaves(state, separator=".")  # so Orbax names its files
     if not leaves:
         raise ValueError("the state has no leaves, so there is nothing to save.")
     for leaf in leaves:

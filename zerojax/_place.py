@@ -74,7 +74,7 @@ def gather_params(state: Any) -> Any:
     def to_host(leaf: Any) -> Any:
         return leaf if _move.is_key(leaf) else _move.whole(leaf)
 
-    return jax.tree.map(to_host, _state.get_params(state, default=state))
+    return jax.tree.map(to_host, _state.params_in(state))
 
 
 def stored_with(state_or_fn: Any, precision: Precision | None) -> Any:

@@ -63,6 +63,8 @@ def plan(
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
+    if not any(leaf.kind == PARAMS for leaf in leaves):
+        raise _state.no_parameters(state)
     bases = _state.base_specs(state, axes, mesh.axis_names)
     tx = tx if tx is not None else _state.get_tx(state)
 
