@@ -69,7 +69,7 @@ def test_pairs_that_could_be_either_are_refused(tmp_path, second):
 
 def test_several_states_in_one_are_refused():
     gan = tuple(make_state(mlp(False), optax.adam(1e-2)) for _ in range(2))
-    remedy = r"element 0 of this tuple is a whole state, a State.*by itself: .*zerojax.shard_train_state"
+    remedy = r"element 0 of this tuple is a whole state, a State.*by itself: .*shard_train"
     for refused in (zerojax.plan, zerojax.shard_train_state, zerojax.gather_params):
         with pytest.raises(ValueError, match=remedy):
             refused(gan)

@@ -36,6 +36,16 @@ def from_sharding_types(
             return None  # it wants concrete values, or computes what sharding types refuse
 
 
+def check_called(tx: Any) -> None:
+    """Raises for an optimizer that is not one yet, `optax.adam` for `optax.adam(1e-3)`."""
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        name = getattr(tx, "__name__", type(tx).__name__)
+        raise TypeError(
+            f"tx= is {name}, not an optimizer. Pass an optax.GradientTransformation: call it, as "
+            "in optax.adam(1e-3)."
+        )
+
+
 def check_optimizer(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> None:
     """Raises where `opt_state` is not what `tx.init(params)` makes."""
     abstract = jax.tree.map(shape_dtype, params)

@@ -242,7 +242,21 @@ def _show(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
 
 
 def _as_array(value: Any, leaf: LeafPlan) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"state leaf {leaf.path} is the shape {value}, without values to place. Pass the "
+            "function that makes the state, zerojax.shard_train_state(make_state); the shapes of "
+            "a placed state are zerojax.plan(state).abstract()."
+        )
     return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
+
+
+def check_plan(plan: Any, what: str) -> None:
+    """Raises where `what` was given something else than a plan."""
+    if not isinstance(plan, Plan):
+        is_tree = not jax.tree_util.all_leaves([plan])
+        got = f"a {type(plan).__name__}" if is_tree else repr(plan)
+        raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
 
 
 def check_stage(stage: Any) -> None:

@@ -1,5 +1,6 @@
 """Makes a plan from shapes: how each leaf of a state is cut, and why not where it is not."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _mesh, _opt_specs, _refusals, _spec, _state, _update
 from zerojax._plan import LeafPlan, Plan, check_stage
-from zerojax._precision import Precision
+from zerojax._precision import Precision, check_precision
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -55,7 +56,11 @@ def plan(
         params/w is cut along dimension 0
     """
     check_stage(stage)
-    mesh, axes = _mesh.resolve(mesh, axis)
+    check_precision(precision)
+    _opt_specs.check_called(tx)
+    given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
+    if given is None and stage >= 1 and mesh.devices.size == 1:
+        _say_alone(mesh.devices.flat[0].platform)
     axis_sizes = dict(mesh.shape)
     rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
     _refusals.check_functional(state_or_fn)
@@ -149,6 +154,16 @@ def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     """`spec` without the ZeRO axes."""
     dim = _spec.shard_dim(spec, axes)
     return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
+
+
+@functools.cache  # once in a process
+def _say_alone(platform: str) -> None:
+    warnings.warn(
+        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
+        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
+        "so with mesh=.",
+        stacklevel=3,
+    )
 
 
 def _check_worth(made: Plan) -> None:

@@ -13,7 +13,8 @@ from jax.core import Tracer
 from zerojax import _finite, _refusals, _state, _xla_options
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
-from zerojax._plan import Plan, check_stage
+from zerojax._opt_specs import check_called
+from zerojax._plan import Plan, check_plan, check_stage
 from zerojax._precision import Precision
 from zerojax._program import Options
 from zerojax._update import apply_gradients
@@ -161,6 +162,9 @@ def train_step(
     mutable = names_of(mutable)
     if stage is not None:
         check_stage(stage)
+    if plan is not None:
+        check_plan(plan, "train_step(plan=)")
+    check_called(tx)
 
     def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
         found = find_plan(state, plan, stage)
@@ -217,6 +221,8 @@ def eval_step(
     """
     options = Options(None, 1, precision, regather=False, differentiate=False)
     mutable = names_of(mutable)
+    if plan is not None:
+        check_plan(plan, "eval_step(plan=)")
 
     def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
         found = find_plan(state, plan, None)
