@@ -14,7 +14,6 @@ from zerojax import _audit, _forecast_plot, _gpus, _planner, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
 from zerojax._mfu import needed_flops
-from zerojax._place import stored_with
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._progress import progress
@@ -191,7 +190,6 @@ def forecast(
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
         options = {"regather": recipe.options.regather, "prefetch": recipe.options.prefetch}
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
-    stored = stored_with(make_state, precision)
     cases = []
     choices = list(itertools.product(losses.items(), stages, microbatches))
     if not choices:
@@ -200,7 +198,7 @@ def forecast(
             f"{len(losses)} losses. Name at least one of each."
         )
     for (variant, loss), stage, each in progress(choices, "compiling"):
-        plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
+        plan = _planner.plan(make_state, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
         shapes, key = aot.batch((batch, rng), plan)
         started = time.perf_counter()

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _gather, _mesh, _move, _plan_plot, _spec, _state, _table
-from zerojax._precision import Precision
+from zerojax._precision import Precision, stored_with
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 
@@ -117,6 +117,8 @@ class Plan:
     def place(self, state: Any) -> Any:
         """The state, moved to where the plan wants it; a function makes it there.
 
+        Where the plan has a precision, it is stored so first.
+
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
@@ -124,6 +126,7 @@ class Plan:
             made: list[Any] = []
             leaves = self.born_sharded(state, made.append)()
             return made[0].unflatten(leaves)
+        state = stored_with(state, self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
@@ -140,7 +143,7 @@ class Plan:
         """
 
         def make() -> list[Any]:
-            state = make_state()
+            state = stored_with(make_state(), self.precision)
             self.check_structure(state)
             leaves, treedef = jax.tree.flatten(_state.carry_plan(state, self))
             tell_treedef(treedef)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _mesh, _opt_specs, _refusals, _spec, _state, _update
 from zerojax._plan import LeafPlan, Plan, check_stage
-from zerojax._precision import Precision, check_precision
+from zerojax._precision import Precision, check_precision, stored_with
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -43,7 +43,7 @@ def plan(
         min_shard_size: parameters with fewer elements stay replicated.
         stacked: a path regex for parameters whose first dimension counts layers; default, read
             off the shapes.
-        precision: dtypes that steps by this plan compute and reduce in, unless told otherwise.
+        precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
         tx: the optimizer, for states that do not carry theirs.
 
     Returns:
@@ -68,6 +68,9 @@ def plan(
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
+    if precision is not None and precision.param is not None:
+        state = stored_with(jax.tree.map(_struct, state), precision)
+        leaves = _state.leaves_of(state)
     if not any(leaf.kind == PARAMS for leaf in leaves):
         raise _state.no_parameters(state)
     bases = _state.base_specs(state, axes, mesh.axis_names)
@@ -99,6 +102,12 @@ def plan(
     )
     _check_worth(made)
     return made
+
+
+def _struct(value: Any) -> Any:
+    """The shape of a leaf, along with where it lies."""
+    struct, place = _state.shape_dtype(value), getattr(value, "sharding", None)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
 
 
 def _shard_specs(
