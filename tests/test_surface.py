@@ -34,7 +34,7 @@ LAYERS = [
     "_compat", "_xla_options", "_processes", "_mesh", "_move", "_spec", "_state", "_refusals",
     "_fields",
     "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
-    "_plan_plot", "_plan", "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
+    "_plan_plot", "_plan", "_idle_axes", "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
     "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",
     "_trace", "_parameter", "_program", "_grad", "_finite", "_module_state",
     "_step", "_place", "_nnx_state", "nnx", "_files", "_extras", "_matching", "_checkpoint",

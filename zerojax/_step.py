@@ -13,6 +13,7 @@ from jax.core import Tracer
 from zerojax import _finite, _refusals, _state, _xla_options
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
+from zerojax._idle_axes import check_used
 from zerojax._opt_specs import check_called
 from zerojax._plan import Plan, check_plan, check_stage
 from zerojax._precision import Precision
@@ -79,6 +80,9 @@ class Step:
         carried = _state.carried_plan(args[0] if args else named.get("state"))
         plan = carried if carried is not None else self.recipe.plan
         if plan not in self.jitted:
+            if plan is not None:
+                given = (args, named)
+                check_used(plan, given, lambda: self.nested.trace(*args, **named).jaxpr)
             options = self.options_for(plan, args, named) | (self.compiler_options or {})
             self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
         jitted = self.jitted[plan]
