@@ -140,9 +140,12 @@ def restore(
     leaves = _state.named_leaves(like)
     tree = _metadata(directory).tree
     saved = _matching.saved_leaves(tree)
-    wanted = _matching.match(leaves, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    empty = [x for x in leaves if x.name not in saved and not _matching.nbytes(x.value)]
+    filled = [leaf for leaf in leaves if leaf not in empty]
+    wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
     handler = Handler(**_limits([leaf.value for leaf in leaves], "restore_concurrent_gb"))
     read = _matching.read(handler, directory, tree, wanted)
+    read |= {leaf.name: _matching.made_empty(leaf.value) for leaf in empty}
     values = [read.get(leaf.name, leaf.value) for leaf in leaves]
     return jax.tree.structure(like).unflatten(values)
 
@@ -191,9 +194,14 @@ def check_leaves(state: Any) -> None:
 
 
 def save_args(state: Any, custom: dict[str, Any]) -> Any:
-    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks."""
+    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks.
+
+    It refuses arrays without elements. They hold nothing, and are not written.
+    """
 
     def as_array(leaf: Any) -> Any:
+        if not _matching.nbytes(leaf):
+            return None
         dtype = _state.shape_dtype(leaf).dtype
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
