@@ -53,8 +53,9 @@ def shard_train_state(
 def gather_params(state: Any) -> Any:
     """The parameters as numpy arrays on the host, moved there one leaf at a time.
 
-    Takes a state, or any tree of arrays; a pair that may be either is refused. In several processes every one calls it, and every one
-    gets all of them; a model too large for that goes to files with `zerojax.export_safetensors`.
+    Takes a state, or any tree of arrays; a pair that may be either is refused. In several
+    processes every one calls it, and every one gets all of them; a model too large for that goes
+    to files with `zerojax.export_safetensors`.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
