@@ -26,7 +26,7 @@ import vit
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax import _place, _presets
+from zerojax import _presets
 
 HERE = pathlib.Path(__file__).parent
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
@@ -145,8 +145,7 @@ def compiled(row):
     batch = model.batch(row.rows * row.accumulate * mesh.size)
     if not row.rival:
         precision = MASTER if row.master else None
-        stored = _place.stored_with(model.make_state, precision)
-        plan = zerojax.plan(stored, stage=row.stage, mesh=mesh, precision=precision)
+        plan = zerojax.plan(model.make_state, stage=row.stage, mesh=mesh, precision=precision)
         loss = model.losses((row.remat,))[row.remat]
         step = zerojax.train_step(loss, accumulate=row.accumulate)
         return step.lower(plan.abstract(), zerojax.aot.batch(batch, plan)).compile(), plan

@@ -59,7 +59,7 @@ RIVALS = (
 
 def rival(name, model):
     """A step, and a state, its values of no consequence."""
-    step, places = STEPS[name](model, zerojax.plan({"params": {}}).mesh, "full", 1)
+    step, places = STEPS[name](model, zerojax.plan(model.make_state).mesh, "full", 1)
     fill = lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 0)
     return step, jax.tree.map(lambda x: jax.device_put(fill(x).astype(x.dtype), x.sharding), places)
 

@@ -466,3 +466,28 @@ except RuntimeError as error:
         env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
     assert ran.stdout.startswith("8.0 bytes\nunpickled ('pathlib"), ran.stderr
+
+
+def test_leaves_without_elements_come_back(tmp_path):
+    """Orbax refuses them; some models train with them all the same."""
+    rows = jnp.arange(8.0)
+    state = {"params": {"none": jnp.zeros((0, 3), "bfloat16"), "w": rows}}
+    placed = zerojax.shard_train_state(state, min_shard_size=1)
+    zerojax.save(tmp_path / "one", placed)
+    with zerojax.Checkpoints(tmp_path / "many") as checkpoints:
+        checkpoints.save(1, placed)
+    for path in (tmp_path / "one", tmp_path / "many" / "1"):
+        for like in (zerojax.plan(state, stage=1), placed):
+            back = zerojax.restore(path, like=like)
+            none = back["params"]["none"]
+            assert none.shape == (0, 3) and none.dtype == jnp.bfloat16
+            assert isinstance(none.sharding, jax.sharding.NamedSharding)
+            np.testing.assert_array_equal(back["params"]["w"], rows)
+    with pytest.raises(ValueError, match=r"not in the checkpoint: params/none"):
+        filled = {"none": jnp.zeros((2, 3), "bfloat16"), "w": rows}
+        zerojax.restore(tmp_path / "one", like={"params": filled})
+    zerojax.save(tmp_path / "full", {"params": filled})
+    with pytest.raises(ValueError, match=r"params/none: \[2, 3\] saved, \[0, 3\] wanted"):
+        zerojax.restore(tmp_path / "full", like=placed)
+    zerojax.save(tmp_path / "empty", {"none": jnp.zeros((0, 3))})
+    assert zerojax.restore(tmp_path / "empty", {"none": jnp.ones((0, 3))})["none"].shape == (0, 3)

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.conftest import make_mesh
 from zerojax import _presets
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -28,6 +29,10 @@ def make_state():
     return MODEL.make_state().replace(params=params)
 
 
+def placed(stage):
+    return zerojax.shard_train_state(make_state, stage, mesh=make_mesh(jax.device_count()))
+
+
 def tokens():
     return np.random.default_rng(0).integers(0, 1024, (8, 128)).astype(np.int32)
 
@@ -39,9 +44,7 @@ def test_a_step_is_that_of_plain_jax(stage):
     tx, plain = optax.adamw(1e-4), make_state()
     loss, grads = jax.jit(jax.value_and_grad(LOSS))(plain.params, tokens())
     updates, _ = jax.jit(tx.update)(grads, plain.opt_state, plain.params)
-    state, metrics = zerojax.train_step(LOSS)(
-        zerojax.shard_train_state(make_state, stage), tokens()
-    )
+    state, metrics = zerojax.train_step(LOSS)(placed(stage), tokens())
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-3)
     moved = jax.tree.map(lambda a, b: a - b, state.params, plain.params)
     for mine, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(updates), strict=True):
@@ -51,7 +54,7 @@ def test_a_step_is_that_of_plain_jax(stage):
 @pytest.mark.gpu
 @has_gpu
 def test_the_audit_knows_the_device():
-    state = zerojax.shard_train_state(make_state, stage=3)
+    state = placed(3)
     step = zerojax.train_step(LOSS)
     report = zerojax.audit(step, state, tokens())
     report.check()
@@ -61,7 +64,7 @@ def test_the_audit_knows_the_device():
 @pytest.mark.gpu
 @has_gpu
 def test_verify_on_the_gpu():
-    state = zerojax.shard_train_state(make_state, stage=3)
+    state = placed(3)
     assert zerojax.verify(zerojax.train_step(LOSS), state, tokens()).ok
 
 

@@ -1,6 +1,7 @@
 """Plans: which leaf is cut where, why not, and what they say about it."""
 
 import re
+import warnings
 
 import flax.linen as nn
 import flax.struct
@@ -20,6 +21,7 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.models import OPTIMIZERS, gpt_params, mlp
 from tests.reference import make_state
+from zerojax import _planner
 
 
 def specs(plan):
@@ -104,6 +106,8 @@ def test_override_decides_the_dimension():
         (P("model"), ValueError, r"no axis 'model'.*Name one of those"),
         (P(None, None, "data"), ValueError, r"more entries.*Drop the extra ones"),
         ("data", TypeError, r"map it to a jax.sharding.PartitionSpec"),
+        (P(P.UNCONSTRAINED), ValueError, r"UNCONSTRAINED is no place. Put None"),
+        (P("data", "data"), ValueError, r"one dimension.*Put 'data' there"),
     ],
 )
 def test_bad_override_names_path_and_remedy(spec, error, remedy):
@@ -111,7 +115,17 @@ def test_bad_override_names_path_and_remedy(spec, error, remedy):
         params_plan({"w": shape(16, 3)}, overrides={"w": spec})
 
 
+@pytest.mark.parametrize("spec", [P("gpu"), P(("gpu", "host")), P("host", "gpu"), P(None, "host")])
+def test_override_over_some_of_the_axes_is_refused(spec):
+    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    remedy = r"puts params/w on P\(.*axes \('host', 'gpu'\).*PartitionSpec\(None\).*give axis="
+    with pytest.raises(ValueError, match=remedy):
+        params_plan({"w": shape(16, 8)}, mesh=mesh, axis=("host", "gpu"), overrides={"w": spec})
+
+
 def test_bad_override_pattern():
+    with pytest.raises(TypeError, match=r"must map path patterns to specs, got \[.*Pass a dict"):
+        params_plan({"w": shape(16, 3)}, overrides=[("w", P())])
     with pytest.raises(ValueError, match=r"overrides=.*no regular expression.*Escape"):
         params_plan({"w": shape(16, 3)}, overrides={"*w": P()})
 
@@ -132,7 +146,7 @@ def test_min_shard_size_is_a_number_of_elements(size):
         params_plan({"w": shape(16, 3)}, min_shard_size=size)
 
 
-@pytest.mark.parametrize("axis", [(), ("data", "data")])
+@pytest.mark.parametrize("axis", [(), ("data", "data"), 3, (3,)])
 def test_axes_are_different_and_some(axis):
     with pytest.raises(ValueError, match=r"must name one mesh axis.*leave axis= out"):
         params_plan({"w": shape(16, 3)}, axis=axis)
@@ -164,6 +178,46 @@ def test_mesh_without_the_axis():
         params_plan({"w": shape(16, 16)}, mesh=two)
     with pytest.raises(TypeError, match=r"Make one with jax.make_mesh"):
         params_plan({"w": shape(16, 16)}, mesh=8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "what"),
+    [([0] * 4, r"names 3 of its 4 devices again"), ([], r"'data': 0} has no devices")],
+)
+def test_mesh_of_no_or_the_same_devices(devices, what):
+    mesh = Mesh(np.array([jax.devices()[i] for i in devices]), ("data",))
+    with pytest.raises(ValueError, match=rf"mesh.*{what}.*jax.make_mesh\(\(8,\)"):
+        zerojax.shard_train_state({"params": {"w": jnp.ones((16, 16))}}, mesh=mesh)
+
+
+def test_one_device_by_default_is_said_once(monkeypatch):
+    state, one = {"params": {"w": jnp.ones((64, 16))}}, make_mesh(1)
+    monkeypatch.setattr(jax, "devices", lambda: list(one.devices.flat))
+    _planner._say_alone.cache_clear()
+    zerojax.shard_train_state(state, stage=0)  # what warns here fails
+    zerojax.shard_train_state(state, stage=3, mesh=one)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for stage in (1, 3, 3):
+            zerojax.shard_train_state(state, stage)
+        assert "sharded: nothing" in str(zerojax.plan(state))
+    (said,) = caught
+    remedy = r"one cpu device, so a stage shards nothing.*'jax_num_cpu_devices', 8\).*mesh="
+    assert said.category is UserWarning and re.search(remedy, str(said.message))
+
+
+def test_optimizer_that_was_not_called():
+    for refused in (
+        lambda: params_plan({"w": shape(16, 16)}, tx=optax.adam),
+        lambda: zerojax.train_step(lambda params, batch: 0.0, tx=optax.adam),
+    ):
+        with pytest.raises(TypeError, match=r"tx= is adam.*call it, as in optax.adam"):
+            refused()
+
+
+def test_precision_that_is_none():
+    with pytest.raises(TypeError, match=r"precision must be.*got 'bfloat16'. Pass for example"):
+        params_plan({"w": shape(16, 16)}, precision="bfloat16")
 
 
 def test_explicit_mesh_is_explained():
@@ -314,6 +368,9 @@ def test_optimizer_and_params_that_do_not_match():
 def test_state_without_parameters():
     with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
         zerojax.plan({"weights": shape(16, 16)})
+    for empty in (None, {}, {"params": {}}, {"params": {"empty": ()}}):
+        with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
+            zerojax.shard_train_state(empty)
     with pytest.raises(TypeError, match=r"params/name is the string 'x'.*static field"):
         params_plan({"name": "x"})
     with pytest.raises(TypeError, match=r"params/f is a builtin.*static field"):
@@ -358,6 +415,7 @@ def build(tree):
 @hypothesis.given(tree=TREES, stage=st.integers(0, 3), devices=st.sampled_from([1, 2, 8]))
 def test_placing_any_tree_keeps_values_and_follows_the_plan(tree, stage, devices):
     state = {"params": build(tree), "opt_state": ()}
+    hypothesis.assume(jax.tree.leaves(state))
     plan = zerojax.plan(state, stage=stage, mesh=make_mesh(devices), min_shard_size=1)
     placed = plan.place(state)
     assert jax.tree.structure(placed) == jax.tree.structure(state)
@@ -402,6 +460,8 @@ def test_keys_scalars_nones_and_tied_leaves_are_placed():
 
 def test_place_refuses_another_tree_and_moves_nothing():
     plan = params_plan({"w": shape(16, 16)})
+    with pytest.raises(TypeError, match=r"leaf params/w is the shape.*function that makes"):
+        plan.place({"params": {"w": shape(16, 16)}})
     with pytest.raises(ValueError, match=r"params/w is float32\[8, 16\].*Make a plan"):
         plan.place({"params": {"w": jnp.ones((8, 16))}})
     with pytest.raises(ValueError, match=r"params/v is not in the plan.*Make a plan"):

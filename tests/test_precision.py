@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.conftest import make_mesh
 from tests.models import gpt, mlp
-from tests.reference import assert_close, make_state
+from tests.reference import assert_close, assert_equal_bits, make_state
 
 BF16 = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 
@@ -88,6 +88,47 @@ def test_storing_narrower_keeps_a_trained_optimizer(options):
     assert int(inner.count) == 1
     same = jax.tree.map(lambda x: x.astype(np.float32), inner.mu)
     assert_close(same, before, 1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "float32"}])
+@pytest.mark.parametrize("born", [False, True])
+def test_a_plan_places_as_its_precision_says(options, born):
+    params = {"w": jnp.full((64, 16), 1 + 2**-12), "ids": jnp.arange(8)}
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1, 0.9))
+    precision = zerojax.Precision(param="bfloat16", **options)
+    given = make if born else make()
+    plan = zerojax.plan(given, stage=3, precision=precision)
+    placed = plan.place(given)
+    wanted = zerojax.shard_train_state(make(), 3, precision=precision)
+    assert jax.tree.structure(placed.opt_state) == jax.tree.structure(wanted.opt_state)
+    parts = [(s.params, s.opt_state) for s in (plan.abstract(), placed, wanted)]
+    for shape, one, other in zip(*map(jax.tree.leaves, parts), strict=True):
+        assert shape.dtype == one.dtype == other.dtype
+        assert shape.sharding.spec == one.sharding.spec == other.sharding.spec
+    assert placed.params["w"].dtype == jnp.bfloat16 and placed.params["ids"].dtype == jnp.int32
+    if options:  # from the parameters as given, not as rounded
+        assert_equal_bits(placed.opt_state.master["w"], params["w"])
+    plan.check_structure(placed)
+    assert_equal_bits(plan.place(placed).params, placed.params)
+
+
+def test_a_plan_keeps_where_parameters_lie_that_it_stores_narrower():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    along = jax.sharding.NamedSharding(mesh, P(None, "tensor"))
+    params = {"w": jax.device_put(jnp.ones((64, 16)), along)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    plan = zerojax.plan(state, mesh=mesh, precision=BF16)
+    assert plan.params[0].spec == P("data", "tensor")
+    assert plan.place(state).opt_state.master["w"].sharding.spec == P("data", "tensor")
+
+
+def test_precision_of_a_state_without_its_optimizer():
+    state = ({"w": jnp.ones((64, 16))}, ())
+    with pytest.raises(ValueError, match=r"type tuple does not carry it.*master_weights.*leave"):
+        zerojax.plan(state, precision=BF16)
+    tx = zerojax.master_weights(optax.adam(0.1))
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), state[0])
+    zerojax.plan((narrow, tx.init(narrow)), tx=tx, precision=BF16)
 
 
 def test_placing_again_keeps_one_master_copy():

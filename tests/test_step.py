@@ -308,6 +308,12 @@ def test_placing_again_changes_the_stage_and_keeps_the_values():
 def test_value_and_grad_without_a_plan():
     with pytest.raises(TypeError, match=r"takes a plan, got 3. Make one: zerojax.plan"):
         zerojax.value_and_grad(lambda p, b: 0.0, 3)
+    with pytest.raises(TypeError, match=r"plan=.*takes a plan, got 3. Make one: zerojax.plan"):
+        zerojax.train_step(lambda p, b: 0.0, plan=3)
+    with pytest.raises(TypeError, match=r"plan=.*takes a plan, got 3. Make one: zerojax.plan"):
+        zerojax.eval_step(lambda p, b: 0.0, plan=3)
+    with pytest.raises(TypeError, match=r"takes a plan, got a State. Make one: zerojax.plan"):
+        zerojax.param_specs(placed(mlp(False)))
 
 
 def test_batch_that_does_not_divide():

@@ -34,7 +34,7 @@ LAYERS = [
     "_compat", "_agreement", "_fingerprint", "_xla_options", "_processes", "_mesh", "_move",
     "_spec", "_state", "_refusals", "_fields",
     "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
-    "_plan_plot", "_plan", "_arguments",
+    "_plan_plot", "_plan", "_arguments", "_idle_axes",
     "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
     "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",
     "_constraints", "_trace", "_parameter", "_program", "_nans", "_grad", "_finite",

@@ -59,14 +59,6 @@ def check_loss(loss_fn: Any) -> None:
         )
 
 
-def check_plan(plan: Any) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan is a {type(plan).__name__}, not a plan. Make one: plan = zerojax.plan(state, "
-            "stage=3)."
-        )
-
-
 def check_mutable(mutable: Any) -> None:
     names = [mutable] if isinstance(mutable, str) else mutable
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 
 from zerojax import _gpus, _groups, _hlo, _memory_use, _schedule, _serves, _state
-from zerojax._arguments import check_plan
 from zerojax._audit_report import Part, Report, Traffic
 from zerojax._compiler_log import heard
 from zerojax._gpus import Gpu
 from zerojax._hlo import Module
 from zerojax._lineage import NONE, Lineage
-from zerojax._plan import Plan
+from zerojax._plan import Plan, check_plan
 from zerojax._schedule import Collective
 
 OURS = ("/zerojax/_", "/jax/", "/flax/", "/optax/", "/jaxlib/")  # no source lines of a user's
@@ -60,7 +59,7 @@ def audit(
     if gpu is not None and not isinstance(gpu, str | Gpu):
         raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
     if plan is not None:
-        check_plan(plan)
+        check_plan(plan, "audit(plan=)")
     compiled, lines = None, []
     if accumulate is None:
         recipe = getattr(step, "recipe", None)

@@ -144,9 +144,12 @@ def restore(
     leaves = _state.named_leaves(like)
     tree = _metadata(directory).tree
     saved = _matching.saved_leaves(tree)
-    wanted = _matching.match(leaves, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    empty = [x for x in leaves if x.name not in saved and not _matching.nbytes(x.value)]
+    filled = [leaf for leaf in leaves if leaf not in empty]
+    wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
     handler = Handler(**_limits([leaf.value for leaf in leaves], "restore_concurrent_gb"))
     read = _matching.read(handler, directory, tree, wanted)
+    read |= {leaf.name: _matching.made_empty(leaf.value) for leaf in empty}
     values = [read.get(leaf.name, leaf.value) for leaf in leaves]
     return jax.tree.structure(like).unflatten(values)
 
@@ -198,6 +201,7 @@ def _one_replica(leaf: Any) -> Any:
 def check_leaves(state: Any) -> None:
     """Raises for what is no array, before any file is made."""
     leaves = _state.named_leaves(state)
+    _state.named_leaves(state, separator=".")  # so Orbax names its files
     if not leaves:
         raise ValueError("the state has no leaves, so there is nothing to save.")
     _refusals.check_alive(state)
@@ -210,9 +214,14 @@ def check_leaves(state: Any) -> None:
 
 
 def save_args(state: Any, custom: dict[str, Any]) -> Any:
-    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks."""
+    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks.
+
+    It refuses arrays without elements. They hold nothing, and are not written.
+    """
 
     def as_array(leaf: Any) -> Any:
+        if not _matching.nbytes(leaf):
+            return None
         dtype = _state.shape_dtype(leaf).dtype
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 

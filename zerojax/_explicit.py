@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat, _engine, _spec, _xla_options
-from zerojax._arguments import check_plan
 from zerojax._gather import Cut, Wire, obtain
-from zerojax._plan import LeafPlan, Plan
+from zerojax._plan import LeafPlan, Plan, check_plan
 from zerojax._state import PARAMS, get_params
 from zerojax._steps import Shard
 
@@ -52,7 +51,7 @@ def param_specs(plan: Plan) -> Any:
         >>> print(zerojax.param_specs(plan))
         {'w': P('data',)}
     """
-    check_plan(plan)
+    check_plan(plan, "param_specs(plan)")
     specs = [_spec.only_axes(leaf.spec, plan.axes) for leaf in plan.params]
     return _params_tree(plan).unflatten(specs)
 
@@ -75,7 +74,7 @@ def shards(params: Any, plan: Plan) -> Any:
         >>> print(run({"w": jnp.ones((64, 16))}, jnp.ones((8, 64)))[0, 0])  # of all 8 rows
         8.0
     """
-    check_plan(plan)
+    check_plan(plan, "shards(params, plan)")
     if not plan.sharded[PARAMS]:
         raise ValueError(
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "

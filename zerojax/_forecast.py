@@ -15,7 +15,6 @@ from zerojax import _audit, _forecast_plot, _gpus, _planner, _refusals, aot
 from zerojax._audit_report import Report
 from zerojax._gpus import Gpu, Rates
 from zerojax._mfu import needed_flops
-from zerojax._place import stored_with
 from zerojax._plan import Plan
 from zerojax._precision import Precision
 from zerojax._progress import progress
@@ -206,12 +205,11 @@ def forecast(
             f"{len(losses)} losses. Name at least one of each."
         )
     mesh = aot.mesh(gpus, per_host=per_host)
-    stored = stored_with(make_state, precision)
     cases = []
     for (variant, loss), stage, each in progress(
         choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
     ):
-        plan = _planner.plan(stored, stage=stage, mesh=mesh, precision=precision, tx=tx)
+        plan = _planner.plan(make_state, stage=stage, mesh=mesh, precision=precision, tx=tx)
         step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
         shapes = aot.batch(batch, plan, batch_specs=options.get("batch_specs"))
         key = aot.batch(rng, plan)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from zerojax import _arguments, _batch, _mesh, _nans, _refusals
-from zerojax._plan import Plan, shape_and_dtype
+from zerojax._plan import Plan, check_plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
 from zerojax._state import PARAMS, leaves_of
@@ -59,11 +59,7 @@ def value_and_grad(
         >>> print(value, grads["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"value_and_grad(loss_fn, plan) takes a plan, got {plan!r}. Make one: "
-            "zerojax.plan(state, stage=3)."
-        )
+    check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
     options = Options(
         has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -142,6 +143,12 @@ def laundered(value: jax.Array, like: Any) -> jax.Array:
     jax.block_until_ready(copied)
     value.delete()  # now, whoever else still holds it
     return copied
+
+
+def made_empty(like: Any) -> jax.Array:
+    """An array without elements, which no checkpoint holds."""
+    struct = stored_struct(like)
+    return laundered(jax.device_put(np.zeros(struct.shape, struct.dtype), sharding_of(like)), like)
 
 
 def stored_struct(value: Any) -> jax.ShapeDtypeStruct:

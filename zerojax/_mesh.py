@@ -38,9 +38,10 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
             "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
         )
+    _check_devices(mesh)
     only_axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
     wanted = only_axis if axis is None else axis
-    axes = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    axes = (wanted,) if isinstance(wanted, str) else _names(wanted)
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(
             f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
@@ -62,6 +63,24 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
     return mesh, axes
+
+
+def _check_devices(mesh: Mesh) -> None:
+    count = mesh.devices.size
+    twice = count - len(set(mesh.devices.flat))
+    if twice or not count:
+        what = f"names {twice} of its {count} devices again" if twice else "has no devices"
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
+            f"jax.make_mesh(({jax.device_count()},), ('data',), "
+            "axis_types=(jax.sharding.AxisType.Auto,))."
+        )
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    """The axes in a sequence of names; () for what is none."""
+    is_names = isinstance(axis, Sequence) and all(isinstance(name, str) for name in axis)
+    return tuple(axis) if is_names else ()
 
 
 @contextlib.contextmanager

@@ -7,14 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _move, _planner, _refusals, _spec, _state
-from zerojax._precision import (
-    MasterState,
-    Precision,
-    cast_floats,
-    check_precision,
-    master_weights,
-    with_masters,
-)
+from zerojax._precision import Precision
 
 
 def shard_train_state(
@@ -51,19 +44,19 @@ def shard_train_state(
         (64, 16) (8, 16)
     """
     _refusals.check_alive(state_or_fn)
-    stored = stored_with(state_or_fn, precision)
     plan = _planner.plan(
-        stored, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
+        state_or_fn, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
         min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
     )  # fmt: skip
-    return plan.place(stored)
+    return plan.place(state_or_fn)
 
 
 def gather_params(state: Any) -> Any:
     """The parameters as numpy arrays on the host, moved there one leaf at a time.
 
-    Takes a state, or any tree of arrays. In several processes every one calls it, and every one
-    gets all of them; a model too large for that goes to files with `zerojax.export_safetensors`.
+    Takes a state, or any tree of arrays; a pair that may be either is refused. In several
+    processes every one calls it, and every one gets all of them; a model too large for that goes
+    to files with `zerojax.export_safetensors`.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -78,32 +71,4 @@ def gather_params(state: Any) -> Any:
     def to_host(leaf: Any) -> Any:
         return leaf if _move.is_key(leaf) else _move.whole(leaf)
 
-    return jax.tree.map(to_host, _state.get_params(state, default=state))
-
-
-def stored_with(state_or_fn: Any, precision: Precision | None) -> Any:
-    """The state with its parameters and optimizer as `precision` wants them stored."""
-    check_precision(precision)
-    if precision is None or precision.param is None:
-        return state_or_fn
-    if _state.is_state_function(state_or_fn):
-        return lambda: stored_with(state_or_fn(), precision)
-    state = state_or_fn
-    tx = _state.get_tx(_state.without_plan(state))
-    if tx is None or not hasattr(state, "replace"):
-        raise ValueError(
-            f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
-            "not carry it. Build the state with tx = zerojax.master_weights(tx) and cast its "
-            "parameters yourself."
-        )
-    if isinstance(state.opt_state, MasterState):
-        return state  # placed before, and stored so already
-    params = cast_floats(state.params, precision.param)
-    if precision.master is None:
-        wanted = jax.eval_shape(tx.init, params)
-        opt_state = jax.tree.map(lambda x, w: x.astype(w.dtype), state.opt_state, wanted)
-        return state.replace(params=params, tx=tx, opt_state=opt_state)
-    # From the parameters as given: copies made of rounded ones would start out wrong.
-    opt_state = with_masters(tx, state.params, state.opt_state, precision.master)
-    tx = master_weights(tx, precision.master)
-    return state.replace(params=params, tx=tx, opt_state=opt_state)
+    return jax.tree.map(to_host, _state.params_in(state))

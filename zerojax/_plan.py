@@ -22,7 +22,7 @@ from zerojax import (
     _state,
     _table,
 )
-from zerojax._precision import Precision
+from zerojax._precision import Precision, stored_with
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 
@@ -128,6 +128,8 @@ class Plan:
     def place(self, state: Any) -> Any:
         """The state, moved to where the plan wants it; a function makes it there.
 
+        Where the plan has a precision, it is stored so first.
+
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
@@ -138,6 +140,7 @@ class Plan:
             leaves = born()
             return made[0].unflatten(leaves)
         _refusals.check_alive(state)
+        state = stored_with(state, self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
@@ -160,7 +163,7 @@ class Plan:
         """
 
         def make() -> list[Any]:
-            state = make_state()
+            state = stored_with(make_state(), self.precision)
             self.check_structure(state)
             leaves, treedef = jax.tree.flatten(_state.carry_plan(state, self))
             tell_treedef(treedef)
@@ -262,7 +265,21 @@ def _show(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
 
 
 def _as_array(value: Any, leaf: LeafPlan) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"state leaf {leaf.path} is the shape {value}, without values to place. Pass the "
+            "function that makes the state, zerojax.shard_train_state(make_state); the shapes of "
+            "a placed state are zerojax.plan(state).abstract()."
+        )
     return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
+
+
+def check_plan(plan: Any, what: str) -> None:
+    """Raises where `what` was given something else than a plan."""
+    if not isinstance(plan, Plan):
+        is_tree = not jax.tree_util.all_leaves([plan])
+        got = f"a {type(plan).__name__}" if is_tree else repr(plan)
+        raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
 
 
 def check_stage(stage: Any) -> None:

@@ -1,5 +1,6 @@
 """Makes a plan from shapes: how each leaf of a state is cut, and why not where it is not."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import _mesh, _opt_specs, _refusals, _spec, _state, _update
 from zerojax._plan import LeafPlan, Plan, check_stage
-from zerojax._precision import Precision
+from zerojax._precision import Precision, check_precision, stored_with
 from zerojax._state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -42,7 +43,7 @@ def plan(
         min_shard_size: parameters with fewer elements stay replicated.
         stacked: a path regex for parameters whose first dimension counts layers; default, read
             off the shapes.
-        precision: dtypes that steps by this plan compute and reduce in, unless told otherwise.
+        precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
         tx: the optimizer, for states that do not carry theirs.
 
     Returns:
@@ -55,7 +56,12 @@ def plan(
         params/w is cut along dimension 0
     """
     check_stage(stage)
-    mesh, axes = _mesh.resolve(mesh, axis)
+    check_precision(precision)
+    if tx is not None:
+        _refusals.check_tx(tx)
+    given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
+    if given is None and stage >= 1 and mesh.devices.size == 1:
+        _say_alone(mesh.devices.flat[0].platform)
     axis_sizes = dict(mesh.shape)
     rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
     _refusals.check_functional(state_or_fn)
@@ -63,6 +69,11 @@ def plan(
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
+    if precision is not None and precision.param is not None:
+        state = stored_with(jax.tree.map(_struct, state), precision)
+        leaves = _state.leaves_of(state)
+    if not any(leaf.kind == PARAMS for leaf in leaves):
+        raise _state.no_parameters(state)
     bases = _state.base_specs(state, axes, mesh.axis_names)
     tx = tx if tx is not None else _state.get_tx(state)
 
@@ -92,6 +103,12 @@ def plan(
     )
     _check_worth(made)
     return made
+
+
+def _struct(value: Any) -> Any:
+    """The shape of a leaf, along with where it lies."""
+    struct, place = _state.shape_dtype(value), getattr(value, "sharding", None)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
 
 
 def _shard_specs(
@@ -147,6 +164,16 @@ def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     """`spec` without the ZeRO axes."""
     dim = _spec.shard_dim(spec, axes)
     return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
+
+
+@functools.cache  # once in a process
+def _say_alone(platform: str) -> None:
+    warnings.warn(
+        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
+        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
+        "so with mesh=.",
+        stacklevel=3,
+    )
 
 
 def _check_worth(made: Plan) -> None:

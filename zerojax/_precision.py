@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import _refusals, _update
+from zerojax import _refusals, _state, _update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Precision:
         compute: floating parameters and batch leaves are cast to it before the loss sees them.
             Weights are cast as shards, so it is also the dtype they are gathered in.
         reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
-        param: the dtype `shard_train_state` stores parameters in.
+        param: the dtype that parameters are stored in, from where the state is placed.
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam that is the ZeRO paper's
             2 + 2 + 12 bytes a parameter.
@@ -80,11 +80,15 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if not jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
             return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, dtype)
-        return leaf.astype(dtype)
+        return _cast(leaf, dtype)
 
     return jax.tree.map(cast, tree)
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    return leaf.astype(dtype)
 
 
 def wide(dtype: Any) -> Any:
@@ -178,3 +182,30 @@ def with_masters(
     frozen = jax.tree.structure(params).unflatten(_update.frozen_params((masters, inner), tx))
     hole = optax.MaskedNode()
     return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
+
+
+def stored_with(state: Any, precision: Precision | None) -> Any:
+    """The state, or its shapes, with parameters and optimizer as `precision` wants them stored.
+
+    One that is stored so already stays as it is.
+    """
+    if precision is None or precision.param is None:
+        return state
+    if isinstance(_state.get_opt_state(state), MasterState):
+        return state
+    tx = _state.get_tx(_state.without_plan(state))
+    if tx is None or not hasattr(state, "replace"):
+        raise ValueError(
+            f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
+            "not carry it. Build the state with tx = zerojax.master_weights(tx), cast its "
+            "parameters yourself, and leave param= and master= out."
+        )
+    params = cast_floats(state.params, precision.param)
+    if precision.master is None:
+        wanted = jax.eval_shape(tx.init, params)
+        opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), state.opt_state, wanted)
+        return state.replace(params=params, tx=tx, opt_state=opt_state)
+    # From the parameters as given: copies made of rounded ones would start out wrong.
+    opt_state = with_masters(tx, state.params, state.opt_state, precision.master)
+    tx = master_weights(tx, precision.master)
+    return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -86,10 +86,12 @@ def _no_array(leaf: Leaf, name: str) -> TypeError:
 
 
 def check_tx(tx: Any) -> None:
+    """Raises for an optimizer that is not one yet, `optax.adam` for `optax.adam(1e-3)`."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        name = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(
-            f"tx is a {type(tx).__name__}, not an optimizer. Pass one that is made, such as "
-            "tx=optax.adam(1e-3)."
+            f"tx= is {name}, not an optimizer. Pass an optax.GradientTransformation: call it, as "
+            "in optax.adam(1e-3)."
         )
 
 

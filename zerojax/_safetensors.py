@@ -52,7 +52,7 @@ def export_safetensors(
         (8, 16)
     """
     _refusals.check_alive(params)
-    leaves = _state.named_leaves(_state.get_params(params, default=params))
+    leaves = _state.named_leaves(_state.params_in(params))
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
@@ -98,8 +98,8 @@ def import_safetensors(
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (8, 16)
     """
-    like = like.abstract() if isinstance(like, Plan) else like
-    like = _state.get_params(like, default=like)
+    whose = like.abstract() if isinstance(like, Plan) else None
+    like = _state.params_in(like) if whose is None else _state.get_params(whose)
     leaves = _state.named_leaves(like)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors: dict[str, np.ndarray] = {}

@@ -57,6 +57,7 @@ class Rule:
                 "entries than the leaf has dimensions. Drop the extra ones."
             )
         sizes = dict(self.axis_sizes)
+        self._check_entries(path, spec)
         for dim, entry in enumerate(spec):
             names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             for name in names:
@@ -72,6 +73,23 @@ class Rule:
                     f"not divide dimension {dim} ({shape[dim]}). Pad it to "
                     f"{-(-shape[dim] // total) * total} or override another dimension."
                 )
+
+    def _check_entries(self, path: str, spec: PartitionSpec) -> None:
+        """Raises for what says less, or more, than along which dimension ZeRO cuts."""
+        if PartitionSpec.UNCONSTRAINED in tuple(spec):
+            raise ValueError(
+                f"overrides= puts {path} on {spec}, and UNCONSTRAINED is no place. Put None for a "
+                "dimension that is not sharded."
+            )
+        cut = [entry for entry in spec if names_in([entry]) & set(self.axes)]
+        whole = [entry for entry in cut if shard_dim(PartitionSpec(entry), self.axes) == 0]
+        if len(cut) > 1 or cut != whole:
+            entry = self.axes[0] if len(self.axes) == 1 else self.axes
+            raise ValueError(
+                f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over all of "
+                f"its axes {self.axes}. Put {entry!r} there, PartitionSpec(None) to replicate it, "
+                "or give axis= the axes that you want."
+            )
 
 
 def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
@@ -122,6 +140,11 @@ def make_rule(
             "whatever divides."
         )
     size = int(np.prod([axis_sizes[a] for a in axes], dtype=int))
+    if not isinstance(overrides, Mapping | None):
+        raise TypeError(
+            f"overrides= must map path patterns to specs, got {overrides!r}. Pass a dict, for "
+            "example {'embed': jax.sharding.PartitionSpec()}."
+        )
     pairs = tuple((overrides or {}).items())
     for pattern, spec in pairs:
         if not isinstance(spec, PartitionSpec):

@@ -2,6 +2,7 @@
 
 This is the one place that knows about container types. A state is any pytree whose leaves
 sit under `params` and `opt_state` (attributes or keys), or a tuple that starts with those two.
+A list is none, nor is a named tuple with other fields: those are trees of parameters.
 """
 
 import dataclasses
@@ -48,17 +49,26 @@ def kind_of(path: tuple) -> str:
     return OTHER
 
 
-def named_leaves(tree: Any) -> list[Leaf]:
-    return [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+def named_leaves(tree: Any, separator: str = "/") -> list[Leaf]:
+    """The leaves with their paths; an error where two have one name, their keys so joined."""
+    leaves = [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    named: dict[str, Leaf] = {}
+    for leaf in leaves:
+        name = keystr(leaf.path, simple=True, separator=separator)
+        other = named.setdefault(name, leaf)
+        if other is not leaf:
+            raise ValueError(
+                f"leaves {keystr(other.path)} and {keystr(leaf.path)} are both named {name}. "
+                "Rename one."
+            )
+    return leaves
 
 
 def leaves_of(state: Any) -> list[Leaf]:
     """The leaves with their paths; an error where one of them is no array."""
     leaves = named_leaves(state)
     for leaf in leaves:
-        if not (hasattr(leaf.value, "shape") and hasattr(leaf.value, "dtype")) and not np.isscalar(
-            leaf.value
-        ):
+        if not _is_array(leaf.value) and not np.isscalar(leaf.value):
             raise TypeError(
                 f"state leaf {leaf.name} is a {type(leaf.value).__name__}, not an array. Make it "
                 "an array, or a static field (flax.struct.field(pytree_node=False))."
@@ -68,18 +78,23 @@ def leaves_of(state: Any) -> list[Leaf]:
                 f"state leaf {leaf.name} is the string {leaf.value!r}, not an array. Make it a "
                 "static field (flax.struct.field(pytree_node=False)) or leave it out."
             )
+    _check_single(state)
     params = get_params(state)
-    if params is not None and jax.tree.leaves(params) and not any(x.kind == PARAMS for x in leaves):
+    if jax.tree.leaves(params) and not any(leaf.kind == PARAMS for leaf in leaves):
         raise ValueError(
             f"JAX does not name the fields of {type(state).__name__}. Register it with "
             "jax.tree_util.register_dataclass, or with register_pytree_with_keys."
         )
     if leaves and params is None:
-        raise ValueError(
-            f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
-            "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
-        )
+        raise no_parameters(state)
     return leaves
+
+
+def no_parameters(state: Any) -> ValueError:
+    return ValueError(
+        f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
+        "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
+    )
 
 
 def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
@@ -92,12 +107,59 @@ def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
 
 
-def get_params(state: Any, default: Any = None) -> Any:
-    return _get(state, PARAMS, 0, default)
+def _check_single(state: Any) -> None:
+    """Raises for several states in one tuple or list, such as a GAN's two."""
+    parts = state if isinstance(state, tuple | list) and not hasattr(state, PARAMS) else ()
+    for index, part in enumerate(parts):
+        if hasattr(part, PARAMS) and hasattr(part, OPT_STATE):
+            raise ValueError(
+                f"element {index} of this {type(state).__name__} is a whole state, a "
+                f"{type(part).__name__}. Pass each by itself: "
+                "tuple(zerojax.shard_train_state(s) for s in states)."
+            )
+
+
+def get_params(state: Any) -> Any:
+    return _get(state, PARAMS, 0)
 
 
 def get_opt_state(state: Any) -> Any:
     return _get(state, OPT_STATE, 1)
+
+
+def params_in(tree: Any) -> Any:
+    """The parameters of a state, or all of `tree` where it is no state but parameters.
+
+    `(params, opt_state)` is told from parameters in a tuple by its second element.
+    """
+    if not _is_plain_tuple(tree):
+        params = get_params(tree)
+        return tree if params is None else params
+    _check_single(tree)
+    if len(tree) < 2 or _is_array(tree[1]):
+        return tree
+    if (tree[1] == () and len(tree) == 2) or _holds_optax(tree[1]):
+        return tree[0]
+    raise ValueError(
+        f"a tuple whose second element is a {type(tree[1]).__name__} may be (params, opt_state), "
+        "or parameters all of it. Pass its first element, state[0], or the parameters as a list, "
+        "list(params)."
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _is_plain_tuple(tree: Any) -> bool:
+    return isinstance(tree, tuple) and not hasattr(tree, "_fields")
+
+
+def _holds_optax(tree: Any) -> bool:
+    """Whether some of it is state of optax, whose states are all named tuples of its own."""
+    is_named = lambda node: hasattr(node, "_fields")  # noqa: E731
+    nodes = jax.tree.leaves(tree, is_leaf=is_named)
+    return any(type(node).__module__.split(".")[0] in ("optax", "zerojax") for node in nodes)
 
 
 def replace(state: Any, **parts: Any) -> Any:
@@ -106,12 +168,12 @@ def replace(state: Any, **parts: Any) -> Any:
         return {**state, **parts}
     if hasattr(state, "_replace"):
         return state._replace(**parts)
-    if isinstance(state, tuple | list):
+    if isinstance(state, tuple):
         order = {PARAMS: 0, OPT_STATE: 1}
         items = list(state)
         for name, value in parts.items():
             items[order[name]] = value
-        return type(state)(items)
+        return tuple(items)
     if hasattr(state, "replace"):
         return state.replace(**parts)
     return dataclasses.replace(state, **parts)
@@ -270,14 +332,12 @@ def _filtered(entry: Any, keep: set[str]) -> Any:
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _get(state: Any, name: str, index: int, default: Any = None) -> Any:
+def _get(state: Any, name: str, index: int) -> Any:
     if isinstance(state, dict):
-        return state.get(name, default)
+        return state.get(name)
     if hasattr(state, name):
         return getattr(state, name)
-    if isinstance(state, tuple | list) and len(state) > index:
-        return state[index]
-    return default
+    return state[index] if _is_plain_tuple(state) and len(state) > index else None
 
 
 def is_state_function(state: Any) -> bool:

@@ -22,7 +22,8 @@ from zerojax import (
 )
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
-from zerojax._plan import Plan, check_stage
+from zerojax._idle_axes import check_used
+from zerojax._plan import Plan, check_plan, check_stage
 from zerojax._precision import Precision, wide
 from zerojax._program import Options
 from zerojax._update import apply_gradients
@@ -112,6 +113,9 @@ class Step:
         """The jitted function for the plan by which the state was placed."""
         plan = self._plan_for(args, named)
         if plan not in self.jitted:
+            if plan is not None:
+                given = (args, named)
+                check_used(plan, given, lambda: self.nested.trace(*args, **named).jaxpr)
             options = self.options_for(plan, args, named) | (self.compiler_options or {})
             self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
         jitted = self.jitted[plan]
@@ -307,7 +311,7 @@ def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
     if tx is not None:
         _refusals.check_tx(tx)
     if plan is not None:
-        _arguments.check_plan(plan)
+        check_plan(plan, "plan=")
 
 
 def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:

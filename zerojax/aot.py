@@ -22,8 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _batch, _gpus, _mesh, _refusals, _state
-from zerojax._arguments import check_plan
-from zerojax._plan import Plan
+from zerojax._plan import Plan, check_plan
 
 PER_HOST = 8
 
@@ -76,7 +75,7 @@ def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
         >>> print(tokens.shape, tokens.sharding.spec)
         (32, 128) P('data',)
     """
-    check_plan(plan)
+    check_plan(plan, "aot.batch(shapes, plan)")
     _refusals.check_arrays(shapes, "batch")
 
     def placed(leaf: Any, role: _batch.Role) -> Any:
