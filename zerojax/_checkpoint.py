@@ -5,6 +5,7 @@ restore reads each shard of the new placement straight from the file.
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -92,8 +93,10 @@ def save(
             )
         _files.raise_together(refusal)
         handler = Handler(**_limits(state, "save_concurrent_gb"))
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(target, args=save_args(jax.tree.map(_one_replica, state), custom))
+        args = save_args(jax.tree.map(_one_replica, state), custom)
+        mine = functools.partial(_files.unfinished, target.parent, target.name)
+        with _files.removed_on_failure(mine), ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(target, args=args)
 
 
 def restore(
@@ -197,11 +200,14 @@ def save_args(state: Any, custom: dict[str, Any]) -> Any:
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
     arrays = jax.tree.map(as_array, state)
+    jax.block_until_ready(arrays)  # what a step failed at is raised here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 
@@ -221,6 +227,11 @@ def _tree_in(given: epath.Path) -> epath.Path | None:
     return None
 
 
+def is_complete(step: epath.Path) -> bool:
+    """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
+    return (step / _files.WRITTEN_LATER).exists() or _tree_in(step) is not None
+
+
 def _nothing_at(given: epath.Path) -> str:
     if given.exists() and not given.is_dir():
         return (
@@ -235,7 +246,7 @@ def _nothing_at(given: epath.Path) -> str:
             f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
             f"{given / names[-1]}"
         )
-    busy = list(given.parent.glob(f"{given.name}.orbax-checkpoint-tmp*")) if given.name else []
+    busy = _files.unfinished(given.parent, given.name) if given.name else []
     note = f" {busy[0]} is one that was not finished." if busy else ""
     what = "no complete checkpoint" if given.exists() else "nothing"
     return (

@@ -4,9 +4,10 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +54,22 @@ def raise_together(error: Exception | None) -> None:
         raise error
     if any(failed):
         raise ValueError(f"process {failed.index(True)} refused; its own message says why.")
+
+
+@contextlib.contextmanager
+def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterator[None]:
+    """Where what runs inside does not end, takes away what it has left unfinished."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C is one
+        for path in unfinished() if jax.process_index() == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)  # its error is not the one to show
+        raise
+
+
+def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
+    """The directories that Orbax writes to before it gives them their names."""
+    return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
 @contextlib.contextmanager

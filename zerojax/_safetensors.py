@@ -56,13 +56,15 @@ def export_safetensors(
     target = _checkpoint.absolute(path)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
         _files.raise_together(_refusal(os.fspath(target), leaves, first))
-        unfinished = f"{os.fspath(target)}.unfinished"
+        unfinished = target.parent / f"{target.name}.unfinished"
         if first:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was ended
-            os.makedirs(unfinished)
-        _write_all(unfinished, leaves, max_file_bytes, first)
-        if first:
-            os.rename(unfinished, target)
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        with _files.removed_on_failure(lambda: [unfinished]):
+            if first:
+                os.makedirs(unfinished)
+            _write_all(os.fspath(unfinished), leaves, max_file_bytes, first)
+            if first:
+                os.rename(unfinished, target)
         _files.raise_together(None)  # nobody goes on before it is there
 
 

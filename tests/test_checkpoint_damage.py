@@ -1,0 +1,162 @@
+"""What is not a whole checkpoint: not counted where it is none, an error where it was one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import zerojax
+from tests.reference import assert_equal_bits
+from zerojax import _checkpoint
+
+STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
+
+
+def save_steps(directory, *steps, **options):
+    with zerojax.Checkpoints(directory, keep=None, **options) as checkpoints:
+        for n in steps:
+            metrics = {options["best"]: 1 / n} if "best" in options else None
+            checkpoints.save(n, {"w": STATE["w"] + n}, metrics=metrics, data={"at": n})
+
+
+# -- what counts
+
+
+def test_what_is_being_written_does_not_count(tmp_path, monkeypatch):
+    """Orbax calls `finalize` last, and is held there."""
+    go, real = threading.Event(), _checkpoint.Handler.finalize
+    with zerojax.Checkpoints(tmp_path, best="loss", keep=1) as checkpoints:
+        checkpoints.save(1, STATE, metrics={"loss": 2.0})
+        checkpoints.wait()
+        monkeypatch.setattr(
+            _checkpoint.Handler, "finalize", lambda *args: (go.wait(60), real(*args))[1]
+        )
+        checkpoints.save(2, STATE, metrics={"loss": 1.0})
+        assert checkpoints.busy() and checkpoints.steps() == [1]
+        assert checkpoints.latest() == 1 and checkpoints.best() == 1
+        threading.Timer(0.1, go.set).start()
+        assert checkpoints.resume(STATE)[1].step == 2  # waits for its own
+        assert checkpoints.steps() == [2] and checkpoints.best() == 2
+
+
+def test_a_directory_named_like_a_step_is_none(tmp_path):
+    save_steps(tmp_path, 1)
+    for name in ("7", "8"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "8" / "notes.txt").write_text("mine")
+    (tmp_path / "9").write_text("a file")
+    with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.steps() == [1] and checkpoints.resume(STATE)[1].step == 1
+        for n in (8, 9):
+            with pytest.raises(ValueError, match=rf"/{n} is no checkpoint, and nothing.*Remove it"):
+                checkpoints.save(n, STATE)
+        checkpoints.save(7, STATE)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 7]  # keep= counts checkpoints alone
+    assert (tmp_path / "8" / "notes.txt").read_text() == "mine"
+
+
+def test_steps_that_plain_orbax_wrote_count(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(STATE))
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [3]
+        assert_equal_bits(checkpoints.resume({"w": jnp.zeros((3, 4))})[0], STATE)
+
+
+def test_a_failed_write_takes_nothing_with_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    save_steps(tmp_path, 1)
+    with zerojax.Checkpoints(tmp_path, keep=1, background=False) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(_checkpoint.Handler, "finalize", fail)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(2, STATE)
+            with pytest.raises(OSError, match="no space"):
+                zerojax.save(tmp_path / "one", STATE)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1"]
+        assert checkpoints.steps() == [1] and checkpoints.latest() == 1
+        with pytest.raises(ValueError, match="step 1 is saved"):
+            checkpoints.save(1, STATE)
+        checkpoints.save(2, STATE)
+        assert checkpoints.steps() == [2]
+
+
+def test_a_leaf_that_cannot_be_read_leaves_nothing_behind(tmp_path):
+    donated = {"a": jnp.ones(4), "z": jnp.ones(3)}
+    donated["z"].delete()
+    with zerojax.Checkpoints(tmp_path / "loop") as checkpoints:
+        for save in (
+            lambda: checkpoints.save(1, donated),
+            lambda: zerojax.save(tmp_path / "one", donated),
+            lambda: zerojax.export_safetensors(tmp_path / "two", donated),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+                save()
+        assert [p.name for p in (tmp_path / "loop").iterdir()] == [".lock"]
+        assert not checkpoints.busy()
+    assert [p.name for p in tmp_path.iterdir()] == ["loop"]
+
+
+EXIT = """
+import sys, jax.numpy as jnp, zerojax
+checkpoints = zerojax.Checkpoints(sys.argv[1])
+for n in (1, 2):
+    checkpoints.save(n, {"w": jnp.full((500, 500), n)})
+raise SystemExit(3)
+"""
+
+
+def test_without_a_with_block_the_last_checkpoint_is_finished_at_exit(tmp_path):
+    root = str(pathlib.Path(zerojax.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    back = zerojax.restore(tmp_path / "2", {"w": jnp.zeros((500, 500), int)})
+    assert np.all(back["w"] == 2)
+
+
+# -- metrics
+
+
+@pytest.mark.parametrize("damage", ["flipped", "deleted", "nested", "list"])
+def test_a_damaged_file_of_metrics_costs_a_rank_and_nothing_more(tmp_path, damage):
+    save_steps(tmp_path, 1, 2, 3, best="loss")
+    file = tmp_path / "3" / "metrics" / "metrics"  # the best one's
+    whole = file.read_bytes()
+    if damage == "deleted":
+        file.unlink()
+    else:
+        bad = {"flipped": whole[:5] + b"\0" + whole[6:], "nested": b"[" * 10**5, "list": b"[1]"}
+        file.write_bytes(bad[damage])
+    with pytest.warns(match=r"3/metrics/metrics cannot be read .*step 3 has no rank.*until you"):
+        checkpoints = zerojax.Checkpoints(tmp_path, keep=1, best="loss")
+    with checkpoints:
+        assert checkpoints.best() == 2 and checkpoints.steps() == [1, 2, 3]
+        checkpoints.save(4, STATE, metrics={"loss": 9.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, 4]
+    with zerojax.Checkpoints(tmp_path) as checkpoints:  # nobody asks for metrics
+        assert checkpoints.best() is None
+
+
+def test_another_best_ranks_what_has_it(tmp_path):
+    save_steps(tmp_path, 1, 2, best="loss")
+    with zerojax.Checkpoints(tmp_path, keep=2, best="acc", mode="max") as checkpoints:
+        assert checkpoints.best() is None and checkpoints.steps() == [1, 2]
+        checkpoints.save(3, STATE, metrics={"acc": 1.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 3
