@@ -15,7 +15,7 @@ from etils import epath
 
 import zerojax
 from tests.reference import assert_equal_bits
-from zerojax import _checkpoint
+from zerojax import _checkpoint, _files
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
 
@@ -160,3 +160,72 @@ def test_another_best_ranks_what_has_it(tmp_path):
         checkpoints.save(3, STATE, metrics={"acc": 1.0})
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3] and checkpoints.best() == 3
+
+
+# -- files
+
+
+def rewritten(path, change):
+    """The checkpoint with its tree's metadata changed, and checksums to match."""
+    file = path / "_METADATA"
+    content = json.loads(file.read_text())
+    change(content["custom_metadata"]["zerojax"])
+    file.write_text(json.dumps(content).replace('"nested"', "[" * 3000 + "]" * 3000))
+    (path / "zerojax_checksums.json").unlink()
+    _files.write_checksums(epath.Path(path))
+
+
+def test_a_missing_list_of_checksums_is_an_error_until_it_is_accepted(tmp_path):
+    zerojax.save(tmp_path / "c", STATE, step=3)
+    listing = tmp_path / "c" / "zerojax_checksums.json"
+    listing.unlink()
+    for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
+        with pytest.raises(ValueError, match=r"/zerojax_checksums.json is missing.*write {} into"):
+            read(tmp_path / "c")
+    listing.write_text("{}")
+    assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
+    assert zerojax.read_extras(tmp_path / "c").step == 3
+
+
+@pytest.mark.parametrize(
+    "listing",
+    ["[" * 10**5, '{"../x": [1, 2]}', '{"/dev/zero": [1, 2]}', "[1]",
+     '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', "3"],
+)  # fmt: skip
+def test_a_hostile_list_of_checksums_is_an_error(tmp_path, listing):
+    zerojax.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / "zerojax_checksums.json").write_text(listing)
+    with pytest.raises(ValueError, match=r"zerojax_checksums.json is not the list.*Restore anoth"):
+        zerojax.restore(tmp_path / "c", STATE)
+
+
+def test_extras_that_hold_themselves_are_refused(tmp_path):
+    metadata: list = []
+    metadata.append(metadata)
+    with pytest.raises(ValueError, match=r"rng=, data= or metadata= .*holds itself"):
+        zerojax.save(tmp_path / "c", STATE, metadata=metadata)
+
+
+def test_hostile_extras_are_an_error(tmp_path):
+    array = {"zerojax": "array", "dtype": "|O", "shape": [1], "value": "AAAAAAAAAAA="}
+    hostile = [
+        lambda found: found.update(step="x"),
+        lambda found: found.pop("rng"),
+        lambda found: found.update(metadata="nested"),
+        lambda found: found.update(data=7),
+        lambda found: found.update(metadata={"zerojax": "code", "value": "import os"}),
+        lambda found: found.update(metadata=array),
+        lambda found: found.update(metadata={**array, "dtype": "<f4", "shape": [2**60]}),
+        lambda found: found.update(rng={"zerojax": "key", "impl": "no", "value": array}),
+    ]
+    zerojax.save(tmp_path / "c", STATE)
+    whole = (tmp_path / "c" / "_METADATA").read_text()
+    for change in hostile:
+        rewritten(tmp_path / "c", change)
+        with pytest.raises(ValueError, match=r"/c .*(damaged|be read).*Restore another checkpoint"):
+            zerojax.read_extras(tmp_path / "c")
+        (tmp_path / "c" / "_METADATA").write_text(whole)
+    (tmp_path / "c" / "_METADATA").write_text("[" * 10**5)
+    (tmp_path / "c" / "zerojax_checksums.json").unlink()
+    with pytest.raises(ValueError, match=r"/c cannot be read .*Restore another"):
+        zerojax.restore(tmp_path / "c", STATE)

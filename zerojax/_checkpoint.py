@@ -137,7 +137,7 @@ def restore(
             "zerojax.plan(make_state, stage=3), or a state."
         )
     directory = find_state(path)
-    _files.check_files(directory)
+    _check_files(directory)
     if isinstance(like, Plan):
         like = like.abstract()
     leaves = _state.named_leaves(like)
@@ -165,11 +165,15 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         100 {'run': 'first'}
     """
     directory = find_state(path)
-    _files.check_files(directory, only=METADATA)
-    custom = _metadata(directory).custom_metadata
-    if not data and custom and _extras.KEY in custom:
-        custom = {_extras.KEY: {**custom[_extras.KEY], "data": []}}
-    return _extras.unpack(custom, path)
+    _check_files(directory, only=METADATA)
+    return _extras.unpack(_custom_metadata(directory), path, data=data)
+
+
+def _check_files(directory: epath.Path, only: str | None = None) -> None:
+    """What zerojax wrote has checksums, and says so itself; Orbax's own has none."""
+    listed = (directory / _files.CHECKSUMS).exists()
+    if listed or _extras.KEY in _custom_metadata(directory):
+        _files.check_files(directory, only)
 
 
 def _one_replica(leaf: Any) -> Any:
@@ -262,6 +266,11 @@ def _metadata(directory: epath.Path) -> Any:
         raise ValueError(
             f"{directory} cannot be read ({error}). Restore another checkpoint."
         ) from error
+
+
+def _custom_metadata(directory: epath.Path) -> dict[str, Any]:
+    found = _metadata(directory).custom_metadata
+    return found if isinstance(found, dict) else {}
 
 
 def _limits(tree: Any, *names: str) -> dict[str, Any]:

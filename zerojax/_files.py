@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pathlib
 import shutil
 import warnings
 import zlib
@@ -31,17 +32,21 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
     """Raises where a file, or that one, is not as written. The processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
-    if listing.exists():
-        try:
-            noted = json.loads(listing.read_text())
-            sums = sorted(noted.items()) if only is None else [(only, noted[only])]
-            mine = sums[jax.process_index() :: jax.process_count()]
-            found = (_damage(directory / name, *sum_) for name, sum_ in mine)
-            wrong = next((damage for damage in found if damage), None)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            wrong = f"{listing} is not the list of checksums it was"
-        except OSError as error:
-            wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
+    try:
+        noted = json.loads(listing.read_text())
+        sums = sorted(noted.items()) if only is None or not noted else [(only, noted[only])]
+        mine = sums[jax.process_index() :: jax.process_count()]
+        found = (_damage(directory / _inside(name), *sum_) for name, sum_ in mine)
+        wrong = next((damage for damage in found if damage), None)
+    except FileNotFoundError:
+        wrong = (
+            f"{listing} is missing, which says whether the rest is whole. To take the rest as it "
+            "is, write {} into that file"
+        )
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        wrong = f"{listing} is not the list of checksums it was"
+    except OSError as error:
+        wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
     raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
 
 
@@ -135,6 +140,13 @@ def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
             yield from _files_below(directory, below)
         elif entry.name != WRITTEN_LATER:
             yield below
+
+
+def _inside(name: str) -> str:
+    path = pathlib.PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} is outside of the checkpoint")
+    return name
 
 
 def _size_and_crc(file: epath.Path) -> list[int]:
