@@ -234,7 +234,7 @@ def _stored_files(path: str) -> list[str]:
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist. Give a directory with {INDEX}, or one file.")
     index = os.path.join(path, INDEX)
-    if not os.path.exists(index):
+    if not os.path.isfile(index):
         only = os.path.join(path, "model.safetensors")
         if os.path.exists(only):
             return [only]
