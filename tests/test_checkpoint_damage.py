@@ -15,6 +15,7 @@ from etils import epath
 
 import zerojax
 from tests.reference import assert_equal_bits
+from tests.test_checkpoint import DAMAGE, damage_all
 from zerojax import _checkpoint, _files
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
@@ -101,7 +102,7 @@ def test_a_leaf_that_cannot_be_read_leaves_nothing_behind(tmp_path):
             lambda: zerojax.save(tmp_path / "one", donated),
             lambda: zerojax.export_safetensors(tmp_path / "two", donated),
         ):
-            with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+            with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
                 save()
         assert [p.name for p in (tmp_path / "loop").iterdir()] == [".lock"]
         assert not checkpoints.busy()
@@ -229,3 +230,51 @@ def test_hostile_extras_are_an_error(tmp_path):
     (tmp_path / "c" / "zerojax_checksums.json").unlink()
     with pytest.raises(ValueError, match=r"/c cannot be read .*Restore another"):
         zerojax.restore(tmp_path / "c", STATE)
+
+
+def right_or_named(path, read):
+    """Whether `read()` gives STATE; where it does not, it names the path."""
+    try:
+        back = read()
+    except ValueError as error:
+        assert str(path) in str(error)
+        return False
+    assert_equal_bits(back, STATE)
+    return True
+
+
+HOW = {**DAMAGE, "emptied": lambda file, whole: file.write_bytes(b"")}
+
+
+@pytest.mark.filterwarnings("ignore:.*metrics cannot be read")
+@pytest.mark.parametrize("how", HOW)
+def test_damage_to_a_loop_is_never_read(tmp_path, how):
+    def resumed():
+        with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+            assert checkpoints.best() in (1, None)
+            back, saved = checkpoints.resume({"w": jnp.zeros((3, 4))})
+            assert saved.step == 1 and saved.data == {"at": 1}
+            return back
+
+    with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+        checkpoints.save(1, STATE, metrics={"loss": 1.0}, data={"at": 1})
+    state = tmp_path / "1" / "default"
+    noted = {state / name for name in json.loads((state / _files.CHECKSUMS).read_text())}
+    damaged = damage_all(tmp_path / "1", HOW[how])
+    right = {file: right_or_named(tmp_path, resumed) for file in damaged}
+    wrong = {file for file, is_right in right.items() if not is_right}
+    assert wrong == noted | {state / _files.CHECKSUMS} and len(right) > len(wrong) >= 6
+
+
+def test_damage_to_an_export_is_never_read_but_in_its_data(tmp_path):
+    """The format has no checksums."""
+    zerojax.export_safetensors(tmp_path / "w", {"w": STATE["w"], "b": jnp.ones(3)})
+    like = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(3)}
+    read = lambda: {"w": zerojax.import_safetensors(tmp_path / "w", like)["w"]}
+    file = next((tmp_path / "w").glob("*.safetensors"))
+    whole = file.read_bytes()
+    for at in range(0, len(whole) - 60, 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        right_or_named(tmp_path / "w", read)
+        file.write_bytes(whole[:at])
+        assert not right_or_named(tmp_path / "w", read)
