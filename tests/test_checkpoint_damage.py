@@ -93,6 +93,23 @@ def test_a_failed_write_takes_nothing_with_it(tmp_path, monkeypatch):
         assert checkpoints.steps() == [2]
 
 
+def test_an_interrupted_wait_does_not_end_the_write(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    go, real = threading.Event(), _checkpoint.Handler.finalize
+    monkeypatch.setattr(
+        _checkpoint.Handler, "finalize", lambda *args: (go.wait(60), real(*args))[1]
+    )
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(checkpoints._manager, "wait_until_finished", interrupt)
+            checkpoints.wait()
+        go.set()
+    assert_equal_bits(zerojax.restore(tmp_path / "1", STATE), STATE)
+
+
 def test_a_leaf_that_cannot_be_read_leaves_nothing_behind(tmp_path):
     donated = {"a": jnp.ones(4), "z": jnp.ones(3)}
     donated["z"].delete()
@@ -181,7 +198,9 @@ def test_a_missing_list_of_checksums_is_an_error_until_it_is_accepted(tmp_path):
     listing = tmp_path / "c" / "zerojax_checksums.json"
     listing.unlink()
     for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
-        with pytest.raises(ValueError, match=r"/zerojax_checksums.json is missing.*write {} into"):
+        with pytest.raises(
+            ValueError, match=r"/zerojax_checksums.json is missing.*write {} into it"
+        ):
             read(tmp_path / "c")
     listing.write_text("{}")
     assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)

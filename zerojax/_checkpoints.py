@@ -213,9 +213,9 @@ class Checkpoints:
     @contextlib.contextmanager
     def _nothing_left_of_a_failure(self) -> Iterator[None]:
         try:
-            with _files.removed_on_failure(lambda: _files.unfinished(self.directory)):
-                yield
-        except BaseException:
+            yield
+        except Exception:  # not Ctrl-C, which ends the waiting and not the write
+            _files.remove(_files.unfinished(self.directory))
             self._manager.reload()  # or Orbax counts what it did not write, not what it kept
             raise
 
@@ -228,7 +228,8 @@ class Checkpoints:
 
 def _check_options(every: Any, keep: Any, best: Any, mode: Any, background: Any) -> None:
     def positive(count: Any) -> bool:
-        return isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1
+        is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        return is_whole and bool(count >= 1)
 
     if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
         raise ValueError(

@@ -40,8 +40,8 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
         wrong = next((damage for damage in found if damage), None)
     except FileNotFoundError:
         wrong = (
-            f"{listing} is missing, which says whether the rest is whole. To take the rest as it "
-            "is, write {} into that file"
+            f"{listing} is missing, without which nothing says that the rest is whole (write {{}} "
+            "into it to take the rest as it is)"
         )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         wrong = f"{listing} is not the list of checksums it was"
@@ -67,9 +67,13 @@ def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterat
     try:
         yield
     except BaseException:  # Ctrl-C is one
-        for path in unfinished() if jax.process_index() == 0 else ():
-            shutil.rmtree(path, ignore_errors=True)  # its error is not the one to show
+        remove(unfinished())
         raise
+
+
+def remove(directories: Iterable[epath.Path]) -> None:
+    for directory in directories if jax.process_index() == 0 else ():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
