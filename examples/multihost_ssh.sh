@@ -8,14 +8,16 @@
 # host is where the others meet: they must reach PORT (29500) there. PYTHON names the interpreter.
 # Where there is torchrun, `torchrun --nnodes ... --no-python python examples/train_gpt.py` does too.
 set -euo pipefail
-read -ra hosts <<<"$1"
+quoted() { printf '%q ' "$@"; }  # what the other host's shell reads as it was here
+
+read -ra hosts -d '' <<<"${1:?the hosts are missing, as in \"host1 host2\"}" || true
 shift
-command=$(printf '%q ' "${PYTHON:-python}" -u "$@")
 pids=()
 for rank in "${!hosts[@]}"; do
+  joins=(MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT="${PORT:-29500}" WORLD_SIZE="${#hosts[@]}")
+  program=(env "${joins[@]}" RANK="$rank" "${PYTHON:-python}" -u "$@")
   # -tt: what runs there ends when this script does.
-  ssh -tt "${hosts[$rank]}" "cd $(printf '%q' "$PWD") && MASTER_ADDR=${hosts[0]#*@} \
-    MASTER_PORT=${PORT:-29500} WORLD_SIZE=${#hosts[@]} RANK=$rank $command" </dev/null &
+  ssh -tt -- "${hosts[$rank]}" "cd $(quoted "$PWD") && $(quoted "${program[@]}")" </dev/null &
   pids+=($!)
 done
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT

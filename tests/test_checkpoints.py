@@ -174,9 +174,28 @@ def test_a_plan_resumes_without_a_second_state(tmp_path):
         assert saved.step == 1 and int(again.step) == 2 and made == [1]
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"every and keep are positive \(keep=None keeps all\)"):
-        zerojax.Checkpoints(tmp_path, keep=0)
+@pytest.mark.parametrize(
+    "option",
+    [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"every": "3"}, {"every": 0}, {"mode": "least"},
+     {"best": 3}, {"background": 1}],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(tmp_path, option):
+    ((name, value),) = option.items()
+    remedy = r"every and keep are positive \(keep=None keeps all\)|best is the name of one of"
+    with pytest.raises(ValueError, match=rf"{name}={value!r}.*({remedy})"):
+        zerojax.Checkpoints(tmp_path / "c", **option)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 3, b"c"])
+def test_a_path_is_a_path(path):
+    refused = pytest.raises(TypeError, match=r"(None|3|b'c') is no path. Pass a str or a pathlib")
+    for call in (zerojax.Checkpoints, zerojax.read_extras):
+        with refused:
+            call(path)
+    for call in (zerojax.save, zerojax.restore, zerojax.export_safetensors):
+        with refused:
+            call(path, {"w": jnp.ones(3)})
 
 
 def write(directory, ready):

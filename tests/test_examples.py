@@ -104,7 +104,7 @@ def stub(directory, name, script):
 @pytest.fixture
 def ssh(tmp_path):
     """Runs on this machine what it is to run on a host."""
-    return stub(tmp_path / "bin", "ssh", 'exec bash -c "$3"') | {"PORT": str(free_port())}
+    return stub(tmp_path / "bin", "ssh", 'exec bash -c "${@: -1}"') | {"PORT": str(free_port())}
 
 
 def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
@@ -125,6 +125,18 @@ def test_several_processes_run_the_same_loop(script, ssh):
     assert "zerojax: 2 processes, 16 devices" in said
     assert losses(said) == pytest.approx(losses(alone), abs=2e-3)
     assert said.count("nats a byte") == 1
+
+
+def test_hosts_port_and_arguments_reach_the_other_shell_as_they_are(ssh, tmp_path):
+    program = tmp_path / "a program.py"
+    names = ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
+    values = f"[*map(os.getenv, {names}), *sys.argv[1:]]"
+    program.write_text(f"import os, sys; os.write(1, f'{{{values}}}\\n'.encode())")  # in one piece
+    hosts, env = "me@$(date);a\n-oB", ssh | {"PORT": "1;exit"}
+    said, _ = run("examples/multihost_ssh.sh", hosts, program, "a  b", "$HOME", **env)
+    assert said == f"{['$(date);a', '1;exit', '2', 'a  b', '$HOME']}\n" * 2
+    _, said = run("examples/multihost_ssh.sh", "", program, code=1, **env)
+    assert 'the hosts are missing, as in "host1 host2"' in said
 
 
 def test_one_host_that_fails_ends_all(ssh, tmp_path):

@@ -15,7 +15,7 @@ from etils import epath
 import zerojax
 from tests.reference import assert_equal_bits
 from tests.test_checkpoint import make_state, place, plan_of
-from zerojax import _files
+from zerojax import _files, _move
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -143,7 +143,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
             zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not (tmp_path / "w").exists()
+    assert not any(tmp_path.iterdir())
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -160,11 +160,72 @@ def test_damaged_files_are_named(tmp_path):
         zerojax.import_safetensors(tmp_path / "w", params)
     index = tmp_path / "w" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    with pytest.raises(ValueError, match=r"outside of its directory. Fix the index"):
+    with pytest.raises(ValueError, match=r"index.json is damaged .*outside of its directory"):
         zerojax.import_safetensors(tmp_path / "w", params)
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index.json is damaged"):
         zerojax.import_safetensors(tmp_path / "w", params)
+
+
+def entry(start, end, **other):
+    return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]} | other
+
+
+@pytest.mark.parametrize(
+    "header, says",
+    [
+        ({"a": entry(0, 16), "b": entry(0, 16)}, "two tensors at byte 0"),
+        ({"a": entry(0, 12), "b": entry(8, 16)}, "two tensors at byte 8"),
+        ({"a": entry(0, 8), "b": entry(12, 16)}, "no tensor at byte 8"),
+        ({"a": entry(0, 12)}, "no tensor at byte 12"),
+        ({"a": entry(0, 20)}, r"a, \[5\] of F32, does not lie at bytes 0 to 20"),
+        ({"a": entry(0, 16, shape=[-2, -2])}, "does not lie at"),
+        ({"a": entry(0, 16, shape=[4.0])}, "does not lie at"),
+        ({"a": entry(0, 16, shape=[2**62, 0])}, "does not lie at"),
+        ({"a": entry(0, 16, dtype="F4")}, "dtype 'F4', which is none of F64"),
+        ({"a": entry(0, 16, dtype=[])}, "unhashable"),
+        ({"a": entry(0, 16, more=1)}, "more"),
+        ({"a": 3}, "must be a mapping"),
+        ("[" * 10**5, "recursion"),
+        (json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace('"b"', '"a"'), "a name twice"),
+    ],
+)
+def test_a_hostile_header_is_an_error(tmp_path, header, says):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file = tmp_path / "h.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(ValueError, match=rf"h.safetensors is truncated or damaged \(.*{says}"):
+        zerojax.import_safetensors(file, {"a": jnp.ones(4)})
+    file.write_bytes((2**40).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match=rf"a header of {2**40} bytes"):
+        zerojax.import_safetensors(file, {"a": jnp.ones(4)})
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [(["/etc/passwd"], "is damaged .*outside of its"), (["../x"], "is damaged .*outside of its"),
+     ([3], "is damaged"), ([["a"]], "is damaged"), ([".."], r"/\.\. is missing"),
+     ([""], "is missing"), (["a\0b"], "is missing")],
+)  # fmt: skip
+def test_a_hostile_index_is_an_error(tmp_path, names, says):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    with pytest.raises(ValueError, match=says):
+        zerojax.import_safetensors(tmp_path, {"a": jnp.ones(4)})
+    index.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"index.json is damaged \(max.*Export it again"):
+        zerojax.import_safetensors(tmp_path, {"a": jnp.ones(4)})
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(_move, "whole", fail)
+    with pytest.raises(error):
+        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
+    assert not any(tmp_path.iterdir())
 
 
 def test_names_of_others_are_told_of_rename(tmp_path):

@@ -5,6 +5,7 @@ restore reads each shard of the new placement straight from the file.
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -93,8 +94,10 @@ def save(
             )
         _files.raise_together(refusal)
         handler = Handler(**_limits(state, "save_concurrent_gb"))
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(target, args=save_args(jax.tree.map(_one_replica, state), custom))
+        args = save_args(jax.tree.map(_one_replica, state), custom)
+        mine = functools.partial(_files.unfinished, target.parent, target.name)
+        with _files.removed_on_failure(mine), ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(target, args=args)
 
 
 def restore(
@@ -140,7 +143,7 @@ def restore(
     found = _tree_in(target) is not None  # not where the file system is not shared
     agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
     directory = find_state(path)
-    _files.check_files(directory)
+    _check_files(directory)
     leaves = _state.named_leaves(like)
     tree = _metadata(directory).tree
     saved = _matching.saved_leaves(tree)
@@ -169,11 +172,15 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         100 {'run': 'first'}
     """
     directory = find_state(path)
-    _files.check_files(directory, only=METADATA)
-    custom = _metadata(directory).custom_metadata
-    if not data and custom and _extras.KEY in custom:
-        custom = {_extras.KEY: {**custom[_extras.KEY], "data": []}}
-    return _extras.unpack(custom, path)
+    _check_files(directory, only=METADATA)
+    return _extras.unpack(_custom_metadata(directory), path, data=data)
+
+
+def _check_files(directory: epath.Path, only: str | None = None) -> None:
+    """What zerojax wrote has checksums, and says so itself; Orbax's own has none."""
+    listed = (directory / _files.CHECKSUMS).exists()
+    if listed or _extras.KEY in _custom_metadata(directory):
+        _files.check_files(directory, only)
 
 
 def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -> None:
@@ -226,11 +233,14 @@ def save_args(state: Any, custom: dict[str, Any]) -> Any:
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
     arrays = jax.tree.map(as_array, state)
+    jax.block_until_ready(arrays)  # what a step failed at is raised here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 
@@ -250,6 +260,11 @@ def _tree_in(given: epath.Path) -> epath.Path | None:
     return None
 
 
+def is_complete(step: epath.Path) -> bool:
+    """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
+    return (step / _files.WRITTEN_LATER).exists() or _tree_in(step) is not None
+
+
 def _nothing_at(given: epath.Path) -> str:
     if given.exists() and not given.is_dir():
         return (
@@ -264,7 +279,7 @@ def _nothing_at(given: epath.Path) -> str:
             f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
             f"{given / names[-1]}"
         )
-    busy = list(given.parent.glob(f"{given.name}.orbax-checkpoint-tmp*")) if given.name else []
+    busy = _files.unfinished(given.parent, given.name) if given.name else []
     note = f" {busy[0]} is one that was not finished." if busy else ""
     what = "no complete checkpoint" if given.exists() else "nothing"
     return (
@@ -280,6 +295,11 @@ def _metadata(directory: epath.Path) -> Any:
         raise ValueError(
             f"{directory} cannot be read ({error}). Restore another checkpoint."
         ) from error
+
+
+def _custom_metadata(directory: epath.Path) -> dict[str, Any]:
+    found = _metadata(directory).custom_metadata
+    return found if isinstance(found, dict) else {}
 
 
 def _limits(tree: Any, *names: str) -> dict[str, Any]:

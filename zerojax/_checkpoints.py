@@ -1,20 +1,20 @@
 """Checkpoints of a training loop: when to save, what to keep, where to go on."""
 
+import atexit
 import contextlib
-import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
+import numpy as np
 
 from zerojax import _checkpoint, _extras, _files
 from zerojax._extras import Extras
 from zerojax._plan import Plan
+from zerojax._ranking import CompleteSteps, Manager, Ranking
 
 
 class Preempted(SystemExit):
@@ -34,9 +34,10 @@ class Preempted(SystemExit):
 class Checkpoints:
     """The checkpoints of a loop: one every so many steps, written behind the steps that follow.
 
-    Use it as a context manager, in every process: leaving it waits for the last write. A second
-    writer to the directory is refused. After a SIGTERM, the next `save` saves whatever the
-    step, waits, and raises `Preempted`, which ends the program.
+    Use it as a context manager, in every process: leaving it waits for the last write. Without,
+    each `save` waits, since a write cannot go on once Python exits. A second writer to the
+    directory is refused. After a SIGTERM, the next `save` saves whatever the step, waits, and
+    raises `Preempted`, which ends the program.
 
     Arguments:
         directory: holds a directory for each saved step; `zerojax.restore` and Orbax open them.
@@ -69,36 +70,25 @@ class Checkpoints:
         mode: str = "min",
         background: bool = True,
     ) -> None:
-        if every < 1 or (keep is not None and keep < 1) or mode not in ("min", "max"):
-            raise ValueError(
-                f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
-                "positive (keep=None keeps all), mode is 'min' or 'max'."
-            )
+        _check_options(every, keep, best, mode, background)
         self.directory = _checkpoint.absolute(directory)
         _checkpoint.agree(
             "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
         )
-        self._every, self._best, self._closed = every, best, False
+        self._every, self._entered, self._closed = every, False, False
+        self._ranking = Ranking(keep, best, mode)
         self._signalled = threading.Event()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                item_handlers=_checkpoint.Handler(),
-                options=ocp.CheckpointManagerOptions(
-                    cleanup_tmp_directories=True,
-                    enable_async_checkpointing=background,
-                    best_fn=None if best is None else _rank(best, mode),
-                    best_mode=mode,
-                    preservation_policy=_preservation(keep, best, mode),
-                ),
-            )
+            self._manager = Manager(self.directory, self._ranking, background=background)
             stack.callback(self._manager.close)
             stack.enter_context(_on_sigterm(self._signalled))
             self._stack = stack.pop_all()
+        atexit.register(self._stack.close)  # for the lock; no thread can write any more by then
 
     def __enter__(self) -> "Checkpoints":
+        self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,10 +98,12 @@ class Checkpoints:
         """Waits for the last write and lets another writer in."""
         self._closed = True
         self._stack.close()
+        atexit.unregister(self._stack.close)
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
-        self._manager.wait_until_finished()
+        with self._nothing_left_of_a_failure():
+            self._manager.wait_until_finished()
 
     def busy(self) -> bool:
         """Whether a checkpoint is being written in the background."""
@@ -119,7 +111,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have complete checkpoints."""
-        return sorted(self._manager.all_steps())
+        return sorted(found.step for found in CompleteSteps().find_all(self.directory))
 
     def latest(self) -> int | None:
         """The newest step that has a complete checkpoint."""
@@ -127,7 +119,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The step whose `best=` metric is best, of those kept."""
-        return None if self._best is None else self._manager.best_step()
+        return self._ranking.best_of({step: self._manager.metrics(step) for step in self.steps()})
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, for `zerojax.restore` and `zerojax.read_extras`."""
@@ -142,13 +134,15 @@ class Checkpoints:
         data: bool = True,
         **options: Any,
     ) -> tuple[Any, Extras]:
-        """The state and extras of the newest complete checkpoint, or of `step`.
+        """The state and extras of the newest checkpoint, or of `step`.
 
-        `like` and `options` are as in `zerojax.restore`, `data` as in `zerojax.read_extras`.
-        Where nothing was saved yet, a state is given back as it is, and for a plan `make_state`
-        makes one: `resume(plan, make_state)` never holds two states at once.
+        What is being written in the background is waited for. `like` and `options` are as in
+        `zerojax.restore`, `data` as in `zerojax.read_extras`. Where nothing was saved yet, a state
+        is given back as it is, and for a plan `make_state` makes one: `resume(plan, make_state)`
+        never holds two states at once.
         """
-        step = self.latest() if step is None else step
+        self.wait()
+        step = max(self._manager.all_steps(), default=None) if step is None else step
         _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
             path = self.path(step)
@@ -189,31 +183,46 @@ class Checkpoints:
         due = force or preempted or step % self._every == 0
         if due:
             _checkpoint.agree("Checkpoints.save", self.directory, state, step=step)
-        if due and step not in self._manager.all_steps():
+            self.wait()
+        if due and not (preempted and self._has(step)):
+            self._check_free(step)
             _checkpoint.check_leaves(state)
-            ranked = None if preempted and not metrics else self._ranked(metrics)
+            ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
             custom = _extras.pack(step, rng, data, metadata)
             args = _checkpoint.save_args(state, custom)
-            self._manager.save(step, args=args, metrics=ranked, force=True)
-        elif due and not preempted:
-            raise ValueError(
-                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
-                "Go on from the newest with resume(), or give this run a directory of its own."
-            )
-        if preempted:
+            with self._nothing_left_of_a_failure():
+                self._manager.save(step, args=args, metrics=ranked, force=True)
+        if preempted or not self._entered:
             self.wait()
+        if preempted:
             raise Preempted(step)
         return due
 
-    def _ranked(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-        if self._best is None:
-            return None
-        if self._best not in (metrics or {}):
+    def _has(self, step: int) -> bool:
+        """Whether a step is saved, or being written."""
+        return step in self._manager.all_steps() or step in self.steps()
+
+    def _check_free(self, step: int) -> None:
+        path = self.directory / str(step)
+        if self._has(step):
             raise ValueError(
-                f"best={self._best!r} is not among the metrics {sorted(metrics or {})}. Pass "
-                f"metrics={{{self._best!r}: ...}} to save."
+                f"step {step} is saved in {self.directory} already, and nothing is overwritten. Go "
+                "on from the newest with resume(), or give this run a directory of its own."
             )
-        return {self._best: float((metrics or {})[self._best])}
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"{path} is no checkpoint, and nothing is overwritten. Remove it, or give this run "
+                "a directory of its own."
+            )
+
+    @contextlib.contextmanager
+    def _nothing_left_of_a_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # not Ctrl-C, which ends the waiting and not the write
+            _files.remove(_files.unfinished(self.directory))
+            self._manager.reload()  # or Orbax counts what it did not write, not what it kept
+            raise
 
     def _preempted(self, step: int) -> bool:
         """Whether a SIGTERM came; under jax.distributed, all processes agree on the step."""
@@ -222,25 +231,21 @@ class Checkpoints:
         return self._signalled.is_set()
 
 
-def _preservation(keep: int | None, best: str | None, mode: str) -> Any:
-    newest = policies.LatestN(n=keep)
-    if best is None:
-        return newest
-    ranked = policies.BestN(
-        get_metric_fn=_rank(best, mode), reverse=mode == "min", n=1,
-        keep_checkpoints_without_metrics=False,
-    )  # fmt: skip
-    return policies.AnyPreservationPolicy([newest, ranked])
+def _check_options(every: Any, keep: Any, best: Any, mode: Any, background: Any) -> None:
+    def positive(count: Any) -> bool:
+        is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        return is_whole and bool(count >= 1)
 
-
-def _rank(best: str, mode: str) -> Callable[[Any], float]:
-    """The metric; in place of NaN, which compares with nothing, the worst there is."""
-    worst = math.inf if mode == "min" else -math.inf
-
-    def rank(metrics: Any) -> float:
-        return worst if math.isnan(metrics[best]) else metrics[best]
-
-    return rank
+    if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
+        raise ValueError(
+            f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
+            "positive (keep=None keeps all), and integers, mode is 'min' or 'max'."
+        )
+    if not (best is None or isinstance(best, str)) or not isinstance(background, bool):
+        raise ValueError(
+            f"Checkpoints(best={best!r}, background={background!r}): best is the name of one of "
+            "the metrics= given to save, or None; background is True or False."
+        )
 
 
 @contextlib.contextmanager

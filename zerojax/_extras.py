@@ -30,30 +30,39 @@ class Extras:
 def pack(step: int | None, rng: Any, data: Any, metadata: Any) -> dict[str, Any]:
     """As Orbax's custom metadata. Every process calls this: each has its own data iterator."""
     data = data.get_state() if hasattr(data, "get_state") else data
-    return {
-        KEY: {
-            "step": None if step is None else whole_number(step),
-            "rng": encode(rng, "rng"),
-            "data": [json.loads(text) for text in _gathered(json.dumps(encode(data, "data")))],
-            "metadata": encode(metadata, "metadata"),
-        }
-    }
+    try:
+        mine = json.dumps(encode(data, "data"))
+        rest = {"rng": encode(rng, "rng"), "metadata": encode(metadata, "metadata")}
+    except RecursionError:
+        raise ValueError(
+            "rng=, data= or metadata= is nested too deeply, or holds itself. Make it flat."
+        ) from None
+    step = None if step is None else whole_number(step)
+    return {KEY: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}}
 
 
-def unpack(custom_metadata: Any, path: Any) -> Extras:
+def unpack(custom_metadata: dict[str, Any], path: Any, *, data: bool = True) -> Extras:
     """From Orbax's custom metadata; empty for a checkpoint that zerojax did not write."""
-    found = (custom_metadata or {}).get(KEY)
-    if found is None:
+    if KEY not in custom_metadata:
         return Extras()
-    parts = [decode(part) for part in found["data"]]
+    try:
+        found = custom_metadata[KEY]
+        step = None if found["step"] is None else whole_number(found["step"])
+        rng, metadata = decode(found["rng"]), decode(found["metadata"])
+        parts = [decode(part) for part in found["data"]] if data else []
+    except Exception as error:  # whatever numpy and JAX make of bytes that are not theirs
+        raise ValueError(
+            f"what travels beside the state in {path} is damaged ({error!r}). Restore another "
+            "checkpoint."
+        ) from error
     if len(parts) != jax.process_count() and any(part is not None for part in parts):
         raise ValueError(
             f"{path} has the data iterators of {len(parts)} processes, and this run has "
             f"{jax.process_count()}. Read the rest with data=False, and start the data anew from "
             "its step."
         )
-    data = parts[jax.process_index()] if len(parts) == jax.process_count() else None
-    return Extras(found["step"], decode(found["rng"]), data, decode(found["metadata"]))
+    mine = parts[jax.process_index()] if len(parts) == jax.process_count() else None
+    return Extras(step, rng, mine, metadata)
 
 
 def whole_number(step: Any) -> int:

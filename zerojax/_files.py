@@ -4,9 +4,11 @@ import contextlib
 import errno
 import json
 import os
+import pathlib
+import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -30,17 +32,21 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
     """Raises where a file, or that one, is not as written. The processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
-    if listing.exists():
-        try:
-            noted = json.loads(listing.read_text())
-            sums = sorted(noted.items()) if only is None else [(only, noted[only])]
-            mine = sums[jax.process_index() :: jax.process_count()]
-            found = (_damage(directory / name, *sum_) for name, sum_ in mine)
-            wrong = next((damage for damage in found if damage), None)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            wrong = f"{listing} is not the list of checksums it was"
-        except OSError as error:
-            wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
+    try:
+        noted = json.loads(listing.read_text())
+        sums = sorted(noted.items()) if only is None or not noted else [(only, noted[only])]
+        mine = sums[jax.process_index() :: jax.process_count()]
+        found = (_damage(directory / _inside(name), *sum_) for name, sum_ in mine)
+        wrong = next((damage for damage in found if damage), None)
+    except FileNotFoundError:
+        wrong = (
+            f"{listing} is missing, without which nothing says that the rest is whole (write {{}} "
+            "into it to take the rest as it is)"
+        )
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        wrong = f"{listing} is not the list of checksums it was"
+    except OSError as error:
+        wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
     raise_together(ValueError(f"{wrong}. Restore another checkpoint.") if wrong else None)
 
 
@@ -53,6 +59,26 @@ def raise_together(error: Exception | None) -> None:
         raise error
     if any(failed):
         raise ValueError(f"process {failed.index(True)} refused; its own message says why.")
+
+
+@contextlib.contextmanager
+def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterator[None]:
+    """Where what runs inside does not end, takes away what it has left unfinished."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C is one
+        remove(unfinished())
+        raise
+
+
+def remove(directories: Iterable[epath.Path]) -> None:
+    for directory in directories if jax.process_index() == 0 else ():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
+    """The directories that Orbax writes to before it gives them their names."""
+    return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
 @contextlib.contextmanager
@@ -118,6 +144,13 @@ def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
             yield from _files_below(directory, below)
         elif entry.name != WRITTEN_LATER:
             yield below
+
+
+def _inside(name: str) -> str:
+    path = pathlib.PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} is outside of the checkpoint")
+    return name
 
 
 def _size_and_crc(file: epath.Path) -> list[int]:

@@ -27,6 +27,8 @@ DTYPES = {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 10**8  # as in the safetensors package
+DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
 
 
 def export_safetensors(
@@ -57,13 +59,15 @@ def export_safetensors(
     target = _checkpoint.absolute(path)
     with _files.only_writer(target, target.parent / f".{target.name}.lock"):
         _files.raise_together(_refusal(os.fspath(target), leaves, first))
-        unfinished = f"{os.fspath(target)}.unfinished"
+        unfinished = target.parent / f"{target.name}.unfinished"
         if first:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was ended
-            os.makedirs(unfinished)
-        _write_all(unfinished, leaves, max_file_bytes, first)
-        if first:
-            os.rename(unfinished, target)
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        with _files.removed_on_failure(lambda: [unfinished]):
+            if first:
+                os.makedirs(unfinished)
+            _write_all(os.fspath(unfinished), leaves, max_file_bytes, first)
+            if first:
+                os.rename(unfinished, target)
         _files.raise_together(None)  # nobody goes on before it is there
 
 
@@ -103,7 +107,7 @@ def import_safetensors(
     leaves = _state.named_leaves(like)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors: dict[str, np.ndarray] = {}
-    for file in _stored_files(os.path.expanduser(path)):
+    for file in _stored_files(os.fspath(_checkpoint.absolute(path))):
         for name, value in _read_file(file):
             ours = name if rename is None else _renamed(rename, name)
             ours = slashed.get(ours, ours)
@@ -231,7 +235,7 @@ def _stored_files(path: str) -> list[str]:
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist. Give a directory with {INDEX}, or one file.")
     index = os.path.join(path, INDEX)
-    if not os.path.exists(index):
+    if not os.path.isfile(index):
         only = os.path.join(path, "model.safetensors")
         if os.path.exists(only):
             return [only]
@@ -239,36 +243,62 @@ def _stored_files(path: str) -> list[str]:
     try:
         with open(index) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        if outside := [name for name in names if os.path.basename(name) != name]:
+            raise ValueError(f"it names {outside[0]!r}, outside of its directory")
+    except DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
     files = [os.path.join(path, name) for name in names]
-    for name in names:
-        if os.path.basename(name) != name:
-            raise ValueError(f"{index} names {name!r}, outside of its directory. Fix the index.")
     for file in files:
-        if not os.path.exists(file):
+        if not os.path.isfile(file):
             raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
     return files
 
 
 def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
     """Names and arrays of a file; their bytes are read where they are used."""
-    stored = np.memmap(file, np.uint8, mode="r") if os.path.getsize(file) else np.zeros(0, np.uint8)
-    length = int.from_bytes(stored[:8].tobytes(), "little")
     try:
-        header = json.loads(stored[8 : 8 + length].tobytes())
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(opened.read(length), object_pairs_hook=_each_once)
         header.pop("__metadata__", None)
-        return [(name, _tensor(stored[8 + length :], **entry)) for name, entry in header.items()]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        data = np.memmap(file, np.uint8, mode="r")[8 + length :]
+        tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
+        _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
+        return tensors
+    except DAMAGE as error:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
 
 
-def _tensor(data: np.ndarray, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name twice among {_some(found)}")
+    return found
+
+
+def _tensor(
+    data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]
+) -> np.ndarray:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
     kind = jnp.dtype(DTYPES[dtype])
     start, end = data_offsets
-    if not 0 <= start <= end <= data.size or end - start != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{shape} of {dtype} do not lie at bytes {start} to {end}")
+    whole = all(type(number) is int and number >= 0 for number in (start, end, *shape))
+    if not whole or end > data.size or end - start != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
     return data[start:end].view(kind).reshape(shape)
+
+
+def _check_tiled(offsets: list[list[int]], size: int) -> None:
+    """Each byte belongs to one tensor, as the format has it."""
+    end = 0
+    for start, stop in [*sorted(offsets), [size, size]]:
+        if start != end:
+            at = min(start, end)
+            raise ValueError(f"{'no tensor' if start > end else 'two tensors'} at byte {at}")
+        end = stop
 
 
 def _place(stored: np.ndarray, like: Any) -> jax.Array:
