@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -544,6 +546,44 @@ def test_prefetch_in_short_loops(length, reverse):
     parts = [jax.tree.map(lambda a: a[i * 2 : i * 2 + 2], BATCH) for i in range(8)]
     want = jax.grad(lambda p: sum(loss(p, part) for part in parts) / 8)(params["params"])
     assert_close(got[1], want, 1e-6)
+
+
+def test_on_cpus_loops_that_prefetch_are_unrolled():
+    """XLA:CPU runs collectives that follow a loop in the midst of it: `mixes_up_collectives`."""
+    grad, params = sharded_grad(PROGRAMS["plain_scan"], 3, prefetch=1)
+    assert " while(" not in grad.lower(params, BATCH).compile().as_text()
+
+
+@pytest.mark.slow
+def test_prefetch_of_large_layers_on_cpus():
+    """NaN or a segmentation fault on JAX 0.12, therefore in a process of its own."""
+    command = [sys.executable, "-c", LARGE_LAYERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    plain, prefetched = map(float, done.stdout.split())
+    assert prefetched == pytest.approx(plain, rel=1e-5)
+
+
+LARGE_LAYERS = """
+import jax, numpy as np, optax, zerojax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+from flax.training.train_state import TrainState
+from zerojax import _presets
+model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64, compute="float32")
+
+def make_state():
+    leaves, treedef = jax.tree.flatten(model.shapes())
+    draw = lambda i, s: jax.random.normal(jax.random.key(i), s.shape) * 0.05
+    params = treedef.unflatten([draw(i, s) for i, s in enumerate(leaves)])
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+batch = np.random.default_rng(0).integers(0, 512, (64, 64)).astype(np.int32)
+plan = zerojax.plan(make_state, stage=3)
+for prefetch in (0, 1):
+    step = zerojax.train_step(model.loss, prefetch=prefetch)
+    print(step(plan.place(make_state), batch)[1]["grad_norm"])
+"""
 
 
 def scans_of(jaxpr):

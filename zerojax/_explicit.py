@@ -82,7 +82,11 @@ def shards(params: Any, plan: Plan) -> Any:
         )
     platform = plan.mesh.devices.flat[0].platform
     prefetch = int(platform in ("gpu", "cuda", "rocm"))
-    wire = Wire(plan.axes, in_turn=_xla_options.knows_wires(plan.mesh))
+    wire = Wire(
+        plan.axes,
+        in_turn=_xla_options.knows_wires(plan.mesh),
+        unrolled=_xla_options.mixes_up_collectives(plan.mesh),
+    )
 
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA cuts nothing along these
 

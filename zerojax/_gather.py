@@ -19,12 +19,14 @@ Array = Any
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """Over which mesh axes, in which dtype gradients travel (None: the weight's own), and
-    whether in a loop weights wait until the gradients before them have."""
+    """Over which mesh axes, in which dtype gradients travel (None: the weight's own), whether in
+    a loop weights wait until the gradients before them have, and whether loops that prefetch are
+    to be unrolled."""
 
     axes: tuple[str, ...]
     reduce_dtype: Any = None
     in_turn: bool = False
+    unrolled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Runs a loop over layers, differentiated by hand where its weights are gathered again."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from zerojax._vary import perturbed, without_tangents
 def run_loop(loop: Loop, inputs: Sequence[Any], how: How) -> list[Array]:
     """The outputs of a scan whose operands are `inputs`; `Held` stacks among them."""
     prefetches = how.prefetch and loop.body.gathers and loop.length > 1
+    if prefetches and how.wire.unrolled:
+        loop = dataclasses.replace(loop, unroll=loop.length)
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how)
     if not how.regather:
         return layers.forward(list(inputs))

@@ -74,8 +74,12 @@ class Program:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.precision = precision_of(plan, options.precision)
-        in_turn = _xla_options.knows_wires(plan.mesh)
-        self.wire = _gather.Wire(plan.axes, self.precision.reduce, in_turn)
+        self.wire = _gather.Wire(
+            plan.axes,
+            self.precision.reduce,
+            in_turn=_xla_options.knows_wires(plan.mesh),
+            unrolled=_xla_options.mixes_up_collectives(plan.mesh),
+        )
         self.prefetch = self.layers_ahead()
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
