@@ -28,12 +28,13 @@ alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each devic
 
 
 class Program(NamedTuple):
-    """`mutable` names fields of the state that the loss takes and returns, as `train_step`'s."""
+    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`."""
 
     make: Callable[[], Any]
     loss: Callable[..., Any]
     batch: Any
     mutable: tuple[str, ...] = ()
+    stacked: str | None = None
 
 
 class State(TrainState):
@@ -103,9 +104,7 @@ def equinox_gru() -> Program:
         return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
 
     batch = {"x": normal(ROWS, 6, 8), "y": (normal(ROWS) > 0).astype(np.float32)}
-    return Program(
-        lambda: zerojax.ModuleState.create(Model(jax.random.key(0)), TX), loss, batch
-    )
+    return Program(lambda: zerojax.ModuleState.create(Model(jax.random.key(0)), TX), loss, batch)
 
 
 def linen_ctc() -> Program:
@@ -154,7 +153,8 @@ def recurrentgemma() -> Program:
         return next_token_loss(logits, ids)
 
     init = jax.jit(lambda: model.init(jax.random.key(0), batch, positions(batch))["params"])
-    return Program(lambda: state_of(init()), loss, batch)
+    # Its pairs of weights and its heads look like stacks of two layers, and are none.
+    return Program(lambda: state_of(init()), loss, batch, stacked="final_norm")
 
 
 # -- transformers
@@ -208,7 +208,7 @@ def haiku_batch_norm() -> Program:
     hk = library("haiku")
 
     def model(x):
-        x = hk.BatchNorm(True, True, 0.9)(hk.Linear(32)(x), is_training=True)
+        x = hk.BatchNorm(True, True, 0.9)(hk.Linear(32, with_bias=False)(x), is_training=True)
         return hk.Linear(4)(jax.nn.tanh(x))
 
     net = hk.without_apply_rng(hk.transform_with_state(model))
@@ -233,7 +233,7 @@ def equinox_batch_norm() -> Program:
         norm: Any
 
         def __init__(self, key):
-            self.linear = eqx.nn.Linear(32, 32, key=key)
+            self.linear = eqx.nn.Linear(32, 32, use_bias=False, key=key)
             self.norm = eqx.nn.BatchNorm(32, "batch", mode="batch")
 
         def __call__(self, x, state):
@@ -312,7 +312,9 @@ def e3nn() -> Program:
             for _ in range(2):
                 x = e3nn.flax.Linear("24x0e + 8x1o")(x)
                 x = e3nn.gate(x)
-                x = e3nn.concatenate([x, e3nn.tensor_square(e3nn.mean(x, axis=-2, keepdims=True) + x)])
+                x = e3nn.concatenate(
+                    [x, e3nn.tensor_square(e3nn.mean(x, axis=-2, keepdims=True) + x)]
+                )
             return e3nn.flax.Linear("0e")(e3nn.mean(x, axis=-2)).array[..., 0]
 
     model = Model()
@@ -326,7 +328,7 @@ def e3nn() -> Program:
 
 
 def diffrax_ode(adjoint: str) -> Program:
-    """A neural ODE. The default adjoint runs under no `shard_map`: docs/limits.md."""
+    """A neural ODE, with the adjoints that run under `shard_map`."""
     eqx, diffrax = library("equinox"), library("diffrax")
 
     class Field(eqx.Module):
@@ -347,35 +349,6 @@ def diffrax_ode(adjoint: str) -> Program:
         return zerojax.ModuleState.create(Field(mlp), TX)
 
     return Program(make, loss, normal(ROWS, 8))
-
-
-def optimistix_equilibrium() -> Program:
-    """A deep equilibrium model: a fixed point, differentiated implicitly."""
-    eqx, optx = library("equinox"), library("optimistix")
-
-    class Model(eqx.Module):
-        inner: Any
-        inject: Any
-        head: Any
-
-        def __init__(self, key):
-            keys = jax.random.split(key, 3)
-            self.inner = eqx.nn.Linear(32, 32, key=keys[0])
-            self.inject = eqx.nn.Linear(8, 32, key=keys[1])
-            self.head = eqx.nn.Linear(32, 4, key=keys[2])
-
-        def __call__(self, x):
-            cell = lambda z, x: jnp.tanh(0.5 * self.inner(z) + self.inject(x))
-            solver = optx.FixedPointIteration(rtol=1e-6, atol=1e-6)
-            return self.head(optx.fixed_point(cell, solver, jnp.zeros(32), args=x).value)
-
-    def loss(model, batch):
-        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
-
-    batch = {"x": normal(ROWS, 8), "y": normal(ROWS, 4)}
-    return Program(
-        lambda: zerojax.ModuleState.create(Model(jax.random.key(0)), TX), loss, batch
-    )
 
 
 # -- likelihoods
@@ -463,7 +436,10 @@ def brax_ppo() -> Program:
 
     def make():
         keys = jax.random.split(jax.random.key(0))
-        parts = {"policy": net.policy_network.init(keys[0]), "value": net.value_network.init(keys[1])}
+        parts = {
+            "policy": net.policy_network.init(keys[0]),
+            "value": net.value_network.init(keys[1]),
+        }
         return zerojax.ModuleState.create(losses.PPONetworkParams(**parts), TX)
 
     steps = (ROWS, 5)
@@ -505,7 +481,6 @@ HEAVY: dict[str, Callable[[], Program]] = {
     "e3nn": e3nn,
     "diffrax_direct": functools.partial(diffrax_ode, "DirectAdjoint"),
     "diffrax_backsolve": functools.partial(diffrax_ode, "BacksolveAdjoint"),
-    "optimistix_equilibrium": optimistix_equilibrium,
     "distrax_flow": distrax_flow,
     "flowjax_flow": flowjax_flow,
     "numpyro_svi": numpyro_svi,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zerojax import _batch
+from zerojax import _batch, _refusals
 from zerojax._plan import Plan, shape_and_dtype
 from zerojax._precision import Precision, cast_floats
 from zerojax._program import Options, Program, precision_of
@@ -73,6 +73,7 @@ def value_and_grad(
     return fn
 
 
+@_refusals.closures_explained()
 def loss_and_grads(
     loss_fn: Callable[..., Any], plan: Plan, options: Options, params: Any, args: Sequence[Any]
 ) -> tuple[Any, Any, Any]:

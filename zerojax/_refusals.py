@@ -1,8 +1,9 @@
 """What users pass first where something else belongs, and what they are told then."""
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +51,22 @@ def called(
             "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
             "come with mutable=."
         ) from error
+
+
+@contextlib.contextmanager
+def closures_explained() -> Iterator[None]:
+    """Notes what to do where Equinox refuses a closure of its own."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith("Closure-converted function called with different"):
+            error.add_note(
+                "Equinox raises this inside of any jax.shard_map, which a step is: it compares "
+                "types with and without their mesh. In diffrax pass adjoint=DirectAdjoint() or "
+                "adjoint=BacksolveAdjoint() to diffeqsolve; equinox.internal.while_loop takes "
+                "kind='bounded'. Of optimistix no adjoint works."
+            )
+        raise
 
 
 def _takes(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> bool:
