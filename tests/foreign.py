@@ -80,7 +80,8 @@ def haiku_lstm() -> Program:
     net = hk.without_apply_rng(hk.transform(model))
     batch = tokens(8)
     loss = lambda params, ids: next_token_loss(net.apply(params, ids), ids)
-    return Program(lambda: state_of(net.init(jax.random.key(0), batch)), loss, batch)
+    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
+    return Program(lambda: state_of(init()), loss, batch)
 
 
 def equinox_gru() -> Program:
@@ -130,7 +131,7 @@ def linen_ctc() -> Program:
         none = jnp.zeros(batch["labels"].shape)
         return optax.ctc_loss(logits, batch["padding"], batch["labels"], none).mean()
 
-    init = lambda: model.init(jax.random.key(0), batch["x"], batch["lengths"])["params"]
+    init = jax.jit(lambda: model.init(jax.random.key(0), batch["x"], batch["lengths"])["params"])
     return Program(lambda: state_of(init()), loss, batch)
 
 
@@ -298,7 +299,8 @@ def haiku_vq_vae() -> Program:
         y, commitment = net.apply(params, x)
         return jnp.mean((y - x) ** 2) + commitment
 
-    return Program(lambda: state_of(net.init(jax.random.key(0), batch)), loss, batch)
+    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
+    return Program(lambda: state_of(init()), loss, batch)
 
 
 def e3nn() -> Program:
@@ -466,14 +468,14 @@ def brax_ppo() -> Program:
 
 
 LIGHT: dict[str, Callable[[], Program]] = {
-    "haiku_lstm": haiku_lstm,
     "haiku_batch_norm": haiku_batch_norm,
-    "haiku_vq_vae": haiku_vq_vae,
     "equinox_gru": equinox_gru,
     "equinox_batch_norm": equinox_batch_norm,
-    "linen_ctc": linen_ctc,
 }
 HEAVY: dict[str, Callable[[], Program]] = {
+    "haiku_lstm": haiku_lstm,
+    "haiku_vq_vae": haiku_vq_vae,
+    "linen_ctc": linen_ctc,
     "huggingface_gpt2": huggingface_gpt2,
     "penzai_llama": penzai_llama,
     "recurrentgemma": recurrentgemma,
