@@ -12,7 +12,8 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test gpu-code lint examples notebooks docs wheel gpu-compile regressions clean
+.PHONY: demo test gpu-code foreign lint examples notebooks docs wheel gpu-compile regressions \
+  clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -54,6 +55,15 @@ wheel:
 	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check .
 	$(VENV)-wheel/bin/python tests/outside.py
+
+# Other libraries' programs. What those pin (NumPy, say) stays out of the other environments; that
+# all are there is part of what is tested.
+foreign: $(VENV)-foreign/.foreign
+	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
+	  --no-skips tests/test_foreign.py
+
+$(VENV)-foreign/.foreign: pyproject.toml
+	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 
 # The two jax-cuda packages must match jax; their CUDA libraries are not needed to compile.
 gpu-compile: $(VENV)/.test

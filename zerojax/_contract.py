@@ -142,7 +142,8 @@ def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
                             f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} "
                             f"at once ({part.array} a device), outside of the loop over them. "
                             "Scan over the stack itself: not reshaped, indexed or cast as a whole "
-                            "before its loop."
+                            "before its loop. Where the first dimension counts something else, "
+                            "name the stacks there are: zerojax.plan(..., stacked='<their paths>')."
                         )
     for path, times in sent.items():
         if times > promised[path].gathers + 0.01:

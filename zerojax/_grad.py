@@ -131,8 +131,9 @@ def _noted_errors() -> Iterator[None]:
         if "Closure-converted function called with different" in str(error):
             error.add_note(
                 "Equinox's checkpointed loops, and so diffrax's default adjoint, do not run under "
-                "any jax.shard_map. Pass diffeqsolve(..., adjoint=diffrax.DirectAdjoint()), or "
-                "diffrax.BacksolveAdjoint()."
+                "any jax.shard_map, which a step is. Pass diffeqsolve(..., "
+                "adjoint=diffrax.DirectAdjoint()), or diffrax.BacksolveAdjoint(); to "
+                "equinox.internal.while_loop kind='bounded'. Of optimistix no adjoint works."
             )
         raise
 

@@ -1,0 +1,492 @@
+"""Programs of other libraries, as their guides write them for one device: models, layers and
+likelihoods of their own, at sizes that compile soon. None knows of zerojax."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from flax.training.train_state import TrainState
+
+import zerojax
+
+ROWS = 16
+TX = optax.adam(1e-2, eps=1e-3)  # keeps the rounding of tiny gradients small
+random = np.random.default_rng(0)
+normal = lambda *shape: random.normal(size=shape).astype(np.float32)
+tokens = lambda length, vocab=64: random.integers(0, vocab, (ROWS, length)).astype(np.int32)
+alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each device the same rows
+
+
+class Program(NamedTuple):
+    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`."""
+
+    make: Callable[[], Any]
+    loss: Callable[..., Any]
+    batch: Any
+    mutable: tuple[str, ...] = ()
+    stacked: str | None = None
+
+
+class State(TrainState):
+    extra: Any = None
+
+
+@struct.dataclass
+class ExtraModuleState(zerojax.ModuleState):
+    extra: Any = None
+
+
+def library(name: str) -> Any:
+    """The module; while it is imported, what it warns of is its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name} is missing: `make foreign` installs it")
+
+
+def state_of(params: Any, **fields: Any) -> Any:
+    cls = State if fields else TrainState
+    return cls.create(apply_fn=None, params=params, tx=TX, **fields)
+
+
+def next_token_loss(logits: Any, ids: Any) -> Any:
+    of_token = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
+    return of_token.mean()
+
+
+# -- recurrence
+
+
+def haiku_lstm() -> Program:
+    hk = library("haiku")
+
+    def model(ids):
+        core = hk.LSTM(32)
+        x = hk.Embed(64, 32)(ids).swapaxes(0, 1)
+        y, _ = hk.dynamic_unroll(core, x, core.initial_state(ids.shape[0]))
+        return hk.BatchApply(hk.Linear(64))(y).swapaxes(0, 1)
+
+    net = hk.without_apply_rng(hk.transform(model))
+    batch = tokens(8)
+    loss = lambda params, ids: next_token_loss(net.apply(params, ids), ids)
+    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
+    return Program(lambda: state_of(init()), loss, batch)
+
+
+def equinox_gru() -> Program:
+    eqx = library("equinox")
+
+    class Model(eqx.Module):
+        cell: Any
+        head: Any
+
+        def __init__(self, key):
+            self.cell = eqx.nn.GRUCell(8, 32, key=key)
+            self.head = eqx.nn.Linear(32, 1, key=key)
+
+        def __call__(self, x):
+            step = lambda h, x: (self.cell(x, h), None)
+            h, _ = jax.lax.scan(step, jnp.zeros(32), x)
+            return self.head(h)[0]
+
+    def loss(model, batch):
+        logits = jax.vmap(model)(batch["x"])
+        return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
+
+    batch = {"x": normal(ROWS, 6, 8), "y": (normal(ROWS) > 0).astype(np.float32)}
+    return Program(lambda: zerojax.ModuleState.create(Model(jax.random.key(0)), TX), loss, batch)
+
+
+def linen_ctc() -> Program:
+    """Flax's `RNN` and optax's loss of unaligned labels, both with padding."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, lengths):
+            cell = nn.OptimizedLSTMCell(32)
+            return nn.Dense(8)(nn.RNN(cell)(x, seq_lengths=lengths))
+
+    model = Model()
+    lengths, steps = random.integers(6, 9, ROWS), np.arange(8)
+    batch = {
+        "x": normal(ROWS, 8, 16),
+        "lengths": lengths.astype(np.int32),
+        "padding": (steps >= lengths[:, None]).astype(np.float32),
+        "labels": random.integers(1, 8, (ROWS, 3)).astype(np.int32),
+    }
+
+    def loss(params, batch):
+        logits = model.apply({"params": params}, batch["x"], batch["lengths"])
+        none = jnp.zeros(batch["labels"].shape)
+        return optax.ctc_loss(logits, batch["padding"], batch["labels"], none).mean()
+
+    init = jax.jit(lambda: model.init(jax.random.key(0), batch["x"], batch["lengths"])["params"])
+    return Program(lambda: state_of(init()), loss, batch)
+
+
+def recurrentgemma() -> Program:
+    """Griffin: a recurrent block and one of local attention, each under `nn.remat`."""
+    griffin = library("recurrentgemma.jax")
+    common = library("recurrentgemma.common")
+    kinds = (common.TemporalBlockType.RECURRENT, common.TemporalBlockType.ATTENTION)
+    config = griffin.GriffinConfig(
+        vocab_size=64, width=32, mlp_expanded_width=64, num_heads=2, block_types=kinds,
+        embeddings_scale_by_sqrt_dim=True, attention_window_size=4, logits_soft_cap=30.0,
+        scan_type=common.ScanType.LINEAR_NATIVE,
+    )  # fmt: skip
+    model = griffin.Griffin(config)
+    batch = jnp.asarray(tokens(8))
+    positions = lambda ids: jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+
+    def loss(params, ids):
+        logits, _ = model.apply({"params": params}, ids, positions(ids), return_cache=False)
+        return next_token_loss(logits, ids)
+
+    init = jax.jit(lambda: model.init(jax.random.key(0), batch, positions(batch))["params"])
+    # Its pairs of weights and its heads look like stacks of two layers, and are none.
+    return Program(lambda: state_of(init()), loss, batch, stacked="final_norm")
+
+
+# -- transformers
+
+
+def huggingface_gpt2() -> Program:
+    transformers = library("transformers")
+    if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
+        pytest.skip("`make foreign` installs transformers<5, the last with models in Flax")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
+    init = jax.jit(lambda: model.init_weights(jax.random.key(0), (1, 8)))
+    loss = lambda params, ids: next_token_loss(model(ids, params=params).logits, ids)
+    return Program(lambda: state_of(init()), loss, tokens(8))
+
+
+def penzai_llama() -> Program:
+    """Parameters are labelled variables, arrays have named axes."""
+    pz = library("penzai.pz")
+    llama = library("penzai.models.transformer.variants.llamalike_common")
+    config = llama.LlamalikeTransformerConfig(
+        num_kv_heads=1, query_head_multiplier=2, embedding_dim=32, projection_dim=16,
+        mlp_hidden_dim=64, num_decoder_blocks=2, vocab_size=64, mlp_variant="swiglu",
+        tie_embedder_and_logits=False, use_layer_stack=True,
+    )  # fmt: skip
+
+    def split():
+        model = llama.build_llamalike_transformer(config, jax.random.key(0))
+        model, params = pz.unbind_params(model)
+        return model, pz.freeze_params(params)
+
+    model = split()[0]
+
+    def loss(params, ids):
+        bound = pz.bind_variables(model, params)
+        named = pz.nx.wrap(ids).tag("batch", "seq")
+        logits = bound(named, token_positions=pz.nx.arange("seq", ids.shape[1]))
+        return next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), ids)
+
+    return Program(lambda: state_of(split()[1]), loss, tokens(8))
+
+
+# -- layers and their statistics
+
+
+def haiku_batch_norm() -> Program:
+    """Its averages count their steps, in an integer."""
+    hk = library("haiku")
+
+    def model(x):
+        x = hk.BatchNorm(True, True, 0.9)(hk.Linear(32, with_bias=False)(x), is_training=True)
+        return hk.Linear(4)(jax.nn.tanh(x))
+
+    net = hk.without_apply_rng(hk.transform_with_state(model))
+    batch = alike(normal(4, 32))
+
+    def loss(params, x, extra):
+        y, extra = net.apply(params, extra, x)
+        return jnp.mean((y - x[:, :4]) ** 2), {"extra": extra}
+
+    def make():
+        params, extra = net.init(jax.random.key(0), batch)
+        return state_of(params, extra=extra)
+
+    return Program(make, loss, batch, ("extra",))
+
+
+def equinox_batch_norm() -> Program:
+    eqx = library("equinox")
+
+    class Model(eqx.Module):
+        linear: Any
+        norm: Any
+
+        def __init__(self, key):
+            self.linear = eqx.nn.Linear(32, 32, use_bias=False, key=key)
+            self.norm = eqx.nn.BatchNorm(32, "batch", mode="batch")
+
+        def __call__(self, x, state):
+            return self.norm(self.linear(x), state)
+
+    def loss(model, x, extra):
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        y, extra = run(x, extra)
+        return jnp.mean((jnp.tanh(y) - x) ** 2), {"extra": extra}
+
+    def make():
+        model, extra = eqx.nn.make_with_state(Model)(jax.random.key(0))
+        return ExtraModuleState.create(model, TX, extra=extra)
+
+    return Program(make, loss, alike(normal(4, 32)), ("extra",))
+
+
+def keras() -> Program:
+    """Its variables are two lists of arrays."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    keras = library("keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip("Keras runs on another backend; set KERAS_BACKEND=jax")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((8, 16)),
+            keras.layers.LSTM(32),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(4, activation="tanh"),
+        ]
+    )
+
+    def loss(params, batch, extra):
+        y, extra = model.stateless_call(params, extra, batch["x"], training=True)
+        return keras.losses.MeanSquaredError()(batch["y"], y), {"extra": extra}
+
+    def make():
+        params, extra = (
+            [v.value for v in variables]
+            for variables in (model.trainable_variables, model.non_trainable_variables)
+        )
+        return state_of(params, extra=extra)
+
+    batch = {"x": alike(normal(4, 8, 16)), "y": alike(normal(4, 4))}
+    return Program(make, loss, batch, ("extra",))
+
+
+def haiku_vq_vae() -> Program:
+    """A codebook behind a straight-through estimate."""
+    hk = library("haiku")
+
+    def model(x):
+        codes = hk.nets.VectorQuantizer(16, 64, commitment_cost=0.25)
+        found = codes(hk.nets.MLP([32, 16])(x), is_training=True)
+        return hk.nets.MLP([32, 8])(found["quantize"]), found["loss"]
+
+    net = hk.without_apply_rng(hk.transform(model))
+    batch = normal(ROWS, 8)
+
+    def loss(params, x):
+        y, commitment = net.apply(params, x)
+        return jnp.mean((y - x) ** 2) + commitment
+
+    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
+    return Program(lambda: state_of(init()), loss, batch)
+
+
+def e3nn() -> Program:
+    """Points to messages that turn with them, through a gate, to one number a cloud."""
+    e3nn = library("e3nn_jax")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, points):
+            x = e3nn.spherical_harmonics("0e + 1o + 2e", points, normalize=True)
+            for _ in range(2):
+                x = e3nn.flax.Linear("24x0e + 8x1o")(x)
+                x = e3nn.gate(x)
+                x = e3nn.concatenate(
+                    [x, e3nn.tensor_square(e3nn.mean(x, axis=-2, keepdims=True) + x)]
+                )
+            return e3nn.flax.Linear("0e")(e3nn.mean(x, axis=-2)).array[..., 0]
+
+    model = Model()
+    batch = {"points": normal(ROWS, 4, 3), "y": normal(ROWS)}
+    loss = lambda params, b: jnp.mean((model.apply(params, b["points"]) - b["y"]) ** 2)
+    init = jax.jit(lambda: model.init(jax.random.key(0), batch["points"]))
+    return Program(lambda: state_of(init()), loss, batch)
+
+
+# -- solvers
+
+
+def diffrax_ode(adjoint: str) -> Program:
+    """A neural ODE, with the adjoints that run under `shard_map`."""
+    eqx, diffrax = library("equinox"), library("diffrax")
+
+    class Field(eqx.Module):
+        mlp: Any
+
+        def __call__(self, t, y, args):
+            return self.mlp(y)
+
+    def loss(field, x):
+        solve = lambda y: diffrax.diffeqsolve(
+            diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.25, y, max_steps=8,
+            adjoint=getattr(diffrax, adjoint)(),
+        ).ys[-1]  # fmt: skip
+        return jnp.mean((jax.vmap(solve)(x) - 1) ** 2)
+
+    def make():
+        mlp = eqx.nn.MLP(8, 8, 32, 1, jnp.tanh, key=jax.random.key(0))
+        return zerojax.ModuleState.create(Field(mlp), TX)
+
+    return Program(make, loss, normal(ROWS, 8))
+
+
+# -- likelihoods
+
+
+def distrax_flow() -> Program:
+    """A coupling flow of splines, its conditioners in Haiku."""
+    hk, distrax = library("haiku"), library("distrax")
+    bins = 4
+
+    def log_prob(x):
+        layers, mask = [], jnp.arange(4) % 2 == 0
+        for _ in range(2):
+            conditioner = hk.Sequential(
+                [hk.nets.MLP([32, 4 * (3 * bins + 1)]), hk.Reshape((4, 3 * bins + 1))]
+            )
+            spline = lambda p: distrax.RationalQuadraticSpline(p, range_min=-3.0, range_max=3.0)
+            layers.append(distrax.MaskedCoupling(mask, conditioner, spline))
+            mask = ~mask
+        base = distrax.Independent(distrax.Normal(jnp.zeros(4), jnp.ones(4)), 1)
+        return distrax.Transformed(base, distrax.Inverse(distrax.Chain(layers))).log_prob(x)
+
+    net = hk.without_apply_rng(hk.transform(log_prob))
+    batch = normal(ROWS, 4)
+    loss = lambda params, x: -net.apply(params, x).mean()
+    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
+    return Program(lambda: state_of(init()), loss, batch)
+
+
+def flowjax_flow() -> Program:
+    """A stack of layers under a scan; what is not to be trained is wrapped as such."""
+    flows, paramax = library("flowjax.flows"), library("paramax")
+    distributions = library("flowjax.distributions")
+
+    def make():
+        flow = flows.masked_autoregressive_flow(
+            jax.random.key(0), base_dist=distributions.Normal(jnp.zeros(4)), flow_layers=2,
+            nn_width=32,
+        )  # fmt: skip
+        return zerojax.ModuleState.create(flow, TX)
+
+    loss = lambda flow, x: -paramax.unwrap(flow).log_prob(x).mean()
+    return Program(make, loss, normal(ROWS, 4))
+
+
+def numpyro_svi() -> Program:
+    """A Bayesian network by variational inference: the bound on a part of the data set."""
+    numpyro = library("numpyro")
+    dist, infer = library("numpyro.distributions"), library("numpyro.infer")
+    autoguide = library("numpyro.infer.autoguide")
+    rows = 4 * ROWS
+
+    def model(x, y):
+        w1 = numpyro.sample("w1", dist.Normal(jnp.zeros((8, 32)), 1.0).to_event())
+        w2 = numpyro.sample("w2", dist.Normal(jnp.zeros((32,)), 1.0).to_event())
+        noise = numpyro.sample("noise", dist.HalfNormal(1.0))
+        with numpyro.plate("rows", rows, subsample_size=len(x)):
+            numpyro.sample("y", dist.Normal(jnp.tanh(x @ w1) @ w2, noise), obs=y)
+
+    batch = {"x": normal(ROWS, 8), "y": normal(ROWS)}
+    guide = autoguide.AutoNormal(model)
+    bound = infer.TraceMeanField_ELBO()
+    svi = infer.SVI(model, guide, numpyro.optim.optax_to_numpyro(TX), bound)
+    start = svi.init(jax.random.key(0), **batch)
+    params = svi.get_params(start)
+
+    def loss(params, batch):
+        key = jax.random.key(1)  # the same draw on every device
+        return bound.loss(key, params, model, guide, **batch) / rows
+
+    return Program(lambda: state_of(params), loss, batch)
+
+
+# -- others
+
+
+def brax_ppo() -> Program:
+    """PPO's loss of trajectories: a policy, a value, an advantage from a scan over time."""
+    losses = library("brax.training.agents.ppo.losses")
+    networks = library("brax.training.agents.ppo.networks")
+    types = library("brax.training.types")
+    net = networks.make_ppo_networks(
+        8, 2, policy_hidden_layer_sizes=(32, 32), value_hidden_layer_sizes=(32, 32)
+    )
+
+    def make():
+        keys = jax.random.split(jax.random.key(0))
+        parts = {
+            "policy": net.policy_network.init(keys[0]),
+            "value": net.value_network.init(keys[1]),
+        }
+        return zerojax.ModuleState.create(losses.PPONetworkParams(**parts), TX)
+
+    steps = (ROWS, 5)
+    zeros = np.zeros(steps, np.float32)
+    batch = types.Transition(
+        observation=normal(*steps, 8), action=normal(*steps, 2), reward=normal(*steps),
+        discount=zeros + 1, next_observation=normal(*steps, 8),
+        extras={
+            "state_extras": {"truncation": zeros},
+            "policy_extras": {
+                "raw_action": normal(*steps, 2), "log_prob": normal(*steps) - 2,
+                "distribution_params": normal(*steps, 4),
+            },
+        },
+    )  # fmt: skip
+
+    def loss(params, data):
+        # Advantages are normalized by the batch that is seen: not one number on parts of it.
+        return losses.compute_ppo_loss(
+            params, None, data, jax.random.key(1), net, entropy_cost=0.0, normalize_advantage=False
+        )[0]
+
+    return Program(make, loss, batch)
+
+
+LIGHT: dict[str, Callable[[], Program]] = {
+    "haiku_batch_norm": haiku_batch_norm,
+    "equinox_gru": equinox_gru,
+    "equinox_batch_norm": equinox_batch_norm,
+}
+HEAVY: dict[str, Callable[[], Program]] = {
+    "haiku_lstm": haiku_lstm,
+    "haiku_vq_vae": haiku_vq_vae,
+    "linen_ctc": linen_ctc,
+    "huggingface_gpt2": huggingface_gpt2,
+    "penzai_llama": penzai_llama,
+    "recurrentgemma": recurrentgemma,
+    "keras": keras,
+    "e3nn": e3nn,
+    "diffrax_direct": functools.partial(diffrax_ode, "DirectAdjoint"),
+    "diffrax_backsolve": functools.partial(diffrax_ode, "BacksolveAdjoint"),
+    "distrax_flow": distrax_flow,
+    "flowjax_flow": flowjax_flow,
+    "numpyro_svi": numpyro_svi,
+    "brax_ppo": brax_ppo,
+}
+
+
+@functools.cache
+def program(name: str) -> Program:
+    return (LIGHT | HEAVY)[name]()

@@ -1,0 +1,90 @@
+"""Programs of other libraries at stages 0 and 3: one device's numbers, the collectives of the plan.
+
+`make foreign` installs the libraries and runs all; those that the test extra has run always."""
+
+import functools
+
+import jax
+import pytest
+
+import zerojax
+from tests.foreign import HEAVY, LIGHT, program
+from tests.reference import assert_close, tree_bytes
+
+STEPS, DEVICES = 2, 8
+QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed
+SCALARS = 4  # the loss and the like
+
+# How these libraries use JAX and each other is theirs to mend.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@functools.cache
+def one_device(name):
+    """The state and losses of a plain loop."""
+    one = program(name)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(state, batch):
+        model_of = getattr(state, "model_of", lambda params: params)
+        fields = {name: getattr(state, name) for name in one.mutable}
+
+        def loss(params):
+            result = one.loss(model_of(params), batch, **fields)
+            return result if one.mutable else (result, {})
+
+        (value, fields), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, **fields), value
+
+    state, losses = one.make(), []
+    for _ in range(STEPS):
+        state, loss = step(state, one.batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+CASES = [
+    pytest.param(name, stage, marks=[pytest.mark.slow] * (name in HEAVY))
+    for name in LIGHT | HEAVY
+    for stage in (0, 3)
+]
+
+
+@pytest.mark.parametrize("name, stage", CASES)
+def test_program(name, stage):
+    one = program(name)
+    wanted, losses = one_device(name)
+    state = zerojax.shard_train_state(one.make(), stage, stacked=one.stacked)
+    step = zerojax.train_step(one.loss, mutable=one.mutable, compiler_options=QUICK)
+    fields = [getattr(state, field) for field in one.mutable]
+    check_traffic(zerojax.audit(step, state, one.batch).check(), state.tx.plan, tree_bytes(fields))
+    zerojax.verify(step, state, one.batch).raise_if_wrong()
+    for loss in losses:
+        state, metrics = step(state, one.batch)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    check_placement(state)
+    assert_close(state.params, wanted.params, 1e-4)
+    for field in one.mutable:
+        assert_close(getattr(state, field), getattr(wanted, field), 1e-4)
+
+
+def check_traffic(report, plan, averaged):
+    """In bytes of whole arrays: nothing that is sharded is summed whole."""
+    moved = lambda kind, ways: report.totals.get(kind, 0) / (ways * (DEVICES - 1) / DEVICES)
+    cut = [leaf for leaf in plan.params if leaf.dim is not None]
+    sharded = sum(leaf.nbytes for leaf in cut)
+    whole = sum(leaf.nbytes for leaf in plan.params if leaf.dim is None)
+    assert moved("reduce-scatter", 1) == sharded
+    scalars = 4 * (SCALARS + len(cut))  # with the part of each in the norm
+    assert 0 <= moved("all-reduce", 2) - whole <= averaged + scalars
+    if plan.stage == 0:
+        assert sharded == moved("all-gather", 1) == 0
+    else:  # used in backward alone or in forward alone, a weight is gathered once
+        assert sharded > whole and sharded <= moved("all-gather", 1) <= 2 * sharded
+
+
+def check_placement(state):
+    plan = state.tx.plan
+    for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
+        held = value.addressable_shards[0].data.nbytes
+        assert held == leaf.bytes_per_device(plan.mesh), leaf.path
