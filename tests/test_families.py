@@ -130,16 +130,19 @@ def test_equinox_keeps_what_is_no_array():
         table: np.ndarray
         key: jax.Array
         order: jax.Array
+        keep: jax.Array
         name: str = "model"
 
         def __call__(self, x):
             x = self.activation(self.linear(x * self.table))[self.order]
+            x = jnp.where(self.keep, x, 0.0)  # wants its arrays to be of the same mesh
             return x + jax.random.uniform(self.key)
 
     key = jax.random.key(0)
     model = Model(
-        eqx.nn.Linear(16, 16, key=key), jnp.tanh, np.ones(16, np.float32), key, jnp.arange(16)[::-1]
-    )
+        eqx.nn.Linear(16, 16, key=key), jnp.tanh, np.ones(16, np.float32), key,
+        jnp.arange(16)[::-1], jnp.arange(16) > 1,
+    )  # fmt: skip
     seen = []
 
     def loss(model, batch):

@@ -14,14 +14,14 @@ def with_fields(
     loss_fn: Callable[..., Any], state: Any, names: Sequence[str]
 ) -> Callable[..., Any]:
     """The loss with fields of the state as keyword arguments; of a `ModuleState`, with the model
-    in place of its parameters. It holds the fields where `trace_loss` finds them."""
+    in place of its parameters. It holds the arrays of both where `trace_loss` finds them."""
     fields = {name: _field(state, name) for name in names}
     model_of = getattr(state, "model_of", lambda params: params)
 
-    def loss(fields: dict[str, Any], params: Any, *args: Any) -> Any:
+    def loss(fields: dict[str, Any], model_of: Any, params: Any, *args: Any) -> Any:
         return _refusals.called(loss_fn, (model_of(params), *args), fields)
 
-    return jax.tree_util.Partial(loss, fields)
+    return jax.tree_util.Partial(loss, fields, model_of)
 
 
 def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:

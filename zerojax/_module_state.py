@@ -1,5 +1,7 @@
 """A training state for models that are pytrees of more than parameters, as Equinox's are."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,21 +55,28 @@ class ModuleState:
         """The model, with the parameters that the state has now."""
         return self.model_of(self.params)
 
-    def model_of(self, params: Any) -> Any:
-        """The model with other parameters; what a step gives to its loss."""
+    @property
+    def model_of(self) -> Callable[[Any], Any]:
+        """Of parameters, the model that has them; what a step gives to its loss.
+
+        A `Partial`, where a trace finds the arrays that the model holds beside them.
+        """
         treedef, leaves = self.static
-
-        def first(*found: Any) -> Any:
-            return next((x for x in found if x is not None), None)
-
-        rest = treedef.unflatten(leaves)
-        return jax.tree.map(first, params, self.arrays, rest, is_leaf=lambda x: x is None)
+        joined = functools.partial(_joined, treedef.unflatten(leaves))
+        return jax.tree_util.Partial(joined, self.arrays)
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> "ModuleState":
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, updates)
         new: Any = {"step": self.step + 1, "params": params, "opt_state": opt_state, **fields}
         return self.replace(**new)  # type: ignore
+
+
+def _joined(static: Any, arrays: Any, params: Any) -> Any:
+    def first(*found: Any) -> Any:
+        return next((x for x in found if x is not None), None)
+
+    return jax.tree.map(first, params, arrays, static, is_leaf=lambda x: x is None)
 
 
 def _kind(leaf: Any) -> str:
