@@ -57,7 +57,7 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax ZEROJAX_NO_SKIPS=1 $(VENV)-foreign/bin/python -m pytest \
 	  -m 'slow or not slow' --durations=5 tests/test_foreign.py
 
-# recurrentgemma wants an older NumPy than the rest, and needs none.
+# recurrentgemma pins an older NumPy than others want, and runs with theirs.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
