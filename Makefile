@@ -62,8 +62,10 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
+# recurrentgemma pins an older NumPy than others want, and runs with theirs.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
+	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
 
 # The two jax-cuda packages must match jax; their CUDA libraries are not needed to compile.
 gpu-compile: $(VENV)/.test

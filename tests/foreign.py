@@ -27,13 +27,15 @@ alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each devic
 
 
 class Program(NamedTuple):
-    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`."""
+    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`; `unmet` is what an audit at
+    stage 3 rightly finds."""
 
     make: Callable[[], Any]
     loss: Callable[..., Any]
     batch: Any
     mutable: tuple[str, ...] = ()
     stacked: str | None = None
+    unmet: str | None = None
 
 
 class State(TrainState):
@@ -389,8 +391,9 @@ def flowjax_flow() -> Program:
         )  # fmt: skip
         return zerojax.ModuleState.create(flow, TX)
 
+    # Masks all layers' weights at once, before the scan over them.
     loss = lambda flow, x: -paramax.unwrap(flow).log_prob(x).mean()
-    return Program(make, loss, normal(ROWS, 4))
+    return Program(make, loss, normal(ROWS, 4), unmet="gathers all 2 layers of .* at once")
 
 
 def numpyro_svi() -> Program:

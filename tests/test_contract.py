@@ -144,6 +144,7 @@ def test_a_stack_gathered_whole_outside_its_loop():
     report = audited(planned("cpu", 3), hoisted)
     found = [line for line in report.findings() if "gathers all 4 layers" in line]
     assert found and all("params/layers/w at once (f32[4,16,128]" in line for line in found)
+    assert all("zerojax.plan(..., stacked=" in line for line in found)
     assert "outside of the loop over them. Scan over the stack itself" in found[0]
 
 
