@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from tests.conftest import make_mesh
-from zerojax import _gpus, _xla_options
+from zerojax import _doctor, _gpus, _xla_options
 
 MEMORY_GB = {
     "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
@@ -185,6 +185,26 @@ def test_missing_packages_are_named_with_the_command(monkeypatch):
     zerojax.aot._devices.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps"):
         zerojax.aot.mesh("8xH100")
+
+
+def test_a_plain_install_is_told_what_to_install(monkeypatch):
+    """None of the packages is there, nor the parent of one of them, `jax_plugins`."""
+    find = importlib.util.find_spec
+
+    def plain(name):
+        parent, _, _ = name.rpartition(".")
+        if parent == "jax_plugins":  # as Python does
+            raise ModuleNotFoundError("No module named 'jax_plugins'", name="jax_plugins")
+        return None if name.startswith(("jax_cuda", "jax_plugins", "nvidia")) else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", plain)
+    monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        zerojax.aot.check_packages()
+    assert str(raised.value).endswith(f"Run: {zerojax.aot.install_command()}")
+    (found,) = [c for c in _doctor._extras() if c.name == "compiling for GPUs"]
+    assert found.text == str(raised.value)
+    assert "pip install --no-deps jax-cuda13-plugin==" in zerojax.aot.install_command()
 
 
 @pytest.mark.usefixtures("packages")

@@ -111,12 +111,12 @@ def check_packages() -> None:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
     version = jax.__version__
-    cuda = "cuda12" if importlib.util.find_spec("jax_cuda12_plugin") else "cuda13"
+    cuda = "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
     missing = [
         package
         for package, found in (
-            (f"jax-{cuda}-plugin=={version}", importlib.util.find_spec(f"jax_{cuda}_plugin")),
-            (f"jax-{cuda}-pjrt=={version}", importlib.util.find_spec(f"jax_plugins.xla_{cuda}")),
+            (f"jax-{cuda}-plugin=={version}", _is_installed(f"jax_{cuda}_plugin")),
+            (f"jax-{cuda}-pjrt=={version}", _is_installed(f"jax_plugins.xla_{cuda}")),
             ("nvidia-cuda-nvcc", _find_tool("bin/ptxas") or shutil.which("ptxas")),
             ("nvidia-nvvm", _find_tool("nvvm/libdevice/libdevice.10.bc")),
         )
@@ -124,15 +124,30 @@ def check_packages() -> None:
     ]
     if missing:
         raise ModuleNotFoundError(
-            f"compiling for GPUs needs packages that are missing here. Run: {sys.executable} -m "
-            f"pip install --no-deps {' '.join(missing)}"
+            f"compiling for GPUs needs packages that are missing here. Run: {_install(missing)}"
         )
     plugin = importlib.metadata.version(f"jax-{cuda}-plugin")
     if plugin != version:
         raise ModuleNotFoundError(
-            f"jax-{cuda}-plugin {plugin} does not match jax {version}. Run: {sys.executable} -m "
-            f"pip install --no-deps jax-{cuda}-plugin=={version} jax-{cuda}-pjrt=={version}"
+            f"jax-{cuda}-plugin {plugin} does not match jax {version}. Run: "
+            + _install([f"jax-{cuda}-plugin=={version}", f"jax-{cuda}-pjrt=={version}"])
         )
+
+
+def install_command() -> str:
+    """Installs all that compiling for GPUs needs, 0.6 GB, and none of the CUDA libraries."""
+    plugin = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+    return _install([*plugin, "nvidia-cuda-nvcc", "nvidia-nvvm"])
+
+
+def _install(packages: Sequence[str]) -> str:
+    return f"{sys.executable} -m pip install --no-deps {' '.join(packages)}"
+
+
+def _is_installed(module: str) -> bool:
+    parent, _, _ = module.rpartition(".")
+    # Without its parent, `find_spec` of a module raises.
+    return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
 def _find_tool(relative: str) -> pathlib.Path | None:
