@@ -135,7 +135,12 @@ def check_packages() -> None:
 
 
 def install_command() -> str:
-    """Installs all that compiling for GPUs needs, 0.6 GB, and none of the CUDA libraries."""
+    """Installs all that compiling for GPUs needs, 0.7 GB, and none of the CUDA libraries.
+
+    Example:
+        >>> print(zerojax.aot.install_command())  # doctest: +ELLIPSIS
+        /...python... -m pip install --no-deps jax-cuda13-plugin==... nvidia-nvvm
+    """
     plugin = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
     return _install([*plugin, "nvidia-cuda-nvcc", "nvidia-nvvm"])
 
