@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from tests.conftest import make_mesh
-from zerojax import _gpus, _xla_options
+from zerojax import _doctor, _gpus, _xla_options
 from zerojax._compiler_log import heard
 
 MEMORY_GB = {
@@ -170,27 +170,38 @@ def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
 def test_missing_packages_are_named_with_the_command(monkeypatch):
     """The compiler would end the process."""
     find = importlib.util.find_spec
-
-    def on_a_plain_install(name):
-        package, *inside = name.split(".")
-        if package in ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "nvidia"):
-            if inside:  # a child of a package that is not there
-                raise ModuleNotFoundError(f"No module named {package!r}")
-            return None
-        return find(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", on_a_plain_install)
+    gone = ("jax_cuda13_plugin", "nvidia")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in gone else find(n))
     monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         zerojax.aot.check_packages()
     text = str(raised.value)
     assert "compiling for GPUs needs packages that are missing here. Run: " in text
     assert f"-m pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in text
-    assert f" jax-cuda13-pjrt=={jax.__version__} " in text
     assert "nvidia-cuda-nvcc" in text and "nvidia-nvvm" in text and "\n" not in text
     zerojax.aot._devices.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps"):
         zerojax.aot.mesh("8xH100")
+
+
+def test_a_plain_install_is_told_what_to_install(monkeypatch):
+    """None of the packages is there, nor the parent of one of them, `jax_plugins`."""
+    find = importlib.util.find_spec
+
+    def plain(name):
+        parent, _, _ = name.rpartition(".")
+        if parent == "jax_plugins":  # as Python does
+            raise ModuleNotFoundError("No module named 'jax_plugins'", name="jax_plugins")
+        return None if name.startswith(("jax_cuda", "jax_plugins", "nvidia")) else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", plain)
+    monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        zerojax.aot.check_packages()
+    assert str(raised.value).endswith(f"Run: {zerojax.aot.install_command()}")
+    (found,) = [c for c in _doctor._extras() if c.name == "compiling for GPUs"]
+    assert found.text == str(raised.value)
+    assert "pip install --no-deps jax-cuda13-plugin==" in zerojax.aot.install_command()
 
 
 @pytest.mark.gpu_code

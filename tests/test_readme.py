@@ -25,6 +25,8 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "make gpu-compile": ".ci/run",
     "make docs": ".ci/run",
+    "python -m pip install --no-deps jax-cuda13-{plugin,pjrt}==$(python -c "
+    "'import jax; print(jax.__version__)') nvidia-cuda-nvcc nvidia-nvvm": "Makefile",
     "pip install .": "Makefile",  # make wheel
     "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
 }

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import _doctor, _gpus, _presets, _pyplot
+from zerojax import _doctor, _gpus, _presets, _pyplot, aot
 from zerojax._audit_report import check_limits
 from zerojax._memory_table import STAGES
 from zerojax._precision import Precision
@@ -276,6 +276,7 @@ def positive(text: str) -> int:
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"Needs no GPU, but what compiles for them: {aot.install_command()}"
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
