@@ -147,6 +147,15 @@ def test_without_a_with_block_the_last_checkpoint_is_finished_at_exit(tmp_path):
     assert np.all(back["w"] == 2)
 
 
+def test_without_a_with_block_save_waits_and_dropping_it_lets_another_in(tmp_path):
+    checkpoints = zerojax.Checkpoints(tmp_path)
+    checkpoints.save(1, STATE)
+    assert not checkpoints.busy() and checkpoints.steps() == [1]
+    del checkpoints
+    assert not (tmp_path / ".lock").exists()
+    save_steps(tmp_path, 2)
+
+
 # -- metrics
 
 

@@ -1,10 +1,10 @@
 """Checkpoints of a training loop: when to save, what to keep, where to go on."""
 
-import atexit
 import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -85,7 +85,8 @@ class Checkpoints:
             stack.callback(self._manager.close)
             stack.enter_context(_on_sigterm(self._signalled))
             self._stack = stack.pop_all()
-        atexit.register(self._stack.close)  # for the lock; no thread can write any more by then
+        # One that nobody closes lets go of its lock with the last reference, at exit at the latest.
+        self._finish = weakref.finalize(self, self._stack.close)
 
     def __enter__(self) -> "Checkpoints":
         self._entered = True
@@ -97,8 +98,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last write and lets another writer in."""
         self._closed = True
-        self._stack.close()
-        atexit.unregister(self._stack.close)
+        self._finish()
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
