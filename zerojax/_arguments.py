@@ -1,7 +1,7 @@
-"""What a step was called with, looked at once the call has failed: good calls pay next to nothing.
+"""What a step was called with: by which plan its state was placed, and what is wrong with the rest.
 
-JAX says which argument of which inner function it did not like; these say which leaf, and what to
-do.
+That is looked at once the call has failed, so that good calls pay next to nothing. JAX says which
+argument of which inner function it did not like; these say which leaf, and what to do.
 """
 
 import contextlib
@@ -48,6 +48,35 @@ def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error.add_note(out_of_memory(plan))
+
+
+def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
+    """The plan that the state was placed by."""
+    carried = _state.carried_plan(state)
+    plan = carried if carried is not None else given
+    if plan is None:
+        how = (
+            "state = zerojax.shard_train_state(state, stage=3)"
+            if _state.get_tx(state) is not None
+            else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
+            "plan=plan here (a state without an optimizer field cannot carry it)"
+        )
+        raise ValueError(
+            f"the state of type {type(state).__name__} is not placed, or its optimizer was "
+            f"replaced since. First: {how}."
+        )
+    if given is not None and given != plan:
+        raise ValueError(
+            f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
+            f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
+            "again: state = plan.place(state)."
+        )
+    if stage is not None and stage != plan.stage:
+        raise ValueError(
+            f"the step is for stage {stage} and the state was placed for stage {plan.stage}. Place "
+            f"it again, zerojax.shard_train_state(state, stage={stage}), or leave stage= out."
+        )
+    return plan
 
 
 def check_loss(loss_fn: Any) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 
 from zerojax import _flops, _gpus, _state
+from zerojax._arguments import find_plan
 from zerojax._fields import with_fields
 from zerojax._plan import Plan
-from zerojax._step import Step, find_plan
+from zerojax._step import Step
 
 
 def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:

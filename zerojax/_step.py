@@ -20,6 +20,7 @@ from zerojax import (
     _state,
     _xla_options,
 )
+from zerojax._arguments import find_plan
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._idle_axes import check_used
@@ -312,35 +313,6 @@ def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
         _refusals.check_tx(tx)
     if plan is not None:
         check_plan(plan, "plan=")
-
-
-def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
-    """The plan that the state was placed by."""
-    carried = _state.carried_plan(state)
-    plan = carried if carried is not None else given
-    if plan is None:
-        how = (
-            "state = zerojax.shard_train_state(state, stage=3)"
-            if _state.get_tx(state) is not None
-            else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
-            "plan=plan here (a state without an optimizer field cannot carry it)"
-        )
-        raise ValueError(
-            f"the state of type {type(state).__name__} is not placed, or its optimizer was "
-            f"replaced since. First: {how}."
-        )
-    if given is not None and given != plan:
-        raise ValueError(
-            f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
-            f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
-            "again: state = plan.place(state)."
-        )
-    if stage is not None and stage != plan.stage:
-        raise ValueError(
-            f"the step is for stage {stage} and the state was placed for stage {plan.stage}. Place "
-            f"it again, zerojax.shard_train_state(state, stage={stage}), or leave stage= out."
-        )
-    return plan
 
 
 def grad_norm(grads: Any) -> jax.Array:

@@ -19,6 +19,7 @@ from zerojax import (
     _refusals,
     _state,
 )
+from zerojax._arguments import find_plan
 from zerojax._causes import Observed
 from zerojax._compare import NOT_FINITE, OK, Check
 from zerojax._field_checks import Found
@@ -30,7 +31,7 @@ from zerojax._program import Options
 from zerojax._reference import Reference, aux_like
 from zerojax._replay import Replayed, check_fits
 from zerojax._report import Verification
-from zerojax._step import Recipe, find_plan, grad_norm
+from zerojax._step import Recipe, grad_norm
 
 WHOLE_BATCH = "loss on the whole batch"
 # One device and one code round alike for batches of two sizes, whatever they round to.
