@@ -107,6 +107,7 @@ def ssh(tmp_path):
     return stub(tmp_path / "bin", "ssh", 'exec bash -c "${@: -1}"') | {"PORT": str(free_port())}
 
 
+@pytest.mark.slow  # a minute; the loop below comes up the same way
 def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
     """Two of them, 16 devices in all, started as on two hosts."""
     said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *GPT, "--sample", 0, **ssh)
