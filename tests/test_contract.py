@@ -117,6 +117,7 @@ def test_user_written_steps_keep_the_contract():
 # -- broken
 
 
+@pytest.mark.gpu_code
 def test_fp32_gathers_where_bf16_was_meant():
     """The layer casts x up instead of its weight down; 0.9 of the matmuls stay narrow."""
 
@@ -171,6 +172,7 @@ def test_gradients_all_reduced_instead_of_scattered(where):
     assert re.match(r"all-reduce \S+ sums", line) and "no psum or pmean of gradients" in line
 
 
+@pytest.mark.gpu_code
 def test_weights_kept_for_backward():
     save = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
     report = audited(planned("8xH100", 3), functools.partial(loss, wrap=save), regather=False)
@@ -255,6 +257,7 @@ def test_a_peak_above_the_limit():
     assert "per device, above max_peak_bytes=" in line and "Use a higher stage" in line
 
 
+@pytest.mark.gpu_code
 def test_a_gather_in_a_loop_that_nothing_hides():
     report = audits.plain("8xH100", 3)
     one = next(t for t in report.traffic if t.kind == "all-gather" and t.loops)
@@ -267,6 +270,7 @@ def test_a_gather_in_a_loop_that_nothing_hides():
         assert not any("synchronous" in line for line in found)
 
 
+@pytest.mark.gpu_code
 def test_an_overlap_below_the_limit():
     report = audits.plain("8xH100", 3)
     assert report.findings(min_overlap=report.overlap) == []

@@ -35,7 +35,8 @@ def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
     assert "goes on from step 10" in more
     assert loss_in(first) < 5.4  # ln 256, nothing learned, is 5.5
     assert loss_in(more) < 2.9  # the bytes' frequencies alone give 3.2
-    assert re.search(r"100/100 .*loss=2\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+    # The loss of one small batch, of another text with each version of Python.
+    assert re.search(r"100/100 .*loss=[23]\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
     assert re.search(r"up-projections .*\((2, 32, 128|2, 128, 32)\) a device", more)
 
 

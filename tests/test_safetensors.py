@@ -134,13 +134,14 @@ def test_a_second_export_to_one_path_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    params = {"a": jnp.ones(10_000)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(
             OSError, match=r"large; .*/model-00001-of-00001.safetensors is not compl"
         ):
-            zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(10_000)})
+            zerojax.export_safetensors(tmp_path / "w", params)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not any(tmp_path.iterdir())
