@@ -19,6 +19,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 import zerojax
@@ -77,13 +78,20 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 
 @pytest.fixture(autouse=True)
-def optimized_gpu_code(request: pytest.FixtureRequest):
-    """What is compiled for GPUs is looked at, so it is compiled as users would."""
-    given = jax.config.values["jax_disable_most_optimizations"]
-    if request.node.get_closest_marker("gpu_code"):
-        jax.config.update("jax_disable_most_optimizations", False)
+def compiled_as_users_would(request: pytest.FixtureRequest):
+    """What is compiled for GPUs is looked at. And JAX cannot load it: it warns, and compiles."""
+    if not request.node.get_closest_marker("gpu_code"):
+        yield
+        return
+    ours = ("jax_disable_most_optimizations", "jax_compilation_cache_dir")
+    given = {name: jax.config.values[name] for name in ours}
+    for name, value in zip(ours, (False, None), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_disable_most_optimizations", given)
+    for name, value in given.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def mostly_slow(cases, quick):
