@@ -81,6 +81,7 @@ def main() -> None:
         "learning rate": lambda: step(state=placed(0, 0.01 * (1 + me))),
         "loss": lambda: step(other_loss),
         "table": lambda: step(table_loss),
+        "eval": lambda: zerojax.eval_step(other_loss)(state, batch),
         "rows": lambda: zerojax.shard_batch(np.ones((8 + 8 * me, 64), np.float32)),
         "accumulate": lambda: step(accumulate=1 + me),
         "key": lambda: step(loss, state, batch, jax.random.key(me)),

@@ -199,3 +199,24 @@ def test_nnx_models(mesh):
         return [step(model, optimizer, BATCH)["loss"] for _ in range(2)]
 
     assert losses(bare) == losses(lambda x: x)
+
+
+def test_an_error_of_the_loss_is_told_though_tracing_it_again_fails_otherwise():
+    tries = []
+
+    def loss(p, x):
+        tries.append(x)
+        raise ValueError("the user's own") if len(tries) == 1 else RuntimeError("another")
+
+    plan = zerojax.plan({"params": params()}, mesh=MESH)
+    with pytest.raises(ValueError, match="the user's own"):
+        zerojax.value_and_grad(loss, plan)(params(), BATCH)
+    assert len(tries) == 2
+
+
+@pytest.mark.parametrize("act", [bare, logical])
+def test_flops_are_counted_under_constraints(act):
+    state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
+    state = zerojax.shard_train_state(state, mesh=MESH)
+    step = zerojax.train_step(lambda p, x: jnp.mean(in_a_scan(p, x, act)))
+    assert zerojax.step_flops(step, state, BATCH) == 3 * 2 * 16 * (8 * 16 + 3 * 16 * 16)

@@ -79,7 +79,9 @@ def test_gpt_goes_on_where_it_was(gpt, tmp_path):
     assert again.split("validation loss")[-1] == said.split("validation loss")[-1]
 
 
-@pytest.mark.parametrize("script", ["train_convnet", "finetune_lora"])
+@pytest.mark.parametrize(
+    "script", ["train_convnet", pytest.param("finetune_lora", marks=pytest.mark.slow)]
+)
 def test_others_go_on_where_they_were(script, gpt, tmp_path):
     """The data, and what dropout draws: the last batch's loss is the same to three digits."""
     lora = [*SMALL, "--base", gpt[0] / "base", "--sample", 40]
@@ -116,7 +118,9 @@ def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
     assert said.count("nats a byte") == 1
 
 
-@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+@pytest.mark.parametrize(
+    "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
+)
 def test_several_processes_run_the_same_loop(script, ssh):
     """Without dropout, which draws differently for each device."""
     small = ["--layers", "2", "--dim", "32", "--tokens", "16", "--batch", "16", "--dropout", "0"]
@@ -206,6 +210,7 @@ def test_convnet_learns():
     assert start < 30 and end > 85
 
 
+@pytest.mark.slow
 def test_stages_compare_as_zero_says():
     said, _ = run("examples/compare_stages.py", *SMALL, "--steps", 1)
     table = [line.split() for line in said.splitlines() if re.match(r" +[0-3]  ", line)]

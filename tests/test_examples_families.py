@@ -24,7 +24,9 @@ def run(script, *arguments):
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+@pytest.mark.parametrize(
+    "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
+)
 def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
     loss_in = lambda said: float(re.search(r"validation loss (\d\.\d+)", said)[1])
     saved = ["--checkpoints", tmp_path]

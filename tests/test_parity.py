@@ -59,7 +59,9 @@ def test_optimizer_on_shards_matches_one_device(optimizer, stage):
     ("model", "remat", "accumulate", "stage"),
     mostly_slow(
         itertools.product(MODELS, (False, True), (1, 4), STAGES),
-        lambda model, remat, accumulate, stage: remat and (accumulate > 1 or stage == 3),
+        lambda model, remat, accumulate, stage: (
+            remat and (stage == 3 or (accumulate > 1 and model in ("gpt", "convnet")))
+        ),
     ),
 )
 def test_model_matches_one_device(model, remat, accumulate, stage):

@@ -109,6 +109,7 @@ DISAGREE = {
     "values": "placing a state: .*the values of params/w: float32.64, 16. of checksum",
     "learning rate": "the step: .*the program: optimizer .* mul -0.01 .* mul -0.02",
     "loss": r"the step: .*the program: .* 1\.0 in process 0.* 2\.0 in process 1",
+    "eval": r"the step: .*the program: .* 1\.0 in process 0.* 2\.0 in process 1",
     "table": "the step: .*the program: constant float32.64, 16. of checksum",
     "rows": r"shard_batch: .*the rows of one process: float32\[8, 64\] in process 0, .*16, 64",
     "accumulate": "the step: .*accumulate: 1 in process 0, 2 in process 1\nStart all with the same",

@@ -75,6 +75,9 @@ def test_several_states_in_one_are_refused():
             refused(gan)
     with pytest.raises(ValueError, match=r"this list is a whole state"):
         zerojax.plan(list(gan))
+    as_dict = {"params": {"w": W}, "opt_state": ()}
+    with pytest.raises(ValueError, match=r"element 0 of this tuple is a whole state, a dict"):
+        zerojax.plan((as_dict, as_dict))
 
 
 def test_a_list_is_no_state():

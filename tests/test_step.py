@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.conftest import make_mesh
+from tests.conftest import make_mesh, mostly_slow
 from tests.models import ROWS, gpt, mlp, transformer
 from tests.reference import assert_close, assert_equal_bits, make_state, reference_run
 
@@ -55,7 +55,7 @@ def test_original_state_survives_the_donation_of_the_placed_one():
     assert not any(x.is_deleted() for x in jax.tree.leaves(original.params))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", mostly_slow(STAGES, lambda stage: stage in (0, 3)))
 def test_one_trace_and_one_compile_a_batch_shape(stage):
     made, traces = gpt(True), []
 

@@ -189,6 +189,14 @@ def test_an_axis_that_nothing_lies_along_is_refused():
     for use in (step, step.lower, step.trace):
         with pytest.raises(ValueError, match=remedy):
             use(state, BATCH)
+    with pytest.raises(ValueError, match=remedy):
+        zerojax.eval_step(scanned)(state, BATCH)
+
+    def tensor(params, batch):  # a function's name is no axis
+        return scanned(params, batch)
+
+    with pytest.raises(ValueError, match=remedy):
+        zerojax.train_step(jax.jit(tensor))(state, BATCH)
     whole = zerojax.shard_train_state(make_state(), mesh=mesh, axis=("data", "tensor"))
     step(whole, BATCH)
     # What the model uses by itself is its own affair.

@@ -276,7 +276,8 @@ def positive(text: str) -> int:
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Needs no GPU, but what compiles for them: {aot.install_command()}"
+    parser.epilog = f"Needs no GPU, but what compiles for them:\n\n{aot.install_command()}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")

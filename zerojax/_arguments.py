@@ -28,14 +28,19 @@ def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator
     try:
         # Looked at before: JAX 0.10 crashes where it is given an array that is gone.
         if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
-            raise ValueError("an array has been deleted")
+            raise ValueError("an argument has an array that was deleted")
         yield
     except Exception as error:
         given = _given(args, named, error)
-        carried = _state.carried_plan(given["state"])
         check_kinds(given["state"], given["batch"])
-        blame(error, given, carried if carried is not None else plan)
+        blame(error, given, plan_of(given["state"], plan))
         raise
+
+
+def plan_of(state: Any, given: Plan | None) -> Plan | None:
+    """The plan that a state carries, or the one that a step was given."""
+    carried = _state.carried_plan(state)
+    return given if carried is None else carried
 
 
 def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
@@ -52,8 +57,7 @@ def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
 
 def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
     """The plan that the state was placed by."""
-    carried = _state.carried_plan(state)
-    plan = carried if carried is not None else given
+    plan = plan_of(state, given)
     if plan is None:
         how = (
             "state = zerojax.shard_train_state(state, stage=3)"
@@ -150,7 +154,7 @@ def _is_state(value: Any) -> bool:
 def _check_devices(name: str, tree: Any, plan: Plan) -> None:
     """Raises for an array that was put on other devices than the plan's."""
     wanted = set(plan.mesh.devices.flat)
-    for leaf in _state.named_leaves(tree):
+    for leaf in _state.leaves_with_paths(tree):
         value = leaf.value
         if not isinstance(value, jax.Array) or isinstance(value, Tracer):
             continue

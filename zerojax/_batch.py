@@ -85,11 +85,11 @@ def split(value: Any, dim: int, count: int) -> Any:
     return jnp.moveaxis(value.reshape(shape), dim, 0)
 
 
-def check_pairs(args: Sequence[Any]) -> None:
+def check_pairs(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> None:
     """Raises where an old-style key may as well be two rows of the batch."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
-    pairs = zip(leaves, roles(args), strict=True)
-    lengths = {jnp.shape(value)[0] for (_, value), role in pairs if role.kind == BATCH}
+    pairs = zip(leaves, roles(args, specs, axes), strict=True)
+    lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
     for path, value in leaves:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
             raise ValueError(

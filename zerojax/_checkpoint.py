@@ -6,6 +6,7 @@ restore reads each shard of the new placement straight from the file.
 
 import dataclasses
 import functools
+import glob
 import os
 from typing import Any
 
@@ -95,7 +96,7 @@ def save(
         _files.raise_together(refusal)
         handler = Handler(**_limits(state, "save_concurrent_gb"))
         args = save_args(jax.tree.map(_one_replica, state), custom)
-        mine = functools.partial(_files.unfinished, target.parent, target.name)
+        mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
         with _files.removed_on_failure(mine), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(target, args=args)
 

@@ -182,11 +182,11 @@ class Checkpoints:
         preempted = self._preempted(step)
         due = force or preempted or step % self._every == 0
         if due:
+            _checkpoint.check_leaves(state)
             _checkpoint.agree("Checkpoints.save", self.directory, state, step=step)
             self.wait()
         if due and not (preempted and self._has(step)):
             self._check_free(step)
-            _checkpoint.check_leaves(state)
             ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
             custom = _extras.pack(step, rng, data, metadata)
             args = _checkpoint.save_args(state, custom)
@@ -259,7 +259,8 @@ def _on_sigterm(signalled: threading.Event) -> Any:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if threading.current_thread() is threading.main_thread():  # not where one is collected
+            signal.signal(signal.SIGTERM, before)
 
 
 def _is_abstract(leaf: Any) -> bool:

@@ -73,7 +73,7 @@ def value_and_grad(
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         try:
-            _batch.check_pairs(every)
+            _batch.check_pairs(every, batch_specs, plan.axes)
             loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)

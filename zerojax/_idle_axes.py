@@ -12,21 +12,24 @@ from zerojax._plan import Plan
 from zerojax._spec import names_in
 
 
-def check_used(plan: Plan, args: Any, trace: Callable[[], Any]) -> None:
+def check_used(plan: Plan, args: Any, trace: Callable[[], Any]) -> bool:
     """Raises for an axis along which lie no leaf of the state, no argument, and nothing in the
     step's own jaxpr, which `trace` makes where the others leave the question open.
 
-    Inside of another `jax.jit` nobody sees where the batch lies, so nothing is refused there.
+    Inside of another `jax.jit` nobody sees where the batch lies: nothing is refused, and False
+    says that it could not look.
     """
     sizes = {name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.axes}
     values = jax.tree.leaves(args)
     idle = sizes.keys() - _axes_in([leaf.spec for leaf in plan.leaves]) - _axes_of(values)
-    if not idle or any(isinstance(value, Tracer) for value in values):
-        return
+    if idle and any(isinstance(value, Tracer) for value in values):
+        return False
+    if not idle:
+        return True
     closed = trace()
     idle -= _axes_of(closed.consts) | _axes_in([closed])
     if not idle:
-        return
+        return True
     named = {name: sizes[name] for name in sizes if name in idle}
     count = math.prod(named.values())
     wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.axes)
@@ -58,5 +61,6 @@ def _axes_in(values: Iterable[Any]) -> set[str]:
         elif isinstance(value, tuple | list | set | frozenset):
             stack.extend(value)
         elif hasattr(value, "eqns"):
-            stack.extend(param for eqn in value.eqns for param in eqn.params.values())
+            params = (item for eqn in value.eqns for item in eqn.params.items())
+            stack.extend(param for key, param in params if key != "name")  # of a function
     return found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
-from zerojax._precision import promoted
+from zerojax._precision import wide
 
 # Names of the calls that accumulation looks for.
 MEAN, COUNT = "zerojax_mean", "zerojax_count"
@@ -32,7 +32,7 @@ def mean(values: Any, where: Any = None) -> jax.Array:
         )
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.inexact):
-        values = values.astype(jnp.float32)
+        values = values.astype(wide(values.dtype))
     mask = jnp.ones((), bool) if where is None else jnp.asarray(where)
     if jnp.issubdtype(mask.dtype, jnp.inexact):
         raise TypeError(
@@ -42,9 +42,9 @@ def mean(values: Any, where: Any = None) -> jax.Array:
     axes = _compat.bound_axes()
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-        wide = promoted(values.dtype, jnp.float32)
-        total = jnp.sum(jnp.where(mask, values, 0), dtype=wide)
-        count = jnp.sum(mask, dtype=wide)
+        dtype = wide(values.dtype)
+        total = jnp.sum(jnp.where(mask, values, 0), dtype=dtype)
+        count = jnp.sum(mask, dtype=dtype)
         if axes:
             total, count = lax.psum(total, axes), _global_count(count, axes)
         # Through accumulation the count is a mean over microbatches and may well be below 1.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zerojax import _flops, _gpus, _state
+from zerojax import _flops, _gpus, _mesh, _state
 from zerojax._arguments import find_plan
 from zerojax._fields import with_fields
 from zerojax._plan import Plan
@@ -65,4 +65,5 @@ def needed_flops(
 
     args = (batch,) if rng is None else (batch, rng)
     sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.axes]
-    return 3 * _flops.matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)
+    with _mesh.seen_as(plan.mesh.abstract_mesh):  # for constraints by bare specs
+        return 3 * _flops.matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)

@@ -38,7 +38,7 @@ def bad_leaves(tree: Any, nans: bool, infs: bool) -> Iterator[str]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             continue
         parts = [s.data for s in getattr(leaf, "addressable_shards", ())] or [leaf]
-        arrays = [np.asarray(part).astype(np.complex64) for part in parts]
+        arrays = [np.asarray(part).astype(np.complex128) for part in parts]
         if any((nans and np.isnan(a).any()) or (infs and np.isinf(a).any()) for a in arrays):
             yield path_name(path)
 
@@ -61,6 +61,11 @@ def explain(
             f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
             "makes of them is not either. Look at the batch, or at the step before: "
             "skip_nonfinite=True leaves such steps out."
+        )
+    if plan.mesh.is_multi_process:  # where the others may have found nothing, and go on
+        raise FloatingPointError(
+            "the step has results that are not finite in this process. Run it in one process, "
+            "where the loss is run again op by op to find the line."
         )
     whole = PartitionSpec()
     treedef = jax.tree.structure(tuple(args))

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 import threading
@@ -49,7 +50,8 @@ def initialize(
         zerojax: 4 processes, 16 devices
         >>> rows = zerojax.process_slice(256)  # of the global batch, those to load here
     """
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized():  # by the program itself
+        _end_together()
         return jax.process_count()
     given: dict[str, Any] = {
         "coordinator_address": coordinator_address,
@@ -67,19 +69,23 @@ def initialize(
         if explicit or "coordinator_address" not in str(error):
             raise
     count = jax.process_count()
-    if count > 1:
-        _end_together()
+    _end_together()
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count
 
 
+@functools.cache  # once
 def _end_together() -> None:
     """After an uncaught exception this process ends at once, and the others soon.
 
     At exit JAX waits for what runs on the devices and then for all other processes, which wait
     for this one in a collective.
     """
+    if jax.process_count() == 1:
+        return
     failed, over, before = threading.Event(), threading.Event(), sys.excepthook
+    # How often each asks the first process: no more than a hundred times a second in all.
+    seconds = max(1.0, jax.process_count() / 100)
 
     def tell(kind: Any, error: Any, trace: Any) -> None:
         failed.set()
@@ -94,14 +100,14 @@ def _end_together() -> None:
                     say(f"before that, {first}")
 
     def listen() -> None:
-        # Each asks the first process: no more than a hundred times a second in all.
-        seconds = max(1.0, jax.process_count() / 100)
         while not over.wait(seconds) and (store := _compat.shared_store()) is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody told yet
                 text = store.key_value_try_get(FAILED)
                 if not failed.is_set():
                     say(f"{text}\nProcess {jax.process_index()} ends with it.")
-                if not failed.wait(GRACE) and not over.is_set():  # nor ends by itself
+                if (
+                    not failed.wait(max(GRACE, 2 * seconds)) and not over.is_set()
+                ):  # nor ends by itself
                     os._exit(1)
                 return
 
@@ -113,7 +119,7 @@ def _end_together() -> None:
         listener.join(2)
         if failed.is_set():
             if jax.process_index() == 0:
-                time.sleep(2)  # the others read of it from this process
+                time.sleep(2 * seconds)  # the others read of it from this process
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

@@ -46,7 +46,7 @@ def is_gone(value: Any) -> bool:
 
 def check_alive(tree: Any, name: str = "state") -> None:
     """Raises where arrays were given away to an earlier step, or deleted."""
-    for leaf in _state.named_leaves(tree):
+    for leaf in _state.leaves_with_paths(tree):
         if not is_gone(leaf.value):
             continue
         if name == "state":
@@ -63,7 +63,7 @@ def check_alive(tree: Any, name: str = "state") -> None:
 
 def check_arrays(tree: Any, name: str) -> None:
     """Raises for leaves that JAX takes for no arrays."""
-    for leaf in _state.named_leaves(tree):
+    for leaf in _state.leaves_with_paths(tree):
         try:
             jax.eval_shape(lambda x: x, leaf.value)
         except TypeError:
@@ -72,7 +72,7 @@ def check_arrays(tree: Any, name: str) -> None:
 
 def check_values(tree: Any, name: str = "state") -> None:
     """Raises for leaves that are no arrays of numbers: strings, objects, shapes without values."""
-    for leaf in _state.named_leaves(tree):
+    for leaf in _state.leaves_with_paths(tree):
         if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
             raise _no_array(leaf, name)
 

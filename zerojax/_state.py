@@ -49,9 +49,13 @@ def kind_of(path: tuple) -> str:
     return OTHER
 
 
+def leaves_with_paths(tree: Any) -> list[Leaf]:
+    return [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def named_leaves(tree: Any, separator: str = "/") -> list[Leaf]:
     """The leaves with their paths; an error where two have one name, their keys so joined."""
-    leaves = [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves = leaves_with_paths(tree)
     named: dict[str, Leaf] = {}
     for leaf in leaves:
         name = keystr(leaf.path, simple=True, separator=separator)
@@ -111,7 +115,7 @@ def _check_single(state: Any) -> None:
     """Raises for several states in one tuple or list, such as a GAN's two."""
     parts = state if isinstance(state, tuple | list) and not hasattr(state, PARAMS) else ()
     for index, part in enumerate(parts):
-        if hasattr(part, PARAMS) and hasattr(part, OPT_STATE):
+        if not _is_plain_tuple(part) and None not in (get_params(part), get_opt_state(part)):
             raise ValueError(
                 f"element {index} of this {type(state).__name__} is a whole state, a "
                 f"{type(part).__name__}. Pass each by itself: "

@@ -20,7 +20,7 @@ from zerojax import (
     _state,
     _xla_options,
 )
-from zerojax._arguments import find_plan
+from zerojax._arguments import find_plan, plan_of
 from zerojax._fields import names_of, split_fields, with_fields
 from zerojax._grad import loss_and_grads
 from zerojax._idle_axes import check_used
@@ -62,9 +62,10 @@ class Step:
         self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.nested = self.jit()  # an inner jit may have no options of its own
         self.jitted: dict[Plan | None, Any] = {}
+        self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
 
-    def __call__(self, *args: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """`(state, batch[, rng])`."""
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
@@ -113,10 +114,11 @@ class Step:
     def for_args(self, *args: Any, **named: Any) -> Any:
         """The jitted function for the plan by which the state was placed."""
         plan = self._plan_for(args, named)
+        if plan is not None and plan not in self.checked:
+            trace = lambda: self.nested.trace(*args, **named).jaxpr  # noqa: E731
+            if check_used(plan, (args, named), trace):
+                self.checked.add(plan)
         if plan not in self.jitted:
-            if plan is not None:
-                given = (args, named)
-                check_used(plan, given, lambda: self.nested.trace(*args, **named).jaxpr)
             options = self.options_for(plan, args, named) | (self.compiler_options or {})
             self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
         jitted = self.jitted[plan]
@@ -126,8 +128,7 @@ class Step:
         return self.nested if traced else jitted
 
     def _plan_for(self, args: Sequence[Any], named: dict[str, Any]) -> Plan | None:
-        carried = _state.carried_plan(args[0] if args else named.get("state"))
-        return carried if carried is not None else self.recipe.plan
+        return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
 
     def options_for(
         self, plan: Plan | None, args: Sequence[Any], named: dict[str, Any]
@@ -140,20 +141,6 @@ class Step:
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self.jitted.values())
-
-
-class EvalStep:
-    """What `jax.jit` returns, with errors that say what was wrong with the arguments."""
-
-    def __init__(self, jitted: Any, plan: Plan | None) -> None:
-        self.jitted, self.plan = jitted, plan
-        self.lower, self.trace, self.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
-        self.clear_cache = jitted.clear_cache
-
-    def __call__(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """`(state, batch[, rng])`."""
-        with _arguments.explained(args, named, self.plan):
-            return self.jitted(*args, **named)
 
 
 def train_step(
@@ -269,7 +256,7 @@ def eval_step(
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
     batch_specs: Any = None,
-) -> EvalStep:
+) -> Step:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
     `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
@@ -304,7 +291,7 @@ def eval_step(
         )  # fmt: skip
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
-    return EvalStep(jax.jit(step), plan)
+    return Step(step, Recipe(loss_fn, options, mutable, plan), False, None)
 
 
 def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:

@@ -82,7 +82,10 @@ def _without_constraints(
         failed: Exception | None = error
     else:
         failed = None
-    closed, aux = traced(_constraints.whole_mesh())
+    try:
+        closed, aux = traced(_constraints.whole_mesh())
+    except Exception as error:
+        raise failed or error from None
     if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
         raise failed
     return _constraints.Dropper(axes).jaxpr(closed), aux
