@@ -27,6 +27,7 @@ TREES = {
     "tuple of one": (W,),
     "named tuple": Layer(W, B),
     "list under params": {"params": [W, B]},
+    "optimizer's state": optax.chain(optax.clip(1.0), optax.adam(1e-3)).init({"w": W}),
 }
 
 

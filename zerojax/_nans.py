@@ -59,8 +59,8 @@ def explain(
     if bad:
         raise FloatingPointError(
             f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
-            "makes of them is not either. Look at the batch, or at the step before: "
-            "skip_nonfinite=True leaves such steps out."
+            "makes of them is not either. Look at the batch, or at the step before; with this "
+            "check off, skip_nonfinite=True leaves such steps out."
         )
     if plan.mesh.is_multi_process:  # where the others may have found nothing, and go on
         raise FloatingPointError(

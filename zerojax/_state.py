@@ -140,7 +140,7 @@ def params_in(tree: Any) -> Any:
         params = get_params(tree)
         return tree if params is None else params
     _check_single(tree)
-    if len(tree) < 2 or _is_array(tree[1]):
+    if len(tree) < 2 or _is_array(tree[1]) or _holds_optax(tree[0]):  # an optimizer's state alone
         return tree
     if (tree[1] == () and len(tree) == 2) or _holds_optax(tree[1]):
         return tree[0]
