@@ -136,7 +136,9 @@ def test_hosts_port_and_arguments_reach_the_other_shell_as_they_are(ssh, tmp_pat
     program = tmp_path / "a program.py"
     names = ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
     values = f"[*map(os.getenv, {names}), *sys.argv[1:]]"
-    program.write_text(f"import os, sys; os.write(1, f'{{{values}}}\\n'.encode())")  # in one piece
+    program.write_text(
+        f"import os, sys; os.write(1, str({values}).encode() + b'\\n')"
+    )  # in one piece
     hosts, env = "me@$(date);a\n-oB", ssh | {"PORT": "1;exit"}
     said, _ = run("examples/multihost_ssh.sh", hosts, program, "a  b", "$HOME", **env)
     assert said == f"{['$(date);a', '1;exit', '2', 'a  b', '$HOME']}\n" * 2

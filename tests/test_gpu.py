@@ -80,7 +80,7 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
     assert "nothing to measure" in said and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("case", ["tiny", "largest"])
+@pytest.mark.parametrize("case", ["tiny", pytest.param("largest", marks=pytest.mark.slow)])
 def test_the_benchmarks_cases_run(case):
     found = json.loads(run_benchmark("--case", case))
     assert found["params"] == 117056 and found["step_ms"] > 0 and found["to_by_hand"] < 5

@@ -65,7 +65,9 @@ def goes_on(count, directory):
     return completed(count, directory, *arguments(directory, devices=4 // count), *data)
 
 
-@pytest.mark.parametrize("victims, then", [([1], 2), ([0, 1], 1)])
+@pytest.mark.parametrize(
+    "victims, then", [([1], 2), pytest.param([0, 1], 1, marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims, then):
     """kill -9: the others end within a bounded time, and the next run ends bit-equal."""
     run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1, heartbeat=5))
