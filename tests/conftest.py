@@ -61,20 +61,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=str(error)))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = yield
-    if report.skipped and item.config.getoption("no_skips"):
+def without_skips(report, config: pytest.Config):
+    if report.skipped and config.getoption("no_skips"):
         report.outcome, report.longrepr = "failed", f"skipped under --no-skips: {report.longrepr}"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    return without_skips((yield), item.config)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    report = yield
-    if report.skipped and collector.config.getoption("no_skips"):
-        report.outcome, report.longrepr = "failed", f"skipped under --no-skips: {report.longrepr}"
-    return report
+    return without_skips((yield), collector.config)
 
 
 @pytest.fixture(autouse=True)
