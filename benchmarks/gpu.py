@@ -27,7 +27,7 @@ import results
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax import _presets
+from zerojax._forecast import presets as _presets
 
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30

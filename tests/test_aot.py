@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from tests.conftest import make_mesh
-from zerojax import _doctor, _gpus, _xla_options
-from zerojax._compiler_log import heard
+from zerojax._audit.compiler_log import heard
+from zerojax._engine import xla_options as _xla_options
+from zerojax._forecast import doctor as _doctor
+from zerojax._hlo import gpus as _gpus
 
 MEMORY_GB = {
     "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,

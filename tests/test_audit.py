@@ -116,7 +116,7 @@ def test_arrays_shapes_programs_and_text_are_audited_alike():
     made = MODELS["mlp"](True)
     state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), 3)
     plan, step = state.tx.plan, zerojax.train_step(made.loss)
-    shapes = zerojax.aot.batch(jax.tree.map(zerojax._state.shape_dtype, made.batch), plan)
+    shapes = zerojax.aot.batch(jax.tree.map(zerojax._state.state.shape_dtype, made.batch), plan)
     compiled = audited("mlp", 3)[2]
     reports = [
         audited("mlp", 3)[0],

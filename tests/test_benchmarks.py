@@ -13,7 +13,7 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
-from zerojax import _presets
+from zerojax._forecast import presets as _presets
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 RIVALS = {

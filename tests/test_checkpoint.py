@@ -25,7 +25,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests.conftest import make_mesh
 from tests.reference import assert_equal_bits
-from zerojax import _files
+from zerojax._checkpoint import files as _files
 
 PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 4, 8)))
 

@@ -16,7 +16,7 @@ from etils import epath
 import zerojax
 from tests.reference import assert_equal_bits
 from tests.test_checkpoint import DAMAGE, damage_all
-from zerojax import _checkpoint, _files
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
 

@@ -13,7 +13,7 @@ import pytest
 
 import zerojax
 from zerojax import __main__ as cli
-from zerojax import _doctor
+from zerojax._forecast import doctor as _doctor
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 STEP = str(PROGRAMS / "step3-8xH100-jax0.12.hlo")
@@ -172,7 +172,7 @@ def test_audit_and_forecast_of_a_users_module(run, module):
 @pytest.mark.gpu_code
 def test_forecast_of_what_does_not_fit(run, module, monkeypatch):
     """On a GPU of which others use nearly all memory."""
-    monkeypatch.setattr(zerojax._gpus, "USABLE_MEMORY", 1e-6)
+    monkeypatch.setattr(zerojax._hlo.gpus, "USABLE_MEMORY", 1e-6)
     name = module("mymodel", MODEL)
     code, out, _ = run("forecast", f"{name}:model", "--gpus", "8xA100-40GB", "--stages", "3")
     assert code == NOT_OK

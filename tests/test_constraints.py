@@ -8,8 +8,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
 import zerojax.nnx

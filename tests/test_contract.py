@@ -15,7 +15,7 @@ from tests import audits
 from tests.audits import DIM, LAYERS, audited, loss, planned
 from tests.models import MODELS
 from tests.reference import make_state as model_state
-from zerojax import _contract
+from zerojax._audit import contract as _contract
 
 P = PartitionSpec
 WHERE = ("cpu", pytest.param("8xH100", marks=pytest.mark.gpu_code))

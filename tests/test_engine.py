@@ -17,7 +17,8 @@ import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh, mostly_slow
 from tests.reference import assert_close
-from zerojax import _compat, _xla_options
+from zerojax import _compat
+from zerojax._engine import xla_options as _xla_options
 
 LAYERS, DIM = 4, 16
 KEYS = jax.random.split(jax.random.key(0), 20)

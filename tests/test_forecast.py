@@ -11,9 +11,10 @@ import pytest
 
 import zerojax
 from tests import audits
-from zerojax import _flops, _gpus, _presets, _progress
-from zerojax._compiler_log import heard
-from zerojax._forecast import Forecast
+from zerojax._audit.compiler_log import heard
+from zerojax._forecast import flops as _flops, presets as _presets, progress as _progress
+from zerojax._forecast.forecast import Forecast
+from zerojax._hlo import gpus as _gpus
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
@@ -256,8 +257,8 @@ def test_what_compiles_twice_compiles_once(monkeypatch):
     def stop(choices, doing):
         raise StopIteration([(*choice[1:], doing(choice)) for choice in choices])
 
-    monkeypatch.setattr("zerojax._forecast.progress", stop)
-    monkeypatch.setattr("zerojax._forecast.aot.mesh", lambda *_, **__: None)
+    monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
+    monkeypatch.setattr("zerojax._forecast.forecast.aot.mesh", lambda *_, **__: None)
     with pytest.raises(StopIteration) as stopped:
         zerojax.forecast(
             audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=[3, 3], accumulate=[1, 1]

@@ -13,7 +13,7 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
-from zerojax import _presets
+from zerojax._forecast import presets as _presets
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = _presets.Gpt(4, 256, 4, vocab=1024, tokens=128)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import zerojax
-from zerojax import _groups, _hlo
+from zerojax._hlo import groups as _groups, module as _module
 
 HERE = pathlib.Path(__file__).parent / "programs"
 BF16, F32 = 2, 4
@@ -230,7 +230,7 @@ def test_state_is_donated_and_named(name):
     ],
 )
 def test_groups(text, members, axes):
-    instruction = _hlo.Instruction("x", "f32[8]", "all-reduce", "%y", f", {text}, to_apply=%add")
+    instruction = _module.Instruction("x", "f32[8]", "all-reduce", "%y", f", {text}, to_apply=%add")
     found = _groups.group_of(instruction, 8)
     assert (found.members, found.axes) == (members, axes)
 
@@ -253,13 +253,13 @@ def test_members_on_the_first_ones_host():
     ],
 )  # fmt: skip
 def test_sizes_of_types(text, nbytes):
-    assert sum(array.nbytes for array in _hlo.arrays_of(text)) == nbytes
+    assert sum(array.nbytes for array in _module.arrays_of(text)) == nbytes
 
 
 def test_members_of_a_tuple():
     text = "(f32[2,3]{1,0}, (bf16[4]{0}, s32[]), /*index=2*/u8[1])"
-    assert _hlo.top_level_types(text) == ["f32[2,3]{1,0}", "(bf16[4]{0}, s32[])", "u8[1]"]
-    assert _hlo.top_level_types("f32[2]{0}") == ["f32[2]{0}"]
+    assert _module.top_level_types(text) == ["f32[2,3]{1,0}", "(bf16[4]{0}, s32[])", "u8[1]"]
+    assert _module.top_level_types("f32[2]{0}") == ["f32[2]{0}"]
 
 
 # -- damaged text

@@ -14,14 +14,13 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
 from tests.models import OPTIMIZERS, gpt_params, mlp
 from tests.reference import make_state
-from zerojax import _planner
+from zerojax._plan import planner as _planner
 
 
 def specs(plan):

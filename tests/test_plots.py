@@ -15,8 +15,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 import zerojax
-from zerojax import _forecast, _gpus, _plan_plot
-from zerojax._pyplot import COLOURS
+from zerojax._figures import COLOURS
+from zerojax._forecast import forecast as _forecast
+from zerojax._hlo import gpus as _gpus
+from zerojax._plan import show as _show
 
 matplotlib.use("agg")
 ROOT = pathlib.Path(__file__).parent
@@ -94,7 +96,7 @@ def test_two_cut_dimensions_are_a_rectangle():
         make_state, stage=3, mesh=mesh, overrides={"w": PartitionSpec("data", "tensor")}
     )
     leaf = next(leaf for leaf in plan.leaves if leaf.path == "params/w")
-    found = _plan_plot.parts(plan, leaf, list(mesh.devices.flat))
+    found = _show.parts(plan, leaf, list(mesh.devices.flat))
     index = NamedSharding(mesh, leaf.spec).devices_indices_map((64, 32))
     for device, (rows, columns) in zip(mesh.devices.flat, found, strict=True):
         a, b = index[device]

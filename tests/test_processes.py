@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from tests.processes import ROOT, Run, completed
 from zerojax import _agreement, _fingerprint
-from zerojax._mesh import default_mesh
+from zerojax._plan.mesh import default_mesh
 
 STEPS = 8
 

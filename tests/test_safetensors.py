@@ -15,7 +15,8 @@ from etils import epath
 import zerojax
 from tests.reference import assert_equal_bits
 from tests.test_checkpoint import make_state, place, plan_of
-from zerojax import _files, _move
+from zerojax._checkpoint import files as _files
+from zerojax._plan import move as _move
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -3,10 +3,15 @@
 import pytest
 
 import zerojax
-from zerojax import _groups, _hlo, _liveness, _schedule
-from zerojax._cost import CostModel
-from zerojax._instruction import Instruction
-from zerojax._timeline import drawn_once
+from zerojax._audit.timeline import drawn_once
+from zerojax._hlo import (
+    groups as _groups,
+    liveness as _liveness,
+    module as _module,
+    schedule as _schedule,
+)
+from zerojax._hlo.cost import CostModel
+from zerojax._hlo.instruction import Instruction
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us.
 RATES = zerojax.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)
@@ -41,7 +46,7 @@ LOOP = """
 
 def module(entry, before="", devices=16):
     header = f"HloModule tiny, is_scheduled=true, num_partitions={devices}\n"
-    return _hlo.Module(f"{header}{before}\nENTRY %main (a: f32[64,1024]) -> f32[] {{{entry}}}\n")
+    return _module.Module(f"{header}{before}\nENTRY %main (a: f32[64,1024]) -> f32[] {{{entry}}}\n")
 
 
 def loop(trips):

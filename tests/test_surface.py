@@ -31,26 +31,37 @@ PUBLIC = {
 
 # Each module may import those to its left.
 LAYERS = [
-    "_compat", "_agreement", "_fingerprint", "_xla_options", "_processes", "_mesh", "_move",
-    "_spec", "_state", "_refusals", "_fields",
-    "_inline", "_update", "_linear", "_gather", "_table", "_pyplot", "_opt_specs", "_precision",
-    "_plan_plot", "_plan", "_arguments", "_idle_axes",
-    "_planner", "_mean", "_batch", "_views", "_steps", "_readers", "_split",
-    "_vary", "_body", "_layers", "_prefetch", "_loops", "_engine", "_explicit", "_accumulate",
-    "_constraints", "_trace", "_parameter", "_program", "_nans", "_grad", "_finite",
-    "_module_state",
-    "_step", "_place", "_nnx_state", "nnx", "_files", "_extras", "_matching", "_checkpoint",
-    "_ranking", "_checkpoints", "_safetensors", "_replay", "_compare", "_reference",
-    "_field_checks", "_causes", "_report",
-    "_verify", "_gpus", "aot", "_compiler_log", "_instruction", "_hlo", "_groups", "_cost",
-    "_schedule", "_lineage", "_liveness", "_memory_use", "_contract", "_timeline", "_audit_report",
-    "_serves", "_audit", "_memory_table", "_flops", "_mfu", "_presets", "_progress",
-    "_forecast_plot", "_forecast", "_doctor",
+    "_compat", "_agreement", "_fingerprint", "_engine.xla_options", "_processes",
+    "_plan.mesh", "_plan.move", "_plan.spec", "_state.state", "_state.refusals",
+    "_loss.fields", "_jaxpr", "_plan.update", "_step.linear", "_collectives", "_text",
+    "_figures", "_plan.optimizer", "_plan.precision", "_plan.show", "_plan.plan",
+    "_loss.arguments", "_step.idle_axes", "_plan.planner", "_loss.mean", "_loss.batch",
+    "_engine.views", "_engine.ir", "_engine.readers", "_engine.split", "_engine.vary",
+    "_engine.body", "_engine.layers", "_engine.prefetch", "_engine.loops", "_engine.run",
+    "_step.explicit", "_step.accumulate", "_loss.constraints", "_loss.trace",
+    "_step.parameter", "_step.program", "_loss.nans", "_step.grad", "_step.finite",
+    "_state.module_state", "_step.step", "_plan.place", "_state.nnx_state", "nnx",
+    "_checkpoint.files", "_checkpoint.extras", "_checkpoint.matching",
+    "_checkpoint.checkpoint", "_checkpoint.ranking", "_checkpoint.loop",
+    "_checkpoint.safetensors", "_verify.replay", "_verify.compare", "_verify.reference",
+    "_verify.field_checks", "_verify.causes", "_verify.verification", "_verify.verify",
+    "_hlo.gpus", "aot", "_audit.compiler_log", "_hlo.instruction", "_hlo.module",
+    "_hlo.groups", "_hlo.cost", "_hlo.schedule", "_hlo.lineage", "_hlo.liveness",
+    "_audit.memory", "_audit.contract", "_audit.timeline", "_audit.report", "_audit.traffic",
+    "_audit.audit", "_forecast.memory_table", "_forecast.flops", "_forecast.mfu",
+    "_forecast.presets", "_forecast.progress", "_forecast.plot", "_forecast.forecast",
+    "_forecast.doctor",
 ]  # fmt: skip
 
 
 def modules():
-    return [m.name for m in pkgutil.iter_modules([str(ROOT)]) if m.name != "__main__"]
+    found = pkgutil.walk_packages([str(ROOT)], "zerojax.")
+    names = [m.name.removeprefix("zerojax.") for m in found if not m.ispkg]
+    return [name for name in names if name != "__main__"]
+
+
+def source(name):
+    return (ROOT / f"{name.replace('.', '/')}.py").read_text()
 
 
 def imports_of(tree):
@@ -61,10 +72,13 @@ def imports_of(tree):
                 inner.names = []  # type: ignore[attr-defined]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "zerojax":
-                yield from (alias.name for alias in node.names)
-            elif node.module.startswith("zerojax.") and node.names:
-                yield node.module.removeprefix("zerojax.")
+            module = node.module.removeprefix("zerojax").removeprefix(".")
+            if node.module != "zerojax" and not node.module.startswith("zerojax."):
+                continue
+            if module in LAYERS and node.names:
+                yield module
+            elif module not in LAYERS:  # a package
+                yield from (f"{module}.{alias.name}".removeprefix(".") for alias in node.names)
 
 
 def test_public_names():
@@ -88,14 +102,14 @@ def test_names_are_imported_from_where_type_checkers_see_them():
 def test_imports_point_one_way():
     assert sorted(modules()) == sorted(LAYERS)
     for name in modules():
-        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        tree = ast.parse(source(name))
         for imported in imports_of(tree):
             assert LAYERS.index(imported) < LAYERS.index(name), f"{name} imports {imported}"
 
 
 def test_only_public_jax_is_imported():
     for name in modules():
-        text = (ROOT / f"{name}.py").read_text()
+        text = source(name)
         assert "jax._src" not in text, name
         assert "jax.interpreters" not in text or name == "_compat", name
 
@@ -150,7 +164,7 @@ def examples_run(names):
     return attempted
 
 
-COMPILE_FOR_GPUS = ("aot", "_forecast")
+COMPILE_FOR_GPUS = ("aot", "_forecast.forecast")
 
 
 def test_docstring_examples_run():
@@ -174,13 +188,13 @@ def test_importing_costs_next_to_nothing_beside_jax_flax_and_optax():
         "import sys, jax, flax, optax; before = set(sys.modules); import zerojax; "
         "print(sorted(set(sys.modules) - before), zerojax.save.__module__, 'orbax' in sys.modules)"
     )
-    assert fresh(code) == "['zerojax'] zerojax._checkpoint True"
+    assert fresh(code) == "['zerojax'] zerojax._checkpoint.checkpoint True"
 
 
 def test_a_loop_needs_no_orbax_and_no_compiler_tools():
     code = (
         "import sys, zerojax; zerojax.train_step, zerojax.shard_train_state, zerojax.Plan; "
-        "print('orbax' in sys.modules, 'zerojax._audit' in sys.modules)"
+        "print('orbax' in sys.modules, 'zerojax._audit.audit' in sys.modules)"
     )
     assert fresh(code) == "False False"
 

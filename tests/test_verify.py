@@ -16,7 +16,8 @@ import zerojax
 from tests.conftest import make_mesh
 from tests.models import ROWS, Model, mlp
 from tests.reference import assert_equal_bits, make_state
-from zerojax import _parameter, _replay
+from zerojax._step import parameter as _parameter
+from zerojax._verify import replay as _replay
 
 SPEC = PartitionSpec("data")
 W = {"w": jax.random.normal(jax.random.key(0), (24, 16)) / 5}

@@ -19,12 +19,14 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import _doctor, _gpus, _presets, _pyplot, aot
-from zerojax._audit_report import check_limits
-from zerojax._memory_table import STAGES
-from zerojax._precision import Precision
-from zerojax._progress import working
-from zerojax._table import text_table
+from zerojax import _figures, aot
+from zerojax._audit.report import check_limits
+from zerojax._forecast import doctor as _doctor, presets as _presets
+from zerojax._forecast.memory_table import STAGES
+from zerojax._forecast.progress import working
+from zerojax._hlo import gpus as _gpus
+from zerojax._plan.precision import Precision
+from zerojax._text import text_table
 
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table."
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
@@ -54,7 +56,7 @@ def described(error: Exception, flags: Container[str] = ()) -> str:
     text = " ".join(str(error).split())[:600]
     last = traceback.extract_tb(error.__traceback__)[-1:]
     ours = pathlib.Path(__file__).parent
-    if not last or pathlib.Path(last[0].filename).parent == ours:
+    if not last or ours in pathlib.Path(last[0].filename).parents:
         return as_typed(text, flags) or type(error).__name__
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
@@ -96,7 +98,7 @@ def forecast(arguments: argparse.Namespace) -> int:
 def audit(arguments: argparse.Namespace) -> int:
     check_limits(arguments.max_peak_bytes, arguments.min_overlap)
     if arguments.plot:
-        _pyplot.check_picture(arguments.plot)
+        _figures.check_picture(arguments.plot)
     path = pathlib.Path(arguments.program)
     if path.exists() or arguments.program.endswith((".hlo", ".txt")):
         report = zerojax.audit(

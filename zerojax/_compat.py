@@ -103,7 +103,7 @@ def fresh(var: Any, aval: Any = None) -> Any:
 def bound_axes() -> tuple[str, ...]:
     """The mesh axes over which the running code is per-device code; empty outside `shard_map`.
 
-    Not what the mesh calls manual: see `_constraints.py`.
+    Not what the mesh calls manual: see `_loss/constraints.py`.
     """
     return tuple(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
 

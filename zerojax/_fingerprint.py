@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 
 if TYPE_CHECKING:
-    from zerojax._plan import Plan
+    from zerojax._plan.plan import Plan
 
 
 def of_plan(plan: "Plan") -> dict[str, str]:

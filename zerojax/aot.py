@@ -21,8 +21,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import _batch, _gpus, _mesh, _refusals, _state
-from zerojax._plan import Plan, check_plan
+from zerojax._hlo import gpus as _gpus
+from zerojax._loss import batch as _batch
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.plan import Plan, check_plan
+from zerojax._state import refusals as _refusals, state as _state
 
 PER_HOST = 8
 

@@ -23,13 +23,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import _arguments, _place, _refusals, _spec, _state, _step
-from zerojax._nnx_state import State as State
-from zerojax._nnx_state import Variables, check_unannotated
-from zerojax._nnx_state import state as state
-from zerojax._nnx_state import update as update
-from zerojax._precision import MasterState, Precision, master_weights
-from zerojax._trace import split_aux
+from zerojax._loss import arguments as _arguments
+from zerojax._loss.trace import split_aux
+from zerojax._plan import place as _place, spec as _spec
+from zerojax._plan.precision import MasterState, Precision, master_weights
+from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.nnx_state import (
+    State as State,
+    Variables,
+    check_unannotated,
+    state as state,
+    update as update,
+)
+from zerojax._step import step as _step
 
 
 def shard(

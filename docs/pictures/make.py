@@ -16,8 +16,9 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 import zerojax
-from zerojax import _forecast_plot, _presets, _pyplot
-from zerojax._forecast import Forecast
+from zerojax import _figures
+from zerojax._forecast import plot as _plot, presets as _presets
+from zerojax._forecast.forecast import Forecast
 
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
@@ -33,8 +34,8 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
     style = {"text.color": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink,
              "axes.labelcolor": ink, "svg.hashsalt": "zerojax", "font.size": 10}  # fmt: skip
     with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(_pyplot.WIDTH, 2.9), layout="constrained")
-        _forecast_plot.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
+        figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
+        _plot.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
         axes.invert_yaxis()
         axes.margins(x=0.12)
@@ -49,5 +50,5 @@ if __name__ == "__main__":
         MODEL.loss, MODEL.make_state, MODEL.batch(ROWS), gpus=GPUS, accumulate=MICROBATCHES
     )
     print(forecast)
-    draw(forecast, "stages_light", "#1f2328", _pyplot.COLOURS)
+    draw(forecast, "stages_light", "#1f2328", _figures.COLOURS)
     draw(forecast, "stages_dark", "#e6edf3", DARK)

@@ -1,0 +1,295 @@
+"""What each stage promises of its compiled program, and where a program breaks it.
+
+`promises` is the contract as data; the rules below read a report against it. A finding is one
+line: the operation, the parameter, the likely cause, the remedy.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._text import human_bytes, human_time
+
+if TYPE_CHECKING:
+    from zerojax._audit.report import Part, Report, Traffic
+
+SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
+BIG_ALL_REDUCE = 2**20  # where no plan says what is sharded
+BIG_GATHER = 2**20  # a gather in a loop that should not be synchronous
+WIDE = {"f32", "f64"}
+NARROW = {"bf16", "f16"}
+OPTIMIZER_SCOPE = "optimizer"  # whole-matrix optimizers communicate as they must
+
+
+UNNAMED = (
+    "none of the plan's parameters is among the program's arguments by name, so its contract "
+    "cannot be checked. Let the step take the state as one argument, of a name of its own: "
+    "jax.jit(lambda state, batch: ...)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """Of one parameter that is cut: how often all of it is gathered in a step, at most."""
+
+    leaf: LeafPlan
+    gathers: float
+
+
+def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
+    """The contract of the plan's stage. Loops may gather a layer again at their ends."""
+    sharded = plan.sharded
+    found = {}
+    for leaf in plan.params:
+        if leaf.dim is None or not sharded["opt_state"]:
+            continue
+        layers = leaf.shape[0] if leaf.stacked else math.inf
+        gathers = accumulate * (2 + 2 / layers) if sharded["params"] else 1
+        found[leaf.path] = Promise(leaf, gathers)
+    return found
+
+
+def findings(
+    report: "Report", max_peak_bytes: float | None, min_overlap: float | None
+) -> list[str]:
+    found = [*_exchanges(report), *_warnings(report), *_limits(report, max_peak_bytes, min_overlap)]
+    if report.plan is None:
+        return [*found, *_all_reduces(report, {})]
+    if not report.memory.parameters and report.plan.params:
+        return [UNNAMED, *found]
+    promised = promises(report.plan, report.accumulate)
+    return [
+        *_placement(report), *_donation(report), *_all_reduces(report, promised),
+        *_reduced(report, promised), *_gathers(report, promised), *_dtypes(report, promised),
+        *_kept(report), *found,
+    ]  # fmt: skip
+
+
+# -- the rules
+
+
+def _exchanges(report: "Report") -> Iterator[str]:
+    for one in report.traffic:
+        exchanged = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute")
+        if exchanged and one.wire_bytes > SMALL and _is_ours(one, report.plan):
+            yield (
+                f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
+                "stage needs one, so activations or weights change their layout. Look for a "
+                "with_sharding_constraint or a batch that is not cut by its first dimension."
+            )
+
+
+def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+    allowed = _largest_whole(report.plan) if report.plan else BIG_ALL_REDUCE
+    whole_gradients = report.plan is not None and not promised  # stage 0; XLA may join them
+    for one in report.traffic:
+        if one.kind != "all-reduce" or not _is_ours(one, report.plan):
+            continue
+        for part in one.parts:
+            promise = _is_gradient_of(part, promised) or _joined_gradients(part, promised)
+            if promise is not None:
+                yield (
+                    f"all-reduce {one.name} sums the gradient of {promise.leaf.path} whole "
+                    f"({part.array}); stage {_stage(report)} promises a reduce-scatter, half the "
+                    "bytes. Take gradients with zerojax.value_and_grad or zerojax.train_step, and "
+                    "no psum or pmean of gradients of your own."
+                )
+            elif whole_gradients and part.paths:
+                continue
+            elif part.nbytes > max(allowed, _joined_whole(part, report.plan)):
+                yield (
+                    f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
+                    f"({one.serves}): larger than any statistic a loss should reduce. Look for "
+                    "activations summed over the data axis, or weights sharded without a gather."
+                )
+
+
+def _reduced(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+    reducing = [one for one in report.traffic if one.kind in ("reduce-scatter", "all-reduce")]
+    reaches = any(path in promised for one in reducing for path in one.paths)
+    if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
+        first = next(iter(promised))
+        yield (
+            f"no collective reduces the gradient of {first}, or of any other parameter: each "
+            "device trains on its own part of the batch. Take gradients with "
+            "zerojax.value_and_grad or zerojax.train_step."
+        )
+
+
+def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+    sent: dict[str, float] = collections.defaultdict(float)
+    for one in report.traffic:
+        if one.kind != "all-gather":
+            continue
+        slow = not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
+        if slow and report.backend == "gpu":
+            yield (
+                f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
+                "its time. Use prefetch=1, and leave the step its compiler options; with both, it "
+                "is what a microbatch begins with, or XLA had no memory left to overlap it."
+            )
+        for part in one.parts:
+            for path in part.paths:
+                if path in promised and _is_ours(one, report.plan):
+                    leaf, size = promised[path].leaf, _size(report)
+                    sent[path] += part.elements * size * one.trips / math.prod(leaf.shape)
+                    at_once = part.elements * size >= math.prod(leaf.shape) > 0
+                    if leaf.stacked and at_once and _stage(report) == 3:
+                        yield (
+                            f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} "
+                            f"at once ({part.array} a device), outside of the loop over them. "
+                            "Scan over the stack itself: not reshaped, indexed or cast as a whole "
+                            "before its loop. Where the first dimension counts something else, "
+                            "name the stacks there are: zerojax.plan(..., stacked='<their paths>')."
+                        )
+    for path, times in sent.items():
+        if times > promised[path].gathers + 0.01:
+            yield (
+                f"{path} is gathered {times:.3g} times a step; stage {_stage(report)} promises at "
+                f"most {promised[path].gathers:.3g}. Look for uses in several jax.checkpoint "
+                "regions, or a gather inside a loop that does not need it there."
+            )
+
+
+def _dtypes(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+    """XLA:CPU widens what it moves, so this can only be read off programs for GPUs."""
+    if report.backend != "gpu":
+        return
+    narrow = _computes_narrow(report)
+    for one in report.traffic:
+        if one.kind != "all-gather" or not narrow:
+            continue
+        for part in one.parts:
+            known = [p for p in part.paths if p in promised and _matrix(promised[p].leaf)]
+            if part.dtype in WIDE and known and _stage(report) == 3:
+                yield (
+                    f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "
+                    "the 16 bits that matmuls use. Cast the parameter before it is used, or pass "
+                    "precision=Precision(compute='bfloat16')."
+                )
+
+
+def _kept(report: "Report") -> Iterator[str]:
+    if _stage(report) < 3:
+        return
+    for path, array in report.kept:
+        yield (
+            f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
+            "Leave regather=True, and let no jax.checkpoint policy save values computed from "
+            "weights alone."
+        )
+
+
+def _placement(report: "Report") -> Iterator[str]:
+    for path, how in report.placement:
+        yield (
+            f"{path} reaches the step as {how}, not as the plan cuts it. Place the state "
+            "(zerojax.shard_train_state or plan.place), and keep it so with plan.constrain."
+        )
+
+
+def _donation(report: "Report") -> Iterator[str]:
+    if report.not_donated:
+        first = ", ".join(report.not_donated[:3])
+        more = len(report.not_donated) - 3
+        yield (
+            f"{len(report.not_donated)} leaves of the state are not donated ({first}"
+            f"{f' and {more} more' if more > 0 else ''}): the step holds them twice. Leave "
+            "donate=True, or jit your own step with donate_argnums=0 and return the state in the "
+            "dtypes and shardings it came in (plan.constrain)."
+        )
+
+
+def _warnings(report: "Report") -> Iterator[str]:
+    for text in report.warnings:
+        yield (
+            f"XLA gathers an array whole to change its sharding: {text.strip()[:300]} Give it "
+            "the sharding it is used in, with a with_sharding_constraint where it is made."
+        )
+
+
+def _limits(
+    report: "Report", max_peak_bytes: float | None, min_overlap: float | None
+) -> Iterator[str]:
+    peak = report.memory.peak
+    if max_peak_bytes is not None and peak > max_peak_bytes:
+        yield (
+            f"the peak is {human_bytes(peak)} per device, above max_peak_bytes="
+            f"{human_bytes(max_peak_bytes)}. Use a higher stage, jax.checkpoint around layers, or "
+            "accumulate=."
+        )
+    if min_overlap is not None and report.overlap is None:
+        yield "min_overlap= needs modelled times. Pass gpu='H100' to audit, or compile for GPUs."
+    elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
+        yield (
+            f"compute is {report.overlap:.3f} of the modelled step, below min_overlap="
+            f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
+            "Use prefetch=1, or more tokens per device."
+        )
+
+
+# -- reading a report
+
+
+def _stage(report: "Report") -> int:
+    return report.plan.stage if report.plan else 0
+
+
+def _size(report: "Report") -> int:
+    return report.plan.size if report.plan else report.devices
+
+
+def _is_ours(one: "Traffic", plan: Plan | None) -> bool:
+    """Along ZeRO's axes; what runs along others is the user's own."""
+    if OPTIMIZER_SCOPE in one.scope.split("/"):
+        return False
+    return plan is None or one.axes is None or bool(set(one.axes) & set(plan.axes))
+
+
+def _largest_whole(plan: Plan) -> float:
+    """Leaves that no stage cuts are all-reduced as they are."""
+    whole = [leaf.nbytes for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None]
+    statistics = sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == "other")
+    return max([SMALL, 2 * statistics, *whole])
+
+
+def _is_gradient_of(part: "Part", promised: dict[str, Promise]) -> Promise | None:
+    """The cut parameter, or layer of one, whose whole gradient has the size of `part`."""
+    for path in part.paths:
+        promise = promised.get(path)
+        if promise is not None and part.elements * 4 > SMALL / 4:
+            size = math.prod(promise.leaf.shape)
+            layer = size // promise.leaf.shape[0] if promise.leaf.stacked else size
+            if part.elements in (size, layer):
+                return promise
+    return None
+
+
+def _joined_gradients(part: "Part", promised: dict[str, Promise]) -> Promise | None:
+    """XLA:GPU puts gradients and scalars in one array: the largest cut one among them."""
+    known = [promised[path] for path in part.paths if path in promised]
+    sizes = {promise.leaf.path: math.prod(promise.leaf.shape) for promise in known}
+    if not known or part.elements < sum(sizes.values()):
+        return None
+    return max(known, key=lambda promise: sizes[promise.leaf.path])
+
+
+def _joined_whole(part: "Part", plan: Plan | None) -> float:
+    """Bytes of the uncut leaves, and scalars, that a joined array may be made of."""
+    leaves = plan.leaves if plan else ()
+    return SMALL + sum(
+        leaf.nbytes for leaf in leaves if leaf.path in part.paths and leaf.dim is None
+    )
+
+
+def _computes_narrow(report: "Report") -> bool:
+    flops = report.replay.flops_by_dtype
+    narrow = sum(count for dtype, count in flops.items() if dtype in NARROW)
+    return narrow > 0.9 * sum(flops.values())
+
+
+def _matrix(leaf: LeafPlan) -> bool:
+    return len(leaf.shape) - leaf.stacked >= 2

@@ -1,0 +1,83 @@
+"""An audit as a picture: compute above, collectives below, in the order in which they run."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from zerojax._figures import WIDTH, finished, pyplot
+from zerojax._hlo.schedule import Span
+from zerojax._text import human_time
+
+if TYPE_CHECKING:
+    from zerojax._audit.report import Report
+
+# Readable in grey too: each is darker than the one before.
+COLOURS = {
+    "compute": "#a6cee3", "all-gather": "#4f9bd0", "reduce-scatter": "#1b4f80",
+    "all-reduce": "#6a3d9a", "other": "#777777", "exposed": "#8b1a1a",
+}  # fmt: skip
+LANES = {"compute": 2, "collectives": 1, "waiting": 0}
+
+
+def plot(report: "Report", path: str | None) -> Any:
+    """Draws it with matplotlib, which is not a dependency."""
+    if report.gpu is None:
+        raise ValueError(
+            "there are no times to plot: the program was compiled for "
+            f"{report.backend}. Pass gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
+        )
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 2.8), layout="constrained")
+    spans = drawn_once(report.replay.spans)
+    order = list(COLOURS)
+    by_what = sorted(spans, key=lambda span: order.index(_what(span)))
+    for what, group in itertools.groupby(by_what, key=_what):
+        drawn = list(group)
+        bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in drawn]
+        place = (LANES[drawn[0].stream] - 0.4, 0.8)
+        # A line between collectives, of which one may follow another at once.
+        line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
+        axes.broken_barh(bars, place, facecolor=COLOURS[what], label=what, **line)
+    _mark_loops(spans, axes)
+    axes.set_yticks(list(LANES.values()), LANES)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    looped = any(span.trips > 1 for span in spans)
+    axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
+    axes.set_title(
+        f"modelled step {human_time(report.replay.step)} on {report.devices} x {report.gpu.name}, "
+        f"{human_time(report.replay.exposed)} exposed"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(0, _extent(spans)[1])
+    axes.set_ylim(-0.6, 2.9)
+    return finished(figure, path)
+
+
+def drawn_once(spans: Sequence[Span]) -> list[Span]:
+    """The spans moved together: no room for the runs of a loop after its first."""
+    moved, end, gap = [], 0.0, 0.0
+    for span in sorted(spans, key=lambda s: s.start):
+        gap += max(0.0, span.start - gap - end)
+        moved.append(dataclasses.replace(span, start=span.start - gap, end=span.end - gap))
+        end = max(end, span.end - gap)
+    return moved
+
+
+def _extent(spans: Sequence[Span]) -> tuple[float, float]:
+    return 1e3 * min(s.start for s in spans), 1e3 * max(s.end for s in spans)
+
+
+def _mark_loops(spans: Sequence[Span], axes: Any) -> None:
+    """A bracket over each loop's body, with how often it runs."""
+    for trips, group in itertools.groupby(spans, key=lambda s: s.trips):
+        if trips > 1:
+            first, last = _extent(list(group))
+            axes.plot([first, last], [2.55, 2.55], color="black", linewidth=1)
+            axes.text((first + last) / 2, 2.6, f"x {trips}", ha="center", va="bottom")
+
+
+def _what(span: Span) -> str:
+    """The key of its colour."""
+    if span.stream == "collectives":
+        return span.kind if span.kind in COLOURS else "other"
+    return "exposed" if span.stream == "waiting" else span.stream

@@ -1,0 +1,311 @@
+"""Checkpoints that open at any stage, on any number of devices: Orbax's, with strict borders.
+
+The tree that is saved is the same at every stage; only where its leaves live differs. So a
+restore reads each shard of the new placement straight from the file.
+"""
+
+import dataclasses
+import functools
+import glob
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from zerojax import _agreement, _fingerprint
+from zerojax._checkpoint import extras as _extras, files as _files, matching as _matching
+from zerojax._checkpoint.extras import Extras
+from zerojax._plan.plan import Plan
+from zerojax._state import refusals as _refusals, state as _state
+
+# Files are cut so fine that a shard is read without the rest of its leaf.
+CHUNK_BYTES = 2**25
+ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
+METADATA = "_METADATA"  # Orbax's file of the tree, and of what travels beside it
+
+
+class Handler(ocp.PyTreeCheckpointHandler):
+    """Orbax's, noting checksums just before a checkpoint counts as complete.
+
+    It does not compress: floats of a trained state give back 8%, for twice the processor time,
+    which a write behind the steps takes from them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(use_compression=False, **options)
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        _files.write_checksums(directory)
+
+
+@ocp.args.register_with_handler(Handler, for_save=True)
+@dataclasses.dataclass
+class SaveArgs(ocp.args.PyTreeSave):
+    pass
+
+
+@ocp.args.register_with_handler(Handler, for_restore=True)
+@dataclasses.dataclass
+class RestoreArgs(ocp.args.PyTreeRestore):
+    pass
+
+
+def save(
+    path: str | os.PathLike,
+    state: Any,
+    *,
+    step: int | None = None,
+    rng: Any = None,
+    data: Any = None,
+    metadata: Any = None,
+) -> None:
+    """Writes a state as an Orbax checkpoint, complete or not at all.
+
+    Every process calls it, and each writes its own shards. Nothing that exists is overwritten,
+    and of two writers to one path the second is refused. `zerojax.Checkpoints` is for loops.
+
+    Arguments:
+        path: a new directory; what Orbax takes, `gs://` included.
+        state: a placed state, or any tree of arrays.
+        step, rng: kept beside the state, as are
+        data: the state of the data iterator, or an iterator with `get_state()`, as Grain's; each
+            process keeps its own;
+        metadata: anything made of numbers, strings, bytes, arrays, lists, tuples and dicts.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/100"
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> zerojax.save(path, state, step=100)
+        >>> state = zerojax.restore(path, like=zerojax.plan(state, stage=1))
+        >>> print(zerojax.read_extras(path).step)
+        100
+    """
+    target = absolute(path)
+    check_leaves(state)
+    agree("zerojax.save", target, state, step=step)
+    custom = _extras.pack(step, rng, data, metadata)
+    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
+        refusal = None
+        if jax.process_index() == 0 and target.exists():
+            refusal = ValueError(
+                f"{target} exists, and nothing is overwritten. Save to a new path."
+            )
+        _files.raise_together(refusal)
+        handler = Handler(**_limits(state, "save_concurrent_gb"))
+        args = save_args(jax.tree.map(_one_replica, state), custom)
+        mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
+        with _files.removed_on_failure(mine), ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(target, args=args)
+
+
+def restore(
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    keep: str | None = None,
+    ignore: str | None = None,
+    cast: bool = False,
+) -> Any:
+    """Reads a state into the places that `like` gives, whatever stage and devices wrote it.
+
+    Each device's shards are read on their own; nothing holds the whole state. The result
+    donates to a step as a fresh state does. Also opens what plain Orbax and Flax wrote.
+
+    Arguments:
+        path: the directory given to `save`, or one step of `Checkpoints` or of Orbax's manager.
+        like: a `Plan` (holds one state only), a placed state, or an abstract one. Leaves
+            without a sharding go to the first local device.
+        keep: a path regex; leaves of `like` that it finds keep their value and are not read.
+        ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
+        cast: read floats of other dtypes, cast to those of `like`.
+
+    Example:
+        >>> import tempfile
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> zerojax.save(path, zerojax.shard_train_state(make, stage=3))
+        >>> two = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+        >>> state = zerojax.restore(path, like=zerojax.plan(make, stage=1, mesh=two))
+        >>> print(state.opt_state[0].mu["w"].addressable_shards[0].data.shape)
+        (32, 16)
+    """
+    if _state.is_state_function(like):
+        raise TypeError(
+            "like= is a function, which says nothing of places. Pass "
+            "zerojax.plan(make_state, stage=3), or a state."
+        )
+    if isinstance(like, Plan):
+        like = like.abstract()
+    target = absolute(path)
+    found = _tree_in(target) is not None  # not where the file system is not shared
+    agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
+    directory = find_state(path)
+    _check_files(directory)
+    leaves = _state.named_leaves(like)
+    tree = _metadata(directory).tree
+    saved = _matching.saved_leaves(tree)
+    empty = [x for x in leaves if x.name not in saved and not _matching.nbytes(x.value)]
+    filled = [leaf for leaf in leaves if leaf not in empty]
+    wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    handler = Handler(**_limits([leaf.value for leaf in leaves], "restore_concurrent_gb"))
+    read = _matching.read(handler, directory, tree, wanted)
+    read |= {leaf.name: _matching.made_empty(leaf.value) for leaf in empty}
+    values = [read.get(leaf.name, leaf.value) for leaf in leaves]
+    return jax.tree.structure(like).unflatten(values)
+
+
+def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
+    """Reads what was saved beside a state: `step`, `rng`, `data` and `metadata`.
+
+    `data=False` leaves out the data iterators, which only as many processes as saved them can
+    take up again.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/100"
+        >>> zerojax.save(path, {"w": jnp.ones(8)}, step=100, metadata={"run": "first"})
+        >>> extras = zerojax.read_extras(path)
+        >>> print(extras.step, extras.metadata)
+        100 {'run': 'first'}
+    """
+    directory = find_state(path)
+    _check_files(directory, only=METADATA)
+    return _extras.unpack(_custom_metadata(directory), path, data=data)
+
+
+def _check_files(directory: epath.Path, only: str | None = None) -> None:
+    """What zerojax wrote has checksums, and says so itself; Orbax's own has none."""
+    listed = (directory / _files.CHECKSUMS).exists()
+    if listed or _extras.KEY in _custom_metadata(directory):
+        _files.check_files(directory, only)
+
+
+def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -> None:
+    """Several processes write to and read from one directory, the same leaves."""
+
+    def items() -> dict[str, str]:
+        leaves = (
+            f"{leaf.name} {_fingerprint.of_shapes(leaf.value)} "
+            f"{_fingerprint.show(getattr(leaf.value, 'sharding', None))}"
+            for leaf in _state.named_leaves(state)
+        )
+        said = {"the directory": str(directory), "the state": "\n".join(leaves)}
+        return said | {name: str(value) for name, value in options.items()}
+
+    _agreement.agree(call, items)
+
+
+def _one_replica(leaf: Any) -> Any:
+    """A leaf that every device has, as the first has it: Orbax would slice the copies of all."""
+    if jax.process_count() > 1 or not isinstance(leaf, jax.Array):
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+
+def check_leaves(state: Any) -> None:
+    """Raises for what is no array, before any file is made."""
+    leaves = _state.named_leaves(state)
+    _state.named_leaves(state, separator=".")  # so Orbax names its files
+    if not leaves:
+        raise ValueError("the state has no leaves, so there is nothing to save.")
+    _refusals.check_alive(state)
+    for leaf in leaves:
+        if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
+            raise TypeError(
+                f"{leaf.name} is a {type(leaf.value).__name__}, not an array. Make it a static "
+                "field, or give it to save as metadata=."
+            )
+
+
+def save_args(state: Any, custom: dict[str, Any]) -> Any:
+    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks.
+
+    It refuses arrays without elements. They hold nothing, and are not written.
+    """
+
+    def as_array(leaf: Any) -> Any:
+        if not _matching.nbytes(leaf):
+            return None
+        dtype = _state.shape_dtype(leaf).dtype
+        return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
+
+    arrays = jax.tree.map(as_array, state)
+    jax.block_until_ready(arrays)  # what a step failed at is raised here, before any file is made
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
+    return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
+
+
+def absolute(path: str | os.PathLike) -> epath.Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
+    return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
+
+
+def find_state(path: str | os.PathLike) -> epath.Path:
+    """The directory of the tree: `path` itself, or the item that a manager put in it."""
+    given = absolute(path)
+    found = _tree_in(given)
+    if found is None:
+        raise ValueError(_nothing_at(given))
+    return found
+
+
+def _tree_in(given: epath.Path) -> epath.Path | None:
+    for directory in (given, given / ITEM, given / "state"):
+        if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
+            return directory
+    return None
+
+
+def is_complete(step: epath.Path) -> bool:
+    """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
+    return (step / _files.WRITTEN_LATER).exists() or _tree_in(step) is not None
+
+
+def _nothing_at(given: epath.Path) -> str:
+    if given.exists() and not given.is_dir():
+        return (
+            f"{given} is a file, and checkpoints are directories. One that flax.serialization "
+            "wrote opens with plan.place(flax.serialization.from_bytes(make_state(), "
+            "open(path, 'rb').read()))."
+        )
+    below = [entry for entry in given.iterdir() if _tree_in(entry)] if given.exists() else []
+    if below:
+        names = sorted((entry.name for entry in below), key=lambda name: (len(name), name))
+        return (
+            f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
+            f"{given / names[-1]}"
+        )
+    busy = _files.unfinished(given.parent, given.name) if given.name else []
+    note = f" {busy[0]} is one that was not finished." if busy else ""
+    what = "no complete checkpoint" if given.exists() else "nothing"
+    return (
+        f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
+        "or a step's in that of zerojax.Checkpoints."
+    )
+
+
+def _metadata(directory: epath.Path) -> Any:
+    try:
+        return ocp.PyTreeCheckpointHandler().metadata(directory)
+    except Exception as error:
+        raise ValueError(
+            f"{directory} cannot be read ({error}). Restore another checkpoint."
+        ) from error
+
+
+def _custom_metadata(directory: epath.Path) -> dict[str, Any]:
+    found = _metadata(directory).custom_metadata
+    return found if isinstance(found, dict) else {}
+
+
+def _limits(tree: Any, *names: str) -> dict[str, Any]:
+    """Orbax's options that hold bytes in flight to about one leaf, the largest."""
+    largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
+    return dict.fromkeys(names, (largest + CHUNK_BYTES) / 1e9)

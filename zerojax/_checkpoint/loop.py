@@ -1,0 +1,267 @@
+"""Checkpoints of a training loop: when to save, what to keep, where to go on."""
+
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
+from zerojax._checkpoint.extras import Extras
+from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
+from zerojax._plan.plan import Plan
+
+
+class Preempted(SystemExit):
+    """Raised by `Checkpoints.save` once the state is saved after a SIGTERM.
+
+    Uncaught, it ends the program as the signal would have, with status 143.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"ended by SIGTERM; step {self.step} is saved"
+
+
+class Checkpoints:
+    """The checkpoints of a loop: one every so many steps, written behind the steps that follow.
+
+    Use it as a context manager, in every process: leaving it waits for the last write. Without,
+    each `save` waits, since a write cannot go on once Python exits. A second writer to the
+    directory is refused. After a SIGTERM, the next `save` saves whatever the step, waits, and
+    raises `Preempted`, which ends the program.
+
+    Arguments:
+        directory: holds a directory for each saved step; `zerojax.restore` and Orbax open them.
+        every: `save` does something at multiples of this many steps.
+        keep: how many of the newest to keep; None keeps all.
+        best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well
+            (NaN is worst),
+        mode: where best is the "min" or the "max".
+        background: write while the loop goes on, from a copy in host memory that `save` makes.
+
+    Example:
+        >>> import tempfile
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> with zerojax.Checkpoints(tempfile.mkdtemp(), every=10, keep=2) as checkpoints:
+        ...     state, saved = checkpoints.resume(state)  # the newest; here, nothing yet
+        ...     for n in range(saved.step or 0, 40):
+        ...         done = checkpoints.save(n + 1, state)
+        ...     checkpoints.wait()
+        ...     print(checkpoints.steps())
+        [30, 40]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        best: str | None = None,
+        mode: str = "min",
+        background: bool = True,
+    ) -> None:
+        _check_options(every, keep, best, mode, background)
+        self.directory = _checkpoint.absolute(directory)
+        _checkpoint.agree(
+            "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
+        )
+        self._every, self._entered, self._closed = every, False, False
+        self._ranking = Ranking(keep, best, mode)
+        self._signalled = threading.Event()
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
+            self._manager = Manager(self.directory, self._ranking, background=background)
+            stack.callback(self._manager.close)
+            stack.enter_context(_on_sigterm(self._signalled))
+            self._stack = stack.pop_all()
+        # One that nobody closes lets go of its lock with the last reference, at exit at the latest.
+        self._finish = weakref.finalize(self, self._stack.close)
+
+    def __enter__(self) -> "Checkpoints":
+        self._entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the last write and lets another writer in."""
+        self._closed = True
+        self._finish()
+
+    def wait(self) -> None:
+        """Waits until what was saved is complete; raises what went wrong in the background."""
+        with self._nothing_left_of_a_failure():
+            self._manager.wait_until_finished()
+
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def steps(self) -> list[int]:
+        """The steps that have complete checkpoints."""
+        return sorted(found.step for found in CompleteSteps().find_all(self.directory))
+
+    def latest(self) -> int | None:
+        """The newest step that has a complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step whose `best=` metric is best, of those kept."""
+        return self._ranking.best_of({step: self._manager.metrics(step) for step in self.steps()})
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, for `zerojax.restore` and `zerojax.read_extras`."""
+        return os.fspath(self.directory / str(step))
+
+    def resume(
+        self,
+        like: Any,
+        make_state: Callable[[], Any] | None = None,
+        *,
+        step: int | None = None,
+        data: bool = True,
+        **options: Any,
+    ) -> tuple[Any, Extras]:
+        """The state and extras of the newest checkpoint, or of `step`.
+
+        What is being written in the background is waited for. `like` and `options` are as in
+        `zerojax.restore`, `data` as in `zerojax.read_extras`. Where nothing was saved yet, a state
+        is given back as it is, and for a plan `make_state` makes one: `resume(plan, make_state)`
+        never holds two states at once.
+        """
+        self.wait()
+        step = max(self._manager.all_steps(), default=None) if step is None else step
+        _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
+        if step is not None:
+            path = self.path(step)
+            state = _checkpoint.restore(path, like, **options)
+            return state, _checkpoint.read_extras(path, data=data)
+        if isinstance(like, Plan) and make_state is not None:
+            return like.place(make_state), Extras()
+        if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
+            raise ValueError(
+                f"{self.directory} has no complete checkpoint, and like= is no state to start "
+                "from. Pass what makes one too: resume(plan, make_state)."
+            )
+        return like, Extras()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        rng: Any = None,
+        data: Any = None,
+        metadata: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves where `step` is a multiple of `every`, with `force=True`, or after a SIGTERM.
+
+        Returns as soon as the step may donate `state`. `rng`, `data` and `metadata` are as in
+        `zerojax.save`. Call it after each step; it says whether it saved.
+        """
+        step = _extras.whole_number(step)
+        if self._closed:
+            raise ValueError(
+                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
+                "Save inside of their with block."
+            )
+        preempted = self._preempted(step)
+        due = force or preempted or step % self._every == 0
+        if due:
+            _checkpoint.check_leaves(state)
+            _checkpoint.agree("Checkpoints.save", self.directory, state, step=step)
+            self.wait()
+        if due and not (preempted and self._has(step)):
+            self._check_free(step)
+            ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
+            custom = _extras.pack(step, rng, data, metadata)
+            args = _checkpoint.save_args(state, custom)
+            with self._nothing_left_of_a_failure():
+                self._manager.save(step, args=args, metrics=ranked, force=True)
+        if preempted or not self._entered:
+            self.wait()
+        if preempted:
+            raise Preempted(step)
+        return due
+
+    def _has(self, step: int) -> bool:
+        """Whether a step is saved, or being written."""
+        return step in self._manager.all_steps() or step in self.steps()
+
+    def _check_free(self, step: int) -> None:
+        path = self.directory / str(step)
+        if self._has(step):
+            raise ValueError(
+                f"step {step} is saved in {self.directory} already, and nothing is overwritten. Go "
+                "on from the newest with resume(), or give this run a directory of its own."
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"{path} is no checkpoint, and nothing is overwritten. Remove it, or give this run "
+                "a directory of its own."
+            )
+
+    @contextlib.contextmanager
+    def _nothing_left_of_a_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # not Ctrl-C, which ends the waiting and not the write
+            _files.remove(_files.unfinished(self.directory))
+            self._manager.reload()  # or Orbax counts what it did not write, not what it kept
+            raise
+
+    def _preempted(self, step: int) -> bool:
+        """Whether a SIGTERM came; under jax.distributed, all processes agree on the step."""
+        if jax.distributed.is_initialized():
+            return self._manager.reached_preemption(step)
+        return self._signalled.is_set()
+
+
+def _check_options(every: Any, keep: Any, best: Any, mode: Any, background: Any) -> None:
+    def positive(count: Any) -> bool:
+        is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        return is_whole and bool(count >= 1)
+
+    if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
+        raise ValueError(
+            f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
+            "positive (keep=None keeps all), and integers, mode is 'min' or 'max'."
+        )
+    if not (best is None or isinstance(best, str)) or not isinstance(background, bool):
+        raise ValueError(
+            f"Checkpoints(best={best!r}, background={background!r}): best is the name of one of "
+            "the metrics= given to save, or None; background is True or False."
+        )
+
+
+@contextlib.contextmanager
+def _on_sigterm(signalled: threading.Event) -> Any:
+    """Notes a SIGTERM. With jax.distributed, JAX does, and tells the other processes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if jax.distributed.is_initialized() or not in_main:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signalled.set())
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # not where one is collected
+            signal.signal(signal.SIGTERM, before)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

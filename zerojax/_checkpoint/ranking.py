@@ -1,0 +1,107 @@
+"""Which checkpoints of a loop count, which of them is best, and which are kept."""
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from zerojax._checkpoint import checkpoint as _checkpoint
+
+METRICS = "metrics"  # Orbax's name of the item of a step, and of the file in it
+STEPS = ocp.path.step.standard_name_format()
+
+
+class CompleteSteps(ocp.path.step.NameFormat):
+    """Orbax's steps, but for directories without a checkpoint, such as an empty one."""
+
+    def build_name(self, step: int) -> str:
+        return STEPS.build_name(step)
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        found = STEPS.find_all(base_path)
+        return (step for step in found if _checkpoint.is_complete(step.path))
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        return STEPS.find_step(base_path, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Orbax's preservation policy: the newest, the best, and what may have been the best."""
+
+    keep: int | None
+    best: str | None
+    mode: str
+    unreadable: set[int] = dataclasses.field(default_factory=set)
+
+    def ranked(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+        """What is saved of the metrics: the one that ranks."""
+        if self.best is None:
+            return None
+        if self.best not in (metrics or {}):
+            raise ValueError(
+                f"best={self.best!r} is not among the metrics {sorted(metrics or {})}. Pass "
+                f"metrics={{{self.best!r}: ...}} to save."
+            )
+        return {self.best: float((metrics or {})[self.best])}
+
+    def read(self, step: int, path: epath.Path) -> dict[str, float] | None:
+        """The metric that a step was saved with, if any; a file that is damaged has none."""
+        if self.best is None or step in self.unreadable or not (path / METRICS).exists():
+            return None
+        file = path / METRICS / METRICS
+        try:
+            metrics = json.loads(file.read_text())
+            if not isinstance(metrics, dict):
+                raise TypeError("no dict of metrics")
+            return {self.best: float(metrics[self.best])} if self.best in metrics else None
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            self.unreadable.add(step)
+            warnings.warn(
+                f"{file} cannot be read ({error}): step {step} has no rank, and is kept until "
+                f"you remove {path}.",
+                stacklevel=2,
+            )
+            return None
+
+    def best_of(self, metrics: Mapping[int, dict[str, float] | None]) -> int | None:
+        """The step with the best metric, the newest of equals."""
+        ranks = {n: self.rank(found) for n, found in metrics.items() if found is not None}
+        return max(ranks, key=lambda step: (ranks[step], step), default=None)
+
+    def rank(self, metrics: Any) -> float:
+        """More is better; NaN, which compares with nothing, is the worst there is."""
+        value = metrics[self.best]
+        if math.isnan(value):
+            return -math.inf
+        return -value if self.mode == "min" else value
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self.best_of({checkpoint.step: checkpoint.metrics for checkpoint in checkpoints})
+        newest = steps if self.keep is None else steps[-self.keep :]
+        return [step in newest or step == best or step in self.unreadable for step in steps]
+
+
+class Manager(ocp.CheckpointManager):
+    """Orbax's, which counts complete checkpoints and opens beside a damaged file of metrics."""
+
+    def __init__(self, directory: epath.Path, ranking: Ranking, *, background: bool) -> None:
+        self._ranking = ranking
+        options = ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=background,
+            step_name_format=CompleteSteps(),
+            best_fn=None if ranking.best is None else ranking.rank,
+            best_mode="max",
+            preservation_policy=ranking,
+        )
+        super().__init__(directory, item_handlers=_checkpoint.Handler(), options=options)
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        return self._ranking.read(step, self.directory / str(step))

@@ -1,0 +1,313 @@
+"""Parameters as safetensors files, one leaf in memory at a time, out and in.
+
+The format is a length, a JSON header and the raw bytes. The `safetensors` package can neither
+write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files, matching as _matching
+from zerojax._checkpoint.matching import Saved
+from zerojax._plan import move as _move
+from zerojax._plan.plan import Plan
+from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.state import Leaf
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 10**8  # as in the safetensors package
+DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
+
+
+def export_safetensors(
+    path: str | os.PathLike, params: Any, *, max_file_bytes: int = 5 * 10**9
+) -> None:
+    """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
+
+    Leaf by leaf: the host holds one whole leaf at a time. Every process calls it, process 0
+    writes. Tensors are named by their paths with dots, such as `dense.kernel`.
+
+    Arguments:
+        path: a new directory; complete or not there at all.
+        params: a tree of parameters, or a state that has them.
+        max_file_bytes: start a new file rather than grow one beyond this.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        >>> zerojax.export_safetensors(path, state)
+        >>> params = zerojax.import_safetensors(path, like=state)
+        >>> print(params["w"].addressable_shards[0].data.shape)
+        (8, 16)
+    """
+    _refusals.check_alive(params)
+    leaves = _state.named_leaves(_state.params_in(params))
+    first = jax.process_index() == 0
+    target = _checkpoint.absolute(path)
+    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
+        _files.raise_together(_refusal(os.fspath(target), leaves, first))
+        unfinished = target.parent / f"{target.name}.unfinished"
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        with _files.removed_on_failure(lambda: [unfinished]):
+            if first:
+                os.makedirs(unfinished)
+            _write_all(os.fspath(unfinished), leaves, max_file_bytes, first)
+            if first:
+                os.rename(unfinished, target)
+        _files.raise_together(None)  # nobody goes on before it is there
+
+
+def import_safetensors(
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    keep: str | None = None,
+    ignore: str | None = None,
+    cast: bool = False,
+    rename: Callable[[str], str] | None = None,
+) -> Any:
+    """Reads safetensors files straight into shards: each device's part, and no more.
+
+    Arguments:
+        path: a directory with an index, or one `.safetensors` file.
+        like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and places.
+        keep, ignore, cast: as in `zerojax.restore`.
+        rename: from a tensor's name in the files to its path in `like`, for files that others
+            wrote.
+
+    Returns:
+        The parameters alone; put them into a state with `state.replace(params=...)`.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> zerojax.export_safetensors(path, {"model": {"proj": {"weight": jnp.ones((64, 16))}}})
+        >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((64, 16))}}}, stage=3)
+        >>> ours = lambda name: name.removeprefix("model.").replace("weight", "kernel")
+        >>> params = zerojax.import_safetensors(path, like=plan, rename=ours)
+        >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
+        (8, 16)
+    """
+    whose = like.abstract() if isinstance(like, Plan) else None
+    like = _state.params_in(like) if whose is None else _state.get_params(whose)
+    leaves = _state.named_leaves(like)
+    slashed = {_dotted(leaf): leaf.name for leaf in leaves}
+    tensors: dict[str, np.ndarray] = {}
+    for file in _stored_files(os.fspath(_checkpoint.absolute(path))):
+        for name, value in _read_file(file):
+            ours = name if rename is None else _renamed(rename, name)
+            ours = slashed.get(ours, ours)
+            if ours in tensors:
+                raise ValueError(
+                    f"{name} in {file} is a second {ours}. Give each tensor a name of its own "
+                    "with rename=."
+                )
+            tensors[ours] = value
+    saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
+    try:
+        wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
+    except ValueError as error:
+        if rename is not None or saved.keys() & slashed.values():
+            raise
+        raise ValueError(
+            f"{error} No tensor has the name of a parameter: there are {_some(saved)} and not "
+            f"{_some(slashed)}. Pass rename=, a function from their names to those."
+        ) from None
+    done = {name: _place(tensors[name], value) for name, value in wanted.items()}
+    values = [done.get(leaf.name, leaf.value) for leaf in leaves]
+    return jax.tree.structure(like).unflatten(values)
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    ours = rename(name) if callable(rename) else None
+    if not isinstance(ours, str):
+        what = f"made {ours!r} of {name!r}" if callable(rename) else f"is {type(rename).__name__}"
+        raise TypeError(
+            f"rename= {what}. Pass a function from each name in the files to a path in like=, a "
+            "string; leave out what is not wanted with ignore=."
+        )
+    return ours
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
+def _refusal(target: str, leaves: list[Leaf], first: bool) -> Exception | None:
+    if first and os.path.exists(target):
+        return ValueError(f"{target} exists, and nothing is overwritten. Export to a new path.")
+    named: dict[str, str] = {}
+    for leaf in leaves:
+        if str(_dtype(leaf)) not in DTYPES.values():
+            return TypeError(
+                f"{leaf.name} is {_dtype(leaf)}, which safetensors does not know. Cast it or "
+                "leave it out."
+            )
+        other = named.setdefault(_dotted(leaf), leaf.name)
+        if other != leaf.name:
+            return ValueError(f"{other} and {leaf.name} are both {_dotted(leaf)}. Rename one.")
+    return None
+
+
+def _dotted(leaf: Leaf) -> str:
+    return leaf.name.replace("/", ".")
+
+
+def _dtype(leaf: Leaf) -> Any:
+    """As stored: of numpy arrays their own, be it one that JAX would narrow."""
+    given = getattr(leaf.value, "dtype", None)
+    return np.asarray(leaf.value).dtype if given is None else given
+
+
+def _nbytes(leaf: Leaf) -> int:
+    return math.prod(np.shape(leaf.value)) * _dtype(leaf).itemsize
+
+
+def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
+    group: list[Leaf] = []
+    held = 0
+    for leaf in leaves:
+        size = _nbytes(leaf)
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(leaf)
+        held += size
+    if group:
+        yield group
+
+
+def _write_all(directory: str, leaves: list[Leaf], most: int, first: bool) -> None:
+    files = list(_files_of(leaves, most))
+    weight_map = {}
+    for number, group in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {_dotted(leaf): name for leaf in group}
+        file = os.path.join(directory, name)
+        try:
+            _write_file(file, group, first)
+        except OSError as error:  # a full disk, say; Python does not name the file
+            raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
+    if first:
+        index = {"metadata": {"total_size": sum(map(_nbytes, leaves))}, "weight_map": weight_map}
+        with open(os.path.join(directory, INDEX), "w") as file:
+            json.dump(index, file)
+
+
+def _write_file(name: str, group: list[Leaf], first: bool) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    end = 0
+    for leaf in group:
+        start, end = end, end + _nbytes(leaf)
+        header[_dotted(leaf)] = {
+            "dtype": kinds[str(_dtype(leaf))],
+            "shape": list(np.shape(leaf.value)),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(name if first else os.devnull, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for leaf in group:
+            whole = _move.whole(leaf.value)
+            if first:
+                file.write(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
+
+
+def _stored_files(path: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    if not os.path.exists(path):
+        raise ValueError(f"{path} does not exist. Give a directory with {INDEX}, or one file.")
+    index = os.path.join(path, INDEX)
+    if not os.path.isfile(index):
+        only = os.path.join(path, "model.safetensors")
+        if os.path.exists(only):
+            return [only]
+        raise ValueError(f"there is no {INDEX} in {path}. Give that directory, or one file.")
+    try:
+        with open(index) as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+        if outside := [name for name in names if os.path.basename(name) != name]:
+            raise ValueError(f"it names {outside[0]!r}, outside of its directory")
+    except DAMAGE as error:
+        raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
+    files = [os.path.join(path, name) for name in names]
+    for file in files:
+        if not os.path.isfile(file):
+            raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
+    return files
+
+
+def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
+    """Names and arrays of a file; their bytes are read where they are used."""
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(opened.read(length), object_pairs_hook=_each_once)
+        header.pop("__metadata__", None)
+        data = np.memmap(file, np.uint8, mode="r")[8 + length :]
+        tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
+        _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
+        return tensors
+    except DAMAGE as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name twice among {_some(found)}")
+    return found
+
+
+def _tensor(
+    data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]
+) -> np.ndarray:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+    kind = jnp.dtype(DTYPES[dtype])
+    start, end = data_offsets
+    whole = all(type(number) is int and number >= 0 for number in (start, end, *shape))
+    if not whole or end > data.size or end - start != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
+    return data[start:end].view(kind).reshape(shape)
+
+
+def _check_tiled(offsets: list[list[int]], size: int) -> None:
+    """Each byte belongs to one tensor, as the format has it."""
+    end = 0
+    for start, stop in [*sorted(offsets), [size, size]]:
+        if start != end:
+            at = min(start, end)
+            raise ValueError(f"{'no tensor' if start > end else 'two tensors'} at byte {at}")
+        end = stop
+
+
+def _place(stored: np.ndarray, like: Any) -> jax.Array:
+    struct = _matching.stored_struct(like)
+
+    def part(index: Any) -> np.ndarray:
+        return np.asarray(stored[index], struct.dtype)
+
+    place = _matching.sharding_of(like)
+    return _matching.laundered(jax.make_array_from_callback(struct.shape, place, part), like)

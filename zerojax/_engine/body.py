@@ -1,0 +1,271 @@
+"""The two halves of a split as functions, and their derivative by hand.
+
+[Note: what is kept for backward]
+JAX keeps for backward whatever the derivative needs, full weights among it: with plain
+differentiation a gathered weight would stay alive from its use in forward to its use in
+backward, and stage 3 would save nothing. So every scope that gathers is differentiated by
+hand, the same way: run the prefix (gathers and whatever comes from weights alone), take
+`jax.vjp` of the rest, and drop from the residuals every array that the prefix made or that
+came in as an input. Backward runs the prefix again and puts them back. (With prefetching, what
+was gathered last stays: backward wants it first.) Which other values are kept is JAX's and the
+user's affair: their `jax.checkpoint` policies apply inside the rest.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import register_dataclass
+
+from zerojax import _compat
+from zerojax._collectives import Wire, dispose, obtain
+from zerojax._engine.ir import Atom, Split, Step, Var
+from zerojax._engine.vary import add, gradients, is_float, merge, vary, where, zeros_like
+from zerojax._jaxpr import is_var
+
+Array = Any
+Held = tuple[Array, ...]
+Env = dict[Var, Any]  # a variable's value, or a shard root's `Held`
+Run = Callable[[Sequence[Step], Env, "How"], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How to run: over which wire, whether to gather again in backward, how many layers ahead,
+    the interpreter of a rest's steps, and whether a loop over layers is around."""
+
+    wire: Wire
+    regather: bool
+    prefetch: int
+    run: Run
+    in_loop: bool = False
+
+
+@functools.partial(
+    register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "slots", "wanted"]
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A vjp function without the arrays that backward has anyway: slot k is known array k.
+
+    `wanted` says for which inputs a gradient was wanted.
+    """
+
+    arrays: list[Array]
+    treedef: Any
+    slots: tuple[int | None, ...]
+    wanted: tuple[bool, ...]
+
+
+def strip(vjp: Any, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
+    index = {id(array): k for k, array in enumerate(known) if array is not None}
+    leaves, treedef = jax.tree.flatten(vjp)
+    slots = tuple(index.get(id(leaf)) for leaf in leaves)
+    arrays = [x for x, k in zip(leaves, slots, strict=True) if k is None]
+    return Saved(arrays, treedef, slots, tuple(wanted))
+
+
+def restore(saved: Saved, known: Sequence[Array]) -> Any:
+    arrays = iter(saved.arrays)
+    leaves = [next(arrays) if k is None else known[k] for k in saved.slots]
+    return saved.treedef.unflatten(leaves)
+
+
+class Body:
+    """A split as functions: its value, its value with residuals, its gradients.
+
+    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
+    at the positions in `lost` will not be there for backward. `wrap` goes around the rest.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        how: How,
+        *,
+        lost: frozenset[int] = frozenset(),
+        wrap: Callable = lambda f: f,
+    ) -> None:
+        self.split, self.how, self.lost, self.wrap = split, how, lost, wrap
+        self.is_weight = [k is not None for k in split.kinds]
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Array]:
+        """The outputs, differentiated by JAX if at all."""
+        weights = self.weights_of(inputs)
+        frontier = self.prefix(weights, self.gather(weights))
+        return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
+
+    def gather(self, weights: Sequence[Any], kept: Env | None = None) -> list[Array]:
+        """The full weights, from the inputs that are weights; those in `kept` are there."""
+        held, kept = self._by_var(weights), kept or {}
+        return [
+            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, self.how.wire)
+            for var, s in self.split.gathers.items()
+        ]
+
+    def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
+        """The frontier: gathered weights, and what comes from weights alone."""
+        env: Env = {**self.split.constants, **self._by_var(weights)}
+        write(env, list(self.split.gathers), gathered)
+        for eqn in self.split.prefix:
+            write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
+        return [env[v] for v in self.split.frontier]
+
+    def _by_var(self, weights: Sequence[Any]) -> Env:
+        return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
+
+    def rest(
+        self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
+    ) -> list[Array]:
+        """The outputs, from the frontier, the shards that inner loops want, and plain inputs."""
+        env: Env = dict(zip(self.split.frontier, frontier, strict=True))
+        env.update(zip(self.split.loop_roots, roots, strict=True))
+        env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
+        self.how.run(self.split.rest, env, self.how)
+        return read_arrays(env, self.split.outvars)
+
+    def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
+        return where(inputs, self.is_weight)
+
+    def plain_of(self, inputs: Sequence[Any]) -> list[Any]:
+        return where(inputs, [not w for w in self.is_weight])
+
+    def roots_of(self, inputs: Sequence[Any]) -> list[Held]:
+        by_var = dict(zip(self.split.invars, inputs, strict=True))
+        return [by_var[root] for root in self.split.loop_roots]
+
+    def forward(
+        self, inputs: Sequence[Any], gathered: Sequence[Array], wanted: Sequence[bool]
+    ) -> tuple[list[Array], Saved]:
+        """Outputs, and the residuals of the rest, less what backward can make or has.
+
+        `wanted` says for which inputs a gradient is wanted.
+        """
+        frontier = self.prefix(self.weights_of(inputs), gathered)
+        varied, join = vary([*frontier], self._frontier_varies(wanted))
+        roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
+        num_roots = len(self.split.loop_roots)
+
+        def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
+            values = join_inputs(varied_inputs)
+            outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
+            floats = [is_float(x) for x in outs]
+            return where(outs, floats), where(outs, [not f for f in floats])
+
+        float_outs, vjp, other_outs = jax.vjp(rest, varied, roots_and_plain, has_aux=True)
+        outs = merge(self._float_outs(), float_outs, other_outs)
+        return outs, strip(vjp, self.known(frontier, inputs), wanted)
+
+    def known(self, frontier: Sequence[Array], inputs: Sequence[Any]) -> list[Array | None]:
+        """The arrays that backward need not be told: it makes the frontier and has inputs."""
+        kept = [None if i in self.lost else x for i, x in enumerate(inputs)]
+        return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        gathered: Sequence[Array],
+        saved: Saved,
+        cts: Sequence[Array | None],
+    ) -> list[Any]:
+        """Gradients of the inputs: `Held`-shaped for shards, None where there is none.
+
+        Lost inputs come as their types. `cts` has None where an output is of no float dtype.
+        """
+        return self.reduced(inputs, *self.unreduced(inputs, gathered, saved, cts))
+
+    def unreduced(
+        self,
+        inputs: Sequence[Any],
+        gathered: Sequence[Array],
+        saved: Saved,
+        cts: Sequence[Array | None],
+    ) -> tuple[list[Any], list[Array | None]]:
+        """Gradients of the inputs less what comes through gathered weights, and of these."""
+        weights, want_weights = self.weights_of(inputs), self.weights_of(saved.wanted)
+        # Shards get their gradients through the gathered weights and through inner loops.
+        want_whole = [
+            want and not isinstance(w, tuple) for w, want in zip(weights, want_weights, strict=True)
+        ]
+        sources, wanted = [*gathered, *weights], [*self._want_gathered(saved.wanted), *want_whole]
+        varied, join = vary(sources, wanted)
+
+        def prefix(varied: list) -> list[Array]:
+            values = join(varied)
+            return self.prefix(values[len(gathered) :], values[: len(gathered)])
+
+        frontier, prefix_vjp = jax.vjp(prefix, varied)
+        vjp = restore(saved, self.known(frontier, inputs))
+        d_varied, d_inputs = vjp(where(cts, self._float_outs()))
+        d_frontier = [
+            zeros_like(value) if grad is None else grad
+            for value, grad in zip(
+                frontier,
+                gradients(frontier, self._frontier_varies(saved.wanted), d_varied),
+                strict=True,
+            )
+        ]
+        d_sources = gradients(sources, wanted, prefix_vjp(d_frontier)[0])
+        d_roots_and_plain = gradients(*self._rest_inputs(inputs, saved.wanted), d_inputs)
+        num_roots = len(self.split.loop_roots)
+        totals = self._by_var(d_sources[len(gathered) :])
+        self._add_roots(totals, d_roots_and_plain[:num_roots])
+        grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
+        return grads, d_sources[: len(gathered)]
+
+    def _add_roots(self, totals: Env, grads: Sequence[tuple]) -> None:
+        """Adds the gradients that inner loops gave their shards."""
+        for root, grad in zip(self.split.loop_roots, grads, strict=True):
+            totals[root] = tuple(map(add, totals[root], grad))
+
+    def reduced(
+        self, inputs: Sequence[Any], grads: Sequence[Any], d_gathered: Sequence[Array | None]
+    ) -> list[Any]:
+        """Sends the gradients of gathered weights to their shards, and adds them."""
+        held = self._by_var(self.weights_of(inputs))
+        totals = self._by_var(self.weights_of(grads))
+        for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
+            if grad is not None:
+                *whole, last = totals[shard.root]
+                mine, to_root = jax.vjp(lambda x, s=shard: s.of((x,)), held[shard.root][-1])
+                (mine,) = to_root((dispose(grad, mine[0].dtype, shard.cut, self.how.wire),))
+                totals[shard.root] = (*whole, add(last, mine))
+        return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
+
+    def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
+        values = [*self.roots_of(inputs), *self.plain_of(inputs)]
+        return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
+
+    def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
+        """For which gathered weights a gradient is wanted: frozen ones have none."""
+        by_var = self._by_var(self.weights_of(wanted))
+        gathers = self.split.gathers.values()
+        return [by_var[s.root] and not s.is_frozen for s in gathers]
+
+    def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
+        """What of the frontier comes from weights that a gradient is wanted for."""
+        varies = self._by_var(self.weights_of(wanted))
+        varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
+        for eqn in self.split.prefix:
+            made = any(varies.get(v, False) for v in eqn.invars if is_var(v))
+            varies |= dict.fromkeys(eqn.outvars, made)
+        return [varies.get(v, False) for v in self.split.frontier]
+
+    def _float_outs(self) -> list[bool]:
+        return [is_float(v.aval) for v in self.split.outvars]
+
+
+def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
+    return [env[v] if is_var(v) else v.val for v in atoms]
+
+
+def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:
+    """As `read`, but a literal, which may be a bare Python number, comes with its dtype."""
+    return [env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in atoms]
+
+
+def write(env: Env, outvars: Sequence[Var], values: Sequence[Any]) -> None:
+    env.update(zip(outvars, values, strict=True))

@@ -1,0 +1,160 @@
+"""What a split jaxpr is made of."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from zerojax._collectives import Cut
+from zerojax._engine.views import View
+from zerojax._jaxpr import is_var
+
+Var = Any
+Atom = Any
+
+# What a variable is, besides a value of the rest (None).
+WEIGHT = "weight"  # computed from weights and constants alone
+CONST = "const"  # computed from constants alone
+
+_MOVES = ("transpose", "reshape", "squeeze")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A variable that is held as shards: the input it came in by, what was done to it since,
+    and how the result is cut."""
+
+    root: Var
+    cut: Cut
+    views: tuple[View, ...] = ()
+
+    def of(self, held: Sequence[Any]) -> tuple[Any, ...]:
+        """This variable, from what its root is held as."""
+        for view in self.views:
+            held = [view.apply(x) for x in held]
+        return tuple(held)
+
+    @property
+    def is_frozen(self) -> bool:
+        return any(view.stops for view in self.views)
+
+
+Kind = Shard | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """A `jax.checkpoint` of the user's, its weights-only part taken out."""
+
+    steps: list["Step"]
+    reads: list[Var]
+    outvars: list[Var]
+    policy: Any
+    prevent_cse: bool
+
+    @property
+    def roots(self) -> list[Var]:
+        return unique(shard.root for shard in shards_read(self.steps))
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A `jax.checkpoint` of the user's that gathers its own weights, and again in backward."""
+
+    split: "Split"
+    operands: list[Shard | Atom]
+    outvars: list[Var]
+    policy: Any
+    prevent_cse: bool
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.split.rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan over stacked weights."""
+
+    body: "Split"
+    operands: list[Shard | Atom]
+    outvars: list[Var]
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return effects_of(self.body.rest)
+
+
+Step = jex_core.JaxprEqn | Remat | Scope | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A jaxpr as prefix and rest. `kinds` says how each input comes in."""
+
+    invars: list[Var]
+    kinds: list[Kind]
+    constants: dict[Var, Any]
+    gathers: dict[Var, Shard]
+    prefix: list[jex_core.JaxprEqn]
+    frontier: list[Var]
+    rest: list[Step]
+    outvars: list[Atom]
+
+    @property
+    def loop_roots(self) -> list[Var]:
+        """Inputs that the rest still needs as shards, for its loops and scopes."""
+        return unique(s.root for s in shards_read(self.rest))
+
+    @property
+    def read_last(self) -> list[Var]:
+        """The matrix gathered here that the rest reads last (a head), and vectors read after it:
+        backward wants them first. None where a loop or scope that gathers for itself is later."""
+        gathered = {var: var for var in self.gathers}
+        for eqn in self.prefix:
+            # What is computed of a weight may be larger, and would be kept as well.
+            source = eqn.invars[0] if eqn.primitive.name in _MOVES else None
+            if is_var(source) and source in gathered:
+                gathered[eqn.outvars[0]] = gathered[source]
+        found: list[Var] = []
+        for step in reversed(self.rest):
+            if isinstance(step, Remat | Scope | Loop) or any(v.aval.ndim > 1 for v in found):
+                break
+            found += [gathered[v] for v in reads_of(step) if v in gathered]
+        return [var for var in self.gathers if var in found]
+
+
+def reads_of(step: Step) -> list[Var]:
+    """The variables that a step reads as values (not as shards)."""
+    match step:
+        case Remat():
+            return step.reads
+        case Scope() | Loop():
+            return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
+    return [v for v in step.invars if is_var(v)]
+
+
+def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
+    return frozenset().union(*(step.effects for step in steps))
+
+
+def unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
+    for step in steps:
+        if isinstance(step, Remat):
+            yield from shards_read(step.steps)
+        elif isinstance(step, Scope | Loop):
+            yield from (v for v in step.operands if isinstance(v, Shard))

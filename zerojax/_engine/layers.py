@@ -1,0 +1,137 @@
+"""A scan over stacked weights, one layer gathered at a time in both directions.
+
+Forward keeps of each layer what its derivative needs, less the weights; backward walks the
+layers in reverse, gathers each again and reduce-scatters its gradient inside the loop.
+See the note in `body.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax._engine.body import Body, How
+from zerojax._engine.ir import Loop
+from zerojax._engine.vary import add, instantiated, is_float
+
+Array = Any
+
+
+class Layers:
+    """One scan in three forms: plain, keeping residuals, and backward over them.
+
+    Turn 0 is the first layer that forward walks, whichever end of the stack it is.
+    """
+
+    def __init__(self, loop: Loop, how: How) -> None:
+        self.loop = loop
+        first_x = loop.num_consts + loop.num_carry
+        # Backward has constants and scanned inputs again, but not what the carry was.
+        lost = frozenset(range(loop.num_consts, first_x))
+        self.how = how
+        self.body = Body(loop.body, dataclasses.replace(how, in_loop=True), lost=lost)
+
+    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, carry and scanned operands."""
+        first_x = self.loop.num_consts + self.loop.num_carry
+        carry = slice(self.loop.num_consts, first_x)
+        return list(operands[: carry.start]), list(operands[carry]), list(operands[first_x:])
+
+    def forward(self, inputs: Sequence[Any]) -> list[Array]:
+        consts, carry, xs = self.parts(inputs)
+        num_carry = self.loop.num_carry
+
+        def step(carry: list, xs: list) -> tuple[list, list]:
+            outs = self.body([*consts, *carry, *xs])
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys]
+
+    def forward_saving(
+        self, inputs: Sequence[Any], wanted: Sequence[bool]
+    ) -> tuple[list[Array], Any]:
+        """The outputs, and what `backward` needs besides the inputs."""
+        consts, carry, xs = self.parts(inputs)
+        num_carry = self.loop.num_carry
+        wanted = self.wanted_inside(wanted)
+
+        def step(carry: list, xs: list) -> tuple[Any, Any]:
+            gathered = self.gathered(inputs, xs)
+            outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
+            return outs[:num_carry], (outs[num_carry:], saved)
+
+        carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys], saved
+
+    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs."""
+        inputs, cts = self.tied(inputs, cts)
+        consts, _, xs = self.parts(inputs)
+        d_carry, d_ys = self.d_outs(cts)
+        types = self.carry_types(inputs)
+
+        def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> Any:
+            (d_carry, d_consts), (saved, d_ys, xs) = state, layer
+            gathered = self.gathered(inputs, xs)
+            d_layer = [*d_carry, *d_ys]
+            d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
+            more, d_carry, d_xs = self.parts(d_inputs)
+            return (d_carry, list(map(add, d_consts, more))), d_xs
+
+        start = (d_carry, self.d_consts(consts, saved.wanted))
+        (d_carry, d_consts), d_xs = self.scan(
+            step, start, (saved, d_ys, xs), reverse=not self.loop.reverse
+        )
+        return [*d_consts, *d_carry, *d_xs]
+
+    # -- what both walks share
+
+    def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
+        return lax.scan(
+            step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
+        )
+
+    def gathered(self, inputs: Sequence[Any], xs: Sequence[Any]) -> list[Array]:
+        """The full weights of one layer, whose shards are among `xs`."""
+        consts, carry, _ = self.parts(inputs)
+        return self.body.gather(self.body.weights_of([*consts, *carry, *xs]))
+
+    def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
+        """The carry may vary inside the loop even where its first value does not."""
+        consts, carry, xs = self.parts(wanted)
+        return [*consts, *[True] * len(carry), *xs]
+
+    def d_outs(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the carry and of the stacked outputs, None where there can be none."""
+        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+        return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
+
+    def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """Zeros to add the constants' gradients to."""
+        pairs = zip(consts, wanted[: len(consts)], strict=True)
+        return [jnp.zeros_like(x) if want and is_float(x) else None for x, want in pairs]
+
+    def carry_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        _, carry, _ = self.parts(inputs)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+
+    def tied(
+        self, inputs: Sequence[Any], cts: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The inputs and cotangents, the shards not to be used before these are there.
+
+        Without a loop of its own between them, XLA would merge backward's gathers with forward's
+        and keep their results.
+        """
+        if self.loop.unroll == 1:
+            return inputs, cts
+        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+        shards = [x if isinstance(x, tuple) else None for x in inputs]
+        shards, floats = lax.optimization_barrier((shards, floats))
+        return [x if s is None else s for x, s in zip(inputs, shards, strict=True)], floats

@@ -1,0 +1,262 @@
+"""Reads a jaxpr and splits it in two: what comes from weights alone, and the rest.
+
+The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
+(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as big as
+full weights, so none of it is kept for backward (but see `Split.read_last`): it runs again
+there. What the rest reads of it is the *frontier*.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from zerojax import _compat
+from zerojax._engine.ir import (
+    CONST,
+    WEIGHT,
+    Atom,
+    Kind,
+    Loop,
+    Remat,
+    Scope,
+    Shard,
+    Split,
+    Step,
+    Var,
+    reads_of,
+    unique,
+)
+from zerojax._engine.readers import Readers, is_cast
+from zerojax._jaxpr import Inliner, alive, is_var
+
+
+def split(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    kinds: Sequence[Kind],
+    *,
+    pull: bool,
+    checkpointed: bool = False,
+) -> Split:
+    """Splits `jaxpr`. With `pull`, weights inside a remat are gathered outside of it (a loop
+    body gathers everything first); without, the remat gathers for itself where it can.
+    `checkpointed` says that the rest will run under `jax.checkpoint`.
+
+    A `Shard` among `kinds` may have any root; the input variable itself becomes the root.
+    """
+    splitter = _Splitter(pull, checkpointed)
+    for var, kind in zip(jaxpr.invars, kinds, strict=True):
+        splitter.kinds[var] = Shard(var, kind.cut) if isinstance(kind, Shard) else kind
+    kinds = [splitter.kinds[v] for v in jaxpr.invars]
+    splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
+    rest: list[Step] = []
+    eqns = splitter.inline(jaxpr.eqns)
+    splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
+    for eqn in eqns:
+        splitter.visit(eqn, rest)
+    outvars = [splitter.whole(splitter.inliner.named(v)) for v in jaxpr.outvars]
+    rest = alive(rest, outvars, reads_of)
+    reads = unique(v for step in rest for v in reads_of(step))
+    wanted = unique([*reads, *(v for v in outvars if is_var(v))])
+    made = {v for step in rest for v in step.outvars}
+    frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST) and v not in made]
+    prefix = alive(splitter.prefix, frontier, reads_of)
+    needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
+    gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
+    return Split(
+        invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
+        gathers=gathers, prefix=prefix, frontier=frontier, rest=rest, outvars=outvars,
+    )  # fmt: skip
+
+
+class _Splitter:
+    def __init__(self, pull: bool, checkpointed: bool) -> None:
+        self.pull, self.checkpointed = pull, checkpointed
+        self.inliner = Inliner()
+        self.kinds: dict[Var, Kind] = {}
+        self.gathers: dict[Var, Shard] = {}
+        self.gathered: dict[Shard, Var] = {}
+        self.prefix: list[jex_core.JaxprEqn] = []
+        self.readers = Readers()
+
+    # -- what a variable is
+
+    def kind(self, atom: Atom) -> Kind:
+        if not is_var(atom) or atom in self.inliner.constants:
+            return CONST
+        return self.kinds.get(atom)
+
+    def is_weights(self, atom: Atom) -> bool:
+        kind = self.kind(atom)
+        return isinstance(kind, Shard) or kind == WEIGHT
+
+    def whole(self, atom: Atom) -> Atom:
+        """`atom`, gathered where it is a shard; once for all later uses."""
+        kind = self.kind(atom)
+        if not isinstance(kind, Shard):
+            return atom
+        if kind not in self.gathered:
+            var = _compat.fresh(atom)
+            self.gathered[kind] = var
+            self.gathers[var] = kind
+            self.kinds[var] = WEIGHT
+        return self.gathered[kind]
+
+    # -- calls are inlined where they meet a weight, so that there is one level to read
+
+    def inline(self, eqns: Iterable[jex_core.JaxprEqn]) -> list[jex_core.JaxprEqn]:
+        flat: list[jex_core.JaxprEqn] = []
+        touched = {v for v in self.kinds if self.is_weights(v)}
+
+        def walk(eqn: jex_core.JaxprEqn) -> None:
+            eqn = self.inliner.resolved(eqn)
+            touches = any(is_var(v) and v in touched for v in eqn.invars)
+            if touches:
+                touched.update(eqn.outvars)
+            if not touches or eqn.primitive.name not in _compat.CALLS:
+                flat.append(eqn)
+                return
+            for inner in self.inliner.expand(eqn):
+                walk(inner)
+
+        for eqn in eqns:
+            walk(eqn)
+        return flat
+
+    def find_readers(self, eqns: Sequence[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
+        # A remat that is taken apart when its turn comes does not read; its equations will.
+        apart = _compat.REMAT if self.pull else ()
+        self.readers.find([e for e in eqns if e.primitive.name not in apart], outvars)
+
+    # -- one equation
+
+    def visit(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        # A remat taken apart while visiting may have renamed what this equation reads.
+        eqn = self.inliner.resolved(eqn)
+        name = eqn.primitive.name
+        kinds = [self.kind(v) for v in eqn.invars]
+        if is_cast(eqn) and (cast := _cast_shard(eqn, kinds[0])):
+            # Cast the shard, not the weight: the gather then moves the narrower dtype.
+            self.kinds[eqn.outvars[0]] = cast
+        elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
+            # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
+            # lies already. Gathered for this, a stack would be whole before its loop.
+            self.kinds[eqn.outvars[0]] = kinds[0]
+        elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
+            self.kinds.update(zip(eqn.outvars, shards, strict=True))
+        elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
+            self.visit_remat(eqn, rest)
+        elif name == "scan" and self.scans_weights(eqn):
+            rest.append(self.loop(eqn))
+        else:
+            self.visit_plain(eqn, rest)
+
+    def visit_plain(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        invars = [self.whole(v) for v in eqn.invars]
+        kinds = {self.kind(v) for v in invars}
+        eqn = eqn.replace(invars=invars)
+        if kinds <= {WEIGHT, CONST} and not _compat.has_side_effects(eqn):
+            self.prefix.append(eqn)
+            for var in eqn.outvars:
+                self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
+            if self.checkpointed and WEIGHT not in kinds:
+                # Nothing keeps it there anyway. Handed in from outside, a mask made of iotas
+                # would be an array behind jax.checkpoint's barrier instead of part of a fusion.
+                rest.append(eqn)
+        else:
+            rest.append(eqn)
+
+    def visit_remat(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        if not self.pull:
+            operands = list(eqn.invars)
+            inner = self.split_remat(jaxpr, consts, operands)
+            gathered = {shard.root for shard in inner.gathers.values()}
+            pairs = zip(inner.invars, operands, strict=True)
+            shared = [var in gathered and len(self.readers.of(v)) > 1 for var, v in pairs]
+            if any(shared):  # gathered out here, once for all its uses
+                operands = [
+                    self.whole(v) if several else v
+                    for v, several in zip(operands, shared, strict=True)
+                ]
+                inner = self.split_remat(jaxpr, consts, operands)
+            shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
+            rest.append(Scope(inner, shards, list(eqn.outvars), policy, prevent_cse))
+            return
+        steps: list[Step] = []
+        outside, self.checkpointed = self.checkpointed, True
+        inside = self.inline(self.inliner.expand(eqn))
+        self.find_readers(inside, ())
+        for inner in inside:
+            self.visit(inner, steps)
+        self.checkpointed = outside
+        made_here = {v for step in steps for v in step.outvars}
+        outvars = [v for v in eqn.outvars if v in made_here]
+        steps = alive(steps, outvars, reads_of)
+        made = {v for step in steps for v in step.outvars}
+        reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
+        rest.append(Remat(steps, reads, outvars, policy, prevent_cse))
+
+    def split_remat(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Atom]) -> Split:
+        kinds = [_inner_kind(self.kind(v)) for v in operands]
+        return split(jaxpr, consts, kinds, pull=False, checkpointed=True)
+
+    def scans_weights(self, eqn: jex_core.JaxprEqn) -> bool:
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        return any(map(self.is_weights, eqn.invars[num_consts + num_carry :]))
+
+    def loop(self, eqn: jex_core.JaxprEqn) -> Loop:
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        first_x = num_consts + num_carry
+        operands, kinds = [], []
+        for index, atom in enumerate(eqn.invars):
+            kind = self.kind(atom)
+            if isinstance(kind, Shard) and index >= first_x and kind.cut.dim > 0:
+                operands.append(kind)
+                kinds.append(Shard(kind.root, kind.cut.of_one_layer()))
+                continue
+            if isinstance(kind, Shard) and index >= first_x:
+                _warn_sharded_layers(atom)
+            whole = self.whole(atom)
+            is_carry = num_consts <= index < first_x
+            operands.append(whole)
+            kinds.append(None if is_carry else _inner_kind(self.kind(whole)))
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        body = split(jaxpr, consts, kinds, pull=True)
+        return Loop(
+            body, operands, list(eqn.outvars), num_consts, num_carry,
+            eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"],
+        )  # fmt: skip
+
+
+def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
+    """A shard after a cast between floats, if the cast can be left to the gather."""
+    if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
+        return None
+    new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(kind.cut.dtype)
+    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
+        return None
+    if new.itemsize == old.itemsize:
+        return None
+    change = {"dtype": new} if new.itemsize < old.itemsize else {"use_dtype": new}
+    return dataclasses.replace(kind, cut=dataclasses.replace(kind.cut, **change))
+
+
+def _inner_kind(kind: Kind) -> Kind:
+    """What an operand is inside the body that receives it."""
+    return WEIGHT if kind in (WEIGHT, CONST) else kind
+
+
+def _warn_sharded_layers(var: Var) -> None:
+    warnings.warn(
+        f"a parameter stack of shape {var.aval.shape} is scanned along dimension 0 and sharded "
+        "along it too, so it is gathered whole before the loop. Name it to the plan as stacked: "
+        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. Of loops "
+        "within loops: overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
+        stacklevel=2,
+    )

@@ -1,0 +1,173 @@
+"""`zerojax doctor`: what on this machine helps or hurts, each with its remedy."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from zerojax import aot
+from zerojax._hlo import gpus as _gpus
+
+OLDEST_JAX = (0, 10, 2)
+EXTRAS = {
+    "matplotlib": "plots (audit.plot)",
+    "safetensors": "weights in safetensors files",
+    "tqdm": "progress bars of the examples",
+}
+# Flags that were good advice once, or elsewhere.
+HURTFUL_FLAGS = {
+    "xla_gpu_enable_latency_hiding_scheduler=false": "no collective hides behind compute",
+    "xla_disable_hlo_passes": "whatever those passes did is missing",
+    "xla_gpu_enable_async_collectives=false": "every collective blocks",
+    "xla_gpu_all_gather_combine_threshold_bytes": "steps set it by what a layer needs",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "steps set it by what a layer needs",
+}
+HURTFUL_VARIABLES = {
+    "NCCL_P2P_DISABLE": "GPUs of one host then talk through host memory",
+    "NCCL_SHM_DISABLE": "processes of one host then talk over the network",
+    "NCCL_IB_DISABLE": "hosts then talk over TCP",
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+    "JAX_DISABLE_JIT": "nothing is compiled",
+    "JAX_DEBUG_NANS": "every step is synchronous and keeps its inputs",
+    "JAX_ENABLE_X64": "constants without a dtype become 64 bits wide",
+}
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+OFF = ("", "0", "false", "False")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """`status` is "ok", "note" (nothing wrong), "warn" (slower or riskier) or "fail"."""
+
+    name: str
+    status: str
+    text: str
+
+
+def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
+    """All checks, in the order in which to read them."""
+    return [
+        *_versions(), *_devices(), *_flags(environ), *_memory(environ), *_processes(environ),
+        *_extras(),
+    ]  # fmt: skip
+
+
+def _versions() -> Iterator[Check]:
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    found["orbax-checkpoint"] = importlib.metadata.version("orbax-checkpoint")
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    yield Check("versions", "ok", f"Python {platform.python_version()}, {text}")
+    if jax.__version_info__ < OLDEST_JAX:
+        yield Check("jax", "fail", f"{jax.__version__} is too old. Run: pip install -U jax")
+    if found["jax"].split(".")[:3] != found["jaxlib"].split(".")[:3]:
+        yield Check(
+            "jaxlib",
+            "fail",
+            f"{found['jaxlib']} is not jax's. Run: pip install -U jax jaxlib",
+        )
+
+
+def _devices() -> Iterator[Check]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        yield Check("devices", "fail", f"JAX finds none: {str(error).splitlines()[0]}")
+        return
+    kinds = sorted({device.device_kind for device in devices})
+    yield Check("devices", "ok", f"{len(devices)} ({', '.join(kinds)})")
+    if devices[0].platform == "cpu":
+        yield Check(
+            "accelerator", "note",
+            "none in use. With an NVIDIA GPU: pip install 'zerojax[gpu]'. To emulate 8 devices: "
+            "jax.config.update('jax_num_cpu_devices', 8).",
+        )  # fmt: skip
+    elif not any(_gpus.of_device_kind(kind) for kind in kinds):
+        yield Check("gpu facts", "note", f"no speeds known for {kinds[0]}: audits show no times")
+
+
+def _flags(environ: Mapping[str, str]) -> Iterator[Check]:
+    flags = environ.get("XLA_FLAGS", "")
+    hurt = [(flag, why) for flag, why in HURTFUL_FLAGS.items() if flag in flags.replace("--", "")]
+    for flag, why in hurt:
+        yield Check("XLA_FLAGS", "warn", f"{flag}: {why}. Take it out of XLA_FLAGS.")
+    set_here = [name for name in HURTFUL_VARIABLES if environ.get(name, "") not in OFF]
+    for name in set_here:
+        yield Check(name, "warn", f"is set: {HURTFUL_VARIABLES[name]}. Unset it.")
+    if not hurt and not set_here:
+        yield Check("flags", "ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
+
+
+def _memory(environ: Mapping[str, str]) -> Iterator[Check]:
+    # The first is the newer name; JAX takes either, not both.
+    names = [name for name in MEMORY_FRACTION if name in environ]
+    fraction = environ[names[0]] if names else None
+    grows = environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false"
+    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        yield Check(
+            "memory", "warn", "the platform allocator is slow. Unset XLA_PYTHON_CLIENT_ALLOCATOR."
+        )
+    elif grows:
+        yield Check(
+            "memory", "warn",
+            "is taken as needed, which fragments. Unset XLA_PYTHON_CLIENT_PREALLOCATE.",
+        )  # fmt: skip
+    elif fraction is None:
+        yield Check(
+            "memory", "note",
+            "JAX takes 75% of each GPU. Forecasts count on 92%: set XLA_CLIENT_MEM_FRACTION=0.92 "
+            "where nothing else uses the GPU.",
+        )  # fmt: skip
+    elif (share := _number(fraction)) is None or share <= 0:
+        yield Check(
+            "memory", "fail",
+            f"{names[0]}={fraction!r} is no share of a GPU. Set it to 0.92, say.",
+        )  # fmt: skip
+    else:
+        yield Check("memory", "ok", f"JAX takes {share:.0%} of each GPU")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
+    address = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if not address:
+        yield Check("processes", "ok", "one; JAX_COORDINATOR_ADDRESS is not set")
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) >= 2**16:
+        yield Check(
+            "processes",
+            "fail",
+            f"JAX_COORDINATOR_ADDRESS={address!r} is not host:port",
+        )
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        yield Check("processes", "ok", f"the coordinator {address} answers")
+    except OSError as error:
+        yield Check(
+            "processes", "warn",
+            f"the coordinator {address} does not answer ({error}). It does once process 0 runs; if "
+            "that one does, open the port.",
+        )  # fmt: skip
+
+
+def _extras() -> Iterator[Check]:
+    for package, purpose in EXTRAS.items():
+        if importlib.util.find_spec(package) is None:
+            yield Check(package, "note", f"is not installed: no {purpose}. pip install {package}")
+    try:
+        aot.check_packages()
+        yield Check("compiling for GPUs", "ok", "forecast and aot work here")
+    except ModuleNotFoundError as error:
+        yield Check("compiling for GPUs", "note", str(error))

@@ -1,0 +1,72 @@
+"""Model FLOP/s utilization: what a step must compute, over what the devices could."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax._forecast import flops as _flops
+from zerojax._hlo import gpus as _gpus
+from zerojax._loss.arguments import find_plan
+from zerojax._loss.fields import with_fields
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.plan import Plan
+from zerojax._state import state as _state
+from zerojax._step.step import Step
+
+
+def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:
+    """FLOPs that a step needs, over all devices: three times those of the forward's matmuls.
+
+    Counted from the loss as it is written, so what backward computes again does not count; with
+    frozen parameters, the gradients that are not made do. The
+    model FLOP/s utilization is `step_flops(...) / (seconds * peak_flops())`.
+
+    Arguments:
+        step: from `zerojax.train_step`.
+        state, batch, rng: what the step takes; the shapes are enough.
+
+    Example:
+        >>> state = zerojax.shard_train_state(({"w": jnp.ones((64, 16))}, ()), stage=3)
+        >>> plan = zerojax.plan(state)
+        >>> step = zerojax.train_step(lambda p, x: jnp.mean(x @ p["w"]), plan=plan, tx=optax.sgd(1))
+        >>> print(zerojax.step_flops(step, state, np.ones((8, 64))))  # 3 * 2 * 8 * 64 * 16
+        49152.0
+    """
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step_flops takes a step of zerojax.train_step, got a {type(step).__name__}: "
+            "step_flops(step, state, batch)."
+        )
+    plan = find_plan(state, step.recipe.plan, step.recipe.stage)
+    return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
+
+
+def peak_flops(devices: Sequence[Any] | None = None) -> float | None:
+    """Data-sheet FLOP/s of the devices together, dense and in 16 bits; by default, of all.
+
+    None where one of them is no GPU that zerojax knows.
+
+    Example:
+        >>> print(zerojax.peak_flops())  # of emulated CPU devices
+        None
+    """
+    devices = jax.devices() if devices is None else devices
+    gpus = [_gpus.of_device_kind(device.device_kind) for device in devices]
+    known = [gpu.flops for gpu in gpus if gpu is not None]
+    return sum(known) if len(known) == len(gpus) else None
+
+
+def needed_flops(
+    loss_fn: Callable[..., Any], plan: Plan, batch: Any, rng: Any, mutable: Sequence[str]
+) -> float:
+    """Of the whole batch: three times the forward's matmuls. What backward computes again is
+    work, but none that was needed."""
+
+    def forward(state: Any, *args: Any) -> Any:
+        return with_fields(loss_fn, state, mutable)(_state.get_params(state), *args)
+
+    args = (batch,) if rng is None else (batch, rng)
+    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.axes]
+    with _mesh.seen_as(plan.mesh.abstract_mesh):  # for constraints by bare specs
+        return 3 * _flops.matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)

@@ -1,0 +1,155 @@
+"""How long one instruction of a GPU program takes: the larger of its arithmetic and its memory.
+
+Matmul FLOPs against the reachable FLOP/s, bytes touched against the reachable bytes/s. A slice of
+a stacked buffer costs the slice, an update in place the update.
+"""
+
+import collections
+import functools
+import math
+import re
+
+from zerojax._hlo.gpus import Rates
+from zerojax._hlo.module import Instruction, Module
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
+    "partition-id", "replica-id", "opt-barrier",
+}  # fmt: skip
+_SEE_THROUGH = ("bitcast", "copy", "convert")
+
+
+class CostModel:
+    """Costs of the instructions of one module; `rates` says on which GPU."""
+
+    def __init__(self, module: Module, rates: Rates) -> None:
+        self.module, self.rates = module, rates
+        self.fusion_bytes = functools.cache(self._fusion_bytes)
+        self.computation_flops = functools.cache(self._computation_flops)
+
+    def seconds(self, computation: str, instruction: Instruction) -> float:
+        flops = self.flops(computation, instruction)
+        nbytes = self.touched(computation, instruction)
+        return max(flops / self.rates.flops, nbytes / self.rates.memory)
+
+    # -- arithmetic
+
+    def flops(self, computation: str, instruction: Instruction) -> float:
+        """Of the matmuls it runs, in fusions and called computations too."""
+        if instruction.opcode == "dot":
+            return self._dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+        if instruction.opcode == "custom-call" and re.search(
+            "matmul|cublas", instruction.attributes
+        ):
+            pattern = r'"?lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
+            return self._dot_flops(computation, instruction, pattern)
+        if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.attributes:
+            return self._convolution_flops(computation, instruction)
+        if instruction.fuses or instruction.opcode == "call":
+            return sum(self.computation_flops(name) for name in instruction.called)
+        return 0
+
+    def _computation_flops(self, name: str) -> float:
+        return sum(self.flops(name, i) for i in self.module.computations[name].values())
+
+    def _dot_flops(self, computation: str, dot: Instruction, contracting: str) -> float:
+        left = self.module.computations[computation][dot.operands[0]].arrays[0]
+        found = re.findall(r"\d+", dot.attribute(contracting) or "")
+        dims = [int(d) for d in found] or [len(left.dims) - 1]
+        return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
+
+    def _convolution_flops(self, computation: str, convolution: Instruction) -> float:
+        """Two for each output element and kernel element that reaches it.
+
+        Backward's convolutions have forward's output, or its kernel, in other places.
+        """
+        instructions = self.module.computations[computation]
+        first, second = (instructions[o].arrays[0] for o in convolution.operands[:2])
+        output, kernel = convolution.arrays[0], second
+        if "convBackwardInput" in convolution.attributes:
+            output = first
+        elif "convBackwardFilter" in convolution.attributes:
+            output, kernel = second, output
+        labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
+        features = kernel.dims[labels.index("o")] if "o" in labels else 1
+        return 2 * output.size * kernel.size / max(features, 1)
+
+    def matmul_dtypes(self, computation: str, instruction: Instruction) -> dict[str, float]:
+        """FLOPs by the operands' dtype."""
+        found: dict[str, float] = collections.defaultdict(float)
+        if instruction.opcode in ("dot", "custom-call", "convolution"):
+            if flops := self.flops(computation, instruction):
+                left = self.module.computations[computation][instruction.operands[0]]
+                found[left.arrays[0].dtype] += flops
+        elif instruction.fuses or instruction.opcode == "call":
+            for name in instruction.called:
+                for inner in self.module.computations[name].values():
+                    for dtype, flops in self.matmul_dtypes(name, inner).items():
+                        found[dtype] += flops
+        return found
+
+    # -- memory
+
+    def touched(self, computation: str, instruction: Instruction) -> float:
+        """Bytes read and written."""
+        opcode = instruction.opcode
+        if instruction.fuses:
+            reads, writes = self.fusion_bytes(instruction.called[0])
+            return reads + writes
+        if opcode in _FREE or opcode.endswith(("-start", "-done")):
+            return 0
+        instructions = self.module.computations[computation]
+        operands = [instructions[o].nbytes for o in instruction.operands if o in instructions]
+        if opcode == "dynamic-slice":
+            return 2 * instruction.nbytes
+        if opcode == "dynamic-update-slice":
+            return 2 * operands[1]
+        return sum(operands) + instruction.nbytes
+
+    def _fusion_bytes(self, name: str) -> tuple[float, float]:
+        """Read and written by a fused computation: only the parts of buffers that it needs."""
+        instructions = self.module.computations[name]
+        seen_through: dict[str, str] = {}  # a bitcast of a parameter stays that parameter
+        users: dict[str, list[tuple[int, Instruction]]] = collections.defaultdict(list)
+        for instruction in instructions.values():
+            for at, operand in enumerate(instruction.operands):
+                origin = seen_through.get(operand, operand)
+                is_parameter = origin in instructions and instructions[origin].opcode == "parameter"
+                if instruction.opcode == "bitcast" and is_parameter:
+                    seen_through[instruction.name] = origin
+                else:
+                    users[origin].append((at, instruction))
+        parameters = [i for i in instructions.values() if i.opcode == "parameter"]
+        reads = sum(_read(p.nbytes, users[p.name]) for p in parameters)
+        return reads, self._written(name)
+
+    def _written(self, name: str) -> float:
+        root, instructions = self.module.root(name), self.module.computations[name]
+        outputs = root.operands if root.opcode == "tuple" else [root.name]
+        return sum(self._written_by(instructions, instructions[o]) for o in outputs)
+
+    def _written_by(self, instructions: dict[str, Instruction], output: Instruction) -> float:
+        """An update in place writes the update, whatever casts stand around it."""
+        inner = output
+        while inner.opcode in _SEE_THROUGH and inner.operands:
+            inner = instructions[inner.operands[0]]
+            if inner.opcode not in ("dynamic-update-slice", "bitcast"):
+                break
+        if inner.opcode == "dynamic-update-slice":
+            return instructions[inner.operands[1]].nbytes
+        return output.nbytes
+
+
+def _read(whole: float, users: list[tuple[int, Instruction]]) -> float:
+    """How much of a fusion's parameter its users read."""
+    total = 0.0
+    for at, user in users:
+        if user.opcode in ("dynamic-slice", "gather") and at == 0:
+            total += user.nbytes
+        elif user.opcode == "dynamic-update-slice" and at == 0:
+            continue
+        elif user.opcode in ("dynamic-slice", "dynamic-update-slice") and whole <= 8:
+            continue  # an index
+        else:
+            return whole
+    return min(whole, total)

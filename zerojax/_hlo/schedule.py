@@ -1,0 +1,214 @@
+"""Replays a module's schedule on two streams, compute and collectives, each in order.
+
+A collective costs the bytes it sends over its group's bandwidth, plus a latency. A `-done` waits
+for it; what it waits is exposed. Loops run as often as XLA knows that they do.
+"""
+
+import collections
+import dataclasses
+
+from zerojax._hlo import groups as _groups, module as _module
+from zerojax._hlo.cost import CostModel
+from zerojax._hlo.gpus import Rates
+from zerojax._hlo.module import Instruction, Module
+
+REDUCING = ("reduce-scatter", "all-reduce")
+
+
+@dataclasses.dataclass
+class Collective:
+    """One collective instruction, over all the runs of the loops around it."""
+
+    instruction: Instruction
+    computation: str
+    arrays: list[_module.Array]  # its operands
+    group: _groups.Group
+    wire: float  # bytes that each device sends in one run
+    trips: int
+    loops: tuple[str, ...]  # the `while`s around it, outermost first
+    seconds: float = 0.0  # of one run
+    exposed: float = 0.0  # of one run
+    between: float = 0.0  # compute between start and done, of one run
+
+    @property
+    def kind(self) -> str:
+        return collective_kind(self.instruction)
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.instruction.opcode.endswith("-start")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({array.dtype for array in self.arrays}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something on the timeline: one run of the loop bodies, at the time of the first."""
+
+    start: float
+    end: float
+    name: str
+    stream: str  # "compute", "collectives" or "waiting"
+    trips: int
+    kind: str = ""  # of a collective: newer JAX names instructions as it likes
+
+
+@dataclasses.dataclass
+class Replay:
+    """What a replay found. Times are seconds of one step."""
+
+    step: float = 0.0
+    compute: float = 0.0
+    exposed: float = 0.0
+    flops: float = 0.0
+    collectives: list[Collective] = dataclasses.field(default_factory=list)
+    flops_by_dtype: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    unknown_loops: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def wire(self) -> float:
+        return sum(c.wire * c.trips for c in self.collectives)
+
+    def add(self, part: "Replay") -> None:
+        """What happened inside of a called computation, but for the time that it took."""
+        self.exposed += part.exposed
+        self.flops += part.flops
+        self.collectives += part.collectives
+        self.spans += part.spans
+        self.unknown_loops += part.unknown_loops
+        for dtype, flops in part.flops_by_dtype.items():
+            self.flops_by_dtype[dtype] += flops
+
+
+def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
+    """The whole step."""
+    result = Replay()
+    player = _Player(module, rates, per_host, result)
+    result.step, result.compute = player.run(module.entry, 1, (), 0.0)
+    return result
+
+
+def wire_bytes(kind: str, nbytes: float, group: int) -> float:
+    """What each device sends for a collective with operands of `nbytes`."""
+    if group <= 1:
+        return 0.0
+    if kind == "all-gather":
+        return nbytes * (group - 1)
+    if kind == "all-reduce":
+        return 2 * nbytes * (group - 1) / group
+    if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return nbytes * (group - 1) / group
+    return nbytes
+
+
+def collective_kind(instruction: Instruction) -> str:
+    """'all-gather', for its asynchronous halves too; '' for what is no collective."""
+    return instruction.base if instruction.base in _module.COLLECTIVES else ""
+
+
+class _Player:
+    def __init__(self, module: Module, rates: Rates, per_host: int, result: Replay) -> None:
+        self.module, self.rates, self.per_host, self.result = module, rates, per_host, result
+        self.cost = CostModel(module, rates)
+
+    def run(
+        self, name: str, trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        """(elapsed, compute) of one run of a computation that starts at `origin`."""
+        now = free = compute = 0.0
+        pending: dict[str, tuple[float, float, Collective]] = {}
+        for instruction in self.module.computations[name].values():
+            kind = collective_kind(instruction)
+            if kind and instruction.opcode.endswith("-done"):
+                end, computed, collective = pending.pop(instruction.operands[0])
+                collective.between = compute - computed
+                now = self.wait(collective, now, end, origin)
+            elif kind:
+                collective = self.collective(name, instruction, kind, trips, loops)
+                start = max(now, free)
+                free = start + collective.seconds
+                when = (origin + start, origin + free)
+                self.span(*when, instruction.name, "collectives", trips, kind)
+                if collective.asynchronous:
+                    pending[instruction.name] = (free, compute, collective)
+                else:
+                    now = self.wait(collective, now, free, origin)
+            elif instruction.opcode == "while":
+                elapsed, inside = self.loop(instruction, trips, loops, origin + now)
+                now, compute = now + elapsed, compute + inside
+            elif instruction.opcode in ("call", "conditional") and instruction.called:
+                elapsed, inside = self.slowest(instruction.called, trips, loops, origin + now)
+                now, compute = now + elapsed, compute + inside
+            else:
+                seconds = self.compute(name, instruction, trips, origin + now)
+                now, compute = now + seconds, compute + seconds
+        return now, compute
+
+    def slowest(
+        self, names: list[str], trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        """Nobody knows which branch a step takes: the slowest one counts, and only that one."""
+        before, tried = self.result, []
+        for name in names:
+            self.result = Replay()
+            tried.append((*self.run(name, trips, loops, origin), self.result))
+        elapsed, compute, chosen = max(tried, key=lambda one: one[0])
+        self.result = before
+        before.add(chosen)
+        return elapsed, compute
+
+    def loop(
+        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        count = instruction.trip_count
+        if count is None:
+            self.result.unknown_loops.append(instruction.name)
+            count = 1
+        body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
+        elapsed, compute = self.run(body, trips * count, (*loops, instruction.name), origin)
+        return elapsed * count, compute * count
+
+    def compute(self, name: str, instruction: Instruction, trips: int, at: float) -> float:
+        seconds = self.cost.seconds(name, instruction)
+        self.result.flops += self.cost.flops(name, instruction) * trips
+        for dtype, flops in self.cost.matmul_dtypes(name, instruction).items():
+            self.result.flops_by_dtype[dtype] += flops * trips
+        self.span(at, at + seconds, instruction.name, "compute", trips)
+        return seconds
+
+    def collective(
+        self, name: str, instruction: Instruction, kind: str, trips: int, loops: tuple[str, ...]
+    ) -> Collective:
+        instructions = self.module.computations[name]
+        arrays = [
+            a for o in instruction.operands if o in instructions for a in instructions[o].arrays
+        ]
+        group = _groups.group_of(instruction, self.module.devices)
+        size = len(group.members)
+        wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)
+        found = Collective(instruction, name, arrays, group, wire, trips, loops)
+        found.seconds = (
+            wire / self.rates.bandwidth(size, group.on_host(self.per_host)) + self.rates.latency
+        )
+        self.result.collectives.append(found)
+        return found
+
+    def wait(self, collective: Collective, now: float, end: float, origin: float) -> float:
+        waited = max(0.0, end - now)
+        collective.exposed = waited
+        self.result.exposed += waited * collective.trips
+        self.span(
+            origin + now, origin + end, collective.instruction.name, "waiting", collective.trips
+        )
+        return max(now, end)
+
+    def span(
+        self, start: float, end: float, name: str, stream: str, trips: int, kind: str = ""
+    ) -> None:
+        if end > start:
+            self.result.spans.append(Span(start, end, name, stream, trips, kind))

@@ -1,0 +1,209 @@
+"""What a step was called with: by which plan its state was placed, and what is wrong with the rest.
+
+That is looked at once the call has failed, so that good calls pay next to nothing. JAX says which
+argument of which inner function it did not like; these say which leaf, and what to do.
+"""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from zerojax._plan.plan import Plan
+from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.state import OPT_STATE, PARAMS, Leaf
+from zerojax._text import TITLES, human_bytes
+
+LARGEST = 3  # leaves to name where memory is out
+
+
+@contextlib.contextmanager
+def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator[None]:
+    """Raises what is wrong with a step's arguments in place of the error that came of it."""
+    try:
+        # Looked at before: JAX 0.10 crashes where it is given an array that is gone.
+        if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
+            raise ValueError("an argument has an array that was deleted")
+        yield
+    except Exception as error:
+        given = _given(args, named, error)
+        check_kinds(given["state"], given["batch"])
+        blame(error, given, plan_of(given["state"], plan))
+        raise
+
+
+def plan_of(state: Any, given: Plan | None) -> Plan | None:
+    """The plan that a state carries, or the one that a step was given."""
+    carried = _state.carried_plan(state)
+    return given if carried is None else carried
+
+
+def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
+    """Raises what is wrong with leaves of named arguments, where that explains the error."""
+    for name, tree in given.items():
+        _refusals.check_alive(tree, name)
+        if isinstance(error, TypeError):
+            _refusals.check_arrays(tree, name)
+        if plan is not None and "incompatible devices" in str(error):
+            _check_devices(name, tree, plan)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        error.add_note(out_of_memory(plan))
+
+
+def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
+    """The plan that the state was placed by."""
+    plan = plan_of(state, given)
+    if plan is None:
+        how = (
+            "state = zerojax.shard_train_state(state, stage=3)"
+            if _state.get_tx(state) is not None
+            else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
+            "plan=plan here (a state without an optimizer field cannot carry it)"
+        )
+        raise ValueError(
+            f"the state of type {type(state).__name__} is not placed, or its optimizer was "
+            f"replaced since. First: {how}."
+        )
+    if given is not None and given != plan:
+        raise ValueError(
+            f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
+            f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
+            "again: state = plan.place(state)."
+        )
+    if stage is not None and stage != plan.stage:
+        raise ValueError(
+            f"the step is for stage {stage} and the state was placed for stage {plan.stage}. Place "
+            f"it again, zerojax.shard_train_state(state, stage={stage}), or leave stage= out."
+        )
+    return plan
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raises for what is passed in place of a loss: a model, a state, nothing."""
+    if _refusals.is_flax_module(loss_fn) or not callable(loss_fn):
+        raise TypeError(
+            f"the loss is a {type(loss_fn).__name__}. Pass a function, loss_fn(params, batch) -> "
+            "loss, that calls the model (loss_fn(model, batch) for zerojax.nnx)."
+        )
+
+
+def check_mutable(mutable: Any) -> None:
+    names = [mutable] if isinstance(mutable, str) else mutable
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"mutable={mutable!r} does not name fields of the state. Pass strings, such as "
+            "mutable=('batch_stats',)."
+        )
+    for name in {PARAMS, OPT_STATE}.intersection(names):
+        raise ValueError(
+            f"mutable= names {name!r}, which the optimizer updates. Name fields that the loss "
+            "updates, such as 'batch_stats'."
+        )
+
+
+def check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False.")
+
+
+def _step(state: Any, batch: Any, rng: Any = None) -> None:
+    """How steps are called."""
+
+
+def _given(args: tuple, named: dict[str, Any], error: Exception) -> dict[str, Any]:
+    try:
+        return inspect.signature(_step).bind(*args, **named).arguments
+    except TypeError as wrong:
+        check_kinds(args[0] if args else (), None)
+        raise TypeError(
+            f"a step is called as step(state, batch) or step(state, batch, rng): {wrong}."
+        ) from error
+
+
+def check_kinds(state: Any, batch: Any) -> None:
+    """Raises where something else is in the state's place."""
+    _refusals.check_functional(state)
+    message = ""
+    if _is_state(batch) and not _is_state(state):
+        message = "state and batch are in the other order. Call step(state, batch)."
+    elif isinstance(state, tuple) and state and _is_state(state[0]):
+        message = (
+            "the state is a tuple that starts with one, as a step returns it. Take it apart: "
+            "state, metrics = step(state, batch)."
+        )
+    elif state is None or hasattr(state, "shape"):
+        what = "None" if state is None else f"an array of shape {np.shape(state)}"
+        message = f"the state is {what}. Call step(state, batch) with a placed state."
+    elif isinstance(batch, Iterator):
+        message = f"the batch is a {type(batch).__name__}. Pass one batch of it: next(batch)."
+    if message:
+        raise TypeError(message)
+
+
+def _is_state(value: Any) -> bool:
+    keys = set(value) if isinstance(value, dict) else set()
+    return _state.get_tx(value) is not None or {PARAMS, OPT_STATE} <= keys
+
+
+def _check_devices(name: str, tree: Any, plan: Plan) -> None:
+    """Raises for an array that was put on other devices than the plan's."""
+    wanted = set(plan.mesh.devices.flat)
+    for leaf in _state.leaves_with_paths(tree):
+        value = leaf.value
+        if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+            continue
+        if value.committed and value.sharding.device_set != wanted:
+            raise ValueError(_elsewhere(name, leaf, plan))
+
+
+def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
+    found = sorted(device.id for device in leaf.value.sharding.device_set)
+    remedy = "Pass numpy arrays, or zerojax.shard_batch(batch, plan.mesh)."
+    if name == "state":
+        remedy = "Place it again: state = plan.place(state), or zerojax.shard_train_state."
+    elif name == "params":
+        remedy = "Place them again: params = plan.place(state).params."
+    elif name == "rng":
+        remedy = "Pass one that was not moved by jax.device_put: jax.random.key(n)."
+    return (
+        f"{_refusals.where(name, leaf)} was put on "
+        f"{f'device {found[0]} alone' if len(found) == 1 else f'{len(found)} devices'}, and the "
+        f"plan's mesh has {plan.mesh.devices.size}: incompatible devices. {remedy}"
+    )
+
+
+def out_of_memory(plan: Plan | None) -> str:
+    """What takes memory, and how to need less of it."""
+    look = (
+        "print(plan) shows every leaf, zerojax.audit(step, state, batch) what is in memory at the "
+        "peak, zerojax.forecast(step, make_state, batch, gpus=...) what would fit."
+    )
+    if plan is None:
+        return f"Out of memory. {look}"
+    held = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
+    held.append(f"gradients {human_bytes(_gradient_bytes(plan))}")
+    size: Callable[[Any], int] = lambda leaf: leaf.bytes_per_device(plan.mesh)  # noqa: E731
+    largest = sorted(plan.leaves, key=size, reverse=True)[:LARGEST]
+    named = ", ".join(f"{leaf.path} {human_bytes(size(leaf))}" for leaf in largest)
+    higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "
+    return (
+        f"Out of memory. By the plan, each device holds {', '.join(held)}; the largest leaves are "
+        f"{named}. Activations and gathered weights come on top. Less is needed with {higher}more "
+        f"microbatches (accumulate=) or jax.checkpoint around layers. {look}"
+    )
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    cut = plan.shard_shardings if plan.sharded["grads"] else [None] * len(plan.leaves)
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape) if sharding else leaf.shape)
+        * leaf.dtype.itemsize
+        for leaf, sharding in zip(plan.leaves, cut, strict=True)
+        if leaf.kind == PARAMS
+    )

@@ -1,0 +1,278 @@
+"""The arguments of a loss besides its parameters: what is split, folded or passed on."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _agreement, _fingerprint
+from zerojax._loss import fields as _fields
+from zerojax._plan import mesh as _mesh, move as _move, spec as _spec
+from zerojax._state import refusals as _refusals
+from zerojax._state.state import path_name
+
+BATCH, KEY, WHOLE = "batch", "key", "whole"
+
+
+class Role(NamedTuple):
+    """What becomes of a leaf of the arguments; `dim` is the one that counts examples."""
+
+    kind: str
+    dim: int = 0
+
+
+def roles(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> list[Role]:
+    """For each leaf of the arguments: split along the batch, a key, or the same everywhere.
+
+    A key has no dimensions; an array of keys is one for each example. Old-style keys, pairs of
+    uint32, are taken for keys everywhere but in the batch itself, the first argument; see
+    `check_pairs` for where that is not sure. `specs` says otherwise for the first argument.
+    """
+
+    def role(leaf: Any, in_batch: bool) -> Role:
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+        if (is_key and not jnp.ndim(leaf)) or (not in_batch and _is_raw_key(leaf)):
+            return Role(KEY)
+        return Role(BATCH if jnp.ndim(leaf) else WHOLE)
+
+    found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    if specs is None or not args:
+        return found
+    said = _roles_by_specs(args[0], specs, tuple(axes))
+    return [given or role for given, role in itertools.zip_longest(said, found)]
+
+
+def _roles_by_specs(batch: Any, specs: Any, axes: tuple[str, ...]) -> list[Role | None]:
+    """What a tree prefix of specs says of each leaf of the batch; None where it says nothing."""
+    is_leaf = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
+    try:
+        given = jax.tree.broadcast(specs, batch, is_leaf=is_leaf)
+    except ValueError:
+        raise ValueError(
+            f"batch_specs= does not fit the batch, which is {jax.tree.structure(batch)}. Give one "
+            "PartitionSpec for all of it, or a tree that begins as the batch does."
+        ) from None
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    pairs = zip(leaves, jax.tree.leaves(given, is_leaf=is_leaf), strict=True)
+    return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
+
+
+def _role_by_spec(path: tuple, value: Any, spec: Any, axes: tuple[str, ...]) -> Role | None:
+    if spec is None:
+        return None
+    entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
+    named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
+    if not named:
+        return Role(WHOLE)
+    dim, entry = named[0]
+    fits = isinstance(spec, PartitionSpec) and entry in (axes, axes[0] if len(axes) == 1 else axes)
+    if len(named) > 1 or not fits or dim >= jnp.ndim(value):
+        name, over = path_name(path), repr(axes[0] if len(axes) == 1 else axes)
+        raise ValueError(
+            f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
+            f"shape {jnp.shape(value)}, and batches are split over {over}. Use P({over}) where the "
+            f"first dimension counts examples, P(None, {over}) where the second does, and P() for "
+            "what is whole on every device."
+        )
+    return Role(BATCH, dim)
+
+
+def split(value: Any, dim: int, count: int) -> Any:
+    """`value` cut in so many parts along `dim`, with a new first dimension that counts them."""
+    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
+    return jnp.moveaxis(value.reshape(shape), dim, 0)
+
+
+def check_pairs(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> None:
+    """Raises where an old-style key may as well be two rows of the batch."""
+    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    pairs = zip(leaves, roles(args, specs, axes), strict=True)
+    lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
+    for path, value in leaves:
+        if path[0].idx and _is_raw_key(value) and not lengths - {2}:
+            raise ValueError(
+                f"{_name(path)} is uint32[2] beside no longer batch: an old-style key, or two "
+                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data "
+                "into the first argument after the parameters or into another dtype."
+            )
+
+
+def check(args: Sequence[Any], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
+    """Raises where the batch cannot be split over devices and microbatches."""
+    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    counts = [
+        (_name(path), jnp.shape(value)[role.dim], role.dim)
+        for (path, value), role in zip(leaves, roles, strict=True)
+        if role.kind == BATCH
+    ]
+    if not counts:
+        return
+    first_name, first, first_dim = counts[0]
+    for name, rows, dim in counts:
+        if rows != first:
+            raise ValueError(
+                f"batch leaves disagree on their {_dim_name(max(dim, first_dim))}: {first_name} "
+                f"has {first} and {name} has {rows}. Give every leaf one row for each example; say "
+                "with batch_specs= which have none, or have them along another dimension, and make "
+                "keys with jax.random.key."
+            )
+    check_divides(first_name, first, size, accumulate, first_dim)
+
+
+def _dim_name(dim: int) -> str:
+    return f"dimension {dim}" if dim else "leading dimension"
+
+
+def check_divides(name: str, rows: int, size: int, accumulate: int, dim: int = 0) -> None:
+    ways = size * accumulate
+    if rows == 0 or rows % ways:
+        over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
+        below, above = rows // ways * ways, -(-max(rows, 1) // ways) * ways
+        use = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"{name} has a {_dim_name(dim)} of {rows}, which does not divide over {over}. Use "
+            f"{use} examples, or pad and mask the rest with zerojax.mean(values, where=mask)."
+        )
+
+
+def part_shape(value: Any, role: Role, ways: int) -> jax.ShapeDtypeStruct:
+    """What a loss sees of a leaf when the batch is split so many ways."""
+    shape = list(jnp.shape(value))
+    if role.kind == BATCH:
+        shape[role.dim] //= ways
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
+
+
+def rows(values: Sequence[Any], roles: Sequence[Role]) -> int:
+    """The number of examples in the batch; 0 without one."""
+    pairs = zip(values, roles, strict=True)
+    found = [v.shape[role.dim] for v, role in pairs if role.kind == BATCH]
+    return found[0] if found else 0
+
+
+def per_example(
+    aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any], mutable: Sequence[str] = ()
+) -> Any:
+    """Which aux leaves have a row for each example, in the structure of `aux`; `mutable` none.
+
+    Those whose first dimension is as long as a part of the batch are suspects; tracing the loss
+    once more on the whole batch tells. Without suspects nothing is traced.
+    """
+
+    def suspect(path: tuple, leaf: Any) -> bool:
+        if not rows or not leaf.shape or _fields.is_field(path, mutable):
+            return False
+        return leaf.shape[0] == rows // ways
+
+    suspects = jax.tree_util.tree_map_with_path(suspect, aux)
+    if ways == 1 or not any(jax.tree.leaves(suspects)):
+        return suspects
+    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, whole_aux())
+
+
+def shard_batch(
+    batch: Any,
+    mesh: Mesh | None = None,
+    *,
+    axis: str | Sequence[str] | None = None,
+    batch_specs: Any = None,
+) -> Any:
+    """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
+
+    `train_step` takes host batches too; placing the next batch early overlaps its transfer
+    with the running step. Scalars and PRNG keys go to every device.
+
+    In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
+    the batch is all of them.
+
+    Example:
+        >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
+        >>> print(batch["x"].addressable_shards[0].data.shape)
+        (1, 3)
+    """
+    _refusals.check_values(batch, "batch")
+    mesh, axes = _mesh.resolve(mesh, axis)
+    found = roles((batch,), batch_specs, axes)
+    rows_first = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    check((batch,), found, len(_local_parts(rows_first, _mesh.axes_size(mesh, axes))))
+    leaves, treedef = jax.tree.flatten(batch)
+    if not rows_first.is_fully_addressable:
+        _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
+
+    def placed(value: Any, role: Role) -> jax.Array:
+        sharding = NamedSharding(mesh, _spec.normal(spec(role, axes)))
+        move = _from_this_process if role.kind == BATCH else _move.moved
+        return move(value, sharding)
+
+    return treedef.unflatten(map(placed, leaves, found))
+
+
+def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
+    """How a leaf lies over the axes of a mesh."""
+    if role.kind != BATCH:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * role.dim, tuple(axes))
+
+
+@functools.cache
+def _agree_on_rows(rows: str, mesh: Mesh) -> None:
+    """Once for each shape of a batch: from its own rows, a process infers those of all."""
+    _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
+
+
+def process_slice(
+    rows: int, mesh: Mesh | None = None, *, axis: str | Sequence[str] | None = None
+) -> slice:
+    """Which of the `rows` of a batch over all processes this one is to load.
+
+    Example:
+        >>> print(zerojax.process_slice(32))  # of one process: all
+        slice(0, 32, None)
+    """
+    mesh, axes = _mesh.resolve(mesh, axis)
+    size = _mesh.axes_size(mesh, axes)
+    if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
+        raise ValueError(
+            f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
+            f"{size}."
+        )
+    split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    parts = _local_parts(split, size)
+    first, last = min(parts), max(parts)
+    if last - first + 1 != len(parts):
+        raise ValueError(
+            f"this process has the parts {sorted(parts)} of the batch, which are not one slice. "
+            "Order the mesh so that a process's devices follow one another along the ZeRO axis."
+        )
+    return slice(first * rows // size, (last + 1) * rows // size)
+
+
+def _local_parts(split: NamedSharding, size: int) -> set[int]:
+    """Of the batch's `size` parts, those on devices of this process."""
+    slices = split.addressable_devices_indices_map((size,)).values()
+    return {index[0].indices(size)[0] for index in slices if index is not None}
+
+
+def _from_this_process(value: Any, split: NamedSharding) -> jax.Array:
+    placed = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if placed or split.is_fully_addressable:
+        return jax.device_put(value, split)
+    return jax.make_array_from_process_local_data(split, np.asarray(value))
+
+
+def _name(path: tuple) -> str:
+    argument, *inside = path
+    name = path_name(tuple(inside))
+    if argument.idx == 0:
+        return f"batch leaf {name}" if name else "the batch"
+    of = f"leaf {name} of " if name else ""
+    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
+
+
+def _is_raw_key(value: Any) -> bool:
+    return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32

@@ -1,0 +1,68 @@
+"""The exact mean over the whole batch, padding left out, from code that sees one shard of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import _compat
+from zerojax._plan.precision import wide
+
+# Names of the calls that accumulation looks for.
+MEAN, COUNT = "zerojax_mean", "zerojax_count"
+
+
+def mean(values: Any, where: Any = None) -> jax.Array:
+    """The mean of `values` over the global batch; with a mask, over its true elements.
+
+    Inside a zerojax step this is the number one device would get from the whole batch, though
+    shards hold different numbers of true elements. With `accumulate=` it is exact too; there it
+    must enter the loss and the aux linearly, and anything else is an error. Outside of a step it
+    is `jnp.mean(values, where=where)`, and 0 where nothing is true.
+
+    Example:
+        >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
+        1.5
+    """
+    if values is None or isinstance(values, str | dict):
+        raise TypeError(
+            f"zerojax.mean takes an array, got a {type(values).__name__}. Pass one array, with a "
+            "value for each example or token."
+        )
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        values = values.astype(wide(values.dtype))
+    mask = jnp.ones((), bool) if where is None else jnp.asarray(where)
+    if jnp.issubdtype(mask.dtype, jnp.inexact):
+        raise TypeError(
+            f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
+            "takes no weights. Pass weights > 0, and weigh the values yourself."
+        )
+    axes = _compat.bound_axes()
+
+    def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+        dtype = wide(values.dtype)
+        total = jnp.sum(jnp.where(mask, values, 0), dtype=dtype)
+        count = jnp.sum(mask, dtype=dtype)
+        if axes:
+            total, count = lax.psum(total, axes), _global_count(count, axes)
+        # Through accumulation the count is a mean over microbatches and may well be below 1.
+        any_true = count > 0
+        mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
+        return mean.astype(values.dtype)
+
+    return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
+
+
+def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`count` over all devices, in a call whose name lets accumulation find it.
+
+    Each microbatch must divide by the count of all of them over their number, which the loss
+    cannot know; `_step/accumulate.py` puts it in place of this call's result.
+    """
+
+    def zerojax_count(count: jax.Array) -> jax.Array:
+        return lax.psum(count, axes)
+
+    return jax.jit(zerojax_count)(count)

@@ -1,0 +1,80 @@
+"""`jax_debug_nans` and `jax_debug_infs`: where the first bad value of a step comes from.
+
+JAX runs a jitted function with a bad result once more without `jit`, on values, until an operation
+fails. It cannot do so with a `shard_map` whose inputs are bad (it recurses until Python stops it),
+nor look into a loss that was traced.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from zerojax._loss import batch as _batch
+from zerojax._plan.plan import Plan
+from zerojax._state.state import PARAMS, path_name
+
+
+def run(function: Callable[..., Any], inputs: Sequence[Any], explain: Callable[[], None]) -> Any:
+    """`function(*inputs)`; where JAX is looking for a bad value and here is one, `explain()`."""
+    looking = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore
+    if not looking or any(isinstance(v, Tracer) for v in jax.tree.leaves(inputs)):
+        return function(*inputs)
+    find_nans, find_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
+    with jax.debug_nans(False), jax.debug_infs(False):
+        outputs = function(*inputs)
+    if next(bad_leaves(outputs, find_nans, find_infs), None):
+        explain()
+    return outputs
+
+
+def bad_leaves(tree: Any, nans: bool, infs: bool) -> Iterator[str]:
+    """The paths of leaves with values that JAX was asked to find."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            continue
+        parts = [s.data for s in getattr(leaf, "addressable_shards", ())] or [leaf]
+        arrays = [np.asarray(part).astype(np.complex128) for part in parts]
+        if any((nans and np.isnan(a).any()) or (infs and np.isinf(a).any()) for a in arrays):
+            yield path_name(path)
+
+
+def explain(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    args: Sequence[Any],
+    roles: Sequence[_batch.Role],
+) -> None:
+    """Raises for bad inputs; else runs the loss op by op, as it was written."""
+    flags = jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
+    named = {PARAMS: params, "batch": args[0]} | {
+        f"argument {i + 2}": a for i, a in enumerate(args[1:], 1)
+    }
+    bad = list(bad_leaves(named, *flags))
+    if bad:
+        raise FloatingPointError(
+            f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
+            "makes of them is not either. Look at the batch, or at the step before; with this "
+            "check off, skip_nonfinite=True leaves such steps out."
+        )
+    if plan.mesh.is_multi_process:  # where the others may have found nothing, and go on
+        raise FloatingPointError(
+            "the step has results that are not finite in this process. Run it in one process, "
+            "where the loss is run again op by op to find the line."
+        )
+    whole = PartitionSpec()
+    treedef = jax.tree.structure(tuple(args))
+    specs = treedef.unflatten([_batch.spec(role, plan.axes) for role in roles])
+    jax.shard_map(
+        lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0], mesh=plan.mesh,
+        in_specs=(whole, specs), out_specs=whole, axis_names=set(plan.axes), check_vma=False,
+    )(params, tuple(args))  # fmt: skip
+    raise FloatingPointError(
+        "a value that is not finite comes up in the derivatives of the loss, whose own operations "
+        "are all fine. Look for square roots, norms, divisions and powers at 0."
+    )

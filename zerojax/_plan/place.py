@@ -1,0 +1,75 @@
+"""The front door: one call from a user's state to a placed one, and the way back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax._plan import move as _move, planner as _planner, spec as _spec
+from zerojax._plan.precision import Precision
+from zerojax._state import refusals as _refusals, state as _state
+
+
+def shard_train_state(
+    state_or_fn: Any,
+    stage: int = 3,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    overrides: Mapping[str, PartitionSpec] | None = None,
+    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    stacked: str | None = None,
+    precision: Precision | None = None,
+    tx: Any = None,
+) -> Any:
+    """Places a training state for a ZeRO stage; what `zerojax.train_step` then takes.
+
+    Arguments:
+        state_or_fn: a flax `TrainState` or any state that `zerojax.plan` takes. A function
+            without arguments is compiled to make the state already sharded, so that no device
+            ever holds it whole.
+        stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
+        precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
+            them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
+        mesh, axis, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
+
+    Returns:
+        The same type of state; its arrays sharded, its optimizer carrying the plan.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> print(state.params["w"].shape, state.params["w"].addressable_shards[0].data.shape)
+        (64, 16) (8, 16)
+    """
+    _refusals.check_alive(state_or_fn)
+    plan = _planner.plan(
+        state_or_fn, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
+        min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
+    )  # fmt: skip
+    return plan.place(state_or_fn)
+
+
+def gather_params(state: Any) -> Any:
+    """The parameters as numpy arrays on the host, moved there one leaf at a time.
+
+    Takes a state, or any tree of arrays; a pair that may be either is refused. In several
+    processes every one calls it, and every one gets all of them; a model too large for that goes
+    to files with `zerojax.export_safetensors`.
+
+    Example:
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = zerojax.shard_train_state((params, ()), stage=3)
+        >>> print(type(zerojax.gather_params(state)["w"]).__name__)
+        ndarray
+    """
+
+    _refusals.check_alive(state)
+    _refusals.check_values(state)
+
+    def to_host(leaf: Any) -> Any:
+        return leaf if _move.is_key(leaf) else _move.whole(leaf)
+
+    return jax.tree.map(to_host, _state.params_in(state))

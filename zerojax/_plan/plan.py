@@ -1,0 +1,281 @@
+"""The plan: which leaf of a state lives where, at a given stage. Made from shapes, immutable."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _agreement, _collectives, _fingerprint, _text
+from zerojax._plan import mesh as _mesh, move as _move, show as _show, spec as _spec
+from zerojax._plan.precision import Precision, stored_with
+from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One leaf: `spec` is where it lives between steps, `shard_spec` where it is cut.
+
+    The optimizer does not read the gradient of one that is `frozen`, so there is none.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    shard_spec: PartitionSpec
+    dim: int | None
+    stacked: bool
+    reason: str | None
+    frozen: bool = False
+
+    def others(self, axes: tuple[str, ...]) -> tuple:
+        """For each dimension, the axes of the user's own that it lies along; () where none."""
+        return _spec.other_axes(self.shard_spec, axes, len(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_per_device(self, mesh: Mesh) -> int:
+        shard = NamedSharding(mesh, self.spec).shard_shape(self.shape)
+        return math.prod(shard) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
+
+    `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` is
+    the same state as shapes with shardings, for lowering without any array. `plot` draws who holds
+    what, `show` prints it for one leaf.
+
+    Example:
+        >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
+        >>> plan = zerojax.plan((params, ()), stage=3)
+        >>> print(plan.size, plan.bytes_per_device()["params"])
+        8 4128
+        >>> plan.show("0/b")
+        0/b: float32[8], 32 B of 32 B on each device, whole: smaller than min_shard_size=128
+          [:]  devices 0, 1, 2, 3, 4, 5, 6, 7
+    """
+
+    stage: int
+    mesh: Mesh
+    axes: tuple[str, ...]
+    leaves: tuple[LeafPlan, ...]
+    treedef: Any = dataclasses.field(compare=False)  # static fields differ from call to call
+    precision: Precision | None = None
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.stage, self.mesh, self.axes, self.leaves, self.precision))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: Any) -> "Plan":
+        return self  # immutable, and devices cannot be copied
+
+    @property
+    def size(self) -> int:
+        """Over how many devices ZeRO shards."""
+        return _mesh.axes_size(self.mesh, self.axes)
+
+    @property
+    def sharded(self) -> dict[str, bool]:
+        """What the stage shards: this table is all that a stage is."""
+        stage = self.stage if self.size > 1 else 0
+        return {OPT_STATE: stage >= 1, "grads": stage >= 2, PARAMS: stage >= 3}
+
+    @property
+    def params(self) -> list[LeafPlan]:
+        return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
+
+    @functools.cached_property
+    def shardings(self) -> list[NamedSharding]:
+        """Where each leaf lives between steps, in the order of `jax.tree.leaves(state)`."""
+        return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
+
+    @functools.cached_property
+    def shard_shardings(self) -> list[NamedSharding]:
+        """Where each leaf lives while the optimizer updates it."""
+        return [NamedSharding(self.mesh, leaf.shard_spec) for leaf in self.leaves]
+
+    def abstract(self) -> Any:
+        """The state as `jax.ShapeDtypeStruct`s that carry their shardings."""
+        structs = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
+        ]
+        return _state.carry_plan(self.treedef.unflatten(structs), self)
+
+    def place(self, state: Any) -> Any:
+        """The state, moved to where the plan wants it; a function makes it there.
+
+        Where the plan has a precision, it is stored so first.
+
+        The arrays passed in stay valid and untouched: a step may donate what comes out.
+        """
+        _mesh.check_runs(self.mesh)
+        if _state.is_state_function(state):
+            made: list[Any] = []
+            born = self.born_sharded(state, made.append)
+            self._agree(lambda: {"how it is made": _fingerprint.of_program(born.trace().jaxpr)})
+            leaves = born()
+            return made[0].unflatten(leaves)
+        _refusals.check_alive(state)
+        state = stored_with(state, self.precision)
+        leaves, treedef = jax.tree.flatten(state)
+        self.check_structure(state)
+        values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
+        paths = [leaf.path for leaf in self.leaves]
+        self._agree(lambda: _fingerprint.of_values(zip(paths, values, strict=True)))
+        placed = [
+            _move.moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)
+        ]
+        return _state.carry_plan(treedef.unflatten(placed), self)
+
+    def _agree(self, state: Callable[[], dict[str, str]]) -> None:
+        """Several processes give the same state, or a program that makes it, and the same plan."""
+        _agreement.agree("placing a state", lambda: _fingerprint.of_plan(self) | state(), self.mesh)
+
+    def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
+        """A jitted function to the state's leaves, no device ever holding the whole state.
+
+        It returns leaves because static fields, an optimizer made anew for instance, may differ
+        from call to call; `tell_treedef` gets the structure of the call that was compiled.
+        """
+
+        def make() -> list[Any]:
+            state = stored_with(make_state(), self.precision)
+            self.check_structure(state)
+            leaves, treedef = jax.tree.flatten(_state.carry_plan(state, self))
+            tell_treedef(treedef)
+            return leaves
+
+        return jax.jit(make, out_shardings=self.shardings)
+
+    def constrain(self, state: Any, *, into: Any = None) -> Any:
+        """Inside `jax.jit`: the state as computed, held to the plan's shardings.
+
+        First to where the optimizer worked, then to where the leaf rests. In that order a
+        parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype.
+        Give the donated old state as `into`, and stacks of layers are gathered into its memory
+        one layer at a time instead of beside it.
+        """
+        self.check_structure(state)
+        leaves, treedef = jax.tree.flatten(self.scatter(state))
+        rests_whole = [i for i, leaf in enumerate(self.leaves) if leaf.spec != leaf.shard_spec]
+        if rests_whole:
+            old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
+            whole = self._gathered(rests_whole, leaves, old)
+            for i, leaf in zip(rests_whole, whole, strict=True):
+                leaves[i] = leaf
+        return self._constrained(treedef.unflatten(leaves), self.shardings)
+
+    def _gathered(self, indices: list[int], shards: list[Any], old: list[Any]) -> list[Any]:
+        plans = [self.leaves[i] for i in indices]
+
+        def gather(shards: list[Any], old: list[Any]) -> list[Any]:
+            return [
+                _collectives.gather_rested(
+                    shard, stack, leaf.dim, leaf.stacked, self.axes, leaf.others(self.axes)
+                )
+                for shard, stack, leaf in zip(shards, old, plans, strict=True)
+            ]
+
+        cut = [_spec.only_axes(leaf.shard_spec, self.axes) for leaf in plans]
+        return jax.shard_map(
+            gather, mesh=self.mesh, in_specs=(cut, PartitionSpec()), out_specs=PartitionSpec(),
+            axis_names=set(self.axes), check_vma=False,
+        )([shards[i] for i in indices], [old[i] for i in indices])  # fmt: skip
+
+    def scatter(self, state: Any) -> Any:
+        """Inside `jax.jit`: the state cut to where the optimizer updates it."""
+        return self._constrained(state, self.shard_shardings)
+
+    def _constrained(self, state: Any, shardings: Sequence[NamedSharding]) -> Any:
+        leaves, treedef = jax.tree.flatten(state)
+        constrained = map(jax.lax.with_sharding_constraint, leaves, shardings)
+        return treedef.unflatten(constrained)
+
+    def check_structure(self, state: Any) -> None:
+        """Raises where `state` is not the tree that this plan was made for."""
+        have = {leaf.name: shape_and_dtype(leaf.value) for leaf in _state.leaves_of(state)}
+        want = {leaf.path: (leaf.shape, leaf.dtype) for leaf in self.leaves}
+        remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
+        for path in [*want, *have]:
+            if path not in have or path not in want:
+                where = "missing from the state" if path in want else "not in the plan"
+                raise ValueError(f"state leaf {path} is {where}. {remedy}")
+            if have[path] != want[path]:
+                raise ValueError(
+                    f"state leaf {path} is {_type_text(have[path])} and the plan was made for "
+                    f"{_type_text(want[path])}. {remedy}"
+                )
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Bytes on each device between steps, by kind of state."""
+        totals = {PARAMS: 0, OPT_STATE: 0, OTHER: 0}
+        for leaf in self.leaves:
+            totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
+        return totals
+
+    def plot(self, path: str | None = None) -> Any:
+        """Who holds what, the largest leaves first, as a matplotlib figure; saved to `path`."""
+        return _show.plot(self, _text.plan_title(self), path)
+
+    def show(self, path: str) -> None:
+        """Prints which device holds which part of one leaf, such as "params/dense/kernel"."""
+        print(_show.leaf_text(self, path))
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.leaves)} leaves: {_text.plan_title(self)}>"
+
+    def __str__(self) -> str:
+        return _text.plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return _text.plan_html(self)
+
+
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
+    struct = _state.shape_dtype(value)
+    return tuple(struct.shape), struct.dtype
+
+
+def _type_text(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
+    return f"{shape_dtype[1]}{list(shape_dtype[0])}"
+
+
+def _as_array(value: Any, leaf: LeafPlan) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"state leaf {leaf.path} is the shape {value}, without values to place. Pass the "
+            "function that makes the state, zerojax.shard_train_state(make_state); the shapes of "
+            "a placed state are zerojax.plan(state).abstract()."
+        )
+    return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
+
+
+def check_plan(plan: Any, what: str) -> None:
+    """Raises where `what` was given something else than a plan."""
+    if not isinstance(plan, Plan):
+        is_tree = not jax.tree_util.all_leaves([plan])
+        got = f"a {type(plan).__name__}" if is_tree else repr(plan)
+        raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
+
+
+def check_stage(stage: Any) -> None:
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
+            "state, 2 gradients too, 3 parameters too."
+        )

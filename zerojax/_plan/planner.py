@@ -1,0 +1,199 @@
+"""Makes a plan from shapes: how each leaf of a state is cut, and why not where it is not."""
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec, update as _update
+from zerojax._plan.plan import LeafPlan, Plan, check_stage
+from zerojax._plan.precision import Precision, check_precision, stored_with
+from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+
+# Warn when more than this share of the parameter bytes, and at least so many, stay whole.
+WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
+FROZEN = "frozen: nothing updates it"
+
+
+def plan(
+    state_or_fn: Any,
+    *,
+    stage: int = 3,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] | None = None,
+    overrides: Mapping[str, PartitionSpec] | None = None,
+    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    stacked: str | None = None,
+    precision: Precision | None = None,
+    tx: Any = None,
+) -> Plan:
+    """Decides where each leaf of a state lives. Moves nothing.
+
+    Arguments:
+        state_or_fn: a flax `TrainState`, a tuple `(params, opt_state)`, a dict or dataclass with
+            those names, or a function without arguments that makes one.
+        stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
+        mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
+        axis: the mesh axis or axes to shard over; default, the only one or `data`.
+        overrides: `{path regex: PartitionSpec}` for parameters, read against paths such as
+            `params/dense/kernel`; the optimizer state follows.
+        min_shard_size: parameters with fewer elements stay replicated.
+        stacked: a path regex for parameters whose first dimension counts layers; default, read
+            off the shapes.
+        precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
+        tx: the optimizer, for states that do not carry theirs.
+
+    Returns:
+        The plan: printable, hashable, made of shapes only.
+
+    Example:
+        >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32")}
+        >>> plan = zerojax.plan({"params": params, "opt_state": ()}, stage=3)
+        >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
+        params/w is cut along dimension 0
+    """
+    check_stage(stage)
+    check_precision(precision)
+    if tx is not None:
+        _refusals.check_tx(tx)
+    given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
+    if given is None and stage >= 1 and mesh.devices.size == 1:
+        _say_alone(mesh.devices.flat[0].platform)
+    axis_sizes = dict(mesh.shape)
+    rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
+    _refusals.check_functional(state_or_fn)
+    born = _state.is_state_function(state_or_fn)
+    state = jax.eval_shape(state_or_fn) if born else state_or_fn
+    _refusals.check_functional(state)
+    leaves = _state.leaves_of(state)
+    if precision is not None and precision.param is not None:
+        state = stored_with(jax.tree.map(_struct, state), precision)
+        leaves = _state.leaves_of(state)
+    if not any(leaf.kind == PARAMS for leaf in leaves):
+        raise _state.no_parameters(state)
+    bases = _state.base_specs(state, axes, mesh.axis_names)
+    tx = tx if tx is not None else _state.get_tx(state)
+
+    cut = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
+    cuts = stage >= 1 and rule.size > 1
+    shards = {OPT_STATE: cuts, OTHER: cuts, PARAMS: cuts and stage >= 3}
+    frozen = iter(_update.frozen_params(state, tx))
+    planned = []
+    for leaf, (spec, reason, is_stacked) in zip(leaves, cut, strict=True):
+        struct = _state.shape_dtype(leaf.value)
+        is_frozen = leaf.kind == PARAMS and next(frozen)
+        if is_frozen and stage < 3:  # no optimizer state to follow, no gradient to cut
+            spec, reason = _rest_spec(spec, axes), FROZEN
+        whole = _spec.normal(_rest_spec(spec, axes))
+        shard = _spec.normal(spec) if cuts else whole
+        rest = shard if shards[leaf.kind] else whole
+        dim = _spec.shard_dim(shard, axes)
+        planned.append(
+            LeafPlan(
+                path=leaf.name, kind=leaf.kind, shape=tuple(struct.shape), dtype=struct.dtype,
+                spec=rest, shard_spec=shard, dim=dim, stacked=is_stacked, reason=reason,
+                frozen=is_frozen,
+            )
+        )  # fmt: skip
+    made = Plan(
+        stage, mesh, axes, tuple(planned), jax.tree.structure(_state.without_plan(state)), precision
+    )
+    _check_worth(made)
+    return made
+
+
+def _struct(value: Any) -> Any:
+    """The shape of a leaf, along with where it lies."""
+    struct, place = _state.shape_dtype(value), getattr(value, "sharding", None)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
+
+
+def _shard_specs(
+    state: Any,
+    leaves: list[_state.Leaf],
+    bases: list[PartitionSpec],
+    rule: _spec.Rule,
+    stacked: str | None,
+    tx: Any,
+    axis_sizes: dict[str, int],
+) -> list[tuple[PartitionSpec, str | None, bool]]:
+    """How each leaf is cut, why not, and whether its first dimension counts layers."""
+    params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
+    for pattern, _ in rule.overrides:
+        _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
+    stacks = _state.layer_dims(_state.get_params(state), stacked)
+    cuts = {}
+    for leaf, base in params:
+        layers = stacks.get(leaf.path[1:], 0)
+        if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
+            cuts[leaf.path] = (base, "a PRNG key", layers > 0)
+            continue
+        shape = _state.shape_dtype(leaf.value).shape
+        cuts[leaf.path] = (*rule(leaf.name, shape, base, layers), layers > 0)
+    pairs = [(leaf, cuts[leaf.path][0]) for leaf, _ in params]
+    opt_state = _state.get_opt_state(state)
+    typed, why = None, None
+    if tx is not None and opt_state is not None:
+        tree = _state.get_params(state)
+        _optimizer.check_optimizer(tx, tree, opt_state)
+        typed, why = _optimizer.from_sharding_types(tx, tree, [s for _, s in pairs], axis_sizes)
+    inferred = iter(jax.tree.leaves(typed))
+    for leaf, base in zip(leaves, bases, strict=True):
+        if leaf.kind == OPT_STATE and typed is not None:
+            cuts[leaf.path] = (*_typed_spec(leaf, next(inferred)), False)
+        elif leaf.kind != PARAMS:
+            fallback = rule if leaf.kind == OPT_STATE else None
+            spec, reason = _optimizer.from_matching_shapes(leaf, pairs, fallback, why)
+            cuts[leaf.path] = (spec if tuple(spec) else base, reason, False)
+    return [cuts[leaf.path] for leaf in leaves]
+
+
+def _typed_spec(leaf: _state.Leaf, struct: Any) -> tuple[PartitionSpec, str | None]:
+    spec = getattr(struct.sharding, "spec", PartitionSpec())
+    if not struct.shape:
+        return PartitionSpec(), "scalar"
+    if any(entry is not None for entry in spec):
+        return spec, None
+    return spec, "its own dimensions carry no shard of a parameter"
+
+
+def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """`spec` without the ZeRO axes."""
+    dim = _spec.shard_dim(spec, axes)
+    return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
+
+
+@functools.cache  # once in a process
+def _say_alone(platform: str) -> None:
+    warnings.warn(
+        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
+        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
+        "so with mesh=.",
+        stacklevel=3,
+    )
+
+
+def _check_worth(made: Plan) -> None:
+    """Says so where a stage was asked for and much of the state cannot follow."""
+    params = [leaf for leaf in made.params if leaf.shape]
+    total = sum(leaf.nbytes for leaf in params)
+    if made.stage == 0 or made.size == 1 or not total:
+        return
+    chosen = ("overrides=", FROZEN)
+    unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
+    whole = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
+    nbytes = sum(leaf.nbytes for leaf in whole)
+    share = nbytes / total
+    if share <= WHOLE_SHARE or nbytes < WHOLE_BYTES:
+        return
+    named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in whole[:3])
+    more = f"; and {len(whole) - 3} more" if len(whole) > 3 else ""
+    warnings.warn(
+        f"{share:.0%} of the parameter bytes stay whole on every device ({named}{more}). "
+        "Pad those dimensions, lower min_shard_size=, or accept them with overrides=.",
+        stacklevel=3,
+    )

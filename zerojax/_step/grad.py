@@ -1,0 +1,156 @@
+"""`jax.value_and_grad` for parameters that live where a plan puts them."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
+from zerojax._loss.trace import TracedLoss, trace_loss
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.plan import Plan, check_plan, shape_and_dtype
+from zerojax._plan.precision import Precision, cast_floats
+from zerojax._state import refusals as _refusals
+from zerojax._state.state import PARAMS, leaves_of
+from zerojax._step.program import Options, Program, precision_of
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    precision: Precision | None = None,
+    regather: bool = True,
+    prefetch: int | str = "auto",
+    batch_specs: Any = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for parameters that live where `plan` puts them.
+
+    `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
+    batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
+    split along their first dimension, PRNG keys are folded with the device's index, scalars are
+    passed on. What the loss closes over is passed on whole. Old-style keys, uint32[2], are keys
+    beside a batch of any length but 2, where they are refused.
+
+    Arguments:
+        loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
+        plan: from `zerojax.plan`.
+        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
+            example are put together along the batch instead.
+        accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
+            sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.
+        precision: dtypes to compute and to reduce in; default, the plan's.
+        regather: gather weights again in backward instead of keeping them (stage 3).
+        prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
+            both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+            What forward reads last, a head, then stays for backward.
+        batch_specs: as in `train_step`, for the first argument after the parameters.
+
+    Returns:
+        A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
+
+    Example:
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> plan = zerojax.plan((params, ()), stage=2)
+        >>> loss_and_grads = jax.jit(zerojax.value_and_grad(loss, plan))
+        >>> value, grads = loss_and_grads(params, jnp.ones((32, 64)))
+        >>> print(value, grads["w"].addressable_shards[0].data.shape)
+        4096.0 (8, 16)
+    """
+    check_plan(plan, "value_and_grad(loss_fn, plan)")
+    _arguments.check_loss(loss_fn)
+    options = Options(
+        has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
+    )
+
+    def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def with_kwargs(params: Any, *args: Any) -> Any:
+            return loss_fn(params, *args[:-1], **args[-1])
+
+        every = (*args, kwargs)
+        _refusals.check_alive(params, "params")
+        _refusals.check_alive(args, "batch")
+        try:
+            _batch.check_pairs(every, batch_specs, plan.axes)
+            loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
+        except Exception as error:
+            _arguments.blame(error, {"params": params, "batch": args}, plan)
+            raise
+        return (loss, aux) if has_aux else loss, grads
+
+    return fn
+
+
+@_mesh.auto_axes()
+def loss_and_grads(
+    loss_fn: Callable[..., Any], plan: Plan, options: Options, params: Any, args: Sequence[Any]
+) -> tuple[Any, Any, Any]:
+    """The mean loss, the aux and the gradients, these in `params`' structure (or None)."""
+    check_params(params, plan)
+    values, treedef = jax.tree.flatten(params)
+    arg_values, arg_tree = jax.tree.flatten(tuple(args))
+    roles = _batch.roles(args, options.batch_specs, plan.axes)
+    _batch.check(args, roles, plan.size, options.accumulate)
+
+    compute = precision_of(plan, options.precision).compute
+
+    def trace(ways: int) -> TracedLoss:
+        """The loss as seen where the batch is split so many ways."""
+        pairs = zip(arg_values, roles, strict=True)
+        parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
+        whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+        shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
+        shapes = cast_floats(shapes, compute)
+        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable)
+
+    ways = plan.size * options.accumulate
+    traced = trace(ways)
+    rows = _batch.rows(arg_values, roles)
+    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
+    program = Program(plan, options, traced, roles, per_example)
+    sharded = jax.shard_map(
+        program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),
+        axis_names=set(plan.axes), check_vma=False,
+    )  # fmt: skip
+    with _noted_errors():
+        loss, aux, grads = _nans.run(
+            jax.jit(sharded), (values, arg_values, traced.closed_over),
+            lambda: _nans.explain(loss_fn, plan, params, args, roles),
+        )  # fmt: skip
+    return loss, aux, treedef.unflatten(grads) if options.differentiate else None
+
+
+@contextlib.contextmanager
+def _noted_errors() -> Iterator[None]:
+    """Says what to do about an error of another library's that nobody would know from its text."""
+    try:
+        yield
+    except ValueError as error:
+        if "Closure-converted function called with different" in str(error):
+            error.add_note(
+                "Equinox's checkpointed loops, and so diffrax's default adjoint, do not run under "
+                "any jax.shard_map, which a step is. Pass diffeqsolve(..., "
+                "adjoint=diffrax.DirectAdjoint()), or diffrax.BacksolveAdjoint(); to "
+                "equinox.internal.while_loop kind='bounded'. Of optimistix no adjoint works."
+            )
+        raise
+
+
+def check_params(params: Any, plan: Plan) -> None:
+    """Raises where `params` are not the parameters that the plan was made for."""
+    have = {
+        "/".join(leaf.name.split("/")[1:]): shape_and_dtype(leaf.value)
+        for leaf in leaves_of({PARAMS: params})
+    }
+    want = {"/".join(p.path.split("/")[1:]): (p.shape, p.dtype) for p in plan.params}
+    for path in [*want, *have]:
+        if have.get(path) != want.get(path):
+            raise ValueError(
+                f"params/{path} is {have.get(path, 'missing')}, and the plan was made for "
+                f"{want.get(path, 'nothing there')}. Make a plan for these parameters: "
+                "zerojax.plan(state, stage=...)."
+            )

@@ -1,0 +1,66 @@
+"""Mesh axes that nothing lies along: each of their replicas would compute the same batch."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax._plan.plan import Plan
+from zerojax._plan.spec import names_in
+
+
+def check_used(plan: Plan, args: Any, trace: Callable[[], Any]) -> bool:
+    """Raises for an axis along which lie no leaf of the state, no argument, and nothing in the
+    step's own jaxpr, which `trace` makes where the others leave the question open.
+
+    Inside of another `jax.jit` nobody sees where the batch lies: nothing is refused, and False
+    says that it could not look.
+    """
+    sizes = {name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.axes}
+    values = jax.tree.leaves(args)
+    idle = sizes.keys() - _axes_in([leaf.spec for leaf in plan.leaves]) - _axes_of(values)
+    if idle and any(isinstance(value, Tracer) for value in values):
+        return False
+    if not idle:
+        return True
+    closed = trace()
+    idle -= _axes_of(closed.consts) | _axes_in([closed])
+    if not idle:
+        return True
+    named = {name: sizes[name] for name in sizes if name in idle}
+    count = math.prod(named.values())
+    wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.axes)
+    raise ValueError(
+        f"nothing lies along the mesh axes {named}: no leaf of the state, no part of the batch, "
+        f"and the loss does not name them. Each of {count} replicas would compute the same batch. "
+        f"Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
+    )
+
+
+def _axes_of(values: Iterable[Any]) -> set[str]:
+    """The mesh axes that arrays, or shapes with shardings, lie along."""
+    return _axes_in([getattr(value, "sharding", None) for value in values])
+
+
+def _axes_in(values: Iterable[Any]) -> set[str]:
+    """The mesh axes named by shardings, specs, and equations at any depth."""
+    found: set[str] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        value = getattr(value, "jaxpr", value)
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, NamedSharding):
+            stack.append(value.spec)
+        elif isinstance(value, PartitionSpec):
+            found |= names_in(e for e in value if e is not PartitionSpec.UNCONSTRAINED)
+        elif isinstance(value, tuple | list | set | frozenset):
+            stack.extend(value)
+        elif hasattr(value, "eqns"):
+            params = (item for eqn in value.eqns for item in eqn.params.items())
+            stack.extend(param for key, param in params if key != "name")  # of a function
+    return found
