@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from tests.conftest import make_mesh
-from zerojax._audit.compiler_log import heard
+from zerojax._audit.audit import heard
 from zerojax._engine import xla_options as _xla_options
 from zerojax._forecast import doctor as _doctor
 from zerojax._hlo import gpus as _gpus

@@ -11,8 +11,8 @@ import pytest
 
 import zerojax
 from tests import audits
-from zerojax._audit.compiler_log import heard
-from zerojax._forecast import flops as _flops, presets as _presets, progress as _progress
+from zerojax._audit.audit import heard
+from zerojax._forecast import forecast as _progress, mfu as _mfu, presets as _presets
 from zerojax._forecast.forecast import Forecast
 from zerojax._hlo import gpus as _gpus
 
@@ -155,29 +155,29 @@ def test_a_ready_step_brings_what_it_was_made_of():
 
 def test_flops_of_matmuls_and_convolutions():
     a, b = jnp.ones((4, 8)), jnp.ones((8, 16))
-    assert _flops.matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 8 * 16
+    assert _mfu.matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 8 * 16
     batched = lambda x: jnp.einsum("bij,bjk->bik", x, x)
-    assert _flops.matmul_flops(batched, jnp.ones((3, 8, 8))) == 3 * 2 * 8**3
+    assert _mfu.matmul_flops(batched, jnp.ones((3, 8, 8))) == 3 * 2 * 8**3
     image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
     conv = lambda x, k: jax.lax.conv_general_dilated(
         x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     # Each of 2 * 8 * 8 * 16 outputs adds 3 * 3 * 3 products.
-    assert _flops.matmul_flops(conv, image, kernel) == 2 * 2 * 8 * 8 * 16 * 27
-    assert _flops.matmul_flops(jnp.tanh, a) == 0
+    assert _mfu.matmul_flops(conv, image, kernel) == 2 * 2 * 8 * 8 * 16 * 27
+    assert _mfu.matmul_flops(jnp.tanh, a) == 0
 
 
 def test_flops_in_loops_branches_and_remat():
     x = jnp.ones((8, 8))
     one = 2 * 8**3
     scan = lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
-    assert _flops.matmul_flops(scan, x) == 5 * one
-    assert _flops.matmul_flops(jax.checkpoint(lambda x: jnp.sin(x @ x)), x) == one
+    assert _mfu.matmul_flops(scan, x) == 5 * one
+    assert _mfu.matmul_flops(jax.checkpoint(lambda x: jnp.sin(x @ x)), x) == one
     cond = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
-    assert _flops.matmul_flops(cond, x) == 2 * one
+    assert _mfu.matmul_flops(cond, x) == 2 * one
     loop = lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ c, x)
-    assert _flops.matmul_flops(loop, x) == one
-    assert _flops.matmul_flops(jax.jit(lambda x: x @ x), x) == one
+    assert _mfu.matmul_flops(loop, x) == one
+    assert _mfu.matmul_flops(jax.jit(lambda x: x @ x), x) == one
 
 
 # -- presets
@@ -195,7 +195,7 @@ def test_a_preset_counts_six_flops_for_each_parameter_and_token():
     """Kaplan's rule, less the table of positions, plus attention: 12 n d t."""
     gpt = dataclasses.replace(_presets.preset("124m"), tokens=256)
     params = gpt.shapes()
-    forward = _flops.matmul_flops(gpt.loss, params, gpt.batch(2))
+    forward = _mfu.matmul_flops(gpt.loss, params, gpt.batch(2))
     blocks = 12 * gpt.layers * gpt.hidden**2 + gpt.vocab * gpt.hidden
     attention = 4 * gpt.layers * gpt.hidden * 256  # q k and the values, for each token
     assert forward == pytest.approx(2 * 256 * (2 * blocks + attention), rel=1e-3)

@@ -15,10 +15,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 import zerojax
-from zerojax._figures import COLOURS
 from zerojax._forecast import forecast as _forecast
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan import show as _show
+from zerojax._plan.show import COLOURS
 
 matplotlib.use("agg")
 ROOT = pathlib.Path(__file__).parent

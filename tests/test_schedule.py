@@ -11,7 +11,7 @@ from zerojax._hlo import (
     schedule as _schedule,
 )
 from zerojax._hlo.cost import CostModel
-from zerojax._hlo.instruction import Instruction
+from zerojax._hlo.module import Instruction
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us.
 RATES = zerojax.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import importlib
 import inspect
 import pathlib
@@ -29,56 +30,38 @@ PUBLIC = {
     "value_and_grad", "verify",
 }  # fmt: skip
 
-# Each module may import those to its left.
-LAYERS = [
-    "_compat", "_agreement", "_fingerprint", "_engine.xla_options", "_processes",
-    "_plan.mesh", "_plan.move", "_plan.spec", "_state.state", "_state.refusals",
-    "_loss.fields", "_jaxpr", "_plan.update", "_step.linear", "_collectives", "_text",
-    "_figures", "_plan.optimizer", "_plan.precision", "_plan.show", "_plan.plan",
-    "_loss.arguments", "_step.idle_axes", "_plan.planner", "_loss.mean", "_loss.batch",
-    "_engine.views", "_engine.ir", "_engine.readers", "_engine.split", "_engine.vary",
-    "_engine.body", "_engine.layers", "_engine.prefetch", "_engine.loops", "_engine.run",
-    "_step.explicit", "_step.accumulate", "_loss.constraints", "_loss.trace",
-    "_step.parameter", "_step.program", "_loss.nans", "_step.grad", "_step.finite",
-    "_state.module_state", "_step.step", "_plan.place", "_state.nnx_state", "nnx",
-    "_checkpoint.files", "_checkpoint.extras", "_checkpoint.matching",
-    "_checkpoint.checkpoint", "_checkpoint.ranking", "_checkpoint.loop",
-    "_checkpoint.safetensors", "_verify.replay", "_verify.compare", "_verify.reference",
-    "_verify.field_checks", "_verify.causes", "_verify.verification", "_verify.verify",
-    "_hlo.gpus", "aot", "_audit.compiler_log", "_hlo.instruction", "_hlo.module",
-    "_hlo.groups", "_hlo.cost", "_hlo.schedule", "_hlo.lineage", "_hlo.liveness",
-    "_audit.memory", "_audit.contract", "_audit.timeline", "_audit.report", "_audit.traffic",
-    "_audit.audit", "_forecast.memory_table", "_forecast.flops", "_forecast.mfu",
-    "_forecast.presets", "_forecast.progress", "_forecast.plot", "_forecast.forecast",
-    "_forecast.doctor",
+# Each package may import those of the lines above its own, and within itself without circles.
+RANKS = [
+    {"_agreement", "_collectives", "_compat", "_figures", "_fingerprint", "_jaxpr", "_processes",
+     "_text"},
+    {"_state", "_hlo"},
+    {"_plan", "_engine"},
+    {"_loss"},
+    {"_step"},
+    {"_checkpoint", "_audit", "aot"},
+    {"_verify", "_forecast", "nnx"},
+    {"__main__"},
 ]  # fmt: skip
+MOST_FILES = 12  # in a folder
 
 
 def modules():
     found = pkgutil.walk_packages([str(ROOT)], "zerojax.")
-    names = [m.name.removeprefix("zerojax.") for m in found if not m.ispkg]
-    return [name for name in names if name != "__main__"]
+    return [m.name.removeprefix("zerojax.") for m in found if not m.ispkg]
 
 
 def source(name):
     return (ROOT / f"{name.replace('.', '/')}.py").read_text()
 
 
-def imports_of(tree):
-    """Modules of the package that a module imports, but for type checking only."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for inner in ast.walk(node):
-                inner.names = []  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            module = node.module.removeprefix("zerojax").removeprefix(".")
-            if node.module != "zerojax" and not node.module.startswith("zerojax."):
-                continue
-            if module in LAYERS and node.names:
-                yield module
-            elif module not in LAYERS:  # a package
-                yield from (f"{module}.{alias.name}".removeprefix(".") for alias in node.names)
+def imports_of(name):
+    """Modules of the package that one imports, be it in a function or for type checking only."""
+    every = set(modules())
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerojax":
+            module = (node.module or "").removeprefix("zerojax").removeprefix(".")
+            names = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names}
+            yield from every & ({module} | names)
 
 
 def test_public_names():
@@ -99,12 +82,27 @@ def test_names_are_imported_from_where_type_checkers_see_them():
     assert names == modules | whole
 
 
-def test_imports_point_one_way():
-    assert sorted(modules()) == sorted(LAYERS)
+def test_imports_point_down():
+    rank = {package: number for number, packages in enumerate(RANKS) for package in packages}
+    assert {name.split(".")[0] for name in modules()} == rank.keys()
     for name in modules():
-        tree = ast.parse(source(name))
-        for imported in imports_of(tree):
-            assert LAYERS.index(imported) < LAYERS.index(name), f"{name} imports {imported}"
+        package = name.split(".")[0]
+        for imported in imports_of(name):
+            other = imported.split(".")[0]
+            below = rank[other] < rank[package] or (other == package and package != name)
+            ground = rank[other] == rank[package] == 0
+            assert below or ground, f"{name} imports {imported}"
+
+
+def test_no_imports_go_in_a_circle():
+    order = graphlib.TopologicalSorter({name: set(imports_of(name)) for name in modules()})
+    assert len(list(order.static_order())) == len(modules())  # CycleError names a circle
+
+
+def test_no_folder_is_crowded():
+    for folder in [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, folder
 
 
 def test_only_public_jax_is_imported():

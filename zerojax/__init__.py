@@ -30,11 +30,12 @@ if typing.TYPE_CHECKING:
     from zerojax._hlo.gpus import Rates as Rates
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
+    from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.place import (
         gather_params as gather_params,
         shard_train_state as shard_train_state,
     )
-    from zerojax._plan.plan import LeafPlan as LeafPlan, Plan as Plan
+    from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import plan as plan
     from zerojax._plan.precision import Precision as Precision, master_weights as master_weights
     from zerojax._processes import Watchdog as Watchdog, initialize as initialize, log as log
@@ -68,7 +69,8 @@ _EXPORTS = {
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_plan.place": ["gather_params", "shard_train_state"],
-    "_plan.plan": ["LeafPlan", "Plan"],
+    "_plan.layout": ["LeafPlan"],
+    "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
     "_plan.precision": ["Precision", "master_weights"],
     "_processes": ["Watchdog", "initialize", "log"],

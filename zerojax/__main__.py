@@ -22,8 +22,8 @@ import zerojax
 from zerojax import _figures, aot
 from zerojax._audit.report import check_limits
 from zerojax._forecast import doctor as _doctor, presets as _presets
+from zerojax._forecast.forecast import working
 from zerojax._forecast.memory_table import STAGES
-from zerojax._forecast.progress import working
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
 from zerojax._text import text_table

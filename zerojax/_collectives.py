@@ -5,14 +5,12 @@ Other ways to move bytes (hierarchical groups, quantised wires) are variants of 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
-
-from zerojax._plan import spec as _spec
 
 Array = Any
 
@@ -136,7 +134,7 @@ def _each_part(collective: Callable, array: Array, others: tuple[Any, ...]) -> A
     XLA forgets at collectives written by hand how it cuts their operands along other axes, and
     would put the parts together first: twice the bytes for a `tensor` axis of two.
     """
-    names = _spec.names_in(others)
+    names = names_in(others)
     if not names:
         return collective(array)
     spec = PartitionSpec(*others)
@@ -178,3 +176,8 @@ def gather_rested(
 def _like(array: Array) -> Array:
     """An empty array that remembers a dtype; residuals must be arrays."""
     return jax.numpy.zeros((0,), array.dtype)
+
+
+def names_in(entries: Iterable[Any]) -> set[str]:
+    """The mesh axes that entries of a spec name."""
+    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}

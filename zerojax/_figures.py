@@ -3,19 +3,6 @@
 import pathlib
 from typing import Any
 
-from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-
-GRADS, ACTIVATIONS = "grads", "activations"
-
-# Each is lighter than the one before, so that they differ in grey too.
-COLOURS = {
-    PARAMS: "#14375e", GRADS: "#2f78b7", OPT_STATE: "#8fc1e3", ACTIVATIONS: "#dbe9f4",
-    OTHER: "#777777",
-}  # fmt: skip
-TITLES = {
-    PARAMS: "parameters", GRADS: "gradients", OPT_STATE: "optimizer state",
-    ACTIVATIONS: "in flight (activations and others)", OTHER: "other",
-}  # fmt: skip
 WIDTH = 8.0  # inches: what notebooks show without scaling
 
 

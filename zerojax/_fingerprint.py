@@ -5,7 +5,7 @@ import enum
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,24 +13,6 @@ from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
-
-if TYPE_CHECKING:
-    from zerojax._plan.plan import Plan
-
-
-def of_plan(plan: "Plan") -> dict[str, str]:
-    leaves = [
-        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.spec} {leaf.shard_spec}"
-        for leaf in plan.leaves
-    ]
-    return {
-        "the stage": str(plan.stage),
-        "the mesh": show(plan.mesh),
-        "the axis": str(plan.axes),
-        "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
-        "the precision of the state": str(plan.precision),
-        "the state": "\n".join(leaves),
-    }
 
 
 def of_shapes(tree: Any) -> str:

@@ -5,15 +5,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jax.sharding import PartitionSpec
-
-from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-
 if TYPE_CHECKING:
-    from zerojax._plan.plan import Plan
-
-HEADER = ("leaf", "shape", "spec", "whole", "per device", "why not sharded")
-TITLES = {PARAMS: "parameters", OPT_STATE: "optimizer state", OTHER: "other"}
+    pass
 
 
 def human_bytes(count: float) -> str:
@@ -47,49 +40,6 @@ def text_table(rows: list[tuple[str, ...]], right: frozenset[int] = frozenset())
     return "\n".join([line(rows[0]), "  ".join("-" * w for w in widths), *map(line, rows[1:])])
 
 
-def plan_rows(plan: "Plan") -> list[tuple[str, ...]]:
-    return [
-        (
-            leaf.path,
-            f"{leaf.dtype}{list(leaf.shape)}",
-            _spec_text(leaf.spec),
-            human_bytes(leaf.nbytes),
-            human_bytes(leaf.bytes_per_device(plan.mesh)),
-            leaf.reason or "",
-        )
-        for leaf in plan.leaves
-    ]
-
-
-def total_rows(plan: "Plan") -> list[tuple[str, ...]]:
-    now = plan.bytes_per_device()
-    whole = dict.fromkeys(now, 0)
-    for leaf in plan.leaves:
-        whole[leaf.kind] += leaf.nbytes
-    kinds = [k for k in now if whole[k]]
-    rows = [(TITLES[k], "", "", human_bytes(whole[k]), human_bytes(now[k]), "") for k in kinds]
-    whole_sum, now_sum = sum(whole.values()), sum(now.values())
-    return [*rows, ("in all", "", "", human_bytes(whole_sum), human_bytes(now_sum), "")]
-
-
-def plan_title(plan: "Plan") -> str:
-    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.axes)
-    kind = plan.mesh.devices.flat[0].device_kind
-    what = [k for k, on in plan.sharded.items() if on]
-    shards = ", ".join(what) if what else "nothing"
-    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {shards}"
-
-
-def plan_text(plan: "Plan") -> str:
-    table = text_table([HEADER, *plan_rows(plan), *total_rows(plan)], frozenset({3, 4}))
-    return f"{plan_title(plan)}\n{table}"
-
-
-def plan_html(plan: "Plan") -> str:
-    rows = [HEADER, *plan_rows(plan)]
-    return html_table([plan_title(plan)], rows, total_rows(plan))
-
-
 def html_table(
     lines: Sequence[str],
     rows: Sequence[tuple[str, ...]],
@@ -108,8 +58,3 @@ def html_table(
     foot = f"<tfoot>{''.join(row(cells, 'th') for cells in totals)}</tfoot>" if totals else ""
     table = f"<table><thead>{row(rows[0], 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
     return f"{text(lines)}{table}{text(below)}"
-
-
-def _spec_text(spec: PartitionSpec) -> str:
-    entries = ", ".join("·" if e is None else str(e) for e in spec)
-    return f"({entries})"

@@ -27,7 +27,7 @@ from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import place as _place, spec as _spec
 from zerojax._plan.precision import MasterState, Precision, master_weights
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.nnx_state import (
     State as State,
     Variables,
@@ -99,7 +99,7 @@ def shard(
         tx = master_weights(tx, precision.master)
         like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state
-    optimizer.tx = _state.PlannedTransformation(tx, _state.carried_plan(placed))
+    optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))
     update(model, optimizer, placed)
     return model, optimizer
 
@@ -127,7 +127,7 @@ class Step:
 
     def pure(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any = None) -> tuple:
         placed = state(model, optimizer)
-        if _state.carried_plan(placed) is None:
+        if _carried.carried_plan(placed) is None:
             raise ValueError(
                 "the model and its optimizer are not placed. First: "
                 "zerojax.nnx.shard(model, optimizer, stage=3)."

@@ -19,6 +19,7 @@ import zerojax
 from zerojax import _figures
 from zerojax._forecast import plot as _plot, presets as _presets
 from zerojax._forecast.forecast import Forecast
+from zerojax._plan.show import COLOURS
 
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
@@ -50,5 +51,5 @@ if __name__ == "__main__":
         MODEL.loss, MODEL.make_state, MODEL.batch(ROWS), gpus=GPUS, accumulate=MICROBATCHES
     )
     print(forecast)
-    draw(forecast, "stages_light", "#1f2328", _figures.COLOURS)
+    draw(forecast, "stages_light", "#1f2328", COLOURS)
     draw(forecast, "stages_dark", "#e6edf3", DARK)

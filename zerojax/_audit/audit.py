@@ -1,22 +1,26 @@
 """`audit`: what XLA made of a step."""
 
+import contextlib
 import math
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from zerojax._audit import memory as _memory, traffic as _traffic
-from zerojax._audit.compiler_log import heard
-from zerojax._audit.report import Part, Report, Traffic
+from zerojax._audit.report import Report
+from zerojax._audit.traffic import Part, Traffic
 from zerojax._hlo import gpus as _gpus, groups as _groups, module as _module, schedule as _schedule
 from zerojax._hlo.gpus import Gpu
 from zerojax._hlo.lineage import NONE, Lineage
 from zerojax._hlo.module import Module
 from zerojax._hlo.schedule import Collective
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._state import state as _state
+from zerojax._state import carried as _carried, state as _state
 
 # No source lines of a user's.
 OURS = (
@@ -79,7 +83,7 @@ def audit(
         text = step
     else:
         if state is not None:
-            carried = _state.carried_plan(state)
+            carried = _carried.carried_plan(state)
             plan = carried if carried is not None else plan
         if not hasattr(step, "as_text") or hasattr(step, "compile"):
             step, lines = _compile(step, state, batch, rng)
@@ -261,3 +265,41 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         index, at = divmod(index, size)
         place.append(at)
     return tuple(reversed(place))
+
+
+_START = re.compile(r"^(?=[IWEF]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log)", re.MULTILINE)
+
+
+# Information, and what XLA logs of its own work: `audit` and `forecast` say what came of it.
+_HARMLESS = re.compile(
+    r"I\d{4} |.* I .*\.cc|WARNING: All log messages before absl::InitializeLog"
+    r"|.*(slow_operation_alarm|hlo_rematerialization)\.cc|.*Registers are spilled"
+)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Fills a list with the lines that native code wrote, and passes them on when done: all of
+    them where it fails, else less what is harmless."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        wanted = lambda said: said  # noqa: E731
+        try:
+            yield lines
+            wanted = _serious
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said = file.read().decode(errors="replace")
+            lines += said.splitlines()
+            if passed_on := wanted(said):
+                os.write(2, passed_on.encode())
+
+
+def _serious(said: str) -> str:
+    """Less the messages, of several lines maybe, that are harmless."""
+    return "".join(part for part in _START.split(said) if not _HARMLESS.match(part))

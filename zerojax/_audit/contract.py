@@ -8,13 +8,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from zerojax._audit.measured import Measured
+from zerojax._audit.traffic import Part, Traffic
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._text import human_bytes, human_time
-
-if TYPE_CHECKING:
-    from zerojax._audit.report import Part, Report, Traffic
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # where no plan says what is sharded
@@ -53,7 +51,7 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
 
 
 def findings(
-    report: "Report", max_peak_bytes: float | None, min_overlap: float | None
+    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
 ) -> list[str]:
     found = [*_exchanges(report), *_warnings(report), *_limits(report, max_peak_bytes, min_overlap)]
     if report.plan is None:
@@ -71,7 +69,7 @@ def findings(
 # -- the rules
 
 
-def _exchanges(report: "Report") -> Iterator[str]:
+def _exchanges(report: Measured) -> Iterator[str]:
     for one in report.traffic:
         exchanged = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute")
         if exchanged and one.wire_bytes > SMALL and _is_ours(one, report.plan):
@@ -82,7 +80,7 @@ def _exchanges(report: "Report") -> Iterator[str]:
             )
 
 
-def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     allowed = _largest_whole(report.plan) if report.plan else BIG_ALL_REDUCE
     whole_gradients = report.plan is not None and not promised  # stage 0; XLA may join them
     for one in report.traffic:
@@ -107,7 +105,7 @@ def _all_reduces(report: "Report", promised: dict[str, Promise]) -> Iterator[str
                 )
 
 
-def _reduced(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     reducing = [one for one in report.traffic if one.kind in ("reduce-scatter", "all-reduce")]
     reaches = any(path in promised for one in reducing for path in one.paths)
     if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
@@ -119,7 +117,7 @@ def _reduced(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
         )
 
 
-def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+def _gathers(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     sent: dict[str, float] = collections.defaultdict(float)
     for one in report.traffic:
         if one.kind != "all-gather":
@@ -154,7 +152,7 @@ def _gathers(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
             )
 
 
-def _dtypes(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
+def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     """XLA:CPU widens what it moves, so this can only be read off programs for GPUs."""
     if report.backend != "gpu":
         return
@@ -172,7 +170,7 @@ def _dtypes(report: "Report", promised: dict[str, Promise]) -> Iterator[str]:
                 )
 
 
-def _kept(report: "Report") -> Iterator[str]:
+def _kept(report: Measured) -> Iterator[str]:
     if _stage(report) < 3:
         return
     for path, array in report.kept:
@@ -183,7 +181,7 @@ def _kept(report: "Report") -> Iterator[str]:
         )
 
 
-def _placement(report: "Report") -> Iterator[str]:
+def _placement(report: Measured) -> Iterator[str]:
     for path, how in report.placement:
         yield (
             f"{path} reaches the step as {how}, not as the plan cuts it. Place the state "
@@ -191,7 +189,7 @@ def _placement(report: "Report") -> Iterator[str]:
         )
 
 
-def _donation(report: "Report") -> Iterator[str]:
+def _donation(report: Measured) -> Iterator[str]:
     if report.not_donated:
         first = ", ".join(report.not_donated[:3])
         more = len(report.not_donated) - 3
@@ -203,7 +201,7 @@ def _donation(report: "Report") -> Iterator[str]:
         )
 
 
-def _warnings(report: "Report") -> Iterator[str]:
+def _warnings(report: Measured) -> Iterator[str]:
     for text in report.warnings:
         yield (
             f"XLA gathers an array whole to change its sharding: {text.strip()[:300]} Give it "
@@ -212,7 +210,7 @@ def _warnings(report: "Report") -> Iterator[str]:
 
 
 def _limits(
-    report: "Report", max_peak_bytes: float | None, min_overlap: float | None
+    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
 ) -> Iterator[str]:
     peak = report.memory.peak
     if max_peak_bytes is not None and peak > max_peak_bytes:
@@ -234,15 +232,15 @@ def _limits(
 # -- reading a report
 
 
-def _stage(report: "Report") -> int:
+def _stage(report: Measured) -> int:
     return report.plan.stage if report.plan else 0
 
 
-def _size(report: "Report") -> int:
+def _size(report: Measured) -> int:
     return report.plan.size if report.plan else report.devices
 
 
-def _is_ours(one: "Traffic", plan: Plan | None) -> bool:
+def _is_ours(one: Traffic, plan: Plan | None) -> bool:
     """Along ZeRO's axes; what runs along others is the user's own."""
     if OPTIMIZER_SCOPE in one.scope.split("/"):
         return False
@@ -256,7 +254,7 @@ def _largest_whole(plan: Plan) -> float:
     return max([SMALL, 2 * statistics, *whole])
 
 
-def _is_gradient_of(part: "Part", promised: dict[str, Promise]) -> Promise | None:
+def _is_gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
     """The cut parameter, or layer of one, whose whole gradient has the size of `part`."""
     for path in part.paths:
         promise = promised.get(path)
@@ -268,7 +266,7 @@ def _is_gradient_of(part: "Part", promised: dict[str, Promise]) -> Promise | Non
     return None
 
 
-def _joined_gradients(part: "Part", promised: dict[str, Promise]) -> Promise | None:
+def _joined_gradients(part: Part, promised: dict[str, Promise]) -> Promise | None:
     """XLA:GPU puts gradients and scalars in one array: the largest cut one among them."""
     known = [promised[path] for path in part.paths if path in promised]
     sizes = {promise.leaf.path: math.prod(promise.leaf.shape) for promise in known}
@@ -277,7 +275,7 @@ def _joined_gradients(part: "Part", promised: dict[str, Promise]) -> Promise | N
     return max(known, key=lambda promise: sizes[promise.leaf.path])
 
 
-def _joined_whole(part: "Part", plan: Plan | None) -> float:
+def _joined_whole(part: Part, plan: Plan | None) -> float:
     """Bytes of the uncut leaves, and scalars, that a joined array may be made of."""
     leaves = plan.leaves if plan else ()
     return SMALL + sum(
@@ -285,7 +283,7 @@ def _joined_whole(part: "Part", plan: Plan | None) -> float:
     )
 
 
-def _computes_narrow(report: "Report") -> bool:
+def _computes_narrow(report: Measured) -> bool:
     flops = report.replay.flops_by_dtype
     narrow = sum(count for dtype, count in flops.items() if dtype in NARROW)
     return narrow > 0.9 * sum(flops.values())

@@ -1,134 +1,22 @@
 """What an audit found: every collective, every byte, and how to look at them."""
 
-import collections
 import dataclasses
-import functools
 import math
-import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerojax._audit import contract as _contract, timeline as _timeline
-from zerojax._audit.memory import MemoryUse
-from zerojax._hlo.gpus import Gpu
-from zerojax._hlo.module import Module
-from zerojax._hlo.schedule import Replay
-from zerojax._plan.plan import Plan
+from zerojax._audit.measured import Measured
+from zerojax._audit.traffic import Traffic
 from zerojax._text import html_table, human_bytes, human_time, text_table
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-LONGEST_NAME = 60
-NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 ROWS = 40  # of the printed table; to_dict has them all
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One array of a collective, and the parameters it belongs to where they are known."""
-
-    array: str
-    dtype: str
-    elements: int
-    nbytes: float
-    paths: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """One collective of the compiled program. Bytes are per device; times are seconds of one run.
-
-    `between` is compute scheduled between start and done, `exposed` what the program waits.
-    """
-
-    name: str
-    kind: str
-    parts: tuple[Part, ...]
-    wire_bytes: float  # of one run
-    trips: int
-    loops: tuple[str, ...]
-    group: int
-    on_host: int
-    axes: tuple[str, ...] | None
-    asynchronous: bool
-    seconds: float
-    between: float
-    exposed: float
-    scope: str
-    source: str | None
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({part.dtype for part in self.parts}))
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
-
-    @property
-    def total_bytes(self) -> float:
-        return self.wire_bytes * self.trips
-
-    @property
-    def serves(self) -> str:
-        """The parameters it moves where they are known, else where in the code it comes from."""
-        if self.paths:
-            named = ", ".join(_shortened(path) for path in self.paths[:2])
-            return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return _shortened(NOTEBOOK.sub("cell line ", self.source or self.scope))
-
-
-def _shortened(name: str) -> str:
-    """Long names by their ends, which tell more than their beginnings."""
-    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Measured):
     """Made by `zerojax.audit`. Print it; `check()` it; `to_dict()` and `plot()` it.
 
     Times are modelled, and None where no GPU is known to model (`gpu`).
     """
-
-    module: Module
-    traffic: "Sequence[Traffic]"
-    memory: MemoryUse
-    replay: Replay
-    gpu: Gpu | None
-    devices: int
-    plan: Plan | None
-    accumulate: int
-    not_donated: tuple[str, ...]
-    placement: tuple[tuple[str, str], ...]  # leaves that arrive other than planned: (path, how)
-    kept: tuple[tuple[str, str], ...]  # stacks of gathered weights that a loop keeps: (path, array)
-    warnings: tuple[str, ...]
-    backend: str
-
-    @property
-    def step_seconds(self) -> float | None:
-        return self.replay.step if self.gpu else None
-
-    @property
-    def exposed_seconds(self) -> float | None:
-        return self.replay.exposed if self.gpu else None
-
-    @property
-    def overlap(self) -> float | None:
-        """Compute over step time: 1 where all communication hides."""
-        return self.replay.compute / self.replay.step if self.gpu and self.replay.step else None
-
-    @property
-    def wire_bytes(self) -> float:
-        """Sent by each device in a step."""
-        return sum(t.total_bytes for t in self.traffic)
-
-    @functools.cached_property
-    def totals(self) -> dict[str, float]:
-        """Bytes sent by each device, by kind of collective."""
-        sums: dict[str, float] = collections.defaultdict(float)
-        for one in self.traffic:
-            sums[one.kind] += one.total_bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def findings(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None

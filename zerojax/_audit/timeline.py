@@ -3,14 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zerojax._audit.measured import Measured
 from zerojax._figures import WIDTH, finished, pyplot
 from zerojax._hlo.schedule import Span
 from zerojax._text import human_time
-
-if TYPE_CHECKING:
-    from zerojax._audit.report import Report
 
 # Readable in grey too: each is darker than the one before.
 COLOURS = {
@@ -20,7 +18,7 @@ COLOURS = {
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
 
 
-def plot(report: "Report", path: str | None) -> Any:
+def plot(report: Measured, path: str | None) -> Any:
     """Draws it with matplotlib, which is not a dependency."""
     if report.gpu is None:
         raise ValueError(

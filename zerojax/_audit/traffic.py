@@ -2,13 +2,79 @@
 in, weights by the argument they come from."""
 
 import collections
+import dataclasses
+import re
 from typing import Any
 
-from zerojax._audit.report import Part
 from zerojax._hlo.lineage import Labels, Lineage
 from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._state import state as _state
+
+LONGEST_NAME = 60
+
+
+NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of a collective, and the parameters it belongs to where they are known."""
+
+    array: str
+    dtype: str
+    elements: int
+    nbytes: float
+    paths: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One collective of the compiled program. Bytes are per device; times are seconds of one run.
+
+    `between` is compute scheduled between start and done, `exposed` what the program waits.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[Part, ...]
+    wire_bytes: float  # of one run
+    trips: int
+    loops: tuple[str, ...]
+    group: int
+    on_host: int
+    axes: tuple[str, ...] | None
+    asynchronous: bool
+    seconds: float
+    between: float
+    exposed: float
+    scope: str
+    source: str | None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({part.dtype for part in self.parts}))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+
+    @property
+    def total_bytes(self) -> float:
+        return self.wire_bytes * self.trips
+
+    @property
+    def serves(self) -> str:
+        """The parameters it moves where they are known, else where in the code it comes from."""
+        if self.paths:
+            named = ", ".join(_shortened(path) for path in self.paths[:2])
+            return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
+        return _shortened(NOTEBOOK.sub("cell line ", self.source or self.scope))
+
+
+def _shortened(name: str) -> str:
+    """Long names by their ends, which tell more than their beginnings."""
+    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
 
 
 def reduced_arrays(instruction: Instruction) -> list[Labels]:

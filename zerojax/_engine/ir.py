@@ -1,14 +1,28 @@
 """What a split jaxpr is made of."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
 
 from zerojax._collectives import Cut
-from zerojax._engine.views import View
 from zerojax._jaxpr import is_var
+
+Dims = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """`apply` takes a shard to a shard, and what is whole to what is whole.
+
+    Dimension k of the result is dimension `dims[k]` of the operand (None: it is made anew).
+    """
+
+    apply: Callable[[Any], Any]
+    dims: Dims
+    stops: bool = False  # whether no gradient passes
+
 
 Var = Any
 Atom = Any

@@ -1,5 +1,6 @@
 """Evaluates a user's loss with its parameters held as shards, gathering each at its first use."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ from jax import lax
 
 from zerojax import _compat
 from zerojax._collectives import Wire
-from zerojax._engine import loops as _loops
 from zerojax._engine.body import Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import Atom, Loop, Remat, Scope, Shard, Split, Step, Var, unique
+from zerojax._engine.layers import Layers
+from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
 from zerojax._engine.vary import instantiated, is_float, merge, perturbed, where, without_tangents
 
@@ -43,7 +45,7 @@ def run(steps: Sequence[Step], env: Env, how: How) -> None:
                 inputs = operand_values(step.operands, env)
                 outs = run_scope(step.split, inputs, how, checkpoint_like(step))
             case Loop():
-                outs = _loops.run_loop(step, operand_values(step.operands, env), how)
+                outs = run_loop(step, operand_values(step.operands, env), how)
             case _:
                 outs = _compat.bind(step, read(env, step.invars))
         write(env, step.outvars, outs)
@@ -102,3 +104,29 @@ def operand_values(operands: Sequence[Shard | Atom], env: Env) -> list[Any]:
     return [
         v.of(env[v.root]) if isinstance(v, Shard) else read_arrays(env, [v])[0] for v in operands
     ]
+
+
+def run_loop(loop: Loop, inputs: Sequence[Any], how: How) -> list[Array]:
+    """The outputs of a scan whose operands are `inputs`; `Held` stacks among them."""
+    prefetches = how.prefetch and loop.body.gathers and loop.length > 1
+    if prefetches and how.wire.unrolled:
+        loop = dataclasses.replace(loop, unroll=loop.length)
+    layers = (PrefetchedLayers if prefetches else Layers)(loop, how)
+    if not how.regather:
+        return layers.forward(list(inputs))
+
+    @jax.custom_vjp
+    def call(inputs: list[Any]) -> list[Array]:
+        return layers.forward(inputs)
+
+    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
+        wanted, values = perturbed(inputs)
+        outs, saved = layers.forward_saving(values, wanted)
+        return outs, (values, saved)
+
+    def backward(residuals: Any, cts: list[Any]) -> tuple[list[Any]]:
+        inputs, saved = residuals
+        return (layers.backward(inputs, saved, cts),)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return without_tangents(call(list(inputs)))

@@ -30,7 +30,7 @@ from zerojax._engine.ir import (
     reads_of,
     unique,
 )
-from zerojax._engine.readers import Readers, is_cast
+from zerojax._engine.views import Readers, is_cast
 from zerojax._jaxpr import Inliner, alive, is_var
 
 

@@ -1,11 +1,15 @@
 """`forecast`: what a training step will need and cost on GPUs that nobody has rented yet."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +19,8 @@ from zerojax import aot
 from zerojax._audit import audit as _audit
 from zerojax._audit.report import Report
 from zerojax._forecast import plot as _plot
+from zerojax._forecast.case import Case
 from zerojax._forecast.mfu import needed_flops
-from zerojax._forecast.progress import progress
 from zerojax._hlo import gpus as _gpus
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._plan import planner as _planner
@@ -26,42 +30,6 @@ from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
 from zerojax._step.step import Step, train_step
 from zerojax._text import html_table, human_bytes, human_time, text_table
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One way to train, compiled. Bytes are per GPU, times modelled seconds of one step.
-
-    `formula` is parameters, optimizer state and gradients by the plan alone; `gradients`,
-    `activations` (with the gathered weights) and `peak` are the compiler's, at the moment when
-    most is in memory.
-    """
-
-    stage: int
-    accumulate: int
-    variant: str
-    parameters: int
-    optimizer: int
-    gradients: int
-    activations: int
-    formula: int
-    peak: int
-    fits: bool
-    spare: int
-    link_bytes: float
-    network_bytes: float
-    compute_seconds: float
-    exposed_seconds: float
-    step_seconds: float
-    examples_per_second: float
-    tokens_per_second: float | None
-    mfu: float
-    compile_seconds: float
-    report: Report = dataclasses.field(repr=False)
-
-    @property
-    def wire_bytes(self) -> float:
-        return self.link_bytes + self.network_bytes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,7 +62,7 @@ class Forecast:
 
     def plot(self, path: str | None = None) -> Any:
         """Memory and step time of each case, as a matplotlib figure; saved to `path`."""
-        return _plot.plot(self, path)
+        return _plot.plot(self.cases, self.gpu.usable, self.gpus, path)
 
     def __str__(self) -> str:
         right = frozenset({0, 1, *range(3, 9), *range(10, 17)})
@@ -280,3 +248,51 @@ def _row(case: Case) -> tuple[str, ...]:
         human_time(case.step_seconds), human_time(case.exposed_seconds),
         "-" if tokens is None else f"{tokens:,.0f}", f"{case.mfu:.1%}",
     )  # fmt: skip
+
+
+T = TypeVar("T")
+
+
+PATIENCE = 1.0  # seconds that need no explanation
+
+
+WIPE = "\r\x1b[K"
+
+
+def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
+    """The items, each with a line that says what is done to it, how many there are, and how long
+    the rest may take."""
+    started = time.monotonic()
+    for number, item in enumerate(items, start=1):
+        left = (time.monotonic() - started) / max(number - 1, 1) * (len(items) - number + 1)
+        rest = f", about {left:.0f} s left" if number > 1 else ""
+        with working(doing(item) + (f" ({number}/{len(items)}{rest})" if len(items) > 1 else "")):
+            yield item
+
+
+@contextlib.contextmanager
+def working(doing: str) -> Iterator[None]:
+    """A line that counts the seconds of what is done inside, where it takes more than one."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+    terminal = os.dup(2)  # the compiler's standard error goes elsewhere meanwhile
+    counter = threading.Thread(target=_count, args=(doing, terminal, done), daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        counter.join()
+        os.close(terminal)
+
+
+def _count(doing: str, terminal: int, done: threading.Event) -> None:
+    started, shown = time.monotonic(), False
+    while not done.wait(PATIENCE):
+        line = f"{WIPE}{doing} ... {time.monotonic() - started:.0f} s"
+        os.write(terminal, line.encode())
+        shown = True
+    if shown:
+        os.write(terminal, WIPE.encode())

@@ -1,43 +1,40 @@
 """A forecast as a picture: the memory of each case against what fits, and the time of a step."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from zerojax._figures import ACTIVATIONS, COLOURS, GRADS, TITLES, WIDTH, finished, pyplot
+from zerojax._figures import WIDTH, finished, pyplot
+from zerojax._forecast.case import Case
+from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from zerojax._forecast.forecast import Case, Forecast
 
 GIB, MS = 2**30, 1e-3
 EXPOSED = "#8b1a1a"  # as in the timeline of an audit
 
 
-def plot(forecast: "Forecast", path: str | None) -> Any:
+def plot(cases: Sequence[Case], usable: int, gpus: str, path: str | None) -> Any:
     """Bars of memory left, of time right, a row for each case."""
-    cases = forecast.cases
     figure, (memory, times) = pyplot().subplots(
         1, 2, figsize=(WIDTH, 1.6 + 0.38 * len(cases)), width_ratios=(3, 2), sharey=True,
         layout="constrained",
     )  # fmt: skip
-    draw_memory(memory, cases, forecast.gpu.usable)
+    draw_memory(memory, cases, usable)
     draw_times(times, cases)
     memory.set_yticks(range(len(cases)), list(map(case_name, cases)))
     memory.invert_yaxis()
     for axes in (memory, times):
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-    figure.suptitle(f"one training step on {forecast.gpus}, compiled", fontsize=10)
+    figure.suptitle(f"one training step on {gpus}, compiled", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return finished(figure, path)
 
 
 def draw_memory(
     axes: Any,
-    cases: "Sequence[Case]",
+    cases: Sequence[Case],
     usable: int,
-    colours: "Mapping[str, str]" = COLOURS,
+    colours: Mapping[str, str] = COLOURS,
     ink: str = "black",
 ) -> None:
     """Stacked to the peak: what is none of the others counts as activations."""
@@ -65,7 +62,7 @@ def draw_memory(
         axes.set_xlabel(f"GiB per GPU when fullest, of {usable / GIB:.0f} usable")
 
 
-def draw_times(axes: Any, cases: "Sequence[Case]") -> None:
+def draw_times(axes: Any, cases: Sequence[Case]) -> None:
     compute = [case.compute_seconds / MS for case in cases]
     exposed = [case.exposed_seconds / MS for case in cases]
     rows = range(len(cases))
@@ -77,7 +74,7 @@ def draw_times(axes: Any, cases: "Sequence[Case]") -> None:
     axes.set_xlabel("ms a step, modelled")
 
 
-def case_name(case: "Case") -> str:
+def case_name(case: Case) -> str:
     parts = [f"stage {case.stage}"]
     if case.accumulate > 1:
         parts.append(f"x{case.accumulate}")

@@ -15,9 +15,10 @@ import numpy as np
 from jax.core import Tracer
 
 from zerojax._plan.plan import Plan
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._plan.show import TITLES
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
-from zerojax._text import TITLES, human_bytes
+from zerojax._text import human_bytes
 
 LARGEST = 3  # leaves to name where memory is out
 
@@ -39,7 +40,7 @@ def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator
 
 def plan_of(state: Any, given: Plan | None) -> Plan | None:
     """The plan that a state carries, or the one that a step was given."""
-    carried = _state.carried_plan(state)
+    carried = _carried.carried_plan(state)
     return given if carried is None else carried
 
 

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._collectives import names_in
 from zerojax._jaxpr import is_var
-from zerojax._plan import spec as _spec
 
 
 def whole_mesh() -> AbstractMesh:
@@ -31,7 +31,7 @@ def name_any(jaxpr: Any, axes: tuple[str, ...]) -> bool:
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
-    return _spec.names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
+    return names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
 
 
 def is_constraint(eqn: Any) -> bool:

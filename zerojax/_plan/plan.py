@@ -1,55 +1,20 @@
 """The plan: which leaf of a state lives where, at a given stage. Made from shapes, immutable."""
 
-import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import _agreement, _collectives, _fingerprint, _text
+from zerojax import _agreement, _collectives, _fingerprint
 from zerojax._plan import mesh as _mesh, move as _move, show as _show, spec as _spec
-from zerojax._plan.precision import Precision, stored_with
-from zerojax._state import refusals as _refusals, state as _state
-from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+from zerojax._plan.layout import Layout, LeafPlan
+from zerojax._plan.precision import stored_with
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """One leaf: `spec` is where it lives between steps, `shard_spec` where it is cut.
-
-    The optimizer does not read the gradient of one that is `frozen`, so there is none.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
-    shard_spec: PartitionSpec
-    dim: int | None
-    stacked: bool
-    reason: str | None
-    frozen: bool = False
-
-    def others(self, axes: tuple[str, ...]) -> tuple:
-        """For each dimension, the axes of the user's own that it lies along; () where none."""
-        return _spec.other_axes(self.shard_spec, axes, len(self.shape))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def bytes_per_device(self, mesh: Mesh) -> int:
-        shard = NamedSharding(mesh, self.spec).shard_shape(self.shape)
-        return math.prod(shard) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Layout):
     """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` is
@@ -66,55 +31,13 @@ class Plan:
           [:]  devices 0, 1, 2, 3, 4, 5, 6, 7
     """
 
-    stage: int
-    mesh: Mesh
-    axes: tuple[str, ...]
-    leaves: tuple[LeafPlan, ...]
-    treedef: Any = dataclasses.field(compare=False)  # static fields differ from call to call
-    precision: Precision | None = None
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.stage, self.mesh, self.axes, self.leaves, self.precision))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __deepcopy__(self, memo: Any) -> "Plan":
-        return self  # immutable, and devices cannot be copied
-
-    @property
-    def size(self) -> int:
-        """Over how many devices ZeRO shards."""
-        return _mesh.axes_size(self.mesh, self.axes)
-
-    @property
-    def sharded(self) -> dict[str, bool]:
-        """What the stage shards: this table is all that a stage is."""
-        stage = self.stage if self.size > 1 else 0
-        return {OPT_STATE: stage >= 1, "grads": stage >= 2, PARAMS: stage >= 3}
-
-    @property
-    def params(self) -> list[LeafPlan]:
-        return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
-
-    @functools.cached_property
-    def shardings(self) -> list[NamedSharding]:
-        """Where each leaf lives between steps, in the order of `jax.tree.leaves(state)`."""
-        return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
-
-    @functools.cached_property
-    def shard_shardings(self) -> list[NamedSharding]:
-        """Where each leaf lives while the optimizer updates it."""
-        return [NamedSharding(self.mesh, leaf.shard_spec) for leaf in self.leaves]
-
     def abstract(self) -> Any:
         """The state as `jax.ShapeDtypeStruct`s that carry their shardings."""
         structs = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
-        return _state.carry_plan(self.treedef.unflatten(structs), self)
+        return _carried.carry_plan(self.treedef.unflatten(structs), self)
 
     def place(self, state: Any) -> Any:
         """The state, moved to where the plan wants it; a function makes it there.
@@ -140,11 +63,11 @@ class Plan:
         placed = [
             _move.moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)
         ]
-        return _state.carry_plan(treedef.unflatten(placed), self)
+        return _carried.carry_plan(treedef.unflatten(placed), self)
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Several processes give the same state, or a program that makes it, and the same plan."""
-        _agreement.agree("placing a state", lambda: _fingerprint.of_plan(self) | state(), self.mesh)
+        _agreement.agree("placing a state", lambda: fingerprint(self) | state(), self.mesh)
 
     def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
         """A jitted function to the state's leaves, no device ever holding the whole state.
@@ -156,7 +79,7 @@ class Plan:
         def make() -> list[Any]:
             state = stored_with(make_state(), self.precision)
             self.check_structure(state)
-            leaves, treedef = jax.tree.flatten(_state.carry_plan(state, self))
+            leaves, treedef = jax.tree.flatten(_carried.carry_plan(state, self))
             tell_treedef(treedef)
             return leaves
 
@@ -221,29 +144,22 @@ class Plan:
                     f"{_type_text(want[path])}. {remedy}"
                 )
 
-    def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on each device between steps, by kind of state."""
-        totals = {PARAMS: 0, OPT_STATE: 0, OTHER: 0}
-        for leaf in self.leaves:
-            totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
-        return totals
-
     def plot(self, path: str | None = None) -> Any:
         """Who holds what, the largest leaves first, as a matplotlib figure; saved to `path`."""
-        return _show.plot(self, _text.plan_title(self), path)
+        return _show.plot(self, _show.plan_title(self), path)
 
     def show(self, path: str) -> None:
         """Prints which device holds which part of one leaf, such as "params/dense/kernel"."""
         print(_show.leaf_text(self, path))
 
     def __repr__(self) -> str:
-        return f"<Plan of {len(self.leaves)} leaves: {_text.plan_title(self)}>"
+        return f"<Plan of {len(self.leaves)} leaves: {_show.plan_title(self)}>"
 
     def __str__(self) -> str:
-        return _text.plan_text(self)
+        return _show.plan_text(self)
 
     def _repr_html_(self) -> str:
-        return _text.plan_html(self)
+        return _show.plan_html(self)
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
@@ -279,3 +195,18 @@ def check_stage(stage: Any) -> None:
             f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
             "state, 2 gradients too, 3 parameters too."
         )
+
+
+def fingerprint(plan: Layout) -> dict[str, str]:
+    leaves = [
+        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.spec} {leaf.shard_spec}"
+        for leaf in plan.leaves
+    ]
+    return {
+        "the stage": str(plan.stage),
+        "the mesh": _fingerprint.show(plan.mesh),
+        "the axis": str(plan.axes),
+        "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
+        "the precision of the state": str(plan.precision),
+        "the state": "\n".join(leaves),
+    }

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec, update as _update
+from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec
 from zerojax._plan.plan import LeafPlan, Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.stacks import layer_dims
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
@@ -81,7 +82,7 @@ def plan(
     cut = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
     cuts = stage >= 1 and rule.size > 1
     shards = {OPT_STATE: cuts, OTHER: cuts, PARAMS: cuts and stage >= 3}
-    frozen = iter(_update.frozen_params(state, tx))
+    frozen = iter(_optimizer.frozen_params(state, tx))
     planned = []
     for leaf, (spec, reason, is_stacked) in zip(leaves, cut, strict=True):
         struct = _state.shape_dtype(leaf.value)
@@ -100,7 +101,12 @@ def plan(
             )
         )  # fmt: skip
     made = Plan(
-        stage, mesh, axes, tuple(planned), jax.tree.structure(_state.without_plan(state)), precision
+        stage,
+        mesh,
+        axes,
+        tuple(planned),
+        jax.tree.structure(_carried.without_plan(state)),
+        precision,
     )
     _check_worth(made)
     return made
@@ -125,7 +131,7 @@ def _shard_specs(
     params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
     for pattern, _ in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
-    stacks = _state.layer_dims(_state.get_params(state), stacked)
+    stacks = layer_dims(_state.get_params(state), stacked)
     cuts = {}
     for leaf, base in params:
         layers = stacks.get(leaf.path[1:], 0)

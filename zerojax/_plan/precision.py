@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._plan import update as _update
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._plan import optimizer as _optimizer
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def with_masters(
 ) -> MasterState:
     """The state of `master_weights`, from that of `tx`, with copies of what `tx` updates."""
     masters = cast_floats(params, dtype)
-    frozen = jax.tree.structure(params).unflatten(_update.frozen_params((masters, inner), tx))
+    frozen = jax.tree.structure(params).unflatten(_optimizer.frozen_params((masters, inner), tx))
     hole = optax.MaskedNode()
     return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
 
@@ -194,7 +194,7 @@ def stored_with(state: Any, precision: Precision | None) -> Any:
         return state
     if isinstance(_state.get_opt_state(state), MasterState):
         return state
-    tx = _state.get_tx(_state.without_plan(state))
+    tx = _state.get_tx(_carried.without_plan(state))
     if tx is None or not hasattr(state, "replace"):
         raise ValueError(
             f"precision= changes the optimizer, and a state of type {type(state).__name__} does "

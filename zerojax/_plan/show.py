@@ -1,21 +1,36 @@
 """Who holds what: a plan as a picture, and one leaf of it as text."""
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax._figures import COLOURS, TITLES, WIDTH, finished, pyplot
-from zerojax._text import human_bytes
+from zerojax._figures import WIDTH, finished, pyplot
+from zerojax._plan.layout import Layout, LeafPlan
+from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+from zerojax._text import html_table, human_bytes, text_table
 
-if TYPE_CHECKING:
-    from zerojax._plan.plan import LeafPlan, Plan
+GRADS, ACTIVATIONS = "grads", "activations"
+
+
+# Each is lighter than the one before, so that they differ in grey too.
+COLOURS = {
+    PARAMS: "#14375e", GRADS: "#2f78b7", OPT_STATE: "#8fc1e3", ACTIVATIONS: "#dbe9f4",
+    OTHER: "#777777",
+}  # fmt: skip
+
+
+TITLES = {
+    PARAMS: "parameters", GRADS: "gradients", OPT_STATE: "optimizer state",
+    ACTIVATIONS: "in flight (activations and others)", OTHER: "other",
+}  # fmt: skip
+
 
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34
 
 
-def plot(plan: "Plan", title: str, path: str | None) -> Any:
+def plot(plan: Layout, title: str, path: str | None) -> Any:
     """A row a leaf, largest first, and a column a device: each box is the leaf, filled where the
     device holds it."""
     plt = pyplot()
@@ -56,7 +71,7 @@ def draw_box(axes: Any, column: int, row: int, part: list[tuple[float, float]], 
     axes.add_patch(Rectangle((left, top), width, height, fill=False, color="0.6", linewidth=0.6))
 
 
-def parts(plan: "Plan", leaf: "LeafPlan", devices: list[Any]) -> list[list[tuple[float, float]]]:
+def parts(plan: Layout, leaf: LeafPlan, devices: list[Any]) -> list[list[tuple[float, float]]]:
     """For each device: from where to where it holds the leaf, along each dimension that is cut."""
     index = NamedSharding(plan.mesh, leaf.spec).devices_indices_map(leaf.shape)
     cut = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
@@ -67,7 +82,7 @@ def parts(plan: "Plan", leaf: "LeafPlan", devices: list[Any]) -> list[list[tuple
     return extents
 
 
-def leaf_text(plan: "Plan", path: str) -> str:
+def leaf_text(plan: Layout, path: str) -> str:
     """One leaf: how it is cut, and which devices hold which part."""
     named = {leaf.path: leaf for leaf in plan.leaves}
     if path not in named:
@@ -104,7 +119,7 @@ def shortened(path: str) -> str:
     return f"{path[:half]}...{path[-half:]}"
 
 
-def _left_out(leaves: list["LeafPlan"], devices: int) -> str:
+def _left_out(leaves: list[LeafPlan], devices: int) -> str:
     more = []
     if devices:
         more.append(f"{devices} more devices hold as much")
@@ -113,7 +128,7 @@ def _left_out(leaves: list["LeafPlan"], devices: int) -> str:
     return "device" + (f"  (not drawn: {'; '.join(more)})" if more else "")
 
 
-def _legend(figure: Any, plan: "Plan", drawn: list["LeafPlan"]) -> None:
+def _legend(figure: Any, plan: Layout, drawn: list[LeafPlan]) -> None:
     from matplotlib.patches import Patch
 
     totals = plan.bytes_per_device()
@@ -123,3 +138,54 @@ def _legend(figure: Any, plan: "Plan", drawn: list["LeafPlan"]) -> None:
         if any(leaf.kind == kind for leaf in drawn)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+
+
+HEADER = ("leaf", "shape", "spec", "whole", "per device", "why not sharded")
+
+
+def plan_rows(plan: Layout) -> list[tuple[str, ...]]:
+    return [
+        (
+            leaf.path,
+            f"{leaf.dtype}{list(leaf.shape)}",
+            _spec_text(leaf.spec),
+            human_bytes(leaf.nbytes),
+            human_bytes(leaf.bytes_per_device(plan.mesh)),
+            leaf.reason or "",
+        )
+        for leaf in plan.leaves
+    ]
+
+
+def total_rows(plan: Layout) -> list[tuple[str, ...]]:
+    now = plan.bytes_per_device()
+    whole = dict.fromkeys(now, 0)
+    for leaf in plan.leaves:
+        whole[leaf.kind] += leaf.nbytes
+    kinds = [k for k in now if whole[k]]
+    rows = [(TITLES[k], "", "", human_bytes(whole[k]), human_bytes(now[k]), "") for k in kinds]
+    whole_sum, now_sum = sum(whole.values()), sum(now.values())
+    return [*rows, ("in all", "", "", human_bytes(whole_sum), human_bytes(now_sum), "")]
+
+
+def plan_title(plan: Layout) -> str:
+    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.axes)
+    kind = plan.mesh.devices.flat[0].device_kind
+    what = [k for k, on in plan.sharded.items() if on]
+    shards = ", ".join(what) if what else "nothing"
+    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {shards}"
+
+
+def plan_text(plan: Layout) -> str:
+    table = text_table([HEADER, *plan_rows(plan), *total_rows(plan)], frozenset({3, 4}))
+    return f"{plan_title(plan)}\n{table}"
+
+
+def plan_html(plan: Layout) -> str:
+    rows = [HEADER, *plan_rows(plan)]
+    return html_table([plan_title(plan)], rows, total_rows(plan))
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    entries = ", ".join("·" if e is None else str(e) for e in spec)
+    return f"({entries})"

@@ -6,11 +6,12 @@ where the spec applies, never what it is.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from zerojax._collectives import names_in
 
 DEFAULT_MIN_SHARD_SIZE = 128
 
@@ -112,11 +113,6 @@ def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple:
     if not names_in(entries) or names_in(entries) & set(axes):
         return ()
     return (*entries, *[None] * (rank - len(entries)))
-
-
-def names_in(entries: Iterable[Any]) -> set[str]:
-    """The mesh axes that entries of a spec name."""
-    return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
 
 
 def normal(spec: PartitionSpec) -> PartitionSpec:

@@ -9,7 +9,7 @@ import optax
 from flax import nnx, struct
 from flax.training.train_state import TrainState
 
-from zerojax._state import state as _state
+from zerojax._state import carried as _carried
 
 
 @struct.dataclass
@@ -36,7 +36,7 @@ def state(model: Any, optimizer: nnx.Optimizer) -> State:
         paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
         plan = getattr(tx, "plan", None)
         tx = updating_only(paths, getattr(tx, "original", tx))
-        tx = tx if plan is None else _state.PlannedTransformation(tx, plan)
+        tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
     fields: dict[str, Any] = {
         "step": optimizer.step.get_value(),
         "apply_fn": None,

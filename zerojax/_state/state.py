@@ -20,9 +20,6 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
 
-MOST_LAYERS = 256  # a longer first dimension counts something else
-
-
 class Leaf(NamedTuple):
     path: tuple
     value: Any
@@ -188,53 +185,6 @@ def get_tx(state: Any) -> optax.GradientTransformation | None:
     return getattr(state, "tx", None)
 
 
-class PlannedTransformation(optax.GradientTransformationExtraArgs):
-    """A state's own optimizer, carrying the plan the state was placed by.
-
-    Between steps, stages 1 and 2 look the same, so placement alone cannot tell a step its
-    plan; and inside `jax.jit` not even placement is visible. The optimizer is static there, so
-    the plan travels with it. Equality includes the plan: another plan is another program.
-    """
-
-    plan: Any
-    original: optax.GradientTransformation
-
-    def __new__(cls, tx: optax.GradientTransformation, plan: Any) -> "PlannedTransformation":
-        self = super().__new__(cls, tx.init, tx.update)
-        self.plan, self.original = plan, getattr(tx, "original", tx)
-        return self
-
-    def __getnewargs__(self) -> tuple[Any, Any]:  # for copy.copy and copy.deepcopy
-        return self.original, self.plan
-
-    def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) is True and self.plan == getattr(other, "plan", None)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((tuple.__hash__(self), self.plan))
-
-
-def carry_plan(state: Any, plan: Any) -> Any:
-    """`state`, its optimizer carrying `plan`; unchanged where it has no optimizer field."""
-    tx = get_tx(state)
-    if tx is None or not hasattr(state, "replace"):
-        return state
-    return state.replace(tx=PlannedTransformation(tx, plan))
-
-
-def without_plan(state: Any) -> Any:
-    """`state` with the optimizer as the user made it."""
-    tx = get_tx(state)
-    return state.replace(tx=tx.original) if isinstance(tx, PlannedTransformation) else state
-
-
-def carried_plan(state: Any) -> Any:
-    return getattr(get_tx(state), "plan", None)
-
-
 def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[PartitionSpec]:
     """The axes other than ZeRO's that leaves have already, from flax boxes or from placement."""
     keep = set(mesh_axes) - set(axes)
@@ -244,48 +194,14 @@ def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> lis
         return PartitionSpec(*(_filtered(entry, keep) for entry in entries))
 
     specs: list[PartitionSpec] = []
-    for node in jax.tree.leaves(state, is_leaf=_is_box):
+    for node in jax.tree.leaves(state, is_leaf=is_box):
         values = jax.tree.leaves(node)
-        spec = _box_spec(node) if _is_box(node) else None
+        spec = _box_spec(node) if is_box(node) else None
         for value in values:
             placed = getattr(value, "sharding", None)
             given = spec if spec is not None else getattr(placed, "spec", None)
             specs.append(kept(given, len(shape_dtype(value).shape)))
     return specs
-
-
-def layer_dims(params: Any, pattern: str | None) -> dict[tuple, int]:
-    """By path, how many first dimensions count layers, as `scan` over layers wants: 1, or 2 for
-    loops within loops.
-
-    Nobody has seen the loss yet, so this reads shapes only: a subtree of at least two leaves
-    that share their leading size, one of them at least a stacked matrix. `pattern` decides
-    instead where given. A wrong guess only moves the shard to the next dimension.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    if pattern is not None:
-        names = {p: path_name(p) for p, _ in leaves}
-        return dict.fromkeys(matching(pattern, names, "stacked="), 1)
-    found = dict.fromkeys(_boxed_layers(params), 1)
-
-    # By name: Haiku has all the modules of a stack side by side, 'stack/norm', 'stack/linear'.
-    parts = {path: path_name(path).split("/") for path, _ in leaves}
-
-    def walk(depth: int, group: list[tuple[tuple, Any]]) -> None:
-        shapes = [np.shape(v) if not hasattr(v, "shape") else v.shape for _, v in group]
-        if len(group) >= 2 and _is_stack(shapes):
-            dims = 2 if _is_stack([s[1:] for s in shapes]) else 1
-            found.update(dict.fromkeys((p for p, _ in group), dims))
-            return
-        children: dict[str, list] = {}
-        for path, value in group:
-            if len(parts[path]) > depth:
-                children.setdefault(parts[path][depth], []).append((path, value))
-        for child in children.values():
-            walk(depth + 1, child)
-
-    walk(0, leaves)
-    return found
 
 
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
@@ -305,23 +221,7 @@ def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     return found
 
 
-def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
-    if not all(shapes) or max(map(len, shapes)) < 3:
-        return False
-    return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
-
-
-def _boxed_layers(params: Any) -> set[tuple]:
-    """The leaves in whose boxes flax's `nn.scan` wrote that dimension 0 counts layers."""
-    found = set()
-    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
-        names = getattr(node, "names", None) if _is_box(node) else None
-        if names and isinstance(names[0], str) and "layer" in names[0]:
-            found |= {(*path, *p) for p, _ in jax.tree_util.tree_flatten_with_path(node)[0]}
-    return found
-
-
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
     return isinstance(node, meta.AxisMetadata)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._collectives import Cut, Wire, obtain
+from zerojax._collectives import Cut, Wire, names_in, obtain
 from zerojax._engine import run as _run, xla_options as _xla_options
 from zerojax._engine.ir import Shard
 from zerojax._plan import spec as _spec
@@ -96,7 +96,7 @@ def shards(params: Any, plan: Plan) -> Any:
         if leaf.dim is None:
             return value
         others = leaf.others(plan.axes)
-        others = () if _spec.names_in(others) & by_hand else others
+        others = () if names_in(others) & by_hand else others
         return Sharded(value, leaf.dim, wire, prefetch, others)
 
     leaves, treedef = jax.tree.flatten(params)

@@ -16,9 +16,9 @@ from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan, plan_of
 from zerojax._loss.fields import names_of, split_fields, with_fields
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan, check_plan, check_stage
+from zerojax._plan.optimizer import apply_gradients
+from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
 from zerojax._plan.precision import Precision, wide
-from zerojax._plan.update import apply_gradients
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step import finite as _finite
 from zerojax._step.grad import loss_and_grads
@@ -83,7 +83,7 @@ class Step:
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
             return {
                 **{name: str(value) for name, value in options.items()},
-                **_fingerprint.of_plan(plan), "the shapes of the batch": shapes,
+                **fingerprint(plan), "the shapes of the batch": shapes,
                 **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
                 "the program": program,
             }  # fmt: skip

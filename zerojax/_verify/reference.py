@@ -10,9 +10,9 @@ import numpy as np
 
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
+from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
-from zerojax._plan.update import apply_gradients
 from zerojax._state import state as _state
 from zerojax._step import finite as _finite
 from zerojax._step.program import precision_of
