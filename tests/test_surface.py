@@ -33,7 +33,7 @@ PUBLIC = {
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = [
     {"_agreement", "_collectives", "_compat", "_figures", "_fingerprint", "_jaxpr", "_processes",
-     "_text"},
+     "_text", "_types"},
     {"_state", "_hlo"},
     {"_plan", "_engine"},
     {"_loss"},

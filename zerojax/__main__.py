@@ -86,11 +86,17 @@ def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
     found = zerojax.forecast(
-        losses, make_state, batch, gpus=arguments.gpus, tokens=arguments.tokens, rng=rng,
+        losses,
+        make_state,
+        batch,
+        gpus=arguments.gpus,
+        tokens=arguments.tokens,
+        rng=rng,
         stages=arguments.stages,
-        accumulate=arguments.accumulate, precision=_precision(arguments),
+        accumulate=arguments.accumulate,
+        precision=_precision(arguments),
         per_host=arguments.per_host,
-    )  # fmt: skip
+    )
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
 
@@ -102,9 +108,11 @@ def audit(arguments: argparse.Namespace) -> int:
     path = pathlib.Path(arguments.program)
     if path.exists() or arguments.program.endswith((".hlo", ".txt")):
         report = zerojax.audit(
-            _hlo_text(path), gpu=arguments.gpu, per_host=arguments.per_host,
+            _hlo_text(path),
+            gpu=arguments.gpu,
+            per_host=arguments.per_host,
             accumulate=arguments.accumulate,
-        )  # fmt: skip
+        )
     else:
         report = _audited(arguments)
     if arguments.plot:
@@ -129,9 +137,15 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         return zerojax.audit(
-            step, plan.abstract(), zerojax.aot.batch(batch, plan), rng, plan=plan,
-            gpu=arguments.gpu, per_host=arguments.per_host, accumulate=arguments.accumulate,
-        )  # fmt: skip
+            step,
+            plan.abstract(),
+            zerojax.aot.batch(batch, plan),
+            rng,
+            plan=plan,
+            gpu=arguments.gpu,
+            per_host=arguments.per_host,
+            accumulate=arguments.accumulate,
+        )
 
 
 def _hlo_text(path: pathlib.Path) -> str:
@@ -157,10 +171,13 @@ def doctor(arguments: argparse.Namespace) -> int:
 def table(arguments: argparse.Namespace) -> int:
     """The paper's Figure 1 (7.5B on 64 devices) is a row of its Table 1."""
     found = zerojax.memory_table(
-        arguments.params, arguments.devices, param_bytes=arguments.param_bytes,
-        grad_bytes=arguments.grad_bytes, optimizer_bytes=arguments.optimizer_bytes,
+        arguments.params,
+        arguments.devices,
+        param_bytes=arguments.param_bytes,
+        grad_bytes=arguments.grad_bytes,
+        optimizer_bytes=arguments.optimizer_bytes,
         stages=arguments.stages,
-    )  # fmt: skip
+    )
     _show(arguments, found.to_dict(), str(found))
     return OK
 

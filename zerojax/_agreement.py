@@ -88,8 +88,10 @@ class _Meeting:
             waited += PATIENCE
             print(
                 f"zerojax: process {jax.process_index()} has waited {waited} s in {self.call} for "
-                f"process {process}, or for one that it waits for.", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                f"process {process}, or for one that it waits for.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -189,8 +189,9 @@ class Watchdog:
         print(
             f"zerojax: process {jax.process_index()} of {jax.process_count()} was not alive for "
             f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:",
-            file=stream, flush=True,
-        )  # fmt: skip
+            file=stream,
+            flush=True,
+        )
         faulthandler.dump_traceback(file=stream)
         os._exit(1)
 

@@ -99,9 +99,11 @@ def _devices(name: str, hosts: int, local: int) -> list[Any]:
     jax.devices()  # backends must exist before a topology is asked for
     try:
         topology = topologies.get_topology_desc(
-            name, platform="cuda", topology=f"1x{hosts}x{local}",
+            name,
+            platform="cuda",
+            topology=f"1x{hosts}x{local}",
             target_config=_gpus.GPUS[name].target_config(),
-        )  # fmt: skip
+        )
     except NotImplementedError as error:
         raise RuntimeError(
             "JAX was in use before in this process, and gave up its CUDA plugin, for there is no "

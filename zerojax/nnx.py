@@ -87,9 +87,15 @@ def shard(
     else:
         source = state(model, optimizer)
     placed = _place.shard_train_state(
-        source, stage, mesh=mesh, axis=axis, overrides=overrides, min_shard_size=min_shard_size,
-        stacked=stacked, precision=precision,
-    )  # fmt: skip
+        source,
+        stage,
+        mesh=mesh,
+        axis=axis,
+        overrides=overrides,
+        min_shard_size=min_shard_size,
+        stacked=stacked,
+        precision=precision,
+    )
     assert optimizer is not None
     tx = getattr(optimizer.tx, "original", optimizer.tx)
     if isinstance(placed.opt_state, MasterState) and not isinstance(

@@ -146,10 +146,13 @@ def _report(
     donated = set(module.aliases.values())
     state_kinds = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
     return Report(
-        module=module, traffic=traffic, replay=replay, gpu=gpu, devices=module.devices, plan=plan,
-        memory=_memory.measured(
-            module, compiled, kinds, weights, gradients, replay.collectives
-        ),
+        module=module,
+        traffic=traffic,
+        replay=replay,
+        gpu=gpu,
+        devices=module.devices,
+        plan=plan,
+        memory=_memory.measured(module, compiled, kinds, weights, gradients, replay.collectives),
         accumulate=accumulate,
         not_donated=tuple(
             path
@@ -160,7 +163,7 @@ def _report(
         kept=tuple(dict.fromkeys(_kept(module, weights, paths, plan))),
         warnings=tuple(log),
         backend=_backend(text, device),
-    )  # fmt: skip
+    )
 
 
 def _backend(text: str, device: Any) -> str:
@@ -223,14 +226,22 @@ def _traffic_of(
 ) -> Traffic:
     instruction, group = collective.instruction, collective.group
     return Traffic(
-        name=instruction.name, kind=collective.kind, parts=parts,
-        wire_bytes=collective.wire, trips=collective.trips, loops=collective.loops,
-        group=len(group.members), on_host=group.on_host(per_host),
+        name=instruction.name,
+        kind=collective.kind,
+        parts=parts,
+        wire_bytes=collective.wire,
+        trips=collective.trips,
+        loops=collective.loops,
+        group=len(group.members),
+        on_host=group.on_host(per_host),
         axes=group.axes if plan is None else _axes(group, plan),
-        asynchronous=collective.asynchronous, seconds=collective.seconds,
-        between=collective.between, exposed=collective.exposed,
-        scope=instruction.op_name, source=module.source(instruction, OURS),
-    )  # fmt: skip
+        asynchronous=collective.asynchronous,
+        seconds=collective.seconds,
+        between=collective.between,
+        exposed=collective.exposed,
+        scope=instruction.op_name,
+        source=module.source(instruction, OURS),
+    )
 
 
 def _kept(

@@ -60,10 +60,15 @@ def findings(
         return [UNNAMED, *found]
     promised = promises(report.plan, report.accumulate)
     return [
-        *_placement(report), *_donation(report), *_all_reduces(report, promised),
-        *_reduced(report, promised), *_gathers(report, promised), *_dtypes(report, promised),
-        *_kept(report), *found,
-    ]  # fmt: skip
+        *_placement(report),
+        *_donation(report),
+        *_all_reduces(report, promised),
+        *_reduced(report, promised),
+        *_gathers(report, promised),
+        *_dtypes(report, promised),
+        *_kept(report),
+        *found,
+    ]
 
 
 # -- the rules

@@ -70,11 +70,16 @@ def measured(
     gathered = min(kept["gathered"], temporary)
     grads = min(kept["gradients"], temporary - gathered)
     return MemoryUse(
-        parameters=arguments[_state.PARAMS], optimizer=arguments[_state.OPT_STATE],
-        other_state=arguments[_state.OTHER], batch=arguments["batch"],
-        gathered=gathered, gradients=grads, activations=temporary - gathered - grads,
-        outputs=int(outputs - donated), donated=int(donated),
-    )  # fmt: skip
+        parameters=arguments[_state.PARAMS],
+        optimizer=arguments[_state.OPT_STATE],
+        other_state=arguments[_state.OTHER],
+        batch=arguments["batch"],
+        gathered=gathered,
+        gradients=grads,
+        activations=temporary - gathered - grads,
+        outputs=int(outputs - donated),
+        donated=int(donated),
+    )
 
 
 def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[str]:

@@ -107,11 +107,14 @@ class Report(Measured):
     def _memory_text(self) -> str:
         memory = self.memory
         uses = {
-            "parameters": memory.parameters, "optimizer": memory.optimizer,
-            "gradients": memory.gradients, "gathered weights": memory.gathered,
-            "activations": memory.activations, "batch": memory.batch,
+            "parameters": memory.parameters,
+            "optimizer": memory.optimizer,
+            "gradients": memory.gradients,
+            "gathered weights": memory.gathered,
+            "activations": memory.activations,
+            "batch": memory.batch,
             "rest": memory.other_state + memory.outputs,
-        }  # fmt: skip
+        }
         parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
         return f"{parts}; donated and reused {human_bytes(memory.donated)}"
 
@@ -130,9 +133,14 @@ class Report(Measured):
         when = "async" if one.asynchronous else "sync"
         dtypes = ",".join(one.dtypes)
         row = (
-            one.kind, dtypes, human_bytes(one.wire_bytes), str(one.trips), str(len(one.loops)),
-            group, when,
-        )  # fmt: skip
+            one.kind,
+            dtypes,
+            human_bytes(one.wire_bytes),
+            str(one.trips),
+            str(len(one.loops)),
+            group,
+            when,
+        )
         if self.gpu:
             row = (*row, human_time(one.between), human_time(one.exposed))
         return (*row, one.serves)

@@ -12,9 +12,13 @@ from zerojax._text import human_time
 
 # Readable in grey too: each is darker than the one before.
 COLOURS = {
-    "compute": "#a6cee3", "all-gather": "#4f9bd0", "reduce-scatter": "#1b4f80",
-    "all-reduce": "#6a3d9a", "other": "#777777", "exposed": "#8b1a1a",
-}  # fmt: skip
+    "compute": "#a6cee3",
+    "all-gather": "#4f9bd0",
+    "reduce-scatter": "#1b4f80",
+    "all-reduce": "#6a3d9a",
+    "other": "#777777",
+    "exposed": "#8b1a1a",
+}
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
 
 

@@ -31,11 +31,12 @@ def saved_leaves(tree: Any) -> dict[str, Saved]:
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]
     return {
         _state.path_name(path): Saved(
-            tuple(getattr(leaf, "shape", ())), leaf.dtype,
+            tuple(getattr(leaf, "shape", ())),
+            leaf.dtype,
             isinstance(leaf, ocp.metadata.ScalarMetadata),
         )
         for path, leaf in leaves
-    }  # fmt: skip
+    }
 
 
 def match(

@@ -68,9 +68,15 @@ def split(
     needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
-        invars=list(jaxpr.invars), kinds=kinds, constants=splitter.inliner.constants,
-        gathers=gathers, prefix=prefix, frontier=frontier, rest=rest, outvars=outvars,
-    )  # fmt: skip
+        invars=list(jaxpr.invars),
+        kinds=kinds,
+        constants=splitter.inliner.constants,
+        gathers=gathers,
+        prefix=prefix,
+        frontier=frontier,
+        rest=rest,
+        outvars=outvars,
+    )
 
 
 class _Splitter:
@@ -229,9 +235,15 @@ class _Splitter:
         jaxpr, consts = _compat.inner_jaxpr(eqn)
         body = split(jaxpr, consts, kinds, pull=True)
         return Loop(
-            body, operands, list(eqn.outvars), num_consts, num_carry,
-            eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"],
-        )  # fmt: skip
+            body,
+            operands,
+            list(eqn.outvars),
+            num_consts,
+            num_carry,
+            eqn.params["length"],
+            eqn.params["reverse"],
+            eqn.params["unroll"],
+        )
 
 
 def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:

@@ -85,9 +85,14 @@ def _dims(eqn: Any, *changed: int) -> Dims:
 
 
 _RULES: dict[str, Callable[[Any, int], list[View] | None]] = {
-    "stop_gradient": _stop_gradient, "slice": _slice, "squeeze": _squeeze, "reshape": _reshape,
-    "rev": _rev, "split": _split, "unstack": _unstack,
-}  # fmt: skip
+    "stop_gradient": _stop_gradient,
+    "slice": _slice,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "rev": _rev,
+    "split": _split,
+    "unstack": _unstack,
+}
 
 
 class Readers:

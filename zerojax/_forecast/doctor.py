@@ -52,9 +52,13 @@ class Check:
 def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
     """All checks, in the order in which to read them."""
     return [
-        *_versions(), *_devices(), *_flags(environ), *_memory(environ), *_processes(environ),
+        *_versions(),
+        *_devices(),
+        *_flags(environ),
+        *_memory(environ),
+        *_processes(environ),
         *_extras(),
-    ]  # fmt: skip
+    ]
 
 
 def _versions() -> Iterator[Check]:
@@ -82,10 +86,11 @@ def _devices() -> Iterator[Check]:
     yield Check("devices", "ok", f"{len(devices)} ({', '.join(kinds)})")
     if devices[0].platform == "cpu":
         yield Check(
-            "accelerator", "note",
+            "accelerator",
+            "note",
             "none in use. With an NVIDIA GPU: pip install 'zerojax[gpu]'. To emulate 8 devices: "
             "jax.config.update('jax_num_cpu_devices', 8).",
-        )  # fmt: skip
+        )
     elif not any(_gpus.of_device_kind(kind) for kind in kinds):
         yield Check("gpu facts", "note", f"no speeds known for {kinds[0]}: audits show no times")
 
@@ -113,20 +118,23 @@ def _memory(environ: Mapping[str, str]) -> Iterator[Check]:
         )
     elif grows:
         yield Check(
-            "memory", "warn",
+            "memory",
+            "warn",
             "is taken as needed, which fragments. Unset XLA_PYTHON_CLIENT_PREALLOCATE.",
-        )  # fmt: skip
+        )
     elif fraction is None:
         yield Check(
-            "memory", "note",
+            "memory",
+            "note",
             "JAX takes 75% of each GPU. Forecasts count on 92%: set XLA_CLIENT_MEM_FRACTION=0.92 "
             "where nothing else uses the GPU.",
-        )  # fmt: skip
+        )
     elif (share := _number(fraction)) is None or share <= 0:
         yield Check(
-            "memory", "fail",
+            "memory",
+            "fail",
             f"{names[0]}={fraction!r} is no share of a GPU. Set it to 0.92, say.",
-        )  # fmt: skip
+        )
     else:
         yield Check("memory", "ok", f"JAX takes {share:.0%} of each GPU")
 
@@ -156,10 +164,11 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("processes", "ok", f"the coordinator {address} answers")
     except OSError as error:
         yield Check(
-            "processes", "warn",
+            "processes",
+            "warn",
             f"the coordinator {address} does not answer ({error}). It does once process 0 runs; if "
             "that one does, open the port.",
-        )  # fmt: skip
+        )
 
 
 def _extras() -> Iterator[Check]:

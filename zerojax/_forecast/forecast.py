@@ -80,10 +80,24 @@ class Forecast:
 
     def _rows(self) -> list[tuple[str, ...]]:
         header = (
-            "stage", "accumulate", "remat", "params", "optimizer", "grads", "activations",
-            "formula", "peak", "fits", "spare", "sent, host", "sent, network", "step", "exposed",
-            "tokens/s", "MFU",
-        )  # fmt: skip
+            "stage",
+            "accumulate",
+            "remat",
+            "params",
+            "optimizer",
+            "grads",
+            "activations",
+            "formula",
+            "peak",
+            "fits",
+            "spare",
+            "sent, host",
+            "sent, network",
+            "step",
+            "exposed",
+            "tokens/s",
+            "MFU",
+        )
         return [header, *(_row(case) for case in self.cases)]
 
     __repr__ = __str__
@@ -188,9 +202,15 @@ def forecast(
         key = aot.batch(rng, plan)
         started = time.perf_counter()
         report = _audit.audit(
-            step, plan.abstract(), shapes, key, plan=plan, gpu=gpu, per_host=per_host,
+            step,
+            plan.abstract(),
+            shapes,
+            key,
+            plan=plan,
+            gpu=gpu,
+            per_host=per_host,
             accumulate=each,
-        )  # fmt: skip
+        )
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, batch, rng, mutable) / count
         cases.append(_case(report, plan, each, variant, batch, tokens, flops, seconds))
@@ -198,25 +218,43 @@ def forecast(
 
 
 def _case(
-    report: Report, plan: Plan, accumulate: int, variant: str, batch: Any, tokens: int | None,
-    flops: float, seconds: float,
-) -> Case:  # fmt: skip
+    report: Report,
+    plan: Plan,
+    accumulate: int,
+    variant: str,
+    batch: Any,
+    tokens: int | None,
+    flops: float,
+    seconds: float,
+) -> Case:
     memory, gpu, replay = report.memory, report.gpu, report.replay
     assert gpu is not None
     network = sum(t.total_bytes for t in report.traffic if t.on_host < t.group)
     leaves = jax.tree.leaves(batch)
     count = _tokens(leaves) if tokens is None else tokens
     return Case(
-        stage=plan.stage, accumulate=accumulate, variant=variant,
-        parameters=memory.parameters, optimizer=memory.optimizer, gradients=memory.gradients,
-        activations=memory.activations + memory.gathered, formula=_formula(plan),
-        peak=memory.peak, fits=memory.peak <= gpu.usable, spare=gpu.usable - memory.peak,
-        link_bytes=report.wire_bytes - network, network_bytes=network,
-        compute_seconds=replay.compute, exposed_seconds=replay.exposed, step_seconds=replay.step,
+        stage=plan.stage,
+        accumulate=accumulate,
+        variant=variant,
+        parameters=memory.parameters,
+        optimizer=memory.optimizer,
+        gradients=memory.gradients,
+        activations=memory.activations + memory.gathered,
+        formula=_formula(plan),
+        peak=memory.peak,
+        fits=memory.peak <= gpu.usable,
+        spare=gpu.usable - memory.peak,
+        link_bytes=report.wire_bytes - network,
+        network_bytes=network,
+        compute_seconds=replay.compute,
+        exposed_seconds=replay.exposed,
+        step_seconds=replay.step,
         examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
         tokens_per_second=None if count is None else count / replay.step,
-        mfu=flops / (replay.step * gpu.flops), compile_seconds=seconds, report=report,
-    )  # fmt: skip
+        mfu=flops / (replay.step * gpu.flops),
+        compile_seconds=seconds,
+        report=report,
+    )
 
 
 def _formula(plan: Plan) -> int:
@@ -240,14 +278,21 @@ def _tokens(leaves: list[Any]) -> int | None:
 def _row(case: Case) -> tuple[str, ...]:
     tokens = case.tokens_per_second
     return (
-        str(case.stage), str(case.accumulate), case.variant or "-",
+        str(case.stage),
+        str(case.accumulate),
+        case.variant or "-",
         *map(human_bytes, (case.parameters, case.optimizer, case.gradients, case.activations)),
-        human_bytes(case.formula), human_bytes(case.peak), "yes" if case.fits else "no",
+        human_bytes(case.formula),
+        human_bytes(case.peak),
+        "yes" if case.fits else "no",
         human_bytes(case.spare),
-        human_bytes(case.link_bytes), human_bytes(case.network_bytes),
-        human_time(case.step_seconds), human_time(case.exposed_seconds),
-        "-" if tokens is None else f"{tokens:,.0f}", f"{case.mfu:.1%}",
-    )  # fmt: skip
+        human_bytes(case.link_bytes),
+        human_bytes(case.network_bytes),
+        human_time(case.step_seconds),
+        human_time(case.exposed_seconds),
+        "-" if tokens is None else f"{tokens:,.0f}",
+        f"{case.mfu:.1%}",
+    )
 
 
 T = TypeVar("T")

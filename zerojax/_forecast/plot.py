@@ -15,9 +15,13 @@ EXPOSED = "#8b1a1a"  # as in the timeline of an audit
 def plot(cases: Sequence[Case], usable: int, gpus: str, path: str | None) -> Any:
     """Bars of memory left, of time right, a row for each case."""
     figure, (memory, times) = pyplot().subplots(
-        1, 2, figsize=(WIDTH, 1.6 + 0.38 * len(cases)), width_ratios=(3, 2), sharey=True,
+        1,
+        2,
+        figsize=(WIDTH, 1.6 + 0.38 * len(cases)),
+        width_ratios=(3, 2),
+        sharey=True,
         layout="constrained",
-    )  # fmt: skip
+    )
     draw_memory(memory, cases, usable)
     draw_times(times, cases)
     memory.set_yticks(range(len(cases)), list(map(case_name, cases)))
@@ -49,8 +53,15 @@ def draw_memory(
     left = [0.0] * len(cases)
     for use, held in uses.items():
         widths = [nbytes / GIB for nbytes in held]
-        axes.barh(range(len(cases)), widths, left=left, color=colours[use], label=TITLES[use],
-                  edgecolor="white", linewidth=0.5)  # fmt: skip
+        axes.barh(
+            range(len(cases)),
+            widths,
+            left=left,
+            color=colours[use],
+            label=TITLES[use],
+            edgecolor="white",
+            linewidth=0.5,
+        )
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, case in enumerate(cases):
         note = "" if case.fits else ", does not fit"
@@ -69,8 +80,9 @@ def draw_times(axes: Any, cases: Sequence[Case]) -> None:
     axes.barh(rows, compute, color="0.75", label="compute")
     axes.barh(rows, exposed, left=compute, color=EXPOSED, label="waiting for communication")
     for row, case in enumerate(cases):
-        axes.text(case.step_seconds / MS, row, f" {case.step_seconds / MS:,.0f}", va="center",
-                  fontsize=8)  # fmt: skip
+        axes.text(
+            case.step_seconds / MS, row, f" {case.step_seconds / MS:,.0f}", va="center", fontsize=8
+        )
     axes.set_xlabel("ms a step, modelled")
 
 

@@ -70,9 +70,13 @@ class Gpt(Decoder):
     def dims(self) -> dict[str, Any]:
         n, d = self.layers, self.hidden
         blocks = {
-            "norm1": (n, d), "qkv": (n, d, 3 * d), "proj": (n, d, d),
-            "norm2": (n, d), "up": (n, d, 4 * d), "down": (n, 4 * d, d),
-        }  # fmt: skip
+            "norm1": (n, d),
+            "qkv": (n, d, 3 * d),
+            "proj": (n, d, d),
+            "norm2": (n, d),
+            "up": (n, d, 4 * d),
+            "down": (n, 4 * d, d),
+        }
         return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
     def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
@@ -100,10 +104,16 @@ class Llama(Decoder):
     def dims(self) -> dict[str, Any]:
         n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
         blocks = {
-            "norm1": (n, d), "q": (n, d, d), "k": (n, d, kv), "v": (n, d, kv), "proj": (n, d, d),
-            "norm2": (n, d), "gate": (n, d, self.inner), "up": (n, d, self.inner),
+            "norm1": (n, d),
+            "q": (n, d, d),
+            "k": (n, d, kv),
+            "v": (n, d, kv),
+            "proj": (n, d, d),
+            "norm2": (n, d),
+            "gate": (n, d, self.inner),
+            "up": (n, d, self.inner),
             "down": (n, self.inner, d),
-        }  # fmt: skip
+        }
         head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
         return {**head, "blocks": blocks}
 

@@ -1,0 +1,5 @@
+"""The text of compiled programs, read: instructions, bytes, time, and where a value comes from.
+
+It knows XLA and GPUs and nothing of ZeRO. It imports nothing of this library but the modules at
+the top level; `_audit`, `aot` and `_forecast` import it. Begin with `module.py`.
+"""

@@ -13,9 +13,17 @@ from zerojax._hlo.gpus import Rates
 from zerojax._hlo.module import Instruction, Module
 
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
-    "partition-id", "replica-id", "opt-barrier",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "iota",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+}
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
 

@@ -13,10 +13,23 @@ from zerojax._hlo.module import Instruction, Module, arrays_of, top_level_types
 Labels = frozenset[Any]  # of anything that can be told apart
 NONE: Labels = frozenset()
 _MOVES = {
-    "bitcast", "copy", "convert", "reshape", "transpose", "slice", "dynamic-slice", "copy-start",
-    "opt-barrier", "optimization-barrier", "pad", "bitcast-convert", "all-gather", "broadcast",
-    "reverse", "custom-call",
-}  # fmt: skip
+    "bitcast",
+    "copy",
+    "convert",
+    "reshape",
+    "transpose",
+    "slice",
+    "dynamic-slice",
+    "copy-start",
+    "opt-barrier",
+    "optimization-barrier",
+    "pad",
+    "bitcast-convert",
+    "all-gather",
+    "broadcast",
+    "reverse",
+    "custom-call",
+}
 MOST_PASSES = 8  # of one loop, until its labels settle
 
 

@@ -71,9 +71,13 @@ def explain(
     treedef = jax.tree.structure(tuple(args))
     specs = treedef.unflatten([_batch.spec(role, plan.axes) for role in roles])
     jax.shard_map(
-        lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0], mesh=plan.mesh,
-        in_specs=(whole, specs), out_specs=whole, axis_names=set(plan.axes), check_vma=False,
-    )(params, tuple(args))  # fmt: skip
+        lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0],
+        mesh=plan.mesh,
+        in_specs=(whole, specs),
+        out_specs=whole,
+        axis_names=set(plan.axes),
+        check_vma=False,
+    )(params, tuple(args))
     raise FloatingPointError(
         "a value that is not finite comes up in the derivatives of the loss, whose own operations "
         "are all fine. Look for square roots, norms, divisions and powers at 0."

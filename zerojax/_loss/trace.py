@@ -62,10 +62,14 @@ def trace_loss(
     with _mesh.seen_as(mesh.abstract_mesh):
         jax.eval_shape(
             jax.shard_map(
-                per_device, mesh=mesh, in_specs=(), out_specs=PartitionSpec(),
-                axis_names=set(axes), check_vma=False,
+                per_device,
+                mesh=mesh,
+                in_specs=(),
+                out_specs=PartitionSpec(),
+                axis_names=set(axes),
+                check_vma=False,
             )
-        )  # fmt: skip
+        )
     return found[0]
 
 

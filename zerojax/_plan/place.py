@@ -46,9 +46,16 @@ def shard_train_state(
     """
     _refusals.check_alive(state_or_fn)
     plan = _planner.plan(
-        state_or_fn, stage=stage, mesh=mesh, axis=axis, overrides=overrides,
-        min_shard_size=min_shard_size, stacked=stacked, precision=precision, tx=tx,
-    )  # fmt: skip
+        state_or_fn,
+        stage=stage,
+        mesh=mesh,
+        axis=axis,
+        overrides=overrides,
+        min_shard_size=min_shard_size,
+        stacked=stacked,
+        precision=precision,
+        tx=tx,
+    )
     return plan.place(state_or_fn)
 
 

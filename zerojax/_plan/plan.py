@@ -116,9 +116,13 @@ class Plan(Layout):
 
         cut = [_spec.only_axes(leaf.shard_spec, self.axes) for leaf in plans]
         return jax.shard_map(
-            gather, mesh=self.mesh, in_specs=(cut, PartitionSpec()), out_specs=PartitionSpec(),
-            axis_names=set(self.axes), check_vma=False,
-        )([shards[i] for i in indices], [old[i] for i in indices])  # fmt: skip
+            gather,
+            mesh=self.mesh,
+            in_specs=(cut, PartitionSpec()),
+            out_specs=PartitionSpec(),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )([shards[i] for i in indices], [old[i] for i in indices])
 
     def scatter(self, state: Any) -> Any:
         """Inside `jax.jit`: the state cut to where the optimizer updates it."""

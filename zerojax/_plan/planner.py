@@ -95,11 +95,18 @@ def plan(
         dim = _spec.shard_dim(shard, axes)
         planned.append(
             LeafPlan(
-                path=leaf.name, kind=leaf.kind, shape=tuple(struct.shape), dtype=struct.dtype,
-                spec=rest, shard_spec=shard, dim=dim, stacked=is_stacked, reason=reason,
+                path=leaf.name,
+                kind=leaf.kind,
+                shape=tuple(struct.shape),
+                dtype=struct.dtype,
+                spec=rest,
+                shard_spec=shard,
+                dim=dim,
+                stacked=is_stacked,
+                reason=reason,
                 frozen=is_frozen,
             )
-        )  # fmt: skip
+        )
     made = Plan(
         stage,
         mesh,

@@ -15,15 +15,21 @@ GRADS, ACTIVATIONS = "grads", "activations"
 
 # Each is lighter than the one before, so that they differ in grey too.
 COLOURS = {
-    PARAMS: "#14375e", GRADS: "#2f78b7", OPT_STATE: "#8fc1e3", ACTIVATIONS: "#dbe9f4",
+    PARAMS: "#14375e",
+    GRADS: "#2f78b7",
+    OPT_STATE: "#8fc1e3",
+    ACTIVATIONS: "#dbe9f4",
     OTHER: "#777777",
-}  # fmt: skip
+}
 
 
 TITLES = {
-    PARAMS: "parameters", GRADS: "gradients", OPT_STATE: "optimizer state",
-    ACTIVATIONS: "in flight (activations and others)", OTHER: "other",
-}  # fmt: skip
+    PARAMS: "parameters",
+    GRADS: "gradients",
+    OPT_STATE: "optimizer state",
+    ACTIVATIONS: "in flight (activations and others)",
+    OTHER: "other",
+}
 
 
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
@@ -43,10 +49,12 @@ def plot(plan: Layout, title: str, path: str | None) -> Any:
         for column, part in enumerate(parts(plan, leaf, devices)):
             draw_box(axes, column, row, part, COLOURS[leaf.kind])
         axes.text(
-            len(devices) + 0.1, row,
+            len(devices) + 0.1,
+            row,
             f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}",
-            va="center", fontsize=8,
-        )  # fmt: skip
+            va="center",
+            fontsize=8,
+        )
     axes.set_yticks(range(len(leaves)), [shortened(leaf.path) for leaf in leaves], fontsize=8)
     axes.set_xticks([n + 0.46 for n in range(len(devices))], [str(d.id) for d in devices])
     axes.set_xlim(-0.1, len(devices) + 1.9)

@@ -1,0 +1,6 @@
+"""What a user's state is made of: its parameters, its optimizer state, and the rest.
+
+The only package that knows container types: `TrainState`, tuples, dicts, Flax nnx, Equinox. It
+imports nothing but the modules at the top level; everything else may import it. Begin with
+`state.py`; `carried.py` tells how a step finds the plan of the state it is given.
+"""

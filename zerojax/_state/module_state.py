@@ -46,9 +46,14 @@ class ModuleState:
         )
         leaves, treedef = jax.tree.flatten(rest)
         return cls(
-            step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), arrays=arrays,
-            tx=tx, static=(treedef, tuple(leaves)), **fields,
-        )  # fmt: skip
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=tx.init(params),
+            arrays=arrays,
+            tx=tx,
+            static=(treedef, tuple(leaves)),
+            **fields,
+        )
 
     @property
     def model(self) -> Any:

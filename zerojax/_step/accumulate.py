@@ -112,12 +112,33 @@ def contains_count(eqn: jex_core.JaxprEqn) -> bool:
 
 
 # Of one operand, or of several that may each be linear.
-KEEP = frozenset({
-    "add", "sub", "neg", "convert_element_type", "reshape", "broadcast_in_dim", "squeeze",
-    "reduce_sum", "stop_gradient", "copy", "psum", "psum_invariant", "pvary", "pcast", "add_any",
-    "concatenate", "stack", "transpose", "slice", "expand_dims", "optimization_barrier", "cumsum",
-    "rev",
-})  # fmt: skip
+KEEP = frozenset(
+    {
+        "add",
+        "sub",
+        "neg",
+        "convert_element_type",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "reduce_sum",
+        "stop_gradient",
+        "copy",
+        "psum",
+        "psum_invariant",
+        "pvary",
+        "pcast",
+        "add_any",
+        "concatenate",
+        "stack",
+        "transpose",
+        "slice",
+        "expand_dims",
+        "optimization_barrier",
+        "cumsum",
+        "rev",
+    }
+)
 
 
 NOT_LINEAR = 2  # a degree: 0 does not depend, 1 depends linearly

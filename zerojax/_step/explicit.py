@@ -191,10 +191,13 @@ def scan(
         for x in leaves
     ]
     outs = _run.evaluate(
-        jaxpr, [*inputs, *closed.consts], [*kinds, *[None] * len(closed.consts)],
-        marked[0].wire, regather=regather,
+        jaxpr,
+        [*inputs, *closed.consts],
+        [*kinds, *[None] * len(closed.consts)],
+        marked[0].wire,
+        regather=regather,
         prefetch=marked[0].prefetch if prefetch == "auto" else int(prefetch),
-    )  # fmt: skip
+    )
     return jax.tree.structure(out_shape).unflatten(outs)
 
 

@@ -113,14 +113,19 @@ def loss_and_grads(
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     program = Program(plan, options, traced, roles, per_example)
     sharded = jax.shard_map(
-        program, mesh=plan.mesh, in_specs=program.in_specs(), out_specs=program.out_specs(),
-        axis_names=set(plan.axes), check_vma=False,
-    )  # fmt: skip
+        program,
+        mesh=plan.mesh,
+        in_specs=program.in_specs(),
+        out_specs=program.out_specs(),
+        axis_names=set(plan.axes),
+        check_vma=False,
+    )
     with _noted_errors():
         loss, aux, grads = _nans.run(
-            jax.jit(sharded), (values, arg_values, traced.closed_over),
+            jax.jit(sharded),
+            (values, arg_values, traced.closed_over),
             lambda: _nans.explain(loss_fn, plan, params, args, roles),
-        )  # fmt: skip
+        )
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
 
 

@@ -83,10 +83,11 @@ class Step:
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
             return {
                 **{name: str(value) for name, value in options.items()},
-                **fingerprint(plan), "the shapes of the batch": shapes,
+                **fingerprint(plan),
+                "the shapes of the batch": shapes,
                 **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
                 "the program": program,
-            }  # fmt: skip
+            }
 
         if not traced and (plan, shapes) not in self.agreed:
             _agreement.agree("the step", items, plan.mesh)
@@ -207,9 +208,14 @@ def train_step(
     _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
     mutable = names_of(mutable)
     options = Options(
-        None, accumulate, precision, regather, prefetch=prefetch, mutable=mutable,
+        None,
+        accumulate,
+        precision,
+        regather,
+        prefetch=prefetch,
+        mutable=mutable,
         batch_specs=batch_specs,
-    )  # fmt: skip
+    )
     _check(loss_fn, plan, tx)
     if stage is not None:
         check_stage(stage)
@@ -220,9 +226,12 @@ def train_step(
         found.check_structure(state)
         scale = _finite.scale_of(state)
         loss, aux, grads = loss_and_grads(
-            _finite.scaled(with_fields(loss_fn, state, mutable), scale), found, options,
-            _state.get_params(state), (batch,) if rng is None else (batch, rng),
-        )  # fmt: skip
+            _finite.scaled(with_fields(loss_fn, state, mutable), scale),
+            found,
+            options,
+            _state.get_params(state),
+            (batch,) if rng is None else (batch, rng),
+        )
         loss, grads = _finite.unscaled((loss, grads), scale)
         aux, fields = split_fields(aux, state, mutable)
         metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
@@ -272,9 +281,14 @@ def eval_step(
     _arguments.check_mutable(mutable)
     mutable = names_of(mutable)
     options = Options(
-        None, 1, precision, regather=False, differentiate=False, mutable=mutable,
+        None,
+        1,
+        precision,
+        regather=False,
+        differentiate=False,
+        mutable=mutable,
         batch_specs=batch_specs,
-    )  # fmt: skip
+    )
     _check(loss_fn, plan)
 
     @_mesh.auto_axes()
@@ -282,9 +296,12 @@ def eval_step(
         found = find_plan(state, plan, None)
         found.check_structure(state)
         loss, aux, _ = loss_and_grads(
-            with_fields(loss_fn, state, mutable), found, options, _state.get_params(state),
+            with_fields(loss_fn, state, mutable),
+            found,
+            options,
+            _state.get_params(state),
             (batch,) if rng is None else (batch, rng),
-        )  # fmt: skip
+        )
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
     return Step(step, Recipe(loss_fn, options, mutable, plan), False, None)

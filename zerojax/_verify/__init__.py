@@ -1,0 +1,5 @@
+"""A step against one device: the same inputs, replayed in plain JAX, compared leaf by leaf.
+
+It imports `_step` and what is below it; nothing imports it but the top level. Begin with
+`verify.py`; `reference.py` makes the numbers that are taken for true.
+"""

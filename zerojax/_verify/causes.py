@@ -74,18 +74,31 @@ def mistakes(reference: Reference, right: Replayed) -> Iterator[Mistake]:
     if reference.has_keys:
         same = reference.replay(fold=False)
         remedy = f"Fold it: jax.random.fold_in(rng, jax.lax.axis_index({axis}))."
-        yield Mistake("what one and the same key gives on every device", same.loss, same.grads,
-                      remedy)  # fmt: skip
+        yield Mistake(
+            "what one and the same key gives on every device", same.loss, same.grads, remedy
+        )
     if size > 1:
-        yield _multiple(right, size, f"{size} times too large: a sum over the devices",
-                        f"Take the mean: jax.lax.pmean(x, {axis}).")  # fmt: skip
+        yield _multiple(
+            right,
+            size,
+            f"{size} times too large: a sum over the devices",
+            f"Take the mean: jax.lax.pmean(x, {axis}).",
+        )
         first = reference.replay(split.whole(split.accumulate), reference.part_args([0], size))
-        yield Mistake("what the first device's part alone gives", first.loss, first.grads,
-                      f"Take the mean over the devices: jax.lax.pmean(x, {axis}).")  # fmt: skip
+        yield Mistake(
+            "what the first device's part alone gives",
+            first.loss,
+            first.grads,
+            f"Take the mean over the devices: jax.lax.pmean(x, {axis}).",
+        )
     if split.accumulate > 1:
         count = split.accumulate
-        yield _multiple(right, count, f"{count} times too large: a sum over the microbatches",
-                        "Divide it by their number.")  # fmt: skip
+        yield _multiple(
+            right,
+            count,
+            f"{count} times too large: a sum over the microbatches",
+            "Divide it by their number.",
+        )
 
 
 def _multiple(right: Replayed, by: int, what: str, remedy: str) -> Mistake:
@@ -109,11 +122,14 @@ def _explains(
         checks = [
             check
             for check in _compare.compare_states(
-                _state.leaves_of(observed.state), jax.tree.leaves(reference.state),
-                _state.leaves_of(wanted), spreads, tolerance,
+                _state.leaves_of(observed.state),
+                jax.tree.leaves(reference.state),
+                _state.leaves_of(wanted),
+                spreads,
+                tolerance,
             )
             if check.kind != _state.OTHER
-        ]  # fmt: skip
+        ]
     return not any(check.is_wrong for check in checks)
 
 
@@ -257,16 +273,18 @@ def _other_splits(reference: Reference) -> Iterator[_OtherSplit]:
         roles = [_batch.Role(_batch.BATCH, d[0]) if d else _WHOLE for d in fitting]
         yield other(
             "The batch is time-major: split along dimension 1 the loss means the same on every "
-            "part.", roles,
-        )  # fmt: skip
+            "part.",
+            roles,
+        )
     for i, (path, _) in enumerate(leaves):
         roles = list(reference.roles[: len(leaves)])
         if sum(role.kind == _batch.BATCH for role in roles) > 1 and roles[i].kind == _batch.BATCH:
             roles[i] = _WHOLE
             yield other(
                 f"The batch leaf {_state.path_name(path)} belongs to all examples: whole on every "
-                "device, the loss means the same on every part.", roles,
-            )  # fmt: skip
+                "device, the loss means the same on every part.",
+                roles,
+            )
 
 
 _WHOLE = _batch.Role(_batch.WHOLE)

@@ -83,10 +83,13 @@ class Reference:
             compute = jnp.float32
         loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
         replayed = replay(
-            loss_fn, _state.get_params(state), self.args if args is None else args,
-            self.split if split is None else split, compute=compute,
+            loss_fn,
+            _state.get_params(state),
+            self.args if args is None else args,
+            self.split if split is None else split,
+            compute=compute,
             **{"mutable": self.recipe.mutable, "roles": self.roles} | options,
-        )  # fmt: skip
+        )
         return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
 
     def without_frozen(self, grads: Any) -> Any:

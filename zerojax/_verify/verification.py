@@ -72,10 +72,16 @@ class Verification:
     def _rows(self) -> list[tuple[str, ...]]:
         head = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
         rows = [
-            (c.path, c.kind, f"{c.difference:.2e}", f"{c.scale:.2e}", f"{c.tolerance:.2e}",
-             c.verdict + (", copies differ" if c.copies_differ else ""))
+            (
+                c.path,
+                c.kind,
+                f"{c.difference:.2e}",
+                f"{c.scale:.2e}",
+                f"{c.tolerance:.2e}",
+                c.verdict + (", copies differ" if c.copies_differ else ""),
+            )
             for c in self.checks[:ROWS_SHOWN]
-        ]  # fmt: skip
+        ]
         return [head, *rows]
 
     def _left_out(self) -> list[str]:

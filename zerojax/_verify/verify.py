@@ -176,10 +176,13 @@ def _compared(
         *_metric_checks(reference, observed, metrics, parts, tolerance),
         *_gradient_checks(observed, parts, limits),
         *_compare.compare_states(
-            _state.leaves_of(observed.state), jax.tree.leaves(reference.state),
-            _state.leaves_of(wanted), spreads, tolerance,
+            _state.leaves_of(observed.state),
+            jax.tree.leaves(reference.state),
+            _state.leaves_of(wanted),
+            spreads,
+            tolerance,
         ),
-    ]  # fmt: skip
+    ]
     causes = []
     if any(check.is_wrong or check.copies_differ for check in checks):
         causes += _causes.of_the_step(reference, parts, observed, checks, spreads, tolerance)
@@ -194,11 +197,14 @@ def _compared(
     if reference.skips(parts):
         checks = [_accepted(check) for check in checks]
     elif any(check.verdict == NOT_FINITE for check in checks):
-        causes.insert(0, (
-            "Gradients or the new state are not finite on one device either, which leaves nothing "
-            "to compare. Find where with the plain loss on one device, under jax.debug_nans(True), "
-            "and verify with a batch and a state that are finite."
-        ))  # fmt: skip
+        causes.insert(
+            0,
+            (
+                "Gradients or the new state are not finite on one device either, which leaves "
+                "nothing to compare. Find where with the plain loss on one device, under "
+                "jax.debug_nans(True), and verify with a batch and a state that are finite."
+            ),
+        )
     checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
     return Verification(losses, tuple(checks), tuple(causes), tuple(notes), tolerance)
 
