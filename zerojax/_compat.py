@@ -149,6 +149,10 @@ def every_eqn(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
             yield from every_eqn(inner)
 
 
+def is_gpu(device: jax.Device) -> bool:
+    return device.platform in ("gpu", "cuda", "rocm")
+
+
 def is_dropped(var: Any) -> bool:
     return isinstance(var, jex_core.DropVar)
 

@@ -1,18 +1,18 @@
 """Writes the equations of a call (`jax.jit`, ...) in place of the call."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax.extend import core as jex_core
 
 from zerojax import _compat
 
-Var = Any
-Atom = Any
+Var = jex_core.Var
+Atom = jex_core.Var | jex_core.Literal
 
 
-def is_var(atom: Atom) -> bool:
-    return not isinstance(atom, jex_core.Literal)
+def is_var(atom: Atom | None) -> TypeGuard[Var]:
+    return atom is not None and not isinstance(atom, jex_core.Literal)
 
 
 class Inliner:

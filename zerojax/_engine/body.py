@@ -18,29 +18,43 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._collectives import Wire, dispose, obtain
-from zerojax._engine.ir import Atom, Split, Step, Var
-from zerojax._engine.vary import add, gradients, is_float, merge, vary, where, zeros_like
-from zerojax._jaxpr import is_var
+from zerojax._collectives import Held, Wire, dispose, obtain
+from zerojax._engine.ir import Split, Step
+from zerojax._engine.vary import (
+    Gradient,
+    Value,
+    add,
+    gradients,
+    is_float,
+    merge,
+    vary,
+    where,
+    zeros_like,
+)
+from zerojax._jaxpr import Atom, Var, is_var
 
-Array = Any
-Held = tuple[Array, ...]
-Env = dict[Var, Any]  # a variable's value, or a shard root's `Held`
+Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Step], Env, "How"], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How to run: over which wire, whether to gather again in backward, how many layers ahead,
-    the interpreter of a rest's steps, and whether a loop over layers is around."""
+    """How a loss runs: over which wire, whether backward gathers again, how loops prefetch.
+
+    `prefetch` is the number of layers gathered ahead. `in_turn` delays the next layer's all-gather
+    until the previous layer's reduce-scatter has finished. `unrolled` unrolls loops that prefetch.
+    `in_loop` says that a loop over layers is around.
+    """
 
     wire: Wire
     regather: bool
     prefetch: int
-    run: Run
+    in_turn: bool = False
+    unrolled: bool = False
     in_loop: bool = False
 
 
@@ -55,12 +69,20 @@ class Saved:
     """
 
     arrays: list[Array]
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     slots: tuple[int | None, ...]
     wanted: tuple[bool, ...]
 
 
-def strip(vjp: Any, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
+def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
+    """Returns `vjp` without the arrays in `known`.
+
+    [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. One
+    that is an input of the differentiated function comes out as the very object that went in, so
+    `id` tells it from an equal value computed there. That is JAX's habit, not its promise; where
+    it were broken, full weights would be kept and nothing else would show it. Hence
+    `Body.check_stripped`.
+    """
     index = {id(array): k for k, array in enumerate(known) if array is not None}
     leaves, treedef = jax.tree.flatten(vjp)
     slots = tuple(index.get(id(leaf)) for leaf in leaves)
@@ -68,7 +90,8 @@ def strip(vjp: Any, known: Sequence[Array | None], wanted: Sequence[bool]) -> Sa
     return Saved(arrays, treedef, slots, tuple(wanted))
 
 
-def restore(saved: Saved, known: Sequence[Array]) -> Any:
+def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
+    """Returns the vjp function that was stripped."""
     arrays = iter(saved.arrays)
     leaves = [next(arrays) if k is None else known[k] for k in saved.slots]
     return saved.treedef.unflatten(leaves)
@@ -78,53 +101,53 @@ class Body:
     """A split as functions: its value, its value with residuals, its gradients.
 
     Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
-    at the positions in `lost` will not be there for backward. `wrap` goes around the rest.
+    at the positions in `lost` will not be there for backward. `run` interprets the steps of the
+    rest, and `wrap` goes around it.
     """
 
     def __init__(
         self,
         split: Split,
         how: How,
+        run: Run,
         *,
         lost: frozenset[int] = frozenset(),
-        wrap: Callable = lambda f: f,
+        wrap: Callable[[Callable], Callable] = lambda f: f,
     ) -> None:
-        self.split, self.how, self.lost, self.wrap = split, how, lost, wrap
+        self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
 
-    def __call__(self, inputs: Sequence[Any]) -> list[Array]:
-        """The outputs, differentiated by JAX if at all."""
+    def __call__(self, inputs: Sequence[Value]) -> list[Array]:
+        """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
         frontier = self.prefix(weights, self.gather(weights))
         return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def gather(self, weights: Sequence[Any], kept: Env | None = None) -> list[Array]:
-        """The full weights, from the inputs that are weights; those in `kept` are there."""
+    def gather(self, weights: Sequence[Value], kept: Env | None = None) -> list[Array]:
+        """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
         held, kept = self._by_var(weights), kept or {}
         return [
             kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, self.how.wire)
             for var, s in self.split.gathers.items()
         ]
 
-    def prefix(self, weights: Sequence[Any], gathered: Sequence[Array]) -> list[Array]:
-        """The frontier: gathered weights, and what comes from weights alone."""
+    def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
+        """Returns the frontier: gathered weights, and what comes from weights alone."""
         env: Env = {**self.split.constants, **self._by_var(weights)}
         write(env, list(self.split.gathers), gathered)
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
 
-    def _by_var(self, weights: Sequence[Any]) -> Env:
-        return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
-
     def rest(
         self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
     ) -> list[Array]:
-        """The outputs, from the frontier, the shards that inner loops want, and plain inputs."""
+        """Returns the outputs, from the frontier, the shards that inner loops gather, and the
+        plain inputs."""
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
-        self.how.run(self.split.rest, env, self.how)
+        self.run(self.split.rest, env, self.how)
         return read_arrays(env, self.split.outvars)
 
     def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
@@ -133,14 +156,19 @@ class Body:
     def plain_of(self, inputs: Sequence[Any]) -> list[Any]:
         return where(inputs, [not w for w in self.is_weight])
 
-    def roots_of(self, inputs: Sequence[Any]) -> list[Held]:
+    def roots_of(self, inputs: Sequence[Any]) -> list[Any]:
         by_var = dict(zip(self.split.invars, inputs, strict=True))
         return [by_var[root] for root in self.split.loop_roots]
 
+    def _by_var(self, weights: Sequence[Any]) -> Env:
+        return dict(zip(self.weights_of(self.split.invars), weights, strict=True))
+
+    # -- forward
+
     def forward(
-        self, inputs: Sequence[Any], gathered: Sequence[Array], wanted: Sequence[bool]
+        self, inputs: Sequence[Value], gathered: Sequence[Array], wanted: Sequence[bool]
     ) -> tuple[list[Array], Saved]:
-        """Outputs, and the residuals of the rest, less what backward can make or has.
+        """Returns the outputs and the residuals of the rest, less what backward can make or has.
 
         `wanted` says for which inputs a gradient is wanted.
         """
@@ -157,21 +185,48 @@ class Body:
 
         float_outs, vjp, other_outs = jax.vjp(rest, varied, roots_and_plain, has_aux=True)
         outs = merge(self._float_outs(), float_outs, other_outs)
-        return outs, strip(vjp, self.known(frontier, inputs), wanted)
+        saved = strip(vjp, self.known(frontier, inputs), wanted)
 
-    def known(self, frontier: Sequence[Array], inputs: Sequence[Any]) -> list[Array | None]:
-        """The arrays that backward need not be told: it makes the frontier and has inputs."""
+        def derive(varied: list[Array]) -> Any:
+            return jax.vjp(rest, varied, roots_and_plain, has_aux=True)[1]
+
+        self.check_stripped(saved, varied, derive)
+        return outs, saved
+
+    def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
+        """Returns what backward has without being told: it makes the frontier, and has inputs."""
         kept = [None if i in self.lost else x for i, x in enumerate(inputs)]
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
 
+    def check_stripped(
+        self, saved: Saved, varied: Sequence[Array], derive: Callable[[list[Array]], Any]
+    ) -> None:
+        """Raises where one of the weights in `varied` is kept for backward all the same.
+
+        What looks like one, by shape and dtype, may be an activation: the jaxpr tells.
+        """
+        shapes = {(x.shape, x.dtype) for x in varied if x.ndim > 1}
+        if not any((x.shape, x.dtype) in shapes for x in saved.arrays):
+            return
+        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(varied)).jaxpr
+        kept = [v for v, k in zip(jaxpr.outvars, saved.slots, strict=True) if k is None]
+        if any(v in jaxpr.invars for v in kept if is_var(v)):
+            raise RuntimeError(
+                f"JAX {jax.__version__} copies the inputs of a derivative, so full weights would "
+                "be kept for backward. Use a JAX that zerojax supports (0.10 to 0.12), or "
+                "regather=False."
+            )
+
+    # -- backward
+
     def backward(
         self,
-        inputs: Sequence[Any],
+        inputs: Sequence[Value],
         gathered: Sequence[Array],
         saved: Saved,
         cts: Sequence[Array | None],
-    ) -> list[Any]:
-        """Gradients of the inputs: `Held`-shaped for shards, None where there is none.
+    ) -> list[Gradient]:
+        """Returns the gradients of the inputs, None where there is none.
 
         Lost inputs come as their types. `cts` has None where an output is of no float dtype.
         """
@@ -179,18 +234,24 @@ class Body:
 
     def unreduced(
         self,
-        inputs: Sequence[Any],
+        inputs: Sequence[Value],
         gathered: Sequence[Array],
         saved: Saved,
         cts: Sequence[Array | None],
-    ) -> tuple[list[Any], list[Array | None]]:
-        """Gradients of the inputs less what comes through gathered weights, and of these."""
-        weights, want_weights = self.weights_of(inputs), self.weights_of(saved.wanted)
+    ) -> tuple[list[Gradient], list[Array | None]]:
+        """Returns the gradients of the inputs less what comes through gathered weights, and the
+        gradients of these, not yet reduced over the devices.
+
+        The chain rule in two steps: the stripped vjp of the rest, with the frontier put back, gives
+        the gradients of the frontier; the vjp of the prefix takes these to its sources.
+        """
+        weights = self.weights_of(inputs)
         # Shards get their gradients through the gathered weights and through inner loops.
-        want_whole = [
-            want and not isinstance(w, tuple) for w, want in zip(weights, want_weights, strict=True)
+        want_full = [
+            want and not isinstance(w, Held)
+            for w, want in zip(weights, self.weights_of(saved.wanted), strict=True)
         ]
-        sources, wanted = [*gathered, *weights], [*self._want_gathered(saved.wanted), *want_whole]
+        sources, wanted = [*gathered, *weights], [*self._want_gathered(saved.wanted), *want_full]
         varied, join = vary(sources, wanted)
 
         def prefix(varied: list) -> list[Array]:
@@ -200,53 +261,48 @@ class Body:
         frontier, prefix_vjp = jax.vjp(prefix, varied)
         vjp = restore(saved, self.known(frontier, inputs))
         d_varied, d_inputs = vjp(where(cts, self._float_outs()))
-        d_frontier = [
-            zeros_like(value) if grad is None else grad
-            for value, grad in zip(
-                frontier,
-                gradients(frontier, self._frontier_varies(saved.wanted), d_varied),
-                strict=True,
-            )
-        ]
-        d_sources = gradients(sources, wanted, prefix_vjp(d_frontier)[0])
+        d_frontier = gradients(frontier, self._frontier_varies(saved.wanted), d_varied)
+        pairs = zip(frontier, d_frontier, strict=True)
+        (d_prefix,) = prefix_vjp([zeros_like(x) if d is None else d for x, d in pairs])
+        d_sources = gradients(sources, wanted, d_prefix)
         d_roots_and_plain = gradients(*self._rest_inputs(inputs, saved.wanted), d_inputs)
         num_roots = len(self.split.loop_roots)
         totals = self._by_var(d_sources[len(gathered) :])
-        self._add_roots(totals, d_roots_and_plain[:num_roots])
+        for root, grad in zip(self.split.loop_roots, d_roots_and_plain[:num_roots], strict=True):
+            totals[root] = Held(add(totals[root].shard, grad.shard))
         grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
         return grads, d_sources[: len(gathered)]
 
-    def _add_roots(self, totals: Env, grads: Sequence[tuple]) -> None:
-        """Adds the gradients that inner loops gave their shards."""
-        for root, grad in zip(self.split.loop_roots, grads, strict=True):
-            totals[root] = tuple(map(add, totals[root], grad))
-
     def reduced(
-        self, inputs: Sequence[Any], grads: Sequence[Any], d_gathered: Sequence[Array | None]
-    ) -> list[Any]:
-        """Sends the gradients of gathered weights to their shards, and adds them."""
+        self,
+        inputs: Sequence[Value],
+        grads: Sequence[Gradient],
+        d_gathered: Sequence[Array | None],
+    ) -> list[Gradient]:
+        """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
         for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
             if grad is not None:
-                *whole, last = totals[shard.root]
-                mine, to_root = jax.vjp(lambda x, s=shard: s.of((x,)), held[shard.root][-1])
-                (mine,) = to_root((dispose(grad, mine[0].dtype, shard.cut, self.how.wire),))
-                totals[shard.root] = (*whole, add(last, mine))
+                seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
+                (mine,) = to_root(dispose(grad, seen.dtype, shard.cut, self.how.wire))
+                totals[shard.root] = Held(add(totals[shard.root].shard, mine))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
+
+    # -- what is differentiated
 
     def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
         values = [*self.roots_of(inputs), *self.plain_of(inputs)]
         return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
 
     def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
-        """For which gathered weights a gradient is wanted: frozen ones have none."""
+        """Whether a gradient is wanted for each gathered weight: frozen ones have none."""
         by_var = self._by_var(self.weights_of(wanted))
         gathers = self.split.gathers.values()
         return [by_var[s.root] and not s.is_frozen for s in gathers]
 
     def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
-        """What of the frontier comes from weights that a gradient is wanted for."""
+        """Whether each of the frontier comes from weights that a gradient is wanted for."""
         varies = self._by_var(self.weights_of(wanted))
         varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
         for eqn in self.split.prefix:
@@ -263,7 +319,7 @@ def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
 
 
 def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    """As `read`, but a literal, which may be a bare Python number, comes with its dtype."""
+    """Like `read`, but a literal, which may be a bare Python number, comes with its dtype."""
     return [env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in atoms]
 
 

@@ -1,31 +1,30 @@
 """What a split jaxpr is made of."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from jax import Array
 from jax.extend import core as jex_core
 
-from zerojax._collectives import Cut
-from zerojax._jaxpr import is_var
+from zerojax._collectives import Cut, Held
+from zerojax._jaxpr import Atom, Var, is_var
 
 Dims = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """`apply` takes a shard to a shard, and what is whole to what is whole.
+    """A way to see a stack that leaves its layers as they are.
 
-    Dimension k of the result is dimension `dims[k]` of the operand (None: it is made anew).
+    `apply` maps a shard to a shard, and a full array to a full array. Dimension k of the result is
+    dimension `dims[k]` of the operand (None: a new one).
     """
 
-    apply: Callable[[Any], Any]
+    apply: Callable[[Array], Array]
     dims: Dims
     stops: bool = False  # whether no gradient passes
 
-
-Var = Any
-Atom = Any
 
 # What a variable is, besides a value of the rest (None).
 WEIGHT = "weight"  # computed from weights and constants alone
@@ -36,18 +35,21 @@ _MOVES = ("transpose", "reshape", "squeeze")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A variable that is held as shards: the input it came in by, what was done to it since,
-    and how the result is cut."""
+    """A variable that is held as shards: the input that it comes from, the views taken of that
+    since, and how the result is sharded."""
 
     root: Var
     cut: Cut
     views: tuple[View, ...] = ()
 
-    def of(self, held: Sequence[Any]) -> tuple[Any, ...]:
-        """This variable, from what its root is held as."""
-        for view in self.views:
-            held = [view.apply(x) for x in held]
-        return tuple(held)
+    def of(self, held: Held) -> Held:
+        """Returns this variable, from what its root is held as."""
+        return held.map(self.view)
+
+    def view(self, array: Array) -> Array:
+        for one in self.views:
+            array = one.apply(array)
+        return array
 
     @property
     def is_frozen(self) -> bool:
@@ -55,35 +57,21 @@ class Shard:
 
 
 Kind = Shard | str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-    """A `jax.checkpoint` of the user's, its weights-only part taken out."""
-
-    steps: list["Step"]
-    reads: list[Var]
-    outvars: list[Var]
-    policy: Any
-    prevent_cse: bool
-
-    @property
-    def roots(self) -> list[Var]:
-        return unique(shard.root for shard in shards_read(self.steps))
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return effects_of(self.steps)
+InputKind = Cut | str | None  # as an input comes in
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A `jax.checkpoint` of the user's that gathers its own weights, and again in backward."""
+    """A `jax.checkpoint` of the user's.
+
+    It gathers its own weights, and again in backward, unless it is in the body of a loop, which
+    gathers first: there its prefix is empty.
+    """
 
     split: "Split"
     operands: list[Shard | Atom]
     outvars: list[Var]
-    policy: Any
+    policy: Callable[..., Any] | None
     prevent_cse: bool
 
     @property
@@ -102,14 +90,14 @@ class Loop:
     num_carry: int
     length: int
     reverse: bool
-    unroll: Any
+    unroll: int | bool
 
     @property
     def effects(self) -> frozenset[Any]:
         return effects_of(self.body.rest)
 
 
-Step = jex_core.JaxprEqn | Remat | Scope | Loop
+Step = jex_core.JaxprEqn | Scope | Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +106,7 @@ class Split:
 
     invars: list[Var]
     kinds: list[Kind]
-    constants: dict[Var, Any]
+    constants: dict[Var, Array]
     gathers: dict[Var, Shard]
     prefix: list[jex_core.JaxprEqn]
     frontier: list[Var]
@@ -142,7 +130,7 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for step in reversed(self.rest):
-            if isinstance(step, Remat | Scope | Loop) or any(v.aval.ndim > 1 for v in found):
+            if isinstance(step, Scope | Loop) or any(v.aval.ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(step) if v in gathered]
         return [var for var in self.gathers if var in found]
@@ -151,8 +139,6 @@ class Split:
 def reads_of(step: Step) -> list[Var]:
     """The variables that a step reads as values (not as shards)."""
     match step:
-        case Remat():
-            return step.reads
         case Scope() | Loop():
             return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
     return [v for v in step.invars if is_var(v)]
@@ -168,7 +154,5 @@ def unique(items: Iterable[Any]) -> list[Any]:
 
 def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
     for step in steps:
-        if isinstance(step, Remat):
-            yield from shards_read(step.steps)
-        elif isinstance(step, Scope | Loop):
+        if isinstance(step, Scope | Loop):
             yield from (v for v in step.operands if isinstance(v, Shard))

@@ -11,36 +11,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from zerojax._engine.body import Body, How
+from zerojax._collectives import Held
+from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
-from zerojax._engine.vary import add, instantiated, is_float
-
-Array = Any
+from zerojax._engine.vary import Gradient, Value, add, instantiated, is_float
 
 
 class Layers:
     """One scan in three forms: plain, keeping residuals, and backward over them.
 
-    Turn 0 is the first layer that forward walks, whichever end of the stack it is.
+    Iteration 0 is the first layer that forward walks, whichever end of the stack it is.
     """
 
-    def __init__(self, loop: Loop, how: How) -> None:
+    def __init__(self, loop: Loop, how: How, run: Run) -> None:
         self.loop = loop
         first_x = loop.num_consts + loop.num_carry
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
-        self.body = Body(loop.body, dataclasses.replace(how, in_loop=True), lost=lost)
+        self.body = Body(loop.body, dataclasses.replace(how, in_loop=True), run, lost=lost)
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, carry and scanned operands."""
+        """Returns constants, carry and scanned operands."""
         first_x = self.loop.num_consts + self.loop.num_carry
         carry = slice(self.loop.num_consts, first_x)
         return list(operands[: carry.start]), list(operands[carry]), list(operands[first_x:])
 
-    def forward(self, inputs: Sequence[Any]) -> list[Array]:
+    def forward(self, inputs: Sequence[Value]) -> list[Array]:
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
 
@@ -52,9 +51,9 @@ class Layers:
         return [*carry, *ys]
 
     def forward_saving(
-        self, inputs: Sequence[Any], wanted: Sequence[bool]
+        self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """The outputs, and what `backward` needs besides the inputs."""
+        """Returns the outputs, and what `backward` needs that is not among the inputs."""
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
         wanted = self.wanted_inside(wanted)
@@ -67,8 +66,8 @@ class Layers:
         carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], saved
 
-    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
-        """Gradients of the inputs."""
+    def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
+        """Returns the gradients of the inputs."""
         inputs, cts = self.tied(inputs, cts)
         consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
@@ -95,8 +94,8 @@ class Layers:
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
         )
 
-    def gathered(self, inputs: Sequence[Any], xs: Sequence[Any]) -> list[Array]:
-        """The full weights of one layer, whose shards are among `xs`."""
+    def gathered(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Array]:
+        """Returns the full weights of one layer, whose shards are among `xs`."""
         consts, carry, _ = self.parts(inputs)
         return self.body.gather(self.body.weights_of([*consts, *carry, *xs]))
 
@@ -105,14 +104,17 @@ class Layers:
         consts, carry, xs = self.parts(wanted)
         return [*consts, *[True] * len(carry), *xs]
 
-    def d_outs(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Cotangents of the carry and of the stacked outputs, None where there can be none."""
-        pairs = zip(cts, self.loop.body.outvars, strict=True)
-        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+    def d_outs(self, cts: Sequence[Any]) -> tuple[list[Gradient], list[Gradient]]:
+        """Returns cotangents of the carry and of the stacked outputs, None where none can be."""
+        floats = self.float_cts(cts)
         return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
 
-    def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """Zeros to add the constants' gradients to."""
+    def float_cts(self, cts: Sequence[Any]) -> list[Gradient]:
+        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        return [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+
+    def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Gradient]:
+        """Returns zeros to add the constants' gradients to."""
         pairs = zip(consts, wanted[: len(consts)], strict=True)
         return [jnp.zeros_like(x) if want and is_float(x) else None for x, want in pairs]
 
@@ -121,17 +123,15 @@ class Layers:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
 
     def tied(
-        self, inputs: Sequence[Any], cts: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The inputs and cotangents, the shards not to be used before these are there.
+        self, inputs: Sequence[Value], cts: Sequence[Any]
+    ) -> tuple[Sequence[Value], Sequence[Any]]:
+        """Ties shards to the cotangents with an optimization barrier, where the loop is unrolled.
 
-        Without a loop of its own between them, XLA would merge backward's gathers with forward's
-        and keep their results.
+        Without a loop of its own between them, XLA would merge backward's all-gathers with
+        forward's. See the note in `run.py`.
         """
         if self.loop.unroll == 1:
             return inputs, cts
-        pairs = zip(cts, self.loop.body.outvars, strict=True)
-        floats = [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
-        shards = [x if isinstance(x, tuple) else None for x in inputs]
-        shards, floats = lax.optimization_barrier((shards, floats))
+        shards = [x if isinstance(x, Held) else None for x in inputs]
+        shards, floats = lax.optimization_barrier((shards, self.float_cts(cts)))
         return [x if s is None else s for x, s in zip(inputs, shards, strict=True)], floats

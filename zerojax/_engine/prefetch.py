@@ -1,34 +1,45 @@
-"""The layer loop with weights that travel while the layer before computes, both ways.
+"""The layer loop that prefetches: in both directions, a layer's weights are all-gathered while the
+layer before it computes.
 
-Each turn starts the gather of the next layer's weights and computes with those that came with
-the loop's carry. The ends stand outside of the loops: nothing is gathered that nobody uses, and
-backward starts with the weights that forward ended with.
+[Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
+f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
+
+    forward     g(0) | g(1) f(0) | g(2) f(1) | ... | g(L-1) f(L-2) | f(L-1)
+    backward    g(L-2) b(L-1) | r(L-1) g(L-3) b(L-2) | ... | r(2) g(0) b(1) | r(1) b(0) | r(0)
+
+What stands between two bars is independent, so that the collectives run beside the compute. The
+middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
+The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
+the weights that f(L-1) ended with.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from zerojax._collectives import Held
 from zerojax._engine.body import Saved
-from zerojax._engine.layers import Array, Layers
-from zerojax._engine.vary import add
+from zerojax._engine.layers import Layers
+from zerojax._engine.vary import Gradient, Value, add
 
 
 class PrefetchedLayers(Layers):
-    """For loops of at least two turns."""
+    """A loop of at least two iterations that gathers one layer ahead."""
 
     def forward_saving(
-        self, inputs: Sequence[Any], wanted: Sequence[bool]
+        self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Besides the outputs: residuals of all layers but the last, of the last, its weights."""
+        """Returns the outputs, and what to keep: the residuals of all layers but the last, those of
+        the last, and its weights."""
         consts, carry, xs = self.parts(inputs)
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
 
-        def turn(carry: list, gathered: list, at: Any) -> tuple[list, tuple[list, Saved]]:
+        def iteration(carry: list, gathered: list, at: Any) -> tuple[list, tuple[list, Saved]]:
             layer = [*consts, *carry, *layer_of(xs, self.index(at))]
             outs, saved = self.body.forward(layer, gathered, wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
@@ -36,77 +47,96 @@ class PrefetchedLayers(Layers):
         def step(state: tuple[list, list], at: Any) -> tuple[Any, Any]:
             carry, gathered = state
             ahead = self.weights_at(inputs, at + 1)
-            carry, kept = turn(carry, gathered, at)
+            carry, kept = iteration(carry, gathered, at)
             return (carry, ahead), kept
 
         start = (carry, self.weights_at(inputs, 0))
-        (carry, gathered), (ys, saved) = self.turns(step, start, last)
-        carry, (last_ys, last_saved) = turn(carry, gathered, last)
+        (carry, gathered), (ys, saved) = self.iterate(step, start, last)
+        carry, (last_ys, last_saved) = iteration(carry, gathered, last)
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
-        # Within an outer loop, weights kept here would be kept for each of its turns.
+        # Within an outer loop, weights kept here would be kept for each of its iterations.
         return [*carry, *ys], (saved, last_saved, [] if self.how.in_loop else gathered)
 
-    def backward(self, inputs: Sequence[Any], saved: Any, cts: Sequence[Any]) -> list[Any]:
-        """Each turn reduce-scatters what the turn before left: its gradients travel, as the
-        next layer's weights do, beside this layer's compute."""
+    def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
+        """Each iteration reduce-scatters the previous layer's gradients and all-gathers the next
+        layer's weights while it computes its own layer."""
         kept, last_kept, gathered = saved
         inputs, cts = self.tied(inputs, cts)
-        consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
-        types, last = self.carry_types(inputs), self.loop.length - 1
-        layer_at = lambda at: [*consts, *types, *layer_of(xs, self.index(at))]  # noqa: E731
+        last = self.loop.length - 1
+        compute = functools.partial(self.unreduced, inputs, d_ys)
+        reduced = functools.partial(self.reduced, inputs)
 
-        def turn(grads: tuple[list, list], gathered: list, saved: Saved, at: Any) -> Any:
-            d_carry, d_consts = grads
-            d_layer = [*d_carry, *layer_of(d_ys, self.index(at))]
-            d_inputs, d_gathered = self.body.unreduced(layer_at(at), gathered, saved, d_layer)
-            more, d_carry, d_xs = self.parts(d_inputs)
-            return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
-
-        def reduced(left: tuple[list, list], at: Any) -> list:
-            d_xs, d_gathered = left
-            nothing = [None] * (len(inputs) - len(xs))
-            return self.body.reduced(layer_at(at), [*nothing, *d_xs], d_gathered)[len(nothing) :]
-
-        def step(state: tuple, turns: Any) -> tuple[tuple, None]:
+        def step(state: tuple, count: Any) -> tuple[tuple, None]:
             grads, gathered, left, stacks = state
-            at = last - 1 - turns
+            at = last - 1 - count
             done, shards = reduced(left, at + 1), self.shards_at(inputs, at - 1)
-            if self.how.wire.in_turn:  # the gradients' memory goes before the weights need theirs
+            if self.how.in_turn:  # frees the gradients' memory before the weights need theirs
                 shards, done = lax.optimization_barrier((shards, done))
             ahead = self.gathered(inputs, shards)
             stacks = with_layer(stacks, done, self.index(at + 1))
-            grads, left = turn(grads, gathered, layer_of(kept, at), at)
+            grads, left = compute(grads, gathered, layer_of(kept, at), at)
             return (grads, ahead, left, stacks), None
 
+        consts, _, _ = self.parts(inputs)
         grads = (d_carry, self.d_consts(consts, last_kept.wanted))
         ahead = self.weights_at(inputs, last - 1)
-        grads, left = turn(grads, gathered or self.weights_at(inputs, last), last_kept, last)
+        grads, left = compute(grads, gathered or self.weights_at(inputs, last), last_kept, last)
         types_of_d_xs = jax.eval_shape(lambda left: reduced(left, last), left)
         stacks = jax.tree.map(lambda d: jnp.zeros((last + 1, *d.shape), d.dtype), types_of_d_xs)
-        (grads, gathered, left, stacks), _ = self.turns(
+        (grads, gathered, left, stacks), _ = self.iterate(
             step, (grads, ahead, left, stacks), last - 1
         )
         stacks = with_layer(stacks, reduced(left, 1), self.index(1))
-        (d_carry, d_consts), left = turn(grads, gathered, layer_of(kept, 0), 0)
+        (d_carry, d_consts), left = compute(grads, gathered, layer_of(kept, 0), 0)
         return [*d_consts, *d_carry, *with_layer(stacks, reduced(left, 0), self.index(0))]
 
-    def turns(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
+    def unreduced(
+        self,
+        inputs: Sequence[Value],
+        d_ys: list[Gradient],
+        grads: tuple[list, list],
+        gathered: list[Array],
+        saved: Saved,
+        at: Any,
+    ) -> tuple[tuple[list, list], tuple[list, list]]:
+        """Returns the gradients of carry and constants after one layer's backward, and what is
+        left to reduce: the gradients of its shards and of its gathered weights."""
+        d_carry, d_consts = grads
+        d_layer = [*d_carry, *layer_of(d_ys, self.index(at))]
+        layer = self.layer_at(inputs, at)
+        d_inputs, d_gathered = self.body.unreduced(layer, gathered, saved, d_layer)
+        more, d_carry, d_xs = self.parts(d_inputs)
+        return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
+
+    def reduced(self, inputs: Sequence[Value], left: tuple[list, list], at: Any) -> list[Gradient]:
+        """Returns one layer's gradients, reduce-scattered."""
+        d_xs, d_gathered = left
+        nothing = [None] * (len(inputs) - len(d_xs))
+        layer = self.layer_at(inputs, at)
+        return self.body.reduced(layer, [*nothing, *d_xs], d_gathered)[len(nothing) :]
+
+    def layer_at(self, inputs: Sequence[Value], at: Any) -> list[Any]:
+        """Returns the inputs of one layer's body; its carry is lost, so as types."""
+        consts, _, xs = self.parts(inputs)
+        return [*consts, *self.carry_types(inputs), *layer_of(xs, self.index(at))]
+
+    def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
 
-    def index(self, turn: Any) -> Any:
-        """Where in the stack the layer of a turn is."""
-        return self.loop.length - 1 - turn if self.loop.reverse else turn
+    def index(self, at: Any) -> Any:
+        """Returns where in the stack the layer of an iteration is."""
+        return self.loop.length - 1 - at if self.loop.reverse else at
 
-    def weights_at(self, inputs: Sequence[Any], turn: Any) -> list[Array]:
-        return self.gathered(inputs, self.shards_at(inputs, turn))
+    def weights_at(self, inputs: Sequence[Value], at: Any) -> list[Array]:
+        return self.gathered(inputs, self.shards_at(inputs, at))
 
-    def shards_at(self, inputs: Sequence[Any], turn: Any) -> list[Any]:
+    def shards_at(self, inputs: Sequence[Value], at: Any) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
         # Only shards are gathered; the others stand in their places.
-        shards = [x if isinstance(x, tuple) else None for x in xs]
-        return layer_of(shards, self.index(turn))
+        shards = [x if isinstance(x, Held) else None for x in xs]
+        return layer_of(shards, self.index(at))
 
 
 def layer_of(stacks: Any, index: Any) -> Any:
@@ -114,7 +144,7 @@ def layer_of(stacks: Any, index: Any) -> Any:
 
 
 def with_layer(stacks: Any, layer: Any, index: Any) -> Any:
-    """In place, where a loop carries the stacks."""
+    """Writes a layer into its stacks, in place where a loop carries them."""
     return jax.tree.map(
         lambda stack, one: lax.dynamic_update_index_in_dim(stack, one, index, 0), stacks, layer
     )

@@ -8,36 +8,36 @@ there. What the rest reads of it is the *frontier*.
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
+from zerojax._collectives import Cut
 from zerojax._engine.ir import (
     CONST,
     WEIGHT,
-    Atom,
+    InputKind,
     Kind,
     Loop,
-    Remat,
     Scope,
     Shard,
     Split,
     Step,
-    Var,
     reads_of,
+    shards_read,
     unique,
 )
 from zerojax._engine.views import Readers, is_cast
-from zerojax._jaxpr import Inliner, alive, is_var
+from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var
 
 
 def split(
     jaxpr: Any,
     consts: Sequence[Any],
-    kinds: Sequence[Kind],
+    kinds: Sequence[InputKind],
     *,
     pull: bool,
     checkpointed: bool = False,
@@ -46,19 +46,18 @@ def split(
     body gathers everything first); without, the remat gathers for itself where it can.
     `checkpointed` says that the rest will run under `jax.checkpoint`.
 
-    A `Shard` among `kinds` may have any root; the input variable itself becomes the root.
+    `kinds` has the `Cut` of each input that is held as shards.
     """
     splitter = _Splitter(pull, checkpointed)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
-        splitter.kinds[var] = Shard(var, kind.cut) if isinstance(kind, Shard) else kind
-    kinds = [splitter.kinds[v] for v in jaxpr.invars]
+        splitter.bring_in(var, kind)
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
     rest: list[Step] = []
     eqns = splitter.inline(jaxpr.eqns)
     splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
     for eqn in eqns:
         splitter.visit(eqn, rest)
-    outvars = [splitter.whole(splitter.inliner.named(v)) for v in jaxpr.outvars]
+    outvars = [splitter.gathered_once(splitter.inliner.named(v)) for v in jaxpr.outvars]
     rest = alive(rest, outvars, reads_of)
     reads = unique(v for step in rest for v in reads_of(step))
     wanted = unique([*reads, *(v for v in outvars if is_var(v))])
@@ -69,7 +68,7 @@ def split(
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
         invars=list(jaxpr.invars),
-        kinds=kinds,
+        kinds=[splitter.kinds[v] for v in jaxpr.invars],
         constants=splitter.inliner.constants,
         gathers=gathers,
         prefix=prefix,
@@ -84,12 +83,18 @@ class _Splitter:
         self.pull, self.checkpointed = pull, checkpointed
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
+        self.roots: dict[Var, Shard] = {}
         self.gathers: dict[Var, Shard] = {}
         self.gathered: dict[Shard, Var] = {}
-        self.prefix: list[jex_core.JaxprEqn] = []
+        self.prefix: list[JaxprEqn] = []
         self.readers = Readers()
 
     # -- what a variable is
+
+    def bring_in(self, var: Var, kind: InputKind) -> None:
+        if isinstance(kind, Cut):
+            self.roots[var] = Shard(var, kind)
+        self.kinds[var] = self.roots[var] if isinstance(kind, Cut) else kind
 
     def kind(self, atom: Atom) -> Kind:
         if not is_var(atom) or atom in self.inliner.constants:
@@ -100,8 +105,8 @@ class _Splitter:
         kind = self.kind(atom)
         return isinstance(kind, Shard) or kind == WEIGHT
 
-    def whole(self, atom: Atom) -> Atom:
-        """`atom`, gathered where it is a shard; once for all later uses."""
+    def gathered_once(self, atom: Atom) -> Atom:
+        """Returns `atom`, gathered where it is a shard; once for all later uses."""
         kind = self.kind(atom)
         if not isinstance(kind, Shard):
             return atom
@@ -114,11 +119,11 @@ class _Splitter:
 
     # -- calls are inlined where they meet a weight, so that there is one level to read
 
-    def inline(self, eqns: Iterable[jex_core.JaxprEqn]) -> list[jex_core.JaxprEqn]:
-        flat: list[jex_core.JaxprEqn] = []
+    def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+        flat: list[JaxprEqn] = []
         touched = {v for v in self.kinds if self.is_weights(v)}
 
-        def walk(eqn: jex_core.JaxprEqn) -> None:
+        def walk(eqn: JaxprEqn) -> None:
             eqn = self.inliner.resolved(eqn)
             touches = any(is_var(v) and v in touched for v in eqn.invars)
             if touches:
@@ -133,14 +138,14 @@ class _Splitter:
             walk(eqn)
         return flat
 
-    def find_readers(self, eqns: Sequence[jex_core.JaxprEqn], outvars: Sequence[Atom]) -> None:
+    def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
         # A remat that is taken apart when its turn comes does not read; its equations will.
         apart = _compat.REMAT if self.pull else ()
         self.readers.find([e for e in eqns if e.primitive.name not in apart], outvars)
 
     # -- one equation
 
-    def visit(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+    def visit(self, eqn: JaxprEqn, rest: list[Step]) -> None:
         # A remat taken apart while visiting may have renamed what this equation reads.
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
@@ -161,8 +166,8 @@ class _Splitter:
         else:
             self.visit_plain(eqn, rest)
 
-    def visit_plain(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
-        invars = [self.whole(v) for v in eqn.invars]
+    def visit_plain(self, eqn: JaxprEqn, rest: list[Step]) -> None:
+        invars = [self.gathered_once(v) for v in eqn.invars]
         kinds = {self.kind(v) for v in invars}
         eqn = eqn.replace(invars=invars)
         if kinds <= {WEIGHT, CONST} and not _compat.has_side_effects(eqn):
@@ -176,24 +181,32 @@ class _Splitter:
         else:
             rest.append(eqn)
 
-    def visit_remat(self, eqn: jex_core.JaxprEqn, rest: list[Step]) -> None:
+    def visit_remat(self, eqn: JaxprEqn, rest: list[Step]) -> None:
+        rest.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
+
+    def scope(self, eqn: JaxprEqn) -> Scope:
+        """Returns a remat that gathers for itself, in backward again."""
+        operands = list(eqn.invars)
+        inner = self.split_remat(eqn, operands)
+        gathered = {shard.root for shard in inner.gathers.values()}
+        pairs = zip(inner.invars, operands, strict=True)
+        shared = [var in gathered and len(self.readers.of(v)) > 1 for var, v in pairs]
+        if any(shared):  # gathered out here, once for all its uses
+            operands = [
+                self.gathered_once(v) if several else v
+                for v, several in zip(operands, shared, strict=True)
+            ]
+            inner = self.split_remat(eqn, operands)
+        shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
+        return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn))
+
+    def split_remat(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> Split:
         jaxpr, consts = _compat.inner_jaxpr(eqn)
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        if not self.pull:
-            operands = list(eqn.invars)
-            inner = self.split_remat(jaxpr, consts, operands)
-            gathered = {shard.root for shard in inner.gathers.values()}
-            pairs = zip(inner.invars, operands, strict=True)
-            shared = [var in gathered and len(self.readers.of(v)) > 1 for var, v in pairs]
-            if any(shared):  # gathered out here, once for all its uses
-                operands = [
-                    self.whole(v) if several else v
-                    for v, several in zip(operands, shared, strict=True)
-                ]
-                inner = self.split_remat(jaxpr, consts, operands)
-            shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
-            rest.append(Scope(inner, shards, list(eqn.outvars), policy, prevent_cse))
-            return
+        kinds = [_inner_kind(self.kind(v)) for v in operands]
+        return split(jaxpr, consts, kinds, pull=False, checkpointed=True)
+
+    def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
+        """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
         steps: list[Step] = []
         outside, self.checkpointed = self.checkpointed, True
         inside = self.inline(self.inliner.expand(eqn))
@@ -206,47 +219,48 @@ class _Splitter:
         steps = alive(steps, outvars, reads_of)
         made = {v for step in steps for v in step.outvars}
         reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
-        rest.append(Remat(steps, reads, outvars, policy, prevent_cse))
+        roots = [self.roots[shard.root] for shard in shards_read(steps)]
+        operands = [*reads, *unique(roots)]
+        kinds = [v if isinstance(v, Shard) else None for v in operands]
+        invars = [v.root if isinstance(v, Shard) else v for v in operands]
+        inner = Split(invars, kinds, {}, {}, [], [], steps, outvars)
+        return Scope(inner, operands, outvars, *_checkpoint_params(eqn))
 
-    def split_remat(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Atom]) -> Split:
-        kinds = [_inner_kind(self.kind(v)) for v in operands]
-        return split(jaxpr, consts, kinds, pull=False, checkpointed=True)
-
-    def scans_weights(self, eqn: jex_core.JaxprEqn) -> bool:
+    def scans_weights(self, eqn: JaxprEqn) -> bool:
         num_consts, num_carry = _compat.scan_counts(eqn.params)
         return any(map(self.is_weights, eqn.invars[num_consts + num_carry :]))
 
-    def loop(self, eqn: jex_core.JaxprEqn) -> Loop:
+    def loop(self, eqn: JaxprEqn) -> Loop:
         num_consts, num_carry = _compat.scan_counts(eqn.params)
         first_x = num_consts + num_carry
-        operands, kinds = [], []
+        operands: list[Shard | Atom] = []
+        kinds: list[InputKind] = []
         for index, atom in enumerate(eqn.invars):
             kind = self.kind(atom)
-            if isinstance(kind, Shard) and index >= first_x and kind.cut.dim > 0:
+            if isinstance(kind, Shard) and index >= first_x and kind.cut.fixed > 0:
                 operands.append(kind)
-                kinds.append(Shard(kind.root, kind.cut.of_one_layer()))
+                kinds.append(kind.cut.of_one_layer())
                 continue
             if isinstance(kind, Shard) and index >= first_x:
                 _warn_sharded_layers(atom)
-            whole = self.whole(atom)
+            full = self.gathered_once(atom)
             is_carry = num_consts <= index < first_x
-            operands.append(whole)
-            kinds.append(None if is_carry else _inner_kind(self.kind(whole)))
+            operands.append(full)
+            kinds.append(None if is_carry else _inner_kind(self.kind(full)))
         jaxpr, consts = _compat.inner_jaxpr(eqn)
-        body = split(jaxpr, consts, kinds, pull=True)
         return Loop(
-            body,
-            operands,
-            list(eqn.outvars),
-            num_consts,
-            num_carry,
-            eqn.params["length"],
-            eqn.params["reverse"],
-            eqn.params["unroll"],
+            body=split(jaxpr, consts, kinds, pull=True),
+            operands=operands,
+            outvars=list(eqn.outvars),
+            num_consts=num_consts,
+            num_carry=num_carry,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
         )
 
 
-def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
+def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
     """A shard after a cast between floats, if the cast can be left to the gather."""
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
@@ -259,9 +273,15 @@ def _cast_shard(eqn: jex_core.JaxprEqn, kind: Kind) -> Shard | None:
     return dataclasses.replace(kind, cut=dataclasses.replace(kind.cut, **change))
 
 
-def _inner_kind(kind: Kind) -> Kind:
-    """What an operand is inside the body that receives it."""
+def _inner_kind(kind: Kind) -> InputKind:
+    """Returns what an operand is inside the body that receives it."""
+    if isinstance(kind, Shard):
+        return kind.cut
     return WEIGHT if kind in (WEIGHT, CONST) else kind
+
+
+def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., Any] | None, bool]:
+    return eqn.params["policy"], eqn.params["prevent_cse"]
 
 
 def _warn_sharded_layers(var: Var) -> None:

@@ -1,17 +1,24 @@
-"""Which arrays a scope is differentiated by, and gradients in the shape of what they are of."""
+"""Selects the arrays to differentiate by, and gives gradients the structure of their primals."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-Array = Any
+from zerojax._collectives import Held
+
+Value = Array | Held  # an input of a scope
+Gradient = Any  # of a Value, in its structure; None where there is none
+T = TypeVar("T")
 
 
-def vary(values: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, Callable[[list], list]]:
-    """The arrays of `values` to differentiate by, and a function that puts them back.
+def vary(
+    values: Sequence[Value], wanted: Sequence[bool]
+) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
+    """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
     Of a `Held`, that is the shard; of the others, the wanted ones of a float dtype.
     """
@@ -21,41 +28,65 @@ def vary(values: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, Callable[
     return where(leaves, mask), lambda varied: treedef.unflatten(merge(mask, varied, fixed))
 
 
-def gradients(values: Sequence[Any], wanted: Sequence[bool], varied: Sequence[Any]) -> list[Any]:
-    """Gradients in the shape of `values`, None where `vary` left an array out."""
-    mask, found = _varies(values, wanted), iter(varied)
-    leaves = iter([next(found) if m else None for m in mask])
-    return [
-        tuple(next(leaves) for _ in value) if isinstance(value, tuple) else next(leaves)
-        for value in values
-    ]
+def gradients(
+    values: Sequence[Value], wanted: Sequence[bool], varied: Sequence[Array]
+) -> list[Gradient]:
+    """Returns gradients in the structure of `values`, None where `vary` left an array out."""
+    treedef = jax.tree.structure(list(values))
+    found = iter(varied)
+    return treedef.unflatten([next(found) if m else None for m in _varies(values, wanted)])
 
 
-def _varies(values: Sequence[Any], wanted: Sequence[bool]) -> list[bool]:
+def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
+    """Whether each array of `values` is differentiated by."""
     mask: list[bool] = []
     for value, want in zip(values, wanted, strict=True):
-        arrays = value if isinstance(value, tuple) else (value,)
-        mask += [False] * (len(arrays) - 1) + [want and is_float(arrays[-1])]
+        *full, varied = jax.tree.leaves(value)  # the shard is the last
+        mask += [False] * len(full) + [want and is_float(varied)]
     return mask
 
 
-def perturbed(inputs: Any) -> tuple[list[bool], Any]:
-    """From `custom_vjp`'s symbolic inputs: which are differentiated, and their values."""
-    is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
+def by_hand(
+    plain: Callable[[list[Value]], list[Array]],
+    saving: Callable[[list[Value], list[bool]], tuple[list[Array], Any]],
+    backward: Callable[[list[Value], Any, list[Any]], list[Gradient]],
+    inputs: Sequence[Value],
+) -> list[Array]:
+    """Runs a function whose derivative is written by hand.
+
+    Without derivatives, `plain(inputs)` runs. With them, `saving(inputs, wanted)` gives the outputs
+    and what to keep, and `backward(inputs, kept, cotangents)` the gradients of the inputs.
+    """
+
+    @jax.custom_vjp
+    def call(inputs: list[Value]) -> list[Array]:
+        return plain(inputs)
+
+    def forward(inputs: list[Any]) -> tuple[list[Array], Any]:
+        wanted, values = _perturbed(inputs)
+        outs, saved = saving(values, wanted)
+        return outs, (values, saved)
+
+    def transpose(residuals: Any, cts: list[Any]) -> tuple[list[Gradient]]:
+        inputs, saved = residuals
+        return (backward(inputs, saved, cts),)
+
+    call.defvjp(forward, transpose, symbolic_zeros=True)
+    return _without_tangents(call(list(inputs)))
+
+
+def _perturbed(inputs: Any) -> tuple[list[bool], Any]:
+    """Returns which of `custom_vjp`'s symbolic inputs are differentiated, and their values."""
+
+    def is_leaf(x: Any) -> bool:
+        return hasattr(x, "perturbed")
+
     wanted = [any(x.perturbed for x in jax.tree.leaves(i, is_leaf=is_leaf)) for i in inputs]
     return wanted, jax.tree.map(lambda x: x.value, inputs, is_leaf=is_leaf)
 
 
-def instantiated(ct: Any) -> Array:
-    """A cotangent as an array, though it be a symbolic zero."""
-    if type(ct) is jax.custom_derivatives.SymbolicZero:
-        aval: Any = ct.aval
-        return jnp.zeros(aval.shape, aval.dtype)
-    return ct
-
-
-def without_tangents(outs: Sequence[Array]) -> list[Array]:
-    """Outputs of a `custom_vjp`, its integers rid of their (float0) tangents, which most
+def _without_tangents(outs: Sequence[Array]) -> list[Array]:
+    """Rids the integers among a `custom_vjp`'s outputs of their (float0) tangents, which most
     primitives cannot differentiate by. `x | x` is `x`, and has no derivative."""
 
     def clean(out: Array) -> Array:
@@ -65,26 +96,35 @@ def without_tangents(outs: Sequence[Array]) -> list[Array]:
     return list(map(clean, outs))
 
 
+def instantiated(ct: Any) -> Array:
+    """Returns a cotangent as an array, even where it is a symbolic zero."""
+    if type(ct) is jax.custom_derivatives.SymbolicZero:
+        aval: Any = ct.aval
+        return jnp.zeros(aval.shape, aval.dtype)
+    return ct
+
+
 def is_float(value: Any) -> bool:
     return jax.dtypes.issubdtype(value.dtype, np.inexact)
 
 
-def add(a: Any, b: Any) -> Any:
-    """The sum of two gradients, either of which may be None."""
+def add(a: Array | None, b: Array | None) -> Any:
+    """Returns the sum of two gradients, either of which may be None."""
     return b if a is None else a if b is None else a + b
 
 
 def zeros_like(value: Any) -> Any:
-    """The zero gradient of a value, whatever its dtype."""
+    """Returns the zero gradient of a value of any dtype."""
     if is_float(value):
         return jnp.zeros(value.shape, value.dtype)
     return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def where(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def where(items: Sequence[T], mask: Sequence[bool]) -> list[T]:
     return [x for x, keep in zip(items, mask, strict=True) if keep]
 
 
 def merge(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+    """Returns the items of `yes` where `mask` is true and those of `no` elsewhere, in order."""
     yes_items, no_items = iter(yes), iter(no)
     return [next(yes_items) if m else next(no_items) for m in mask]

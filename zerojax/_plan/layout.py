@@ -5,58 +5,79 @@ import functools
 import math
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax._plan import mesh as _mesh, spec as _spec
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.placement import Axes, Groups, Placement
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One leaf: `spec` is where it lives between steps, `shard_spec` where it is cut.
+    """One leaf: where it rests between steps, where its gradient lands, where it is updated.
 
-    The optimizer does not read the gradient of one that is `frozen`, so there is none.
+    Only parameters have gradients. Summed over microbatches they are where `grad` says; after the
+    last one they move to `update`. The optimizer does not read the gradient of a parameter that is
+    `frozen`, so there is none.
     """
 
     path: str
     kind: str
     shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
-    shard_spec: PartitionSpec
-    dim: int | None
+    dtype: np.dtype
+    rest: Placement
+    grad: Placement | None
+    update: Placement
     stacked: bool
     reason: str | None
     frozen: bool = False
 
-    def others(self, axes: tuple[str, ...]) -> tuple:
-        """For each dimension, the axes of the user's own that it lies along; () where none."""
-        return _spec.other_axes(self.shard_spec, axes, len(self.shape))
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it is sharded between steps."""
+        return self.rest.spec
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """How it is sharded while the optimizer updates it."""
+        return self.update.spec
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is sharded, at the latest for the update."""
+        return self.update.dim
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: Mesh) -> int:
-        shard = NamedSharding(mesh, self.spec).shard_shape(self.shape)
-        return math.prod(shard) * self.dtype.itemsize
+        return math.prod(self.rest.sharding(mesh).shard_shape(self.shape)) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
-    """A plan as data: what the pictures, tables and digests of a plan read."""
+    """A plan as data: what the pictures, tables and digests of a plan read.
+
+    The batch is split over `batch_axes`, and the loss is the mean over them. `groups` says over
+    which of them each kind of array is sharded.
+    """
 
     stage: int
     mesh: Mesh
-    axes: tuple[str, ...]
+    batch_axes: Axes
+    groups: Groups
     leaves: tuple[LeafPlan, ...]
-    treedef: Any = dataclasses.field(compare=False)  # static fields differ from call to call
+    # Static fields differ from call to call.
+    treedef: jax.tree_util.PyTreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.stage, self.mesh, self.axes, self.leaves, self.precision))
+        return hash((self.stage, self.mesh, self.batch_axes, self.leaves, self.precision))
 
     def __hash__(self) -> int:
         return self._hash
@@ -65,15 +86,21 @@ class Layout:
         return self  # immutable, and devices cannot be copied
 
     @property
+    def axes(self) -> Axes:
+        """The mesh axes over which the batch is split and the state may be sharded."""
+        return self.batch_axes
+
+    @property
     def size(self) -> int:
-        """Over how many devices ZeRO shards."""
-        return _mesh.axes_size(self.mesh, self.axes)
+        """The number of devices that the batch is split over."""
+        return _mesh.axes_size(self.mesh, self.batch_axes)
 
     @property
     def sharded(self) -> dict[str, bool]:
-        """What the stage shards: this table is all that a stage is."""
-        stage = self.stage if self.size > 1 else 0
-        return {OPT_STATE: stage >= 1, "grads": stage >= 2, PARAMS: stage >= 3}
+        """Whether each kind of array is sharded."""
+        groups = self.groups
+        kinds = {OPT_STATE: groups.opt_state, "grads": groups.grads, PARAMS: groups.params}
+        return {kind: bool(axes) for kind, axes in kinds.items()}
 
     @property
     def params(self) -> list[LeafPlan]:
@@ -81,16 +108,16 @@ class Layout:
 
     @functools.cached_property
     def shardings(self) -> list[NamedSharding]:
-        """Where each leaf lives between steps, in the order of `jax.tree.leaves(state)`."""
-        return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
+        """Where each leaf rests between steps, in the order of `jax.tree.leaves(state)`."""
+        return [leaf.rest.sharding(self.mesh) for leaf in self.leaves]
 
     @functools.cached_property
     def shard_shardings(self) -> list[NamedSharding]:
-        """Where each leaf lives while the optimizer updates it."""
-        return [NamedSharding(self.mesh, leaf.shard_spec) for leaf in self.leaves]
+        """Where each leaf is while the optimizer updates it."""
+        return [leaf.update.sharding(self.mesh) for leaf in self.leaves]
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on each device between steps, by kind of state."""
+        """Returns the bytes on each device between steps, by kind of state."""
         totals = {PARAMS: 0, OPT_STATE: 0, OTHER: 0}
         for leaf in self.leaves:
             totals[leaf.kind] += leaf.bytes_per_device(self.mesh)

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _agreement, _collectives, _fingerprint
-from zerojax._plan import mesh as _mesh, move as _move, show as _show, spec as _spec
+from zerojax._collectives import Cut, Route
+from zerojax._plan import mesh as _mesh, move as _move, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -95,32 +97,29 @@ class Plan(Layout):
         """
         self.check_structure(state)
         leaves, treedef = jax.tree.flatten(self.scatter(state))
-        rests_whole = [i for i, leaf in enumerate(self.leaves) if leaf.spec != leaf.shard_spec]
-        if rests_whole:
+        replicated = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
+        if replicated:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
-            whole = self._gathered(rests_whole, leaves, old)
-            for i, leaf in zip(rests_whole, whole, strict=True):
+            full = self._gathered(replicated, leaves, old)
+            for i, leaf in zip(replicated, full, strict=True):
                 leaves[i] = leaf
         return self._constrained(treedef.unflatten(leaves), self.shardings)
 
     def _gathered(self, indices: list[int], shards: list[Any], old: list[Any]) -> list[Any]:
         plans = [self.leaves[i] for i in indices]
 
-        def gather(shards: list[Any], old: list[Any]) -> list[Any]:
-            return [
-                _collectives.gather_rested(
-                    shard, stack, leaf.dim, leaf.stacked, self.axes, leaf.others(self.axes)
-                )
-                for shard, stack, leaf in zip(shards, old, plans, strict=True)
-            ]
+        def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
+            rank = len(leaf.shape)
+            cut = Cut(leaf.update.dim, rank, leaf.dtype, others=leaf.update.others(rank))
+            route = Route(leaf.update.axes)  # exact: parameters would drift
+            return _collectives.gather_rested(shard, stack, cut, leaf.stacked, route)
 
-        cut = [_spec.only_axes(leaf.shard_spec, self.axes) for leaf in plans]
         return jax.shard_map(
-            gather,
+            lambda shards, old: list(map(gather_one, shards, old, plans)),
             mesh=self.mesh,
-            in_specs=(cut, PartitionSpec()),
+            in_specs=([leaf.update.local for leaf in plans], PartitionSpec()),
             out_specs=PartitionSpec(),
-            axis_names=set(self.axes),
+            axis_names=set(self.batch_axes),
             check_vma=False,
         )([shards[i] for i in indices], [old[i] for i in indices])
 
@@ -203,13 +202,13 @@ def check_stage(stage: Any) -> None:
 
 def fingerprint(plan: Layout) -> dict[str, str]:
     leaves = [
-        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.spec} {leaf.shard_spec}"
+        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.rest} {leaf.grad} {leaf.update}"
         for leaf in plan.leaves
     ]
     return {
         "the stage": str(plan.stage),
         "the mesh": _fingerprint.show(plan.mesh),
-        "the axis": str(plan.axes),
+        "the axis": str(plan.batch_axes),
         "the devices": " ".join(str(device.id) for device in plan.mesh.devices.flat),
         "the precision of the state": str(plan.precision),
         "the state": "\n".join(leaves),

@@ -3,17 +3,19 @@
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec
-from zerojax._plan.plan import LeafPlan, Plan, check_stage
+from zerojax._plan.layout import LeafPlan
+from zerojax._plan.placement import Axes, Groups, Placement, groups_of
+from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.stacks import layer_dims
-from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+from zerojax._state.state import OPT_STATE, PARAMS
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay whole.
 WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
@@ -79,44 +81,54 @@ def plan(
     bases = _state.base_specs(state, axes, mesh.axis_names)
     tx = tx if tx is not None else _state.get_tx(state)
 
-    cut = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
-    cuts = stage >= 1 and rule.size > 1
-    shards = {OPT_STATE: cuts, OTHER: cuts, PARAMS: cuts and stage >= 3}
+    groups = groups_of(stage if rule.size > 1 else 0, axes)
+    specs = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
     frozen = iter(_optimizer.frozen_params(state, tx))
-    planned = []
-    for leaf, (spec, reason, is_stacked) in zip(leaves, cut, strict=True):
-        struct = _state.shape_dtype(leaf.value)
-        is_frozen = leaf.kind == PARAMS and next(frozen)
-        if is_frozen and stage < 3:  # no optimizer state to follow, no gradient to cut
-            spec, reason = _rest_spec(spec, axes), FROZEN
-        whole = _spec.normal(_rest_spec(spec, axes))
-        shard = _spec.normal(spec) if cuts else whole
-        rest = shard if shards[leaf.kind] else whole
-        dim = _spec.shard_dim(shard, axes)
-        planned.append(
-            LeafPlan(
-                path=leaf.name,
-                kind=leaf.kind,
-                shape=tuple(struct.shape),
-                dtype=struct.dtype,
-                spec=rest,
-                shard_spec=shard,
-                dim=dim,
-                stacked=is_stacked,
-                reason=reason,
-                frozen=is_frozen,
-            )
-        )
-    made = Plan(
-        stage,
-        mesh,
-        axes,
-        tuple(planned),
-        jax.tree.structure(_carried.without_plan(state)),
-        precision,
-    )
+    planned = [
+        _leaf_plan(leaf, spec, groups, axes, leaf.kind == PARAMS and next(frozen))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    treedef = jax.tree.structure(_carried.without_plan(state))
+    made = Plan(stage, mesh, axes, groups, tuple(planned), treedef, precision)
     _check_worth(made)
     return made
+
+
+class _Spec(NamedTuple):
+    """How a leaf can be sharded, why it cannot, and whether its first dimension counts layers."""
+
+    spec: PartitionSpec
+    reason: str | None
+    stacked: bool
+
+
+def _leaf_plan(
+    leaf: _state.Leaf, found: _Spec, groups: Groups, axes: Axes, frozen: bool
+) -> LeafPlan:
+    spec, reason, stacked = found
+    if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
+        spec, reason = _rest_spec(spec, axes), FROZEN
+    is_sharded = _spec.shard_dim(spec, axes) is not None
+    sharded = Placement(_spec.normal(spec), axes if is_sharded else ())
+    replicated = Placement(_spec.normal(_rest_spec(spec, axes)))
+
+    def over(group: Axes) -> Placement:
+        return sharded if group else replicated
+
+    is_param = leaf.kind == PARAMS
+    struct = _state.shape_dtype(leaf.value)
+    return LeafPlan(
+        path=leaf.name,
+        kind=leaf.kind,
+        shape=tuple(struct.shape),
+        dtype=struct.dtype,
+        rest=over(groups.params if is_param else groups.opt_state),
+        grad=over(groups.grads) if is_param else None,
+        update=over(groups.opt_state),
+        stacked=stacked,
+        reason=reason,
+        frozen=frozen,
+    )
 
 
 def _struct(value: Any) -> Any:
@@ -133,21 +145,20 @@ def _shard_specs(
     stacked: str | None,
     tx: Any,
     axis_sizes: dict[str, int],
-) -> list[tuple[PartitionSpec, str | None, bool]]:
-    """How each leaf is cut, why not, and whether its first dimension counts layers."""
+) -> list[_Spec]:
     params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
     for pattern, _ in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
     stacks = layer_dims(_state.get_params(state), stacked)
-    cuts = {}
+    specs: dict[tuple, _Spec] = {}
     for leaf, base in params:
         layers = stacks.get(leaf.path[1:], 0)
         if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
-            cuts[leaf.path] = (base, "a PRNG key", layers > 0)
+            specs[leaf.path] = _Spec(base, "a PRNG key", layers > 0)
             continue
         shape = _state.shape_dtype(leaf.value).shape
-        cuts[leaf.path] = (*rule(leaf.name, shape, base, layers), layers > 0)
-    pairs = [(leaf, cuts[leaf.path][0]) for leaf, _ in params]
+        specs[leaf.path] = _Spec(*rule(leaf.name, shape, base, layers), layers > 0)
+    pairs = [(leaf, specs[leaf.path].spec) for leaf, _ in params]
     opt_state = _state.get_opt_state(state)
     typed, why = None, None
     if tx is not None and opt_state is not None:
@@ -157,12 +168,12 @@ def _shard_specs(
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in zip(leaves, bases, strict=True):
         if leaf.kind == OPT_STATE and typed is not None:
-            cuts[leaf.path] = (*_typed_spec(leaf, next(inferred)), False)
+            specs[leaf.path] = _Spec(*_typed_spec(leaf, next(inferred)), False)
         elif leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
             spec, reason = _optimizer.from_matching_shapes(leaf, pairs, fallback, why)
-            cuts[leaf.path] = (spec if tuple(spec) else base, reason, False)
-    return [cuts[leaf.path] for leaf in leaves]
+            specs[leaf.path] = _Spec(spec if tuple(spec) else base, reason, False)
+    return [specs[leaf.path] for leaf in leaves]
 
 
 def _typed_spec(leaf: _state.Leaf, struct: Any) -> tuple[PartitionSpec, str | None]:

@@ -7,7 +7,7 @@ where, and which loop is a loop over layers. The gradients of shards are sums ov
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +16,28 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._collectives import Cut, Wire, names_in, obtain
-from zerojax._engine import run as _run, xla_options as _xla_options
-from zerojax._engine.ir import Shard
-from zerojax._plan import spec as _spec
-from zerojax._plan.plan import LeafPlan, Plan, check_plan
+from zerojax._collectives import Cut, Held, names_in, obtain, wire_over
+from zerojax._engine.body import How
+from zerojax._engine.run import evaluate, how_on
+from zerojax._plan.layout import LeafPlan
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import PARAMS, get_params
 
 
-@functools.partial(
-    register_dataclass, data_fields=["data"], meta_fields=["dim", "wire", "prefetch", "others"]
-)
+@functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """This device's part of a parameter, cut along `dim` over the mesh axes of `wire`."""
+    """This device's part of a parameter, and how loops run that gather it."""
 
     data: jax.Array
-    dim: int
-    wire: Wire
-    prefetch: int
-    others: tuple[Any, ...]
+    cut: Cut
+    how: How
 
     @property
-    def whole(self) -> jax.ShapeDtypeStruct:
+    def full(self) -> jax.ShapeDtypeStruct:
         """The shape of the full parameter."""
-        size = lax.axis_size(self.wire.axes)
-        shape = (n * size if d == self.dim else n for d, n in enumerate(self.data.shape))
+        size = lax.axis_size(self.how.wire.gather.axes)
+        shape = (n * size if d == self.cut.dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
 
@@ -54,7 +50,7 @@ def param_specs(plan: Plan) -> Any:
         {'w': P('data',)}
     """
     check_plan(plan, "param_specs(plan)")
-    specs = [_spec.only_axes(leaf.spec, plan.axes) for leaf in plan.params]
+    specs = [leaf.rest.local for leaf in plan.params]
     return _params_tree(plan).unflatten(specs)
 
 
@@ -82,22 +78,15 @@ def shards(params: Any, plan: Plan) -> Any:
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
             f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
-    platform = plan.mesh.devices.flat[0].platform
-    prefetch = int(platform in ("gpu", "cuda", "rocm"))
-    wire = Wire(
-        plan.axes,
-        in_turn=_xla_options.knows_wires(plan.mesh),
-        unrolled=_xla_options.mixes_up_collectives(plan.mesh),
-    )
-
-    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA cuts nothing along these
+    how = how_on(plan.mesh, wire_over(plan.batch_axes), regather=True, prefetch="auto")
+    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
 
     def marked(value: jax.Array, leaf: LeafPlan) -> Any:
-        if leaf.dim is None:
+        if leaf.rest.dim is None:
             return value
-        others = leaf.others(plan.axes)
+        others = leaf.rest.others(value.ndim)
         others = () if names_in(others) & by_hand else others
-        return Sharded(value, leaf.dim, wire, prefetch, others)
+        return Sharded(value, Cut(leaf.rest.dim, value.ndim, value.dtype, others=others), how)
 
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
@@ -120,15 +109,15 @@ def gather(tree: Any, dtype: Any = None) -> Any:
         bfloat16[64,16]
     """
 
-    def whole(leaf: Any) -> Any:
+    def full(leaf: Any) -> Any:
         if not isinstance(leaf, Sharded):
             return leaf
         is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
         wanted = dtype if dtype is not None and is_float else leaf.data.dtype
-        cut = Cut(leaf.dim, jnp.dtype(wanted), others=leaf.others)
-        return obtain((leaf.data,), cut, leaf.wire)
+        cut = dataclasses.replace(leaf.cut, dtype=jnp.dtype(wanted))
+        return obtain(Held(leaf.data), cut, leaf.how.wire)
 
-    return jax.tree.map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
+    return jax.tree.map(full, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
 
 
 def scan(
@@ -166,38 +155,35 @@ def scan(
     """
     if prefetch not in (0, 1, "auto"):
         raise ValueError(f"prefetch must be 0, 1 or 'auto', got {prefetch!r}.")
-    is_shard = lambda leaf: isinstance(leaf, Sharded)  # noqa: E731
+
+    def is_shard(leaf: Any) -> TypeGuard[Sharded]:
+        return isinstance(leaf, Sharded)
+
     leaves, treedef = jax.tree.flatten(xs, is_leaf=is_shard)
     marked = [leaf for leaf in leaves if is_shard(leaf)]
     if not marked:
         return lax.scan(body, init, xs, length, reverse, unroll)
-    if any(leaf.dim == 0 for leaf in marked):
+    if any(leaf.cut.dim == 0 for leaf in marked):
         raise ValueError(
             "a stack of layers is cut along its layers, so no device has a part of each. Pass "
             "stacked= with its path to zerojax.plan."
         )
     init = jax.tree.map(jnp.asarray, init)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
-    shapes = [leaf.whole if is_shard(leaf) else leaf for leaf in leaves]
+    shapes = [leaf.full if is_shard(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
     jaxpr = _compat.make_jaxpr(
         closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
     )
     plain = jax.tree.leaves(init)
-    inputs = [*plain, *((leaf.data,) if is_shard(leaf) else leaf for leaf in leaves)]
-    kinds = [None] * len(plain)
-    kinds += [
-        Shard(None, Cut(x.dim, x.data.dtype, others=x.others)) if is_shard(x) else None
-        for x in leaves
+    inputs = [*plain, *(Held(x.data) if is_shard(x) else x for x in leaves), *closed.consts]
+    kinds = [
+        dataclasses.replace(x.cut, dtype=x.data.dtype) if is_shard(x) else None
+        for x in (*plain, *leaves, *closed.consts)
     ]
-    outs = _run.evaluate(
-        jaxpr,
-        [*inputs, *closed.consts],
-        [*kinds, *[None] * len(closed.consts)],
-        marked[0].wire,
-        regather=regather,
-        prefetch=marked[0].prefetch if prefetch == "auto" else int(prefetch),
-    )
+    ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
+    how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
+    outs = evaluate(jaxpr, inputs, kinds, how)
     return jax.tree.structure(out_shape).unflatten(outs)
 
 
@@ -209,7 +195,7 @@ def _check_parts(leaves: list[Any], treedef: Any, plan: Plan) -> None:
             f"{_params_tree(plan)}. Make a plan for them: zerojax.plan(state, stage=3)."
         )
     for value, leaf in zip(leaves, plan.params, strict=True):
-        spec = _spec.only_axes(leaf.spec, plan.axes)
+        spec = leaf.rest.local
         part = NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)
         if value.shape != part:
             raise ValueError(

@@ -1,23 +1,25 @@
 """How one parameter is held during a step, and what becomes of its gradient."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
 
 from zerojax import _collectives
-from zerojax._collectives import Cut, Wire
-from zerojax._engine.ir import WEIGHT, Kind, Shard
-from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._collectives import Cut, Held, Route
+from zerojax._engine.ir import WEIGHT, InputKind
+from zerojax._engine.vary import Value
+from zerojax._plan.layout import LeafPlan
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted
-from zerojax._state.state import OPT_STATE, PARAMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of a step. The stage table decides all of it."""
+    """One parameter of a step. The placements of its leaf decide all of it."""
 
     leaf: LeafPlan
     plan: Plan
@@ -26,20 +28,16 @@ class Parameter:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loss sees shards, to gather and to send gradients through as they appear.
+        """Whether the loss sees it as shards, and disposes of its gradient as soon as that exists.
 
-        Below stage 2, gradients wait for one thing only: to be summed over microbatches.
+        Where full gradients are accumulated, they wait for the last microbatch. Where nothing is
+        sharded, stacks of matrices are held all the same: see the note in `Cut.fixed`.
         """
-        sums_whole = self.accumulates and not self.plan.sharded["grads"]
-        return not sums_whole and self.dim is not None
-
-    @property
-    def dim(self) -> int | None:
-        """Along which it is cut. At stage 0 of stacks of matrices the last, as far as loops over
-        them need to know: each layer's gradient is then reduced while others are computed."""
-        if self.plan.sharded[OPT_STATE] or self.plan.size == 1:
-            return self.leaf.dim
-        return len(self.leaf.shape) - 1 if len(self.leaf.shape) > 2 else None
+        if self.accumulates and not self.plan.groups.grads:
+            return False
+        if self.plan.groups.opt_state or self.plan.size == 1:
+            return self.leaf.update.dim is not None
+        return len(self.leaf.shape) > 2
 
     @property
     def is_varied(self) -> bool:
@@ -47,7 +45,7 @@ class Parameter:
         return jnp.issubdtype(self.leaf.dtype, jnp.inexact) and not self.leaf.frozen
 
     @property
-    def grad_dtype(self) -> Any:
+    def grad_dtype(self) -> DTypeLike:
         """The parameter's own, as in JAX; wider only where wider master copies want it."""
         precision, own = self.precision, self.leaf.dtype
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
@@ -56,54 +54,50 @@ class Parameter:
         return promoted(own, wide or own)
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         is_float = jnp.issubdtype(self.leaf.dtype, jnp.floating)
         return (is_float and self.precision.compute) or self.leaf.dtype
 
     @property
+    def cut(self) -> Cut:
+        update, rank = self.leaf.update, len(self.leaf.shape)
+        return Cut(update.dim, rank, self.compute_dtype, others=update.others(rank))
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
-        cuts = [d == self.leaf.dim for d in range(len(self.leaf.shape))]
-        sizes = zip(self.leaf.shape, cuts, strict=True)
-        return tuple(n // self.plan.size if cut else n for n, cut in sizes)
+        dim, size = self.leaf.update.dim, self.plan.size
+        return tuple(n // size if d == dim else n for d, n in enumerate(self.leaf.shape))
 
-    def kind(self) -> Kind:
-        if not self.is_held or self.dim is None:
-            return WEIGHT
-        keeps_all = not self.plan.sharded[OPT_STATE]
-        others = self.leaf.others(self.plan.axes)
-        return Shard(None, Cut(self.dim, self.compute_dtype, keeps_all=keeps_all, others=others))
+    def kind(self) -> InputKind:
+        return self.cut if self.is_held else WEIGHT
 
-    def varied(self, value: Any) -> Any:
-        """What the loss is differentiated by: the shard where there is one."""
+    def varied(self, value: Array) -> Array:
+        """Returns what the loss is differentiated by: the shard where there is one."""
         if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
             return value
         if not self.is_held:
             return value.astype(self.compute_dtype)
         if not self.is_varied:
             return value
-        if self.plan.sharded[PARAMS]:
+        if self.leaf.rest.dim is not None:
             return value.astype(self.grad_dtype)
         return jnp.zeros(self.shard_shape, self.grad_dtype)  # only routes the gradient
 
-    def loss_input(self, value: Any, varied: Any) -> Any:
-        """The parameter as the engine takes it."""
+    def loss_input(self, value: Array, varied: Array) -> Value:
+        """Returns the parameter as the engine takes it."""
         if not self.is_held:
             return varied
-        return (varied,) if self.plan.sharded[PARAMS] else (value, varied)
+        return Held(varied) if self.leaf.rest.dim is not None else Held(varied, full=value)
 
-    def reduced(self, grad: Any, wire: Wire) -> Any:
-        """The gradient summed over the devices, where the loss did not do so itself."""
+    def reduced(self, grad: Array, route: Route) -> Array:
+        """Returns the gradient summed over the devices, where the loss did not do so itself."""
         if self.plan.size > 1 and not self.is_held:
-            grad = grad.astype(self.compute_dtype)  # what accumulated wider travels as computed
-            others = self.leaf.others(self.plan.axes)
-            if self.leaf.dim is not None:
-                grad = _collectives.scatter(grad, self.leaf.dim, wire, others)
-            else:
-                grad = _collectives.reduce(grad, wire, others)
+            # What is accumulated in a wider dtype is sent in the one it was computed in.
+            grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, route)
         return grad.astype(self.grad_dtype)
 
-    def no_gradient(self) -> Any:
-        """Zeros in a dtype that optax can add; keys get JAX's own zero."""
+    def no_gradient(self) -> Array | np.ndarray:
+        """Returns zeros in a dtype that optax can add; keys get JAX's own zero."""
         if jnp.issubdtype(self.leaf.dtype, jax.dtypes.extended):
             return np.zeros(self.leaf.shape, jax.dtypes.float0)
         return jnp.zeros(self.shard_shape, self.leaf.dtype)

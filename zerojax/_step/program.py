@@ -10,10 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import _collectives, _compat
-from zerojax._engine import run as _run, xla_options as _xla_options
+from zerojax._engine import run as _run
 from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._loss.trace import TracedLoss
-from zerojax._plan import spec as _spec
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, cast_floats, check_precision, exact_share, wide
 from zerojax._step import accumulate as _accumulate
@@ -78,13 +77,12 @@ class Program:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.precision = precision_of(plan, options.precision)
-        self.wire = _collectives.Wire(
-            plan.axes,
-            self.precision.reduce,
-            in_turn=_xla_options.knows_wires(plan.mesh),
-            unrolled=_xla_options.mixes_up_collectives(plan.mesh),
+        self.how = _run.how_on(
+            plan.mesh,
+            _collectives.wire_over(plan.batch_axes, self.precision.reduce),
+            regather=options.regather and options.differentiate,
+            prefetch=options.prefetch if plan.groups.params else 0,
         )
-        self.prefetch = self.layers_ahead()
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
         ]
@@ -93,26 +91,17 @@ class Program:
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
 
-    def layers_ahead(self) -> int:
-        """How many layers ahead to gather: only where collectives run beside compute, and
-        only weights that are not there already."""
-        if not self.plan.sharded["params"]:
-            return 0
-        if self.options.prefetch != "auto":
-            return int(self.options.prefetch)
-        return int(self.plan.mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm"))
-
     # -- where things come from and go to
 
     def in_specs(self) -> tuple[list, list, list]:
-        params = [_spec.only_axes(leaf.spec, self.plan.axes) for leaf in self.plan.params]
-        args = [_batch.spec(role, self.plan.axes) for role in self.roles]
+        params = [leaf.rest.local for leaf in self.plan.params]
+        args = [_batch.spec(role, self.plan.batch_axes) for role in self.roles]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over)
 
     def out_specs(self) -> tuple[Any, Any, Any]:
-        batch, whole = PartitionSpec(self.plan.axes), PartitionSpec()
+        batch, whole = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else whole, self.per_example)
-        grads = [_spec.only_axes(leaf.shard_spec, self.plan.axes) for leaf in self.plan.params]
+        grads = [leaf.update.local for leaf in self.plan.params]
         return whole, aux, grads if self.options.differentiate else []
 
     # -- the program
@@ -171,10 +160,7 @@ class Program:
         if any(p.is_held for p in self.params):
             kinds = [p.kind() for p in self.params]
             kinds += [None] * (len(inputs) - len(kinds))
-            regather = self.options.regather and self.options.differentiate
-            outs = _run.evaluate(
-                jaxpr, inputs, kinds, self.wire, regather=regather, prefetch=self.prefetch
-            )
+            outs = _run.evaluate(jaxpr, inputs, kinds, self.how)
         else:
             outs = _compat.run_jaxpr(jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
@@ -195,13 +181,13 @@ class Program:
         like = [v.aval for v in hoisted.counter.outvars]
         times = self.options.accumulate
         totals, _ = _accumulate.summed(count, self.microbatches(args), times, like)
-        return [lax.psum(t, self.plan.axes) / times for t in totals]
+        return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
 
     # -- the loss's arguments
 
     def prepared(self, args: list[Any]) -> list[Any]:
         """Floats in the compute dtype, keys of this device's own."""
-        index = lax.axis_index(self.plan.axes)
+        index = lax.axis_index(self.plan.batch_axes)
         args = cast_floats(args, self.precision.compute)
         pairs = zip(args, self.roles, strict=True)
         is_key = lambda role: role.kind == _batch.KEY  # noqa: E731
@@ -240,7 +226,7 @@ class Program:
         return self.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
 
     def device_mean(self, value: Any) -> Any:
-        return lax.pmean(value, self.plan.axes) if self.plan.size > 1 else value
+        return lax.pmean(value, self.plan.batch_axes) if self.plan.size > 1 else value
 
     def of_first_device(self, value: Any) -> Any:
         """The first device's integers, booleans or keys on every device, bit by bit."""
@@ -250,8 +236,8 @@ class Program:
             words = self.of_first_device(jax.random.key_data(value))
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
         summed = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
-        is_first = lax.axis_index(self.plan.axes) == 0
-        return lax.psum(jnp.where(is_first, summed, 0), self.plan.axes).astype(value.dtype)
+        is_first = lax.axis_index(self.plan.batch_axes) == 0
+        return lax.psum(jnp.where(is_first, summed, 0), self.plan.batch_axes).astype(value.dtype)
 
     def reduced(self, grads: list[Any], rest: float) -> list[Any]:
         """The mean of the gradients, of which `rest` is the factor that they still lack."""
@@ -260,7 +246,7 @@ class Program:
         def mean(p: Parameter) -> Any:
             if not p.is_varied:
                 return p.no_gradient()
-            grad = p.reduced(next(found), self.wire)
+            grad = p.reduced(next(found), self.how.wire.reduce)
             return grad if rest == 1 else (grad.astype(wide(grad.dtype)) * rest).astype(grad.dtype)
 
         return list(map(mean, self.params))

@@ -1,0 +1,64 @@
+"""Where an array is: over which mesh axes it is sharded, how padded, in which memory.
+
+A ZeRO stage is nothing but placements: `groups_of` says over which axes parameters, gradients and
+optimizer state are sharded, and the planner gives each leaf the placements that follow.
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax._plan import spec as _spec
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The mesh axes over which each kind of array is sharded; () where it is replicated."""
+
+    params: Axes = ()
+    grads: Axes = ()
+    opt_state: Axes = ()
+
+
+def groups_of(stage: int, axes: Axes) -> Groups:
+    """Returns the groups of a stage over `axes`: this table is all that a stage is."""
+    return {
+        0: Groups(),
+        1: Groups(opt_state=axes),
+        2: Groups(opt_state=axes, grads=axes),
+        3: Groups(opt_state=axes, grads=axes, params=axes),
+    }[stage]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A place for one array.
+
+    `spec` has all of its mesh axes, the user's own among them; `axes` are ZeRO's, which a gather of
+    the full array spans. `memory` is a JAX memory kind, None for the device's own. `padding` is how
+    many elements were added to the sharded dimension so that the devices divide it.
+    """
+
+    spec: PartitionSpec
+    axes: Axes = ()
+    memory: str | None = None
+    padding: int = 0
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that ZeRO shards."""
+        return _spec.shard_dim(self.spec, self.axes) if self.axes else None
+
+    @property
+    def local(self) -> PartitionSpec:
+        """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
+        return _spec.only_axes(self.spec, self.axes) if self.axes else PartitionSpec()
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec, memory_kind=self.memory)
+
+    def others(self, rank: int) -> tuple:
+        """Returns, for each dimension, the user's own axes that it is sharded over; () for none."""
+        return _spec.other_axes(self.spec, self.axes, rank)
