@@ -8,7 +8,7 @@ WORKERS ?= auto
 # With a driver, JAX is installed for GPUs. GPU=cuda12 is for drivers before 580, GPU= for none.
 GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
-# Without a driver, the CUDA plugin that `make gpu-compile` installs would log errors in every program.
+# Without a driver, the CUDA plugin of `make gpu-compile` would log errors in every program.
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
