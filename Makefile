@@ -1,14 +1,14 @@
 # Two commands do all set-up and work: `make demo` and `make test`.
-# PYTHON selects the interpreter; each gets a virtual environment of its own.
+# PYTHON selects the interpreter; each one gets its own virtual environment.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
-# JAX for GPUs where there is a driver. GPU=cuda12 is for drivers before 580, GPU= for none.
+# With a driver, JAX is installed for GPUs. GPU=cuda12 is for drivers before 580, GPU= for none.
 GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
-# `make gpu-compile` installs a CUDA plugin that complains in every program where there is no driver.
+# Without a driver, the CUDA plugin of `make gpu-compile` would log errors in every program.
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
@@ -22,7 +22,7 @@ test: $(VENV)/.test
 	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-# The tests that compile for GPUs; `make test` skips them where the packages for that are missing.
+# The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
 
@@ -31,7 +31,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Each at a few steps.
+# Runs each example for a few steps.
 examples: SMALL = --steps 3 --layers 2 --dim 64
 examples: $(VENV)/.examples
 	rm -rf $(VENV)/runs
@@ -50,19 +50,19 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open out/site/index.html"
 
-# The wheel alone, with nothing but what it depends on, outside of the checkout.
+# The wheel with its dependencies alone, outside of the checkout.
 wheel:
 	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check .
 	$(VENV)-wheel/bin/python tests/outside.py
 
-# Other libraries' programs. What those pin (NumPy, say) stays out of the other environments; that
-# all are there is part of what is tested.
+# Programs of other libraries. Their pins (NumPy's, for one) stay out of the other environments; the
+# tests fail if one of the libraries is missing.
 foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
-# recurrentgemma pins an older NumPy than others want, and runs with theirs.
+# recurrentgemma pins an older NumPy than the others need, and runs with theirs.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
@@ -73,8 +73,8 @@ gpu-compile: $(VENV)/.test
 	  $$($(BIN)/python -c 'import jax; v = jax.__version__; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")') \
 	  nvidia-cuda-nvcc nvidia-nvvm
 
-# Steps compiled for GPUs: none may get slower or larger than what is stored. What they are held
-# against trains the same.
+# Steps compiled for GPUs: none may get slower or larger than the stored results. The tests check
+# that the rivals compute the same gradients.
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
@@ -82,7 +82,7 @@ regressions: gpu-compile
 clean:
 	rm -rf .venv
 
-# One stamp an extra: installed once, and again when pyproject.toml changes.
+# One stamp per extra: it is installed once, and again when pyproject.toml changes.
 $(VENV)/.%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*$(if $(GPU),$(comma)$(GPU))]'

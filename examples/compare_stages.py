@@ -1,12 +1,12 @@
-"""Compares the stages of ZeRO on a small GPT: bytes on each device, what travels, the step's time.
+"""Compares the ZeRO stages on a small GPT: bytes per device, communication, time of a step.
 
     python examples/compare_stages.py                   # 8 emulated CPU devices, or your GPUs
     python examples/compare_stages.py --dim 1024 --layers 24 --accumulate 4
 
-State is what a device holds between steps, peak the most while one runs, by the compiler's own
-account. Collectives are read off the compiled program: how often they run in a step, and what a
-device sends by them. Emulated devices share the machine's cores, so that their times mean little;
-what is printed is the ratio to stage 0.
+"state" is what a device stores between steps; "peak" is peak memory during a step, according to
+the compiler. Collectives are read from the compiled program: how often they run in a step, and how
+many bytes a device sends. Emulated devices share the machine's cores, so their times mean little;
+the ratio to stage 0 is printed instead.
 """
 
 import argparse
@@ -28,19 +28,16 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
-parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
-parser.add_argument("--steps", type=int, default=10, help="to time, of each stage")
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
+parser.add_argument("--steps", type=int, default=10, help="steps to time at each stage")
 
-HEADER = [
-    "stage", "params", "optimizer", "state", "peak", "all-reduce", "reduce-scatter", "all-gather",
-    "step",
-]  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
+HEADER = ["stage", "params", "optimizer", "state", "peak", *COLLECTIVES, "step"]
 
 
 def measured(stage, args, loss_fn, make_state, text):
-    """(audit, seconds of a step) at a stage; the compiled program is the one that is timed."""
+    """Returns the audit of a stage's step and its seconds, both of the same compiled program."""
     state = zerojax.shard_train_state(make_state, stage=stage)
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     batch = zerojax.shard_batch(text[zerojax.process_slice(args.batch)])
@@ -96,7 +93,7 @@ def main():
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         zerojax.log("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
-    for fault in faults:  # what breaks a stage's promise, should anything
+    for fault in faults:  # broken promises of a stage, if any
         zerojax.log(fault)
 
 

@@ -3,8 +3,8 @@
     python examples/demo.py                     # 8 emulated CPU devices, or your GPUs
     python examples/demo.py --stage 1 --steps 50 --accumulate 2
 
-The model, the optimizer and the loss below know nothing of zerojax. The two lines that make
-them train on many devices are marked.
+The model, the optimizer and the loss below know nothing of zerojax. Two marked lines make them
+train on many devices.
 """
 
 import argparse
@@ -33,8 +33,8 @@ parser.add_argument("--steps", type=int, default=150)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
-parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 
 # ---- an ordinary GPT on one device
 
@@ -49,7 +49,7 @@ def init_params(key, layers, dim, tokens, vocab=256):
         "embed": normal(vocab, dim),
         "position": normal(tokens, dim),
         "norm": jnp.ones(dim),
-        "blocks": {  # the weights of all layers in one stack, for lax.scan
+        "blocks": {  # the weights of all layers, stacked for lax.scan
             "norm1": jnp.ones((layers, dim)),
             "norm2": jnp.ones((layers, dim)),
             "qkv": normal(layers, dim, 3 * dim),
@@ -81,7 +81,7 @@ def loss_fn(params, text):
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-# ---- text that every Python ships with
+# ---- text that comes with every Python
 
 
 def read_text():
@@ -120,7 +120,7 @@ def main():
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1, born sharded
+    state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1: made already sharded
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)  # line 2
 
     first, started = None, None

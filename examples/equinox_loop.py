@@ -1,14 +1,14 @@
-"""An Equinox loop on many devices: a byte-level GPT on Python's own manual.
+"""Trains an Equinox model on many devices: a byte-level GPT on Python's own manual.
 
     python examples/equinox_loop.py                        # 8 emulated CPU devices, or your GPUs
     python examples/equinox_loop.py --stage 1 --accumulate 2
-    python examples/equinox_loop.py --checkpoints runs/eqx # run it again: it goes on from there
+    python examples/equinox_loop.py --checkpoints runs/eqx # run again to resume
 
-The model and `loss_fn(model, batch)` are Equinox as for one device. Lines 1 and 2 make it many:
-a state in place of `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and a step in place of one
-with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still receives the module. Other
-lines that name zerojax are for checkpoints, the progress bar, and a run of several processes.
-With the defaults it ends at a validation loss below 2.3 nats a byte, on text it has not seen.
+The model and `loss_fn(model, batch)` are Equinox code for one device. Lines 1 and 2 make them train
+on many: a state in place of `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and a step in place
+of one with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still takes the module. Other
+lines that name zerojax are for checkpoints, the progress bar, and runs of several processes.
+With the defaults the validation loss ends below 2.3 nats per byte, on text it has not seen.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from meter import Meter
 import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
-parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--lr", type=float, default=3e-3)
-parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--checkpoints", help="a directory to save to and resume from")
 parser.add_argument("--save-every", type=int, default=50, help="steps")
 
 # ---- an ordinary Equinox model, for one sequence
@@ -86,7 +86,7 @@ class GPT(eqx.Module):
         k1, k2, k3, k4 = jax.random.split(key, 4)
         self.embed = eqx.nn.Embedding(weight=jax.random.normal(k1, (vocab, dim)) / 8)
         self.positions = eqx.nn.Embedding(weight=jax.random.normal(k2, (tokens, dim)) / 8)
-        # All layers in one stack, for lax.scan.
+        # The weights of all layers, stacked for lax.scan.
         self.blocks = eqx.filter_vmap(lambda key: Block(dim, dropout, key))(
             jax.random.split(k3, layers)
         )
@@ -94,7 +94,7 @@ class GPT(eqx.Module):
         self.head = eqx.nn.Linear(dim, vocab, use_bias=False, key=k4)
 
     def __call__(self, text, key=None):
-        """The logits; without a key, without dropout."""
+        """Returns the logits; without a key there is no dropout."""
         x = jax.vmap(self.embed)(text) + jax.vmap(self.positions)(jnp.arange(len(text)))
         layers, static = eqx.partition(self.blocks, eqx.is_array)
 
@@ -114,20 +114,20 @@ def loss_fn(model, text, rng=None):
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
 
-# ---- text that every Python ships with
+# ---- text that comes with every Python
 
 
 def read_text():
-    """(to train on, to validate on): the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def sample_batch(text, seed, rows, tokens):
-    """The same for a step however often it is run: nothing to save for a resume.
+    """Returns the batch of a step, always the same: a resumed run needs no saved position.
 
-    A process reads its own rows only; the batch is those of all.
+    A process reads only its own rows; the batch has those of all processes.
     """
     starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
     mine = starts[zerojax.process_slice(rows)]
@@ -148,7 +148,7 @@ def main():
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
         return zerojax.ModuleState.create(model, tx)
 
-    state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1, born sharded
+    state = zerojax.shard_train_state(make_state, stage=args.stage)  # line 1: made already sharded
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)  # line 2
     eval_step = zerojax.eval_step(loss_fn)
 
@@ -172,7 +172,7 @@ def main():
     unseen = [sample_batch(validation, n, args.batch, args.tokens) for n in range(4)]
     loss = np.mean([float(eval_step(state, batch)["loss"]) for batch in unseen])
     zerojax.log(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
-    model = state.model  # the trained module, its arrays in shards
+    model = state.model  # the trained module, with sharded arrays
     weight, name = model.blocks.up.weight, model.blocks.activation.__name__
     part = weight.addressable_shards[0].data.shape
     zerojax.log(

@@ -1,15 +1,15 @@
 """Fine-tunes a pretrained GPT on Python code through LoRA adapters; its own weights stay frozen.
 
-    python examples/finetune_lora.py          # trains a small base first, if there is none
+    python examples/finetune_lora.py          # trains a small base first if there is none
 
     python examples/train_gpt.py --export runs/mine
     python examples/finetune_lora.py --base runs/mine --rank 16
 
-The base's weights go from safetensors files straight into shards. No gradient is made for them,
-and no optimizer state held: an optimizer that updates the adapters alone is all that says so.
+The base's weights are read from safetensors files straight into shards. The optimizer updates the
+adapters alone, so the base gets no gradients and no optimizer state.
 
-With the defaults the loss on code that it has not seen falls from 2.2 to below 1.95 nats a byte;
-with the base, that takes 6 minutes of one CPU core.
+With the defaults the loss on code that it has not seen falls from 2.2 to below 1.95 nats per byte.
+Training the base included, this takes 6 minutes of one CPU core.
 """
 
 import argparse
@@ -38,15 +38,15 @@ parser = argparse.ArgumentParser(  # the options of train_gpt.py, and three more
 )
 parser.set_defaults(steps=150, lr=1e-2, eval_every=50, export=None)
 parser.add_argument("--base", default="runs/base_gpt", help="safetensors of train_gpt.py --export")
-parser.add_argument("--base-steps", type=int, default=400, help="to train it, if it is not there")
-parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+parser.add_argument("--base-steps", type=int, default=400, help="steps to train a missing base")
+parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
 
 
 # ---- the adapters
 
 
 def lora_dense(rank):
-    """`nn.Dense` with an adapter beside its kernel: x W + x A B, where B starts at zero."""
+    """Returns an `nn.Dense` with an adapter next to its kernel: x W + x A B; B starts at zero."""
 
     class LoraDense(nn.Dense):
         @nn.compact
@@ -60,7 +60,7 @@ def lora_dense(rank):
 
 
 def is_frozen(params):
-    """True for all that is no adapter, in the structure of `params`."""
+    """Returns a tree like `params`: True for each leaf that is not an adapter."""
 
     def frozen(path, _):
         return "lora_" not in jax.tree_util.keystr(path)
@@ -73,11 +73,11 @@ def adapters_of(params):
     return {name: value for name, value in flat.items() if "lora_" in name}
 
 
-# ---- what it learns
+# ---- the code to learn from
 
 
 def read_code():
-    """(to train on, to validate on): modules that every Python ships with."""
+    """Returns (training, validation) text: modules that come with every Python."""
     modules = (argparse, ast, collections, inspect, json)
     source = "".join(map(inspect.getsource, modules)).encode()
     text = np.frombuffer(source, np.uint8).astype(np.int32)
@@ -85,7 +85,7 @@ def read_code():
 
 
 def with_adapters(args):
-    """The base's model with adapters, what makes a state that trains these alone, and the loss."""
+    """Returns the model with adapters, a function that makes its state, and the loss."""
     model = train_gpt.GPT(args.layers, args.dim, args.tokens, dense=lora_dense(args.rank))
 
     def make_state():

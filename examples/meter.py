@@ -1,4 +1,4 @@
-"""The progress bar of the examples: loss, tokens or images a second, memory, and MFU.
+"""The progress bar of the examples: loss, tokens or images per second, memory, and MFU.
 
 meter = Meter(args.steps, unit="tokens", per_step=rows * tokens, flops=flops_of_a_step)
 for n in meter:
@@ -18,7 +18,7 @@ import zerojax
 
 
 class Meter:
-    """Counts the steps on a progress bar, on process 0; MFU where zerojax knows the GPU."""
+    """A progress bar over the steps, on process 0; it shows MFU if zerojax knows the GPU."""
 
     def __init__(
         self, steps: int, *, start: int = 0, unit: str, per_step: int, flops: float = 0.0
@@ -29,7 +29,7 @@ class Meter:
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", disable=quiet)
 
     def __iter__(self) -> Iterator[int]:
-        """The steps that are left; the first one compiles, and is not timed."""
+        """Yields the remaining steps; the first one compiles, and is not timed."""
         with self.bar:
             self.bar.set_postfix_str("compiling the step")
             for step in range(self.start, self.bar.total):
@@ -38,7 +38,7 @@ class Meter:
                 self.bar.update()
 
     def show(self, metrics: dict[str, Any], every: int = 10) -> None:
-        """Reads the loss of every tenth step, so that the others need not be waited for."""
+        """Shows the metrics of every tenth step, so that the loop need not wait for the others."""
         last = self.start + self.done == self.bar.total
         if self.done > 1 and self.done % every and not last:
             return
@@ -55,15 +55,15 @@ class Meter:
         self.bar.set_postfix(shown, refresh=False)
 
     def say(self, text: str) -> None:
-        """A line above the bar, on process 0."""
+        """Prints a line above the bar, on process 0."""
         if not self.bar.disable:
             self.bar.write(text)
 
 
 def device_bytes() -> int:
-    """The most that this process's first device held; on CPUs, which do not count, what it holds.
+    """Returns the peak memory of this process's first device; on CPUs, its live arrays.
 
-    With emulated devices the second is what a stage divides: the state between steps.
+    CPUs do not report a peak. What is live between steps is the state, which a stage shards.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats()

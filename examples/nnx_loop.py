@@ -1,13 +1,13 @@
-"""A Flax nnx loop on many devices: a byte-level GPT on Python's own manual.
+"""Trains a Flax nnx model on many devices: a byte-level GPT on Python's own manual.
 
     python examples/nnx_loop.py                            # 8 emulated CPU devices, or your GPUs
     python examples/nnx_loop.py --stage 1 --accumulate 2
-    python examples/nnx_loop.py --checkpoints runs/nnx     # run it again: it goes on from there
+    python examples/nnx_loop.py --checkpoints runs/nnx     # run again to resume
 
-Model, optimizer and loss are nnx as for one device. The lines that make it many are numbered;
-there are four of them, and they take the place of a jitted step with `nnx.value_and_grad`. Other
-lines that name zerojax are for checkpoints, the progress bar, and a run of several processes.
-With the defaults it ends at a validation loss below 2.4 nats a byte, on text it has not seen.
+Model, optimizer and loss are nnx code for one device. Four numbered lines make them train on many,
+in place of a jitted step with `nnx.value_and_grad`. Other lines that name zerojax are for
+checkpoints, the progress bar, and runs of several processes.
+With the defaults the validation loss ends below 2.4 nats per byte, on text it has not seen.
 """
 
 import argparse
@@ -29,16 +29,16 @@ import zerojax
 import zerojax.nnx  # line 1
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
-parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--lr", type=float, default=3e-3)
-parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--checkpoints", help="a directory to save to and resume from")
 parser.add_argument("--save-every", type=int, default=50, help="steps")
 
 # ---- an ordinary nnx model
@@ -67,7 +67,7 @@ class GPT(nnx.Module):
     def __init__(self, layers, dim, tokens, dropout, *, vocab=256, rngs):
         self.embed = nnx.Embed(vocab, dim, rngs=rngs)
         self.positions = nnx.Embed(tokens, dim, rngs=rngs)
-        # All layers in one stack, for nnx.scan; each with random streams of its own.
+        # The weights of all layers, stacked for nnx.scan; each layer has its own random streams.
         make = nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: Block(dim, dropout, rngs)))
         self.blocks = make(rngs)
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
@@ -83,20 +83,20 @@ def loss_fn(model, text):
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
 
-# ---- text that every Python ships with
+# ---- text that comes with every Python
 
 
 def read_text():
-    """(to train on, to validate on): the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def sample_batch(text, seed, rows, tokens):
-    """The same for a step however often it is run: nothing to save for a resume.
+    """Returns the batch of a step, always the same: a resumed run needs no saved position.
 
-    A process reads its own rows only; the batch is those of all.
+    A process reads only its own rows; the batch has those of all processes.
     """
     starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
     mine = starts[zerojax.process_slice(rows)]
@@ -118,7 +118,7 @@ def main():
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    model, optimizer = zerojax.nnx.shard(make, stage=args.stage)  # line 2, born sharded
+    model, optimizer = zerojax.nnx.shard(make, stage=args.stage)  # line 2: made already sharded
     train_step = zerojax.nnx.train_step(loss_fn, accumulate=args.accumulate)  # line 3
     eval_step = zerojax.nnx.eval_step(loss_fn)
 
@@ -137,7 +137,7 @@ def main():
         meter = Meter(args.steps, start=start, unit="tokens", per_step=tokens, flops=flops)
         for n in meter:
             batch = sample_batch(training, n, args.batch, args.tokens)
-            metrics = train_step(model, optimizer, batch)  # line 4: metrics for a loss
+            metrics = train_step(model, optimizer, batch)  # line 4: returns metrics, not a loss
             meter.show(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, zerojax.nnx.state(model, optimizer))
@@ -154,7 +154,7 @@ def open_checkpoints(args):
 
 
 def resume(checkpoints, model, optimizer):
-    """Puts the newest checkpoint into the model and its optimizer; the step to go on from."""
+    """Reads the newest checkpoint into the model and its optimizer; returns the next step."""
     state, saved = checkpoints.resume(zerojax.nnx.state(model, optimizer))
     zerojax.nnx.update(model, optimizer, state)
     start = saved.step or 0

@@ -2,13 +2,13 @@
 
     python examples/train_convnet.py                    # 8 emulated CPU devices, or your GPUs
     python examples/train_convnet.py --stage 1 --accumulate 2
-    python examples/train_convnet.py --checkpoints runs/digits # again: it goes on from there
+    python examples/train_convnet.py --checkpoints runs/digits # run again to resume
 
 Running statistics are a field of the state that the loss updates, `mutable=("batch_stats",)`.
-Lines that are about many devices name zerojax, and are the same for one process and for several.
+The lines for many devices name zerojax, and are the same for one process and for several.
 
-With the defaults it ends at a validation accuracy above 98% on 320 digits that it has not seen,
-in 20 seconds of a CPU.
+With the defaults the validation accuracy ends above 98%, on 320 digits that it has not seen, after
+20 seconds on a CPU.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from sklearn.datasets import load_digits
 import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
-parser.add_argument("--batch", type=int, default=128, help="images a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--batch", type=int, default=128, help="images per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--lr", type=float, default=3e-3)
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
-parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--checkpoints", help="a directory to save to and resume from")
 parser.add_argument("--save-every", type=int, default=50, help="steps")
 
-# ---- the model and its losses, as for one device
+# ---- the model and its losses, for one device
 
 
 class ConvNet(nn.Module):
@@ -52,7 +52,7 @@ class ConvNet(nn.Module):
         x = images[..., None]
         for widen, stride in ((1, 1), (2, 2), (4, 2)):
             x = nn.Conv(widen * self.width, (3, 3), stride, use_bias=False)(x)
-            # The statistics of the whole batch: of all devices along the mesh axis "data".
+            # Statistics of the whole batch: over all devices along the mesh axis "data".
             x = nn.relu(nn.BatchNorm(not train, momentum=0.9, axis_name="data")(x))
         x = nn.Dropout(0.2, deterministic=not train)(x.mean((1, 2)))
         return nn.Dense(10)(x)
@@ -70,9 +70,12 @@ def scores(logits, labels):
 def losses_of(model):
     def train_loss(params, batch, rng, batch_stats):
         logits, updated = model.apply(
-            {"params": params, "batch_stats": batch_stats}, batch["image"], train=True,
-            mutable=["batch_stats"], rngs={"dropout": rng},
-        )  # fmt: skip
+            {"params": params, "batch_stats": batch_stats},
+            batch["image"],
+            train=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": rng},
+        )
         loss, aux = scores(logits, batch["label"])
         return loss, {**aux, **updated}
 
@@ -83,11 +86,11 @@ def losses_of(model):
     return train_loss, eval_loss
 
 
-# ---- the digits, and which process reads which of them
+# ---- the digits, and which ones a process reads
 
 
 def read_digits():
-    """(to train on, to validate on), in an order that is always the same."""
+    """Returns (training, validation) digits, in an order that is always the same."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = digits.images[order].astype(np.float32) / 16
@@ -101,9 +104,9 @@ def rows_of(examples, rows):
 
 
 def batches(examples, rows):
-    """An endless Grain iterator over shuffled examples; this process reads its own rows only.
+    """Returns an endless Grain iterator over shuffled examples; a process reads only its own rows.
 
-    What is shuffled and cut into batches are the examples' numbers, the same in all processes.
+    Grain shuffles and batches the examples' indices, which are the same in all processes.
     """
     mine = zerojax.process_slice(rows)
     numbers = grain.MapDataset.range(len(examples["label"])).shuffle(seed=0).repeat().batch(rows)
@@ -131,7 +134,7 @@ def main():
 
 
 def train(args, state, train_loss, eval_loss, training, validation):
-    """The trained state. It is saved every --save-every steps, with the place in the data."""
+    """Returns the trained state; saves it and the position in the data every --save-every steps."""
     step = zerojax.train_step(train_loss, accumulate=args.accumulate, mutable=("batch_stats",))
     eval_step = zerojax.eval_step(eval_loss, mutable=("batch_stats",))
     mine = zerojax.process_slice(len(validation["label"]))

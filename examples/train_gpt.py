@@ -1,14 +1,14 @@
-"""Trains a byte-level GPT on Python's own manual, then lets it write.
+"""Trains a byte-level GPT on Python's own manual, then generates text with it.
 
     python examples/train_gpt.py                        # 8 emulated CPU devices, or your GPUs
     python examples/train_gpt.py --stage 1 --accumulate 2
-    python examples/train_gpt.py --checkpoints runs/gpt # run it again: it goes on from there
+    python examples/train_gpt.py --checkpoints runs/gpt # run again to resume
 
-The model is Flax, its layers one `nn.scan`; the input is Grain. Lines that are about many devices
-name zerojax; they are the same for one process and for several (examples/multihost_*.sh).
+The model is Flax, with its layers in one `nn.scan`; the input pipeline is Grain. The lines for many
+devices name zerojax; they are the same for one process and for several (examples/multihost_*.sh).
 
-With the defaults it ends at a validation loss below 1.5 nats a byte, on text that it has not
-seen; that takes 6 minutes of one CPU core, 3 of two.
+With the defaults the validation loss ends below 1.5 nats per byte, on text that it has not seen.
+This takes 6 minutes on one CPU core, 3 on two.
 """
 
 import argparse
@@ -32,22 +32,22 @@ from meter import Meter
 import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=600)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=128, help="length of a training sequence")
-parser.add_argument("--batch", type=int, default=32, help="sequences a step, over all devices")
-parser.add_argument("--accumulate", type=int, default=1, help="microbatches a step")
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--lr", type=float, default=3e-3)
-parser.add_argument("--bf16", action="store_true", help="compute in bfloat16: on recent GPUs")
+parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, for recent GPUs")
 parser.add_argument("--eval-every", type=int, default=200, help="steps")
-parser.add_argument("--checkpoints", help="a directory to save to, and to go on from")
+parser.add_argument("--checkpoints", help="a directory to save to and resume from")
 parser.add_argument("--save-every", type=int, default=100, help="steps")
 parser.add_argument("--export", help="a new directory for the trained weights, as safetensors")
-parser.add_argument("--sample", type=int, default=300, help="bytes to write in the end")
+parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
 
-# ---- the model, as for one device
+# ---- the model, for one device
 
 HEAD_DIM = 32
 
@@ -97,20 +97,20 @@ def next_byte_loss(model, params, text):
     return losses.mean()
 
 
-# ---- the text, and which process reads what of it
+# ---- the text, and which windows a process reads
 
 
 def read_text():
-    """(to train on, to validate on): the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def batches(text, rows, length):
-    """An endless Grain iterator over shuffled windows; this process reads its own rows only.
+    """Returns an endless Grain iterator over shuffled windows; a process reads only its own rows.
 
-    What is shuffled and cut into batches are the windows' numbers, the same in all processes.
+    Grain shuffles and batches the windows' indices, which are the same in all processes.
     """
     mine = zerojax.process_slice(rows)
     windows = np.lib.stride_tricks.sliding_window_view(text, length)[:: length // 4]
@@ -152,7 +152,7 @@ def pretrain(args):
 
 
 def train(args, state, loss_fn, training, validation):
-    """The trained state. It is saved every --save-every steps, with the place in the data."""
+    """Returns the trained state; saves it and the position in the data every --save-every steps."""
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     eval_step = zerojax.eval_step(loss_fn)
 
@@ -190,11 +190,11 @@ def open_checkpoints(args):
     return zerojax.Checkpoints(args.checkpoints, every=args.save_every)
 
 
-# ---- writing
+# ---- generating
 
 
 def write(model, params, prompt, count, temperature=0.8):
-    """What the model writes after `prompt`, a whole window of text, as a string."""
+    """Returns the text that the model writes after `prompt`, a full window of bytes."""
     everywhere = NamedSharding(params["embed"]["embedding"].sharding.mesh, PartitionSpec())
     whole = jax.device_put(params, everywhere)
     params = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
@@ -207,7 +207,7 @@ def write(model, params, prompt, count, temperature=0.8):
     keys = jax.random.split(jax.random.key(0), count)
     _, written = jax.lax.scan(write_byte, jnp.asarray(prompt), keys)
     text = bytes(np.asarray(written, np.uint8)).decode(errors="replace")
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)  # a terminal's sake
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)  # for terminals
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Executes every notebook here from top to bottom, and writes the outputs back into it.
 
-python notebooks/run.py                     # all of them
-python notebooks/run.py 02 04               # those whose names begin so
+python notebooks/run.py            # all of them
+python notebooks/run.py 02 04      # those whose names start with 02 or 04
 """
 
 import os
@@ -15,11 +15,11 @@ from nbclient import NotebookClient
 
 LIMIT = 180  # seconds for a notebook
 MACHINE = re.compile(r"/(?:tmp|root|home|Users|usr|opt|work)/|ipykernel_\d")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler's notes are for its authors
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler's notes are for its developers
 
 
 def execute(path: pathlib.Path) -> float:
-    """Seconds that it took."""
+    """Executes one notebook in place, and returns the seconds that it took."""
     started = time.perf_counter()
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
@@ -31,7 +31,7 @@ def execute(path: pathlib.Path) -> float:
     client.execute()
     seconds = time.perf_counter() - started
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # times of day: noise in every diff
+        cell.metadata.pop("execution", None)  # times of day, noise in every diff
     notebook.metadata.pop("language_info", None)
     check(path.name, notebook)
     nbformat.write(notebook, path)
@@ -40,7 +40,7 @@ def execute(path: pathlib.Path) -> float:
 
 
 def check(name: str, notebook: nbformat.NotebookNode) -> None:
-    """What is stored says nothing of this machine, and holds no warnings."""
+    """Raises if an output is a warning, or names paths of this machine."""
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             pictureless = {k: v for k, v in output.get("data", {}).items() if "image" not in k}
