@@ -46,15 +46,15 @@ class How:
     """How a loss runs: over which wire, whether backward gathers again, how loops prefetch.
 
     `prefetch` is the number of layers gathered ahead. `in_turn` delays the next layer's all-gather
-    until the previous layer's reduce-scatter has finished. `unrolled` unrolls loops that prefetch.
-    `in_loop` says that a loop over layers is around.
+    until the previous layer's reduce-scatter has finished. `by_data` orders collectives by data
+    dependence where a barrier does not. `in_loop` says that a loop over layers is around.
     """
 
     wire: Wire
     regather: bool
     prefetch: int
     in_turn: bool = False
-    unrolled: bool = False
+    by_data: bool = False
     in_loop: bool = False
 
 

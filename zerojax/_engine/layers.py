@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._collectives import Held
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.vary import Gradient, Value, add, instantiated, is_float
@@ -68,7 +67,6 @@ class Layers:
 
     def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
         """Returns the gradients of the inputs."""
-        inputs, cts = self.tied(inputs, cts)
         consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
         types = self.carry_types(inputs)
@@ -121,17 +119,3 @@ class Layers:
     def carry_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         _, carry, _ = self.parts(inputs)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
-
-    def tied(
-        self, inputs: Sequence[Value], cts: Sequence[Any]
-    ) -> tuple[Sequence[Value], Sequence[Any]]:
-        """Ties shards to the cotangents with an optimization barrier, where the loop is unrolled.
-
-        Without a loop of its own between them, XLA would merge backward's all-gathers with
-        forward's. See the note in `run.py`.
-        """
-        if self.loop.unroll == 1:
-            return inputs, cts
-        shards = [x if isinstance(x, Held) else None for x in inputs]
-        shards, floats = lax.optimization_barrier((shards, self.float_cts(cts)))
-        return [x if s is None else s for x, s in zip(inputs, shards, strict=True)], floats

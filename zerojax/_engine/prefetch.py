@@ -62,7 +62,6 @@ class PrefetchedLayers(Layers):
         """Each iteration reduce-scatters the previous layer's gradients and all-gathers the next
         layer's weights while it computes its own layer."""
         kept, last_kept, gathered = saved
-        inputs, cts = self.tied(inputs, cts)
         d_carry, d_ys = self.d_outs(cts)
         last = self.loop.length - 1
         compute = functools.partial(self.unreduced, inputs, d_ys)

@@ -1,6 +1,5 @@
 """Evaluates a loss whose parameters are held as shards, gathering each at its first use."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from zerojax import _compat
-from zerojax._collectives import Wire
-from zerojax._engine import xla_options as _xla_options
+from zerojax._collectives import Held, Wire
+from zerojax._engine import fence as _fence, xla_options as _xla_options
 from zerojax._engine.body import Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import InputKind, Loop, Scope, Shard, Split, Step
 from zerojax._engine.layers import Layers
@@ -32,7 +31,7 @@ def how_on(mesh: Mesh, wire: Wire, *, regather: bool, prefetch: int | str) -> Ho
         regather,
         ahead,
         in_turn=_xla_options.knows_wires(mesh),
-        unrolled=_xla_options.mixes_up_collectives(mesh),
+        by_data=_xla_options.mixes_up_collectives(mesh),
     )
 
 
@@ -78,17 +77,14 @@ def run_scope(
     def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
         gathered = body.gather(body.weights_of(inputs))
         outs, saved = body.forward(inputs, gathered, wanted)
-        return outs, (saved, where(gathered, [v in kept for v in scope.gathers]))
+        still_there = where(gathered, [v in kept for v in scope.gathers])
+        return outs, (saved, still_there, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, still_there = residuals
+        saved, still_there, done = residuals
         floats = [is_float(v.aval) for v in scope.outvars]
         cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
-        # [Note: all-gathers tied with barriers] Backward gathers the same shards as forward. XLA
-        # would take the two for one computation, merge them, and keep the full weights from the
-        # first to the second. A barrier makes backward's shards wait for its cotangents, which do
-        # not exist before forward has ended.
-        weights, cts = lax.optimization_barrier((body.weights_of(inputs), cts))
+        weights, cts = _tied(body.weights_of(inputs), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
         gathered = body.gather(weights, dict(zip(kept, still_there, strict=True)))
         return body.backward(inputs, gathered, saved, cts)
@@ -99,12 +95,34 @@ def run_scope(
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     """Runs a scan over layers, whose weights are gathered again in backward."""
     prefetches = how.prefetch and loop.body.gathers and loop.length > 1
-    if prefetches and how.unrolled:
-        loop = dataclasses.replace(loop, unroll=loop.length)
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
     if not how.regather:
         return layers.forward(list(inputs))
-    return by_hand(layers.forward, layers.forward_saving, layers.backward, inputs)
+
+    def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
+        outs, saved = layers.forward_saving(inputs, wanted)
+        return outs, (saved, _mark(outs, how))
+
+    def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
+        saved, done = residuals
+        if how.by_data or loop.unroll != 1:  # else the loop itself keeps forward and backward apart
+            shards = [x if isinstance(x, Held) else None for x in inputs]
+            shards, cts = _tied(shards, layers.float_cts(cts), done)
+            inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
+        return layers.backward(inputs, saved, cts)
+
+    return by_hand(layers.forward, saving, backward, inputs)
+
+
+def _mark(outs: list[Array], how: How) -> Array | None:
+    return _fence.mark(outs) if how.by_data else None
+
+
+def _tied(shards: list[Any], cts: list[Any], done: Array | None) -> tuple[list[Any], list[Any]]:
+    """Keeps backward's all-gathers behind forward. See the note in `fence.py`."""
+    if done is None:
+        return lax.optimization_barrier((shards, cts))
+    return _fence.wait(shards, done), cts
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:

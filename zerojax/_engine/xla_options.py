@@ -53,16 +53,7 @@ def knows_wires(mesh: Mesh) -> bool:
 def mixes_up_collectives(mesh: Mesh) -> bool:
     """Whether collectives after a loop may run in the midst of it: on (emulated) CPU devices.
 
-    XLA:CPU holds collectives to the order in which they start. A loop counts as started once its
-    first turn waits for another thread, and what comes after it and needs nothing of it goes on:
-
-        x, ahead = lax.scan(turn, (x, all_gather(w[0])), w)  # each turn gathers the next
-        y = all_gather(v)                                    # device 3 gathers w[2] meanwhile
-
-    All collectives have the same channel, so that shards of v and of w[2] are put together: NaN,
-    wrong numbers, or reads past a buffer's end (jaxlib 0.12.0.1: segmentation fault in
-    `InProcessCommunicator::AllGather`, called by `WhileThunk::ExecuteAsyncForLoop`). Without a
-    loop their order holds. GPUs have streams, which run in order.
+    See the note in `fence.py`. GPUs have streams, which run in order.
     """
     return mesh.devices.flat[0].platform == "cpu"
 

@@ -1,0 +1,55 @@
+"""Orders backward's all-gathers after forward.
+
+[Note: why backward waits] Backward gathers the same shards as forward. Left to itself, XLA takes
+the two for one computation, merges them, and keeps full weights in between. On GPUs an optimization
+barrier over the shards and the cotangents keeps them apart.
+
+XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
+nothing of a loop in the midst of that loop: collectives are held to the order in which they start,
+and a loop counts as started as soon as one iteration waits for another thread. All collectives have
+the same channel, so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several
+emulated devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the
+fault in plain JAX. There the shards are made to depend on what forward returned, in a way that XLA
+cannot see through.
+"""
+
+import math
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+T = TypeVar("T")
+
+
+def mark(outs: list[Array]) -> Array:
+    """Returns a boolean that is there once all `outs` are. It is false, which XLA cannot know."""
+    counts = [jnp.max(lax.population_count(_bits(x))) for x in outs if _is_countable(x)]
+    return jnp.any(jnp.asarray([count.astype(jnp.int32) > 64 for count in counts] or [False]))
+
+
+def wait(values: T, done: Array) -> T:
+    """Returns `values` that depend on a mark."""
+    return jax.tree.map(
+        lambda x: x if _is_key(x) else jnp.where(done, jnp.zeros_like(x), x), values
+    )
+
+
+def _bits(array: Array) -> Array:
+    first = array.reshape(-1)[:1]
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return first
+    width = array.dtype.itemsize * 8
+    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+
+
+def _is_countable(array: Array) -> bool:
+    is_number = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(
+        array.dtype, jnp.integer
+    )
+    return is_number and math.prod(array.shape) > 0
+
+
+def _is_key(array: Array) -> bool:
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
