@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 
 COLLECTIVES = (
     "all-gather",
@@ -92,21 +93,35 @@ class Instruction:
         """Whether it runs a fused computation; newer XLA slices stacks in a `fusion-start`."""
         return self.opcode in ("fusion", "fusion-start")
 
-    def result_of(self, start: "Instruction", operands: int) -> slice:
+    def result_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
         """Locates the arrays of a `-done` among those of its `-start`.
 
         The type of a start is either its result alone (all-reduce) or the tuple (operands, result,
-        contexts), where `operands` is the number of the operands' arrays. Only a copy has its
-        result first.
+        contexts). Only a copy has its result first.
         """
+        start = instructions[self.operands[0]]
+        operands = sum(len(instructions[operand].arrays) for operand in start.operands)
         count = len(self.arrays)
         first = start.opcode == "copy-start" or len(start.arrays) == count
         return slice(0, count) if first else slice(operands, operands + count)
+
+    def member_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
+        """Locates the arrays of a `get-tuple-element` among those of its tuple."""
+        tuple_ = instructions[self.operands[0]]
+        index = int(self.attribute(r"index=(\d+)") or 0)
+        counts = [len(arrays_of(member)) for member in top_level_types(tuple_.type)]
+        start = sum(counts[:index])
+        return slice(start, start + counts[index])
 
     @property
     def base(self) -> str:
         """The opcode without the `-start` or `-done` of an asynchronous pair."""
         return re.sub(r"-(start|done)$", "", self.opcode)
+
+    @property
+    def body(self) -> str:
+        """The computation that a `while` repeats."""
+        return self.attribute(r"body=%?([\w.\-]+)") or ""
 
     @property
     def trip_count(self) -> int | None:
@@ -213,6 +228,12 @@ class Module:
     def root(self, computation: str) -> Instruction:
         """Returns the instruction whose value a computation returns."""
         return next(i for i in self.computations[computation].values() if i.is_root)
+
+    def results(self, computation: str) -> list[Instruction]:
+        """Returns the instructions that make the root's value: a tuple's members, or the root."""
+        root = self.root(computation)
+        names = root.operands if root.opcode == "tuple" else [root.name]
+        return [self.computations[computation][name] for name in names]
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
