@@ -105,9 +105,13 @@ class Lineage(Generic[L]):
             return [self._same_size(instructions, instruction, operands)] * count
         return [NONE] * count
 
-    def _started(self, instruction: Instruction, operands: list[list[Labels[L]]]) -> list[Labels[L]]:
-        """Labels[L] the (operands, results, contexts) of a start; only gathers and fusions pass
-        labels on to their results."""
+    def _started(
+        self, instruction: Instruction, operands: list[list[Labels[L]]]
+    ) -> list[Labels[L]]:
+        """Labels the operands, results and contexts that a start's type lists, in this order.
+
+        Only gathers and fusions pass labels on to their results.
+        """
         count = len(instruction.arrays)
         moved = [labels for operand in operands for labels in operand]
         if instruction.opcode == "all-gather-start":

@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Sequence
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _figures
@@ -11,6 +10,7 @@ from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
+from zerojax._types import Device
 
 GRADS, ACTIVATIONS = "grads", "activations"
 
@@ -65,7 +65,7 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
     return _figures.finished(figure, path)
 
 
-def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[jax.Device]) -> list[list[Extent]]:
+def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[Device]) -> list[list[Extent]]:
     """Returns, for each device, the extents of its shard along the sharded dimensions."""
     index = NamedSharding(plan.mesh, leaf.spec).devices_indices_map(leaf.shape)
     dims = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
@@ -177,7 +177,7 @@ def _total_rows(plan: Layout) -> list[Row]:
         full[leaf.kind] += leaf.nbytes
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
     sums.append(("in all", sum(full.values()), sum(now.values())))
-    return [(kind, "", "", human_bytes(size), human_bytes(held), "") for kind, size, held in sums]
+    return [(kind, "", "", human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
 
 
 def _spec_text(spec: PartitionSpec) -> str:
