@@ -59,8 +59,13 @@ def _on_terminal() -> bool:
 def paragraphs(lines: Sequence[str]) -> str:
     """Joins lines of text; on a terminal, long ones wrap between words."""
     if _on_terminal():
-        width = shutil.get_terminal_size().columns
-        lines = [textwrap.fill(line, width, subsequent_indent="  ") for line in lines]
+        wrapper = textwrap.TextWrapper(
+            width=shutil.get_terminal_size().columns,
+            subsequent_indent="  ",
+            break_long_words=False,  # a command, say, is to be copied
+            break_on_hyphens=False,
+        )
+        lines = list(map(wrapper.fill, lines))
     return "\n".join(lines)
 
 
