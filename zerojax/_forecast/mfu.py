@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -107,5 +108,5 @@ def _equation(eqn: JaxprEqn) -> float:
 
 
 def _shape(atom: Var | Literal) -> tuple[int, ...]:
-    assert isinstance(atom.aval, jax.core.ShapedArray)  # as of all that is multiplied
-    return atom.aval.shape
+    aval: Any = atom.aval  # JAX has no public name for those that have a shape
+    return aval.shape
