@@ -3,36 +3,42 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
+from jax.typing import DTypeLike
+
+from zerojax._types import PyTree
 
 REMATS = ("none", "dots", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Stacked decoder layers in a scan, fp32 parameters cast to `compute`."""
+    """A language model: stacked layers in a scan, fp32 parameters cast to `compute`."""
 
     layers: int
     hidden: int
     heads: int
     vocab: int = 50304
     tokens: int = 1024
-    compute: Any = jnp.bfloat16
+    compute: DTypeLike = jnp.bfloat16
 
     @property
     def n_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
 
-    def shapes(self) -> dict[str, Any]:
-        struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        return jax.tree.map(struct, self.dims(), is_leaf=lambda x: isinstance(x, tuple))
+    def shapes(self) -> PyTree:
+        return jax.tree.map(
+            lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32),
+            self.dims(),
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
-    def dims(self) -> dict[str, Any]:
+    def dims(self) -> PyTree:
+        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
         raise NotImplementedError
 
     def make_state(self) -> TrainState:
@@ -42,10 +48,10 @@ class Decoder:
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
 
-    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., Any]]:
+    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., PyTree]]:
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
-    def loss(self, params: Any, tokens: jax.Array, remat: str = "full") -> jax.Array:
+    def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x, _ = jax.lax.scan(
             _rematted(self.layer, remat), self.embedded(params, tokens), params["blocks"]
@@ -54,20 +60,20 @@ class Decoder:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
 
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
         raise NotImplementedError
 
 
 class Gpt(Decoder):
     """Learned positions, tied embeddings."""
 
-    def dims(self) -> dict[str, Any]:
+    def dims(self) -> PyTree:
         n, d = self.layers, self.hidden
         blocks = {
             "norm1": (n, d),
@@ -79,13 +85,13 @@ class Gpt(Decoder):
         }
         return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens] + params["pos"]
 
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
         return _norm(x, params["norm"]) @ params["embed"].T
 
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
         rows, tokens, dim = x.shape
         qkv = (_norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, 3, self.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
@@ -101,7 +107,7 @@ class Llama(Decoder):
     kv_heads: int = 8
     inner: int = 14336
 
-    def dims(self) -> dict[str, Any]:
+    def dims(self) -> PyTree:
         n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
         blocks = {
             "norm1": (n, d),
@@ -117,13 +123,13 @@ class Llama(Decoder):
         head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
         return {**head, "blocks": blocks}
 
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens]
 
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
         return _rms_norm(x, params["norm"]) @ params["head"]
 
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
         rows, tokens, dim = x.shape
         h = _rms_norm(x, p["norm1"])
         q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
@@ -178,7 +184,7 @@ def preset(name: str) -> Decoder:
     return PRESETS[name.lower()]
 
 
-def _rematted(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
     if remat == "none":
         return layer
     if remat == "dots":
