@@ -90,7 +90,7 @@ def text_table(
     if not (_on_terminal() or _FITS.get()) or len(rows) > MOST_ROWS:
         return _plain(rows, right)
     head, *body = rows
-    columns = [at for at in range(len(head)) if any(row[at] for row in body)]
+    columns = [at for at in range(len(head)) if not body or any(row[at] for row in body)]
     natural = {at: max(len(row[at]) for row in rows) for at in columns}
     least = {at: min(NARROW, size) if at in flexible else size for at, size in natural.items()}
     tables = []
@@ -99,7 +99,7 @@ def text_table(
         for at in block:
             widths[at] = least[at] + max(0, min(natural[at] - least[at], spare))
             spare -= widths[at] - least[at]
-        shown = [row for row in body if any(row[at] for at in block[keys:])]
+        shown = [row for row in body if any(row[at] for at in block[keys:] or block)]
         tables.append(_drawn([head, *shown], widths, right))
     return "\n\n".join(tables)
 
