@@ -65,11 +65,9 @@ def audit(
         compiled, warnings = _compiled(step, state, batch, rng)
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)
-    if gpu is None and device is not None:
-        gpu = _gpus.of_device_kind(device.device_kind)
+    gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
     per_host = per_host or _per_host(plan)
-    module = Module(text)
-    reading = Reading(module, plan)
+    reading = Reading(module := Module(text), plan)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     return Report(
         module=module,

@@ -97,7 +97,7 @@ def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str
         if one.kind != "all-reduce" or not _is_ours(one, report.plan):
             continue
         for part in one.parts:
-            promise = _is_gradient_of(part, promised) or _joined_gradients(part, promised)
+            promise = _gradient_of(part, promised) or _joined_gradients(part, promised)
             if promise is not None:
                 yield (
                     f"all-reduce {one.name} sums the full gradient of {promise.leaf.path} "
@@ -269,11 +269,12 @@ def _largest_replicated(plan: Plan) -> float:
     return max([SMALL, 2 * statistics, *(leaf.nbytes for leaf in leaves)])
 
 
-def _is_gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
+def _gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
     """Returns the promise of the sharded parameter whose full gradient, or that of one of its
     layers, has the size of `part`."""
     for path in part.paths:
         promise = promised.get(path)
+        # Arrays as small as this one may have one size by chance.
         if promise is not None and part.elements * 4 > SMALL / 4:
             size = math.prod(promise.leaf.shape)
             layer = size // promise.leaf.shape[0] if promise.leaf.stacked else size

@@ -120,6 +120,7 @@ class _Player:
         self, name: str, trips: int, loops: tuple[str, ...], origin: float
     ) -> tuple[float, float]:
         """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
+        # Compute has reached `now`; the stream of collectives is busy until `free`.
         now = free = compute = 0.0
         pending: dict[str, tuple[float, float, Collective]] = {}
         for instruction in self.module.computations[name].values():
