@@ -81,11 +81,18 @@ def test_a_table_without_rows_is_its_heading(drawn, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("word", "width", "short"),
-    [("params/w", 8, "params/w"), ("params/blocks/qkv", 10, "pa…cks/qkv"), ("abcdef", 4, "…def")],
+    ("words", "width", "short"),
+    [
+        (["params/w"], 8, ["params/w"]),
+        (["params/blocks/qkv", "b"], 10, ["pa…cks/qkv", "b"]),
+        (["abcdef"], 4, ["…def"]),
+        (["opt_state/0/mu/w", "opt_state/0/nu/w"], 12, ["op…te/0/mu/w", "op…te/0/nu/w"]),
+        (["mu/encoder/kernel", "nu/encoder/kernel"], 9, ["mu…kernel", "nu…kernel"]),
+        (["a/1/b", "a/2/b"], 3, ["…/b", "…/b"]),
+    ],
 )
-def test_shortened_words_keep_their_ends(word, width, short):
-    assert _text.shortened(word, width) == short and len(short) <= width
+def test_shortened_words_keep_their_ends_and_stay_different(words, width, short):
+    assert _text.shortened(words, width) == short and max(map(len, short)) <= width
 
 
 def test_texts_wrap_on_terminals_alone(monkeypatch):

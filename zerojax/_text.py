@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import html
 import io
+import itertools
 import shutil
 import sys
 import textwrap
@@ -34,12 +35,19 @@ def human_time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds else "0 µs"
 
 
-def shortened(word: str, width: int) -> str:
-    """Takes the middle out of a long word; the end of a path tells more than its beginning."""
-    if len(word) <= width:
-        return word
-    head = (width - 1) // 4
-    return f"{word[:head]}…{word[len(word) - (width - 1 - head) :]}"
+def shortened(words: Sequence[str], width: int) -> list[str]:
+    """Takes the middle out of long words; the end of a path tells more than its beginning.
+
+    All keep as much of their beginnings: enough for as many as possible to stay different.
+    """
+
+    def shorten(word: str, head: int) -> str:
+        tail = len(word) - (width - 1 - head)
+        return word if len(word) <= width else f"{word[:head]}…{word[tail:]}"
+
+    heads = range((width - 1) // 4, width)
+    tried = ([shorten(word, head) for word in words] for head in heads)
+    return max(tried, key=lambda short: len(set(short)))  # the first of the best
 
 
 @contextlib.contextmanager
@@ -147,10 +155,14 @@ def _drawn(rows: Sequence[Row], widths: Mapping[int, int], right: Collection[int
     table = Table.grid(padding=(0, GAP, 0, 0))
     for at, width in widths.items():
         table.add_column(width=width, justify="right" if at in right else "left")
-    rule = {at: "-" * width for at, width in widths.items()}
-    for row in (rows[0], rule, *rows[1:]):
-        words = {at: row[at].split(" ") for at in widths}
-        table.add_row(*(" ".join(shortened(w, widths[at]) for w in words[at]) for at in widths))
+    columns = []
+    for at, width in widths.items():
+        cells = [row[at].split(" ") for row in rows]
+        words = iter(shortened([word for cell in cells for word in cell], width))
+        head, *body = (" ".join(itertools.islice(words, len(cell))) for cell in cells)
+        columns.append([head, "-" * width, *body])
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     file = io.StringIO()
     console = Console(
         file=file,

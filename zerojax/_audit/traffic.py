@@ -75,10 +75,10 @@ class Traffic:
     def serves(self) -> str:
         """The parameters it moves, where they are known; else its place in the user's code."""
         if self.paths:
-            named = ", ".join(shortened(path, LONGEST_NAME) for path in self.paths[:2])
+            named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
         place = NOTEBOOK.sub("cell line ", self.source or self.scope)
-        return shortened(place, LONGEST_NAME)
+        return shortened([place], LONGEST_NAME)[0]
 
 
 def reduced_arrays(instruction: Instruction) -> list[frozenset[Made]]:

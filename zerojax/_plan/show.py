@@ -53,7 +53,7 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
             _draw_box(axes, column, row, part, COLOURS[leaf.kind])
         size = f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}"
         axes.text(len(devices) + 0.1, row, size, va="center", fontsize=_figures.SMALL)
-    names = [shortened(leaf.path, LONGEST_PATH) for leaf in leaves]
+    names = shortened([leaf.path for leaf in leaves], LONGEST_PATH)
     axes.set_yticks(range(len(leaves)), names, fontsize=_figures.SMALL)
     axes.set_xticks([n + 0.46 for n in range(len(devices))], [str(d.id) for d in devices])
     axes.set_xlim(-0.1, len(devices) + 1.9)
