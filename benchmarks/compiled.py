@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import figures  # before JAX: it says what JAX may look for
 import jax
+import llama
 import results
 import rivals
 import rivals_by_hand
@@ -157,7 +158,8 @@ def compiled(row):
 
 
 def model_of(row):
-    return vit.PRESETS.get(row.model) or _presets.preset(row.model)
+    ours = vit.PRESETS | llama.PRESETS
+    return ours.get(row.model) or _presets.preset(row.model)
 
 
 def measure(row):

@@ -168,7 +168,7 @@ def test_gradients_all_reduced_instead_of_scattered(where):
         return plan.constrain(plan.scatter(state).apply_gradients(grads=grads), into=state), value
 
     report = audited(plan, step=jax.jit(step, donate_argnums=0))
-    line = broken(report, "gradient of params/layers/w whole", "promises a reduce-scatter")
+    line = broken(report, "full gradient of params/layers/w ", "promises a reduce-scatter")
     assert re.match(r"all-reduce \S+ sums", line) and "no psum or pmean of gradients" in line
 
 
@@ -198,7 +198,7 @@ def test_an_optimizer_leaf_that_is_replicated():
 
     state = jax.tree_util.tree_map_with_path(unsharded, state)
     line = broken(audited(plan, state=state), "opt_state/0/mu/embed reaches the step as")
-    assert "f32[256,128] per device of [256, 128], not as the plan cuts it" in line
+    assert "f32[256,128] per device of [256, 128], not as the plan shards it" in line
     assert "zerojax.shard_train_state or plan.place" in line
 
 
@@ -245,7 +245,7 @@ def test_involuntary_full_rematerialization():
     step = jax.jit(lambda x, batch: jax.lax.with_sharding_constraint(jnp.sin(x), columns) * batch)
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
     report = zerojax.audit(step, x, jax.ShapeDtypeStruct((), jnp.float32))
-    line = broken(report, "XLA gathers an array whole to change its sharding: Involuntary full re")
+    line = broken(report, "XLA gathers a full array to change its sharding: Involuntary full re")
     assert "The compiler cannot go from sharding" in line and "with_sharding_constraint" in line
     assert "warning: Involuntary full rematerialization" in str(report)
 
@@ -323,4 +323,4 @@ def test_statistics_of_wide_batch_norms_may_be_reduced():
     plan = zerojax.plan(
         {"params": {"w": jnp.ones((64, 64))}, "batch_stats": {"mean": jnp.zeros(4096)}}, stage=3
     )
-    assert _contract._largest_whole(plan) == 2 * 4 * 4096
+    assert _contract._largest_replicated(plan) == 2 * 4 * 4096

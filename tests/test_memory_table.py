@@ -168,3 +168,9 @@ def test_bad_input(arguments, options, message):
 def test_a_row_that_is_not_there():
     with pytest.raises(KeyError, match="no row for 2e\\+09 parameters, 8 devices, stage 3"):
         zerojax.memory_table(1e9, 8).bytes_per_device(2e9, 8, 3)
+
+
+def test_columns_are_of_the_stages_they_name():
+    header, _, row = str(zerojax.memory_table(7.5e9, 64, stages=(3, 1))).splitlines()
+    assert header.split("  ")[-2:] == ["stage 3, GB", "stage 1, GB"]
+    assert row.split() == ["7.5B", "64", "1.88", "31.41"]

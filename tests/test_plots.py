@@ -113,7 +113,7 @@ def test_show_tells_which_device_holds_what(capsys):
     assert lines[0] == "params/w: float32[64, 32], 1.0 KiB of 8.0 KiB on each device"
     assert lines[1].split() == ["[0:8,", ":]", "device", "0"] and len(lines) == 9
     plan.show("params/b")
-    assert "on each device, whole: " in capsys.readouterr().out
+    assert "on each device, replicated: " in capsys.readouterr().out
     with pytest.raises(
         ValueError, match=r"no leaf 'params/x' in this plan. Paths are such as para"
     ):

@@ -1,7 +1,7 @@
 """The command line: python -m zerojax forecast | audit | doctor | table.
 
-Exits with 0 where all is well, 1 where something does not fit or breaks its contract, 2 on bad
-input.
+It exits with 0 where all is well, with 1 where something does not fit or breaks its contract, and
+with 2 on bad input.
 """
 
 import argparse
@@ -13,8 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import jax
 
@@ -26,11 +25,14 @@ from zerojax._forecast.forecast import working
 from zerojax._forecast.memory_table import STAGES
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
-from zerojax._text import text_table
+from zerojax._text import fitted, paragraphs, text_table
+from zerojax._types import PyTree
 
-SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table."
+SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
+Loss = Callable[..., PyTree]
+Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
     if not os.path.exists("/proc/driver/nvidia"):
-        # Else a plugin that is only here to compile with complains that there is no GPU.
+        # Otherwise a plugin that is only here to compile with complains that there is no GPU.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        return arguments.run(arguments)
+        with fitted():
+            return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # whatever a user's module or the compiler says, in a line
+    except Exception as error:  # of a user's module or of the compiler, told in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
         print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def described(error: Exception, flags: Container[str] = ()) -> str:
-    """In one line; with its type and place where it does not come from this package."""
+    """Describes an error in one line, with its type and place if it is not of this package."""
     text = " ".join(str(error).split())[:600]
     last = traceback.extract_tb(error.__traceback__)[-1:]
     ours = pathlib.Path(__file__).parent
@@ -60,11 +63,11 @@ def described(error: Exception, flags: Container[str] = ()) -> str:
         return as_typed(text, flags) or type(error).__name__
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    return f"{type(error).__name__}: {text}{where}. All of it: ZEROJAX_TRACEBACK=1."
+    return f"{type(error).__name__}: {text}{where}. For the traceback, set ZEROJAX_TRACEBACK=1."
 
 
 def as_typed(text: str, flags: Container[str]) -> str:
-    """Arguments of Python calls, per_host=7, as the command line spells them: --per-host 7."""
+    """Respells arguments of Python calls, per_host=7, for the command line: --per-host 7."""
 
     def flag(found: re.Match[str]) -> str:
         name = found[1] or found[2]
@@ -120,14 +123,14 @@ def audit(arguments: argparse.Namespace) -> int:
     found = report.findings(
         max_peak_bytes=arguments.max_peak_bytes, min_overlap=arguments.min_overlap
     )
-    broken = (f"broken: {as_typed(line, vars(arguments))}" for line in found)
-    text = "\n".join([str(report), "", *broken])
-    _show(arguments, report.to_dict() | {"findings": found}, text.rstrip())
+    broken = paragraphs([f"broken: {as_typed(line, vars(arguments))}" for line in found])
+    text = f"{report}\n\n{broken}".rstrip()
+    _show(arguments, report.to_dict() | {"findings": found}, text)
     return NOT_OK if found else OK
 
 
 def _audited(arguments: argparse.Namespace) -> zerojax.Report:
-    """A model given as module:function or preset, compiled for GPUs."""
+    """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
     arguments.model, arguments.remat = arguments.program, None
     losses, make_state, batch, rng = _model(arguments)
@@ -162,14 +165,14 @@ def _hlo_text(path: pathlib.Path) -> str:
 def doctor(arguments: argparse.Namespace) -> int:
     checks = _doctor.doctor()
     rows = [("", "", ""), *((check.status, check.name, check.text) for check in checks)]
-    body = "\n".join(text_table(rows).splitlines()[2:])
+    body = "\n".join(text_table(rows, flexible=(2,)).splitlines()[2:])
     found = [vars(check) for check in checks]
     _show(arguments, found, body)
     return NOT_OK if any(check.status == "fail" for check in checks) else OK
 
 
 def table(arguments: argparse.Namespace) -> int:
-    """The paper's Figure 1 (7.5B on 64 devices) is a row of its Table 1."""
+    """Prints the paper's Table 1 by default; its Figure 1 is a row of it: 7.5B on 64 devices."""
     found = zerojax.memory_table(
         arguments.params,
         arguments.devices,
@@ -185,8 +188,8 @@ def table(arguments: argparse.Namespace) -> int:
 # -- what commands share
 
 
-def _model(arguments: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
-    """(loss or losses, make_state, batch, rng) of a preset, or of the user's function."""
+def _model(arguments: argparse.Namespace) -> Model:
+    """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
     if ":" not in arguments.model:
         preset = _presets.preset(arguments.model)
         count, _ = _gpus.parse_count(arguments.gpus)
@@ -219,7 +222,7 @@ def _precision(arguments: argparse.Namespace) -> Precision | None:
     return Precision(compute="bfloat16", param="bfloat16", master="float32")
 
 
-def _show(arguments: argparse.Namespace, data: Any, text: str) -> None:
+def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
     if arguments.json:
         text = json.dumps(data, indent=1, default=str)
     elif sys.stdout.isatty():
@@ -228,14 +231,11 @@ def _show(arguments: argparse.Namespace, data: Any, text: str) -> None:
 
 
 def styled(text: str) -> str:
-    """For terminals: headings (the lines over rules) bold, what is broken red."""
-    lines = text.split("\n")
-    for at, line in enumerate(lines):
-        if at and re.fullmatch(r"[- ]*-[- ]*", line):
-            lines[at - 1] = f"\x1b[1m{lines[at - 1]}\x1b[0m"
-        if line.startswith(("broken:", "warning:", "fail", "Nothing fits")):
-            lines[at] = f"\x1b[31m{line}\x1b[0m"
-    return "\n".join(lines)
+    """Adds a terminal's styles: headings, the lines over rules, are bold; what is broken is red."""
+    text = re.sub(r"^.+$(?=\n-[- ]*$)", "\x1b[1m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
+    # With the indented lines in which it goes on.
+    broken = r"^(broken:|warning:|fail|Nothing fits).*(\n  .*)*"
+    return re.sub(broken, "\x1b[31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,46 +243,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=zerojax.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(run: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(run.__name__, help=text, description=text)
-        made.add_argument("--json", action="store_true", help="print JSON")
-        made.set_defaults(run=run)
-        return made
-
-    one = command(forecast, "memory, traffic and speed of a training step on GPUs, by compiling it")
-    sizes = ", ".join(_presets.PRESETS)
-    one.add_argument("model", help=f"a model by size ({sizes}), or module:function")
-    _gpu_arguments(one)
-    one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
-    one.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    one.add_argument("--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full")
-    one.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
-    one.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
-
-    one = command(audit, "every collective and byte of a compiled program, held to its contract")
-    one.add_argument("program", help="a file of HLO text, a preset, or module:function")
-    _gpu_arguments(one)
-    one.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
-    one.add_argument("--stage", type=int, default=3, choices=STAGES)
-    one.add_argument("--accumulate", type=int, default=1)
-    one.add_argument("--max-peak-bytes", type=size)
-    one.add_argument("--min-overlap", type=float)
-    one.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
-
-    command(doctor, "what on this machine helps or hurts")
-
-    one = command(table, "the ZeRO paper's memory table, or yours")
-    one.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
-    one.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
-    one.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
-    one.add_argument("--param-bytes", type=float, default=2)
-    one.add_argument("--grad-bytes", type=float, default=2)
-    one.add_argument("--optimizer-bytes", type=float, default=12)
+    for run, text, add_arguments in (
+        (forecast, "forecasts memory, traffic and speed of a step, by compiling it", _forecasts),
+        (audit, "lists what a compiled program sends and holds; checks its contract", _audits),
+        (doctor, "checks what on this machine helps or hurts", lambda _: None),
+        (table, "prints the ZeRO paper's memory table, or yours", _tables),
+    ):
+        command = commands.add_parser(run.__name__, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+        add_arguments(command)
     return parser
 
 
+def _forecasts(parser: argparse.ArgumentParser) -> None:
+    sizes = ", ".join(_presets.PRESETS)
+    parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
+    _gpu_arguments(parser)
+    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
+    parser.add_argument("--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full")
+    parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
+    parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
+
+
+def _audits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", help="a file of HLO text, a preset, or module:function")
+    _gpu_arguments(parser)
+    parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
+    parser.add_argument("--stage", type=int, default=3, choices=STAGES)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--max-peak-bytes", type=size)
+    parser.add_argument("--min-overlap", type=float)
+    parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
+
+
+def _tables(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
+    parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
+    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--param-bytes", type=float, default=2)
+    parser.add_argument("--grad-bytes", type=float, default=2)
+    parser.add_argument("--optimizer-bytes", type=float, default=12)
+
+
 def size(text: str) -> float:
-    """'7.5b' or '7.5e9' -> 7.5e9."""
+    """Parses '7.5b' or '7.5e9' as 7.5e9."""
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     unit = units.get(text[-1:].lower())
     return float(text[:-1]) * unit if unit else float(text)
@@ -295,7 +301,7 @@ def positive(text: str) -> int:
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Needs no GPU, but what compiles for them:\n\n{aot.install_command()}"
+    parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)

@@ -4,6 +4,7 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a p
 message on a JAX whose internals have moved again.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
+
+from zerojax._types import Device
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -176,3 +179,28 @@ class Thunk:
 
     def call_wrapped(self, *zeros: bool) -> Any:
         return self.change(lambda: self.thunk.call_wrapped(*zeros))
+
+
+def is_gpu(device: Device) -> bool:
+    """Whether a device is a GPU; JAX calls those of `zerojax.aot`, say, "cuda"."""
+    return device.platform in ("gpu", "cuda", "rocm")
+
+
+REMATERIALIZED = "Involuntary full rematerialization"
+LOG_MESSAGE = re.compile(r"^(?=[IWEF]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log)", re.MULTILINE)
+# Information, and what XLA logs of its own work: `audit` and `forecast` say what came of it.
+HARMLESS = re.compile(
+    r"I\d{4} |.* I .*\.cc|WARNING: All log messages before absl::InitializeLog"
+    r"|.*(slow_operation_alarm|hlo_rematerialization)\.cc|.*Registers are spilled"
+)
+
+
+def rematerializations(log: Sequence[str]) -> list[str]:
+    """Returns XLA's warnings that it replicates an array to change its sharding, each once."""
+    said = (line[line.find(REMATERIALIZED) :] for line in log if REMATERIALIZED in line)
+    return list(dict.fromkeys(said))
+
+
+def without_harmless(log: str) -> str:
+    """Returns XLA's log without its harmless messages, each of which may have several lines."""
+    return "".join(part for part in LOG_MESSAGE.split(log) if not HARMLESS.match(part))

@@ -1,13 +1,18 @@
-"""What all pictures share: matplotlib where it is installed, and colours that print in grey."""
+"""The frame of every picture: matplotlib where it is installed, a width, a legend, a file."""
 
 import pathlib
-from typing import Any
+from typing import Any, TypeAlias
 
-WIDTH = 8.0  # inches: what notebooks show without scaling
+Figure: TypeAlias = Any  # of matplotlib, which is not a dependency
+Axes: TypeAlias = Any
+
+WIDTH = 8.0  # inches: notebooks show this without scaling
+EXPOSED = "#8b1a1a"  # the time that a step waits for communication
+SMALL = 8  # points
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, which is not a dependency."""
+    """Imports matplotlib.pyplot, or says how to install it."""
     try:
         import matplotlib.pyplot as plt
     except ModuleNotFoundError:
@@ -16,7 +21,7 @@ def pyplot() -> Any:
 
 
 def check_picture(path: str) -> None:
-    """Raises where no picture could be written to `path`: before the work that it would show."""
+    """Raises where no picture can be written to `path`, before the work that it would show."""
     pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -27,10 +32,28 @@ def check_picture(path: str) -> None:
         raise ValueError(f"there is no directory for {path}. Make it, or name another.")
 
 
-def finished(figure: Any, path: str | None) -> Any:
-    """The figure, written to `path` where one is given.
+def panels(height: float, *widths: float) -> tuple[Figure, Any]:
+    """Makes a figure of panels that share their rows, and these widths; of one by default."""
+    return pyplot().subplots(
+        ncols=len(widths) or 1,
+        figsize=(WIDTH, height),
+        width_ratios=widths or None,
+        sharey=True,
+        layout="constrained",
+    )
 
-    Notebooks draw a figure that a cell returns, and once more if pyplot still lists it.
+
+def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
+    """Adds a title above, and a legend of so many columns below."""
+    figure.suptitle(title, fontsize=10)
+    style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
+    figure.legend(ncols=columns, **style, **legend)
+
+
+def finished(figure: Figure, path: str | None) -> Figure:
+    """Writes the figure to `path`, if there is one, and returns it.
+
+    A notebook draws the figure that a cell returns, and draws it again if pyplot still lists it.
     """
     plt = pyplot()
     if path is not None:

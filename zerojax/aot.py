@@ -1,4 +1,4 @@
-"""Meshes of GPUs that are not there: XLA compiles for them, nothing can run on them.
+"""Meshes of GPUs that are not there: XLA compiles for them, but nothing runs on them.
 
 mesh = zerojax.aot.mesh("64xH100")
 plan = zerojax.plan(make_state, stage=3, mesh=mesh)
@@ -14,7 +14,6 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._types import Device, PyTree
 
 PER_HOST = 8
 
@@ -37,7 +37,7 @@ def mesh(
     *,
     per_host: int = PER_HOST,
 ) -> Mesh:
-    """A mesh of GPUs to compile for, such as "64xH100"; usable wherever a mesh is.
+    """Makes a mesh of GPUs to compile for, such as "64xH100"; pass it wherever a mesh goes.
 
     Arguments:
         gpus: how many of which GPU; the known ones are T4, L4, L40S, A100-40GB, A100-80GB, H100,
@@ -67,10 +67,11 @@ def mesh(
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
-    """`jax.ShapeDtypeStruct`s of a global batch, cut by their first dimension over the plan's axes.
+def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
+    """Makes `jax.ShapeDtypeStruct`s of a global batch, sharded along their first dimension.
 
-    Random keys and scalars, whole on every device; `batch_specs` as in `zerojax.train_step`.
+    They are sharded over the plan's axes; random keys and scalars are replicated. `batch_specs`
+    are as in `zerojax.train_step`.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -81,7 +82,7 @@ def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
     check_plan(plan, "aot.batch(shapes, plan)")
     _refusals.check_arrays(shapes, "batch")
 
-    def placed(leaf: Any, role: _batch.Role) -> Any:
+    def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         leaf = _state.shape_dtype(leaf)
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         spec = PartitionSpec() if key else _batch.spec(role, plan.axes)
@@ -92,9 +93,9 @@ def batch(shapes: Any, plan: Plan, *, batch_specs: Any = None) -> Any:
 
 
 @functools.cache
-def _devices(name: str, hosts: int, local: int) -> list[Any]:
+def _devices(name: str, hosts: int, local: int) -> list[Device]:
     check_packages()
-    # XLA reads it when the plugin is first loaded, and refuses machines without a driver.
+    # The plugin reads it when it is first loaded; without it, it refuses machines without a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
     try:
@@ -106,15 +107,15 @@ def _devices(name: str, hosts: int, local: int) -> list[Any]:
         )
     except NotImplementedError as error:
         raise RuntimeError(
-            "JAX was in use before in this process, and gave up its CUDA plugin, for there is no "
-            "driver here. Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is "
-            "imported: in a notebook in the first cell, os.environ['JAX_PLATFORMS'] = 'cpu'."
+            "JAX was in use before in this process, and gave up its CUDA plugin because there is "
+            "no driver here. Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX "
+            "is imported: in a notebook in the first cell, os.environ['JAX_PLATFORMS'] = 'cpu'."
         ) from error
     return list(topology.devices)
 
 
 def check_packages() -> None:
-    """Says what to install; the compiler ends the whole process where ptxas is missing.
+    """Raises if a package is missing without which the compiler would end the whole process.
 
     Example:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
@@ -144,7 +145,7 @@ def check_packages() -> None:
 
 
 def install_command() -> str:
-    """Installs all that compiling for GPUs needs, 0.7 GB, and none of the CUDA libraries.
+    """Returns the command that installs what compiling for GPUs needs: 0.7 GB, no CUDA libraries.
 
     Example:
         >>> print(zerojax.aot.install_command())  # doctest: +ELLIPSIS
@@ -160,12 +161,12 @@ def _install(packages: Sequence[str]) -> str:
 
 def _is_installed(module: str) -> bool:
     parent, _, _ = module.rpartition(".")
-    # Without its parent, `find_spec` of a module raises.
+    # `find_spec` raises for a module whose parent is missing.
     return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
 def _find_tool(relative: str) -> pathlib.Path | None:
-    """Inside the wheels that NVIDIA publishes."""
+    """Looks for a tool inside the wheels that NVIDIA publishes."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else list(spec.submodule_search_locations or [])
     found = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))

@@ -1,5 +1,5 @@
-"""What XLA made of a step, held to what its stage promises.
+"""An account of what XLA made of a step, checked against what its stage promises.
 
 It imports `_hlo` and `_plan`; `_forecast` imports it. Begin with `measured.py`, what is known of a
-compiled step; `contract.py` has the promises, and `audit.py` fills in the one and asks the other.
+compiled step: `audit.py` fills it in, and `contract.py` checks it.
 """

@@ -1,7 +1,7 @@
-"""What each stage promises of its compiled program, and where a program breaks it.
+"""The contract of each stage's compiled program, and the rules that find where one breaks it.
 
-`promises` is the contract as data; the rules below read a report against it. A finding is one
-line: the operation, the parameter, the likely cause, the remedy.
+`promises` is the contract as data. A finding is one line: the operation, the parameter, the likely
+cause, the remedy.
 """
 
 import collections
@@ -15,30 +15,33 @@ from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._text import human_bytes, human_time
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
-BIG_ALL_REDUCE = 2**20  # where no plan says what is sharded
-BIG_GATHER = 2**20  # a gather in a loop that should not be synchronous
+BIG_ALL_REDUCE = 2**20  # allowed where no plan says what is sharded
+BIG_GATHER = 2**20  # from here on a gather in a loop should not be synchronous
 WIDE = {"f32", "f64"}
 NARROW = {"bf16", "f16"}
-OPTIMIZER_SCOPE = "optimizer"  # whole-matrix optimizers communicate as they must
-
+OPTIMIZER_SCOPE = "optimizer"  # what full-matrix optimizers send is their own business
 
 UNNAMED = (
-    "none of the plan's parameters is among the program's arguments by name, so its contract "
-    "cannot be checked. Let the step take the state as one argument, of a name of its own: "
+    "no argument of the program has the name of one of the plan's parameters, so its contract "
+    "cannot be checked. Let the step take the state as one argument, with a name of its own: "
     "jax.jit(lambda state, batch: ...)."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """Of one parameter that is cut: how often all of it is gathered in a step, at most."""
+    """The most that a sharded parameter may be gathered in a step, in times its size."""
 
     leaf: LeafPlan
     gathers: float
 
 
 def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
-    """The contract of the plan's stage. Loops may gather a layer again at their ends."""
+    """Returns what the plan's stage promises of each sharded parameter.
+
+    At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
+    may gather one layer more, at its end.
+    """
     sharded = plan.sharded
     found = {}
     for leaf in plan.params:
@@ -53,6 +56,7 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
 def findings(
     report: Measured, max_peak_bytes: float | None, min_overlap: float | None
 ) -> list[str]:
+    """Returns what breaks the contract; without a plan, what no stage does."""
     found = [*_exchanges(report), *_warnings(report), *_limits(report, max_peak_bytes, min_overlap)]
     if report.plan is None:
         return [*found, *_all_reduces(report, {})]
@@ -64,6 +68,7 @@ def findings(
         *_donation(report),
         *_all_reduces(report, promised),
         *_reduced(report, promised),
+        *_synchronous(report),
         *_gathers(report, promised),
         *_dtypes(report, promised),
         *_kept(report),
@@ -81,28 +86,28 @@ def _exchanges(report: Measured) -> Iterator[str]:
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
-                "with_sharding_constraint or a batch that is not cut by its first dimension."
+                "with_sharding_constraint or a batch that is not sharded along its first dimension."
             )
 
 
 def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    allowed = _largest_whole(report.plan) if report.plan else BIG_ALL_REDUCE
-    whole_gradients = report.plan is not None and not promised  # stage 0; XLA may join them
+    allowed = _largest_replicated(report.plan) if report.plan else BIG_ALL_REDUCE
+    all_replicated = report.plan is not None and not promised  # stage 0; XLA may join gradients
     for one in report.traffic:
         if one.kind != "all-reduce" or not _is_ours(one, report.plan):
             continue
         for part in one.parts:
-            promise = _is_gradient_of(part, promised) or _joined_gradients(part, promised)
+            promise = _gradient_of(part, promised) or _joined_gradients(part, promised)
             if promise is not None:
                 yield (
-                    f"all-reduce {one.name} sums the gradient of {promise.leaf.path} whole "
+                    f"all-reduce {one.name} sums the full gradient of {promise.leaf.path} "
                     f"({part.array}); stage {_stage(report)} promises a reduce-scatter, half the "
                     "bytes. Take gradients with zerojax.value_and_grad or zerojax.train_step, and "
-                    "no psum or pmean of gradients of your own."
+                    "use no psum or pmean of gradients of your own."
                 )
-            elif whole_gradients and part.paths:
+            elif all_replicated and part.paths:
                 continue
-            elif part.nbytes > max(allowed, _joined_whole(part, report.plan)):
+            elif part.nbytes > max(allowed, _joined_replicated(part, report.plan)):
                 yield (
                     f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
                     f"({one.serves}): larger than any statistic a loss should reduce. Look for "
@@ -122,32 +127,38 @@ def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
         )
 
 
-def _gathers(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    sent: dict[str, float] = collections.defaultdict(float)
-    for one in report.traffic:
-        if one.kind != "all-gather":
-            continue
+def _all_gathers(report: Measured) -> Iterator[Traffic]:
+    return (one for one in report.traffic if one.kind == "all-gather")
+
+
+def _synchronous(report: Measured) -> Iterator[str]:
+    for one in _all_gathers(report):
         slow = not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
         if slow and report.backend == "gpu":
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
-                "its time. Use prefetch=1, and leave the step its compiler options; with both, it "
-                "is what a microbatch begins with, or XLA had no memory left to overlap it."
+                "its time. Use prefetch=1 and the default compiler options. If both are set, this "
+                "is either the first gather of a microbatch, or XLA ran out of memory to overlap "
+                "it."
             )
-        for part in one.parts:
-            for path in part.paths:
-                if path in promised and _is_ours(one, report.plan):
-                    leaf, size = promised[path].leaf, _size(report)
-                    sent[path] += part.elements * size * one.trips / math.prod(leaf.shape)
-                    at_once = part.elements * size >= math.prod(leaf.shape) > 0
-                    if leaf.stacked and at_once and _stage(report) == 3:
-                        yield (
-                            f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} "
-                            f"at once ({part.array} a device), outside of the loop over them. "
-                            "Scan over the stack itself: not reshaped, indexed or cast as a whole "
-                            "before its loop. Where the first dimension counts something else, "
-                            "name the stacks there are: zerojax.plan(..., stacked='<their paths>')."
-                        )
+
+
+def _gathers(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
+    sent: dict[str, float] = collections.defaultdict(float)
+    for one in _all_gathers(report):
+        for part, path in one.by_path():
+            if path not in promised or not _is_ours(one, report.plan):
+                continue
+            leaf, gathered = promised[path].leaf, part.elements * _size(report)
+            sent[path] += gathered * one.trips / math.prod(leaf.shape)
+            if leaf.stacked and _shards_params(report) and gathered >= math.prod(leaf.shape) > 0:
+                yield (
+                    f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} at once "
+                    f"({part.array} per device), outside of the loop over them. Scan over the "
+                    "stack itself: do not reshape, index or cast all of it before the loop. If "
+                    "the first dimension counts something other than layers, name the stacks that "
+                    "there are: zerojax.plan(..., stacked='<their paths>')."
+                )
     for path, times in sent.items():
         if times > promised[path].gathers + 0.01:
             yield (
@@ -158,16 +169,13 @@ def _gathers(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
 
 
 def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    """XLA:CPU widens what it moves, so this can only be read off programs for GPUs."""
-    if report.backend != "gpu":
+    """Finds gathers in 32 bits of what is used in 16; XLA:CPU widens whatever it moves."""
+    if report.backend != "gpu" or not _computes_narrow(report):
         return
-    narrow = _computes_narrow(report)
-    for one in report.traffic:
-        if one.kind != "all-gather" or not narrow:
-            continue
+    for one in _all_gathers(report):
         for part in one.parts:
             known = [p for p in part.paths if p in promised and _matrix(promised[p].leaf)]
-            if part.dtype in WIDE and known and _stage(report) == 3:
+            if part.dtype in WIDE and known and _shards_params(report):
                 yield (
                     f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "
                     "the 16 bits that matmuls use. Cast the parameter before it is used, or pass "
@@ -176,8 +184,6 @@ def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
 
 
 def _kept(report: Measured) -> Iterator[str]:
-    if _stage(report) < 3:
-        return
     for path, array in report.kept:
         yield (
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
@@ -189,7 +195,7 @@ def _kept(report: Measured) -> Iterator[str]:
 def _placement(report: Measured) -> Iterator[str]:
     for path, how in report.placement:
         yield (
-            f"{path} reaches the step as {how}, not as the plan cuts it. Place the state "
+            f"{path} reaches the step as {how}, not as the plan shards it. Place the state "
             "(zerojax.shard_train_state or plan.place), and keep it so with plan.constrain."
         )
 
@@ -200,7 +206,7 @@ def _donation(report: Measured) -> Iterator[str]:
         more = len(report.not_donated) - 3
         yield (
             f"{len(report.not_donated)} leaves of the state are not donated ({first}"
-            f"{f' and {more} more' if more > 0 else ''}): the step holds them twice. Leave "
+            f"{f' and {more} more' if more > 0 else ''}): they take memory twice. Leave "
             "donate=True, or jit your own step with donate_argnums=0 and return the state in the "
             "dtypes and shardings it came in (plan.constrain)."
         )
@@ -209,7 +215,7 @@ def _donation(report: Measured) -> Iterator[str]:
 def _warnings(report: Measured) -> Iterator[str]:
     for text in report.warnings:
         yield (
-            f"XLA gathers an array whole to change its sharding: {text.strip()[:300]} Give it "
+            f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Give it "
             "the sharding it is used in, with a with_sharding_constraint where it is made."
         )
 
@@ -241,28 +247,34 @@ def _stage(report: Measured) -> int:
     return report.plan.stage if report.plan else 0
 
 
+def _shards_params(report: Measured) -> bool:
+    return report.plan is not None and report.plan.sharded["params"]
+
+
 def _size(report: Measured) -> int:
     return report.plan.size if report.plan else report.devices
 
 
 def _is_ours(one: Traffic, plan: Plan | None) -> bool:
-    """Along ZeRO's axes; what runs along others is the user's own."""
+    """Whether a collective spans ZeRO's axes; those over other axes are the user's own."""
     if OPTIMIZER_SCOPE in one.scope.split("/"):
         return False
     return plan is None or one.axes is None or bool(set(one.axes) & set(plan.axes))
 
 
-def _largest_whole(plan: Plan) -> float:
-    """Leaves that no stage cuts are all-reduced as they are."""
-    whole = [leaf.nbytes for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None]
+def _largest_replicated(plan: Plan) -> float:
+    """Returns the most bytes of one all-reduce: of a leaf that no stage shards, or statistics."""
+    leaves = [leaf for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None]
     statistics = sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == "other")
-    return max([SMALL, 2 * statistics, *whole])
+    return max([SMALL, 2 * statistics, *(leaf.nbytes for leaf in leaves)])
 
 
-def _is_gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
-    """The cut parameter, or layer of one, whose whole gradient has the size of `part`."""
+def _gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
+    """Returns the promise of the sharded parameter whose full gradient, or that of one of its
+    layers, has the size of `part`."""
     for path in part.paths:
         promise = promised.get(path)
+        # Arrays as small as this one may have one size by chance.
         if promise is not None and part.elements * 4 > SMALL / 4:
             size = math.prod(promise.leaf.shape)
             layer = size // promise.leaf.shape[0] if promise.leaf.stacked else size
@@ -272,7 +284,8 @@ def _is_gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
 
 
 def _joined_gradients(part: Part, promised: dict[str, Promise]) -> Promise | None:
-    """XLA:GPU puts gradients and scalars in one array: the largest cut one among them."""
+    """Returns the promise of the largest sharded parameter in an array that XLA:GPU joined of
+    gradients and scalars."""
     known = [promised[path] for path in part.paths if path in promised]
     sizes = {promise.leaf.path: math.prod(promise.leaf.shape) for promise in known}
     if not known or part.elements < sum(sizes.values()):
@@ -280,8 +293,8 @@ def _joined_gradients(part: Part, promised: dict[str, Promise]) -> Promise | Non
     return max(known, key=lambda promise: sizes[promise.leaf.path])
 
 
-def _joined_whole(part: Part, plan: Plan | None) -> float:
-    """Bytes of the uncut leaves, and scalars, that a joined array may be made of."""
+def _joined_replicated(part: Part, plan: Plan | None) -> float:
+    """Counts the bytes of the replicated leaves, and scalars, that may be joined in one array."""
     leaves = plan.leaves if plan else ()
     return SMALL + sum(
         leaf.nbytes for leaf in leaves if leaf.path in part.paths and leaf.dim is None

@@ -1,4 +1,4 @@
-"""What an audit measured: data, from which the contract, the timeline and the report are read."""
+"""The measurements of an audit, as the contract, the timeline and the report read them."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ class Measured:
     plan: Plan | None
     accumulate: int
     not_donated: tuple[str, ...]
-    placement: tuple[tuple[str, str], ...]  # leaves that arrive other than planned: (path, how)
+    placement: tuple[tuple[str, str], ...]  # leaves not sharded as planned: (path, how)
     kept: tuple[tuple[str, str], ...]  # stacks of gathered weights that a loop keeps: (path, array)
     warnings: tuple[str, ...]
     backend: str
@@ -44,17 +44,17 @@ class Measured:
 
     @property
     def overlap(self) -> float | None:
-        """Compute over step time: 1 where all communication hides."""
+        """The share of compute in the step's time: 1 where all communication is hidden."""
         return self.replay.compute / self.replay.step if self.gpu and self.replay.step else None
 
     @property
     def wire_bytes(self) -> float:
-        """Sent by each device in a step."""
+        """The bytes that each device sends in a step."""
         return sum(t.total_bytes for t in self.traffic)
 
     @functools.cached_property
     def totals(self) -> dict[str, float]:
-        """Bytes sent by each device, by kind of collective."""
+        """The bytes that each device sends, by kind of collective."""
         sums: dict[str, float] = collections.defaultdict(float)
         for one in self.traffic:
             sums[one.kind] += one.total_bytes

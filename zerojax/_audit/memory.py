@@ -1,21 +1,22 @@
-"""Peak memory of a compiled step, split by what it holds."""
+"""Peak memory of a compiled step, by what it holds."""
 
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
+from jax.stages import Compiled
+
+from zerojax._audit.reading import Reading
 from zerojax._hlo import liveness as _liveness
-from zerojax._hlo.lineage import NONE, Labels, Lineage
-from zerojax._hlo.module import Instruction, Module
+from zerojax._hlo.module import Instruction
 from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._state import state as _state
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes per device. The state's are exact; of what is temporary, gathered weights and
-    gradients are what lives at the schedule's fullest moment, and activations the rest."""
+    """Bytes per device. The state's are exact; of temporary memory, gathered weights and gradients
+    are those alive at the schedule's peak, and activations are the rest."""
 
     parameters: int
     optimizer: int
@@ -41,49 +42,51 @@ class MemoryUse:
 
 
 def measured(
-    module: Module,
-    compiled: Any,
-    kinds: list[str],
-    weights: Lineage,
-    gradients: Lineage,
-    collectives: list[Collective],
+    reading: Reading, compiled: Compiled | None, collectives: list[Collective]
 ) -> MemoryUse:
-    """Arguments by kind from the module, what is temporary from the compiler and the schedule."""
-    arguments: collections.Counter = collections.Counter()
-    for parameter, kind in zip(module.parameters, kinds, strict=True):
+    """Counts arguments by kind from the module, temporary bytes from compiler and schedule."""
+    module = reading.module
+    arguments: collections.Counter[str] = collections.Counter()
+    for parameter, kind in zip(module.parameters, reading.kinds, strict=True):
         arguments[kind] += int(parameter.nbytes)
-    reduced = {
-        (c.computation, name)
-        for c in collectives
-        if c.kind in REDUCING
-        for operand in c.instruction.operands
-        for name in _copied_from(module.computations[c.computation], operand)
-    }
-    kept: collections.Counter = collections.Counter()
-    for buffer, holders in _liveness.peak(module).items():
-        kept[_use(holders, weights, gradients, reduced)] += int(buffer.nbytes)
+    kept = _temporary(reading, collectives)
     stats = compiled.memory_analysis() if compiled is not None else None
+    temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
     outputs = module.root(module.entry).nbytes
     donated = sum(module.parameters[p].nbytes for p in module.aliases.values())
-    temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
     # Where the compiler packs tighter than the schedule read here, activations are charged less.
     gathered = min(kept["gathered"], temporary)
-    grads = min(kept["gradients"], temporary - gathered)
+    gradients = min(kept["gradients"], temporary - gathered)
     return MemoryUse(
         parameters=arguments[_state.PARAMS],
         optimizer=arguments[_state.OPT_STATE],
         other_state=arguments[_state.OTHER],
         batch=arguments["batch"],
         gathered=gathered,
-        gradients=grads,
-        activations=temporary - gathered - grads,
+        gradients=gradients,
+        activations=temporary - gathered - gradients,
         outputs=int(outputs - donated),
         donated=int(donated),
     )
 
 
+def _temporary(reading: Reading, collectives: list[Collective]) -> collections.Counter[str]:
+    """Counts the bytes of the buffers alive at the schedule's peak, by use."""
+    reduced = {
+        (c.computation, name)
+        for c in collectives
+        if c.kind in REDUCING
+        for operand in c.instruction.operands
+        for name in _copied_from(reading.module.computations[c.computation], operand)
+    }
+    kept: collections.Counter[str] = collections.Counter()
+    for buffer, holders in _liveness.peak(reading.module).items():
+        kept[_use(reading, holders, reduced)] += int(buffer.nbytes)
+    return kept
+
+
 def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[str]:
-    """`name` and what it is a copy of: sums are laid out anew before they travel."""
+    """Yields `name` and what it is a copy of: gradients change their layout to be reduced."""
     yield name
     while len(operands := instructions[name].operands) == 1 and (
         instructions[operands[0]].nbytes == instructions[name].nbytes
@@ -92,22 +95,13 @@ def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[st
         yield name
 
 
-def _use(
-    holders: list[_liveness.Holder],
-    weights: Lineage,
-    gradients: Lineage,
-    reduced: set[tuple[str, str]],
-) -> str:
-    """What a buffer is, from what stands in it over its life."""
-    for computation, name, index in holders:
-        if (computation, name) in reduced or _label(gradients, computation, name, index):
-            return "gradients"
-    for computation, name, index in holders:
-        if _label(weights, computation, name, index):
-            return "gathered"
-    return "activations"
+def _use(reading: Reading, holders: list[_liveness.Holder], reduced: set[tuple[str, str]]) -> str:
+    """Names a buffer after the values that are stored in it over its life."""
 
+    def labelled(values: dict[tuple[str, str], list[frozenset]]) -> bool:
+        sets = ((values.get((computation, name), []), at) for computation, name, at in holders)
+        return any(at < len(labels) and labels[at] for labels, at in sets)
 
-def _label(lineage: Lineage, computation: str, name: str, index: int) -> Labels:
-    labels = lineage.values.get((computation, name), [])
-    return labels[index] if index < len(labels) else NONE
+    if any(holder[:2] in reduced for holder in holders) or labelled(reading.gradients.values):
+        return "gradients"
+    return "gathered" if labelled(reading.weights.values) else "activations"

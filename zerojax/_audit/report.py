@@ -1,19 +1,21 @@
-"""What an audit found: every collective, every byte, and how to look at them."""
+"""The report of an audit: its findings, its table, its picture."""
 
 import dataclasses
 import math
-from typing import Any
 
 from zerojax._audit import contract as _contract, timeline as _timeline
 from zerojax._audit.measured import Measured
 from zerojax._audit.traffic import Traffic
-from zerojax._text import html_table, human_bytes, human_time, text_table
+from zerojax._figures import Figure
+from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 
 ROWS = 40  # of the printed table; to_dict has them all
+HEADER = ("collective", "dtype", "sent", "times", "loops", "group", "when")
+TIMES = ("between", "exposed")
 
 
 class Report(Measured):
-    """Made by `zerojax.audit`. Print it; `check()` it; `to_dict()` and `plot()` it.
+    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it.
 
     Times are modelled, and None where no GPU is known to model (`gpu`).
     """
@@ -21,14 +23,14 @@ class Report(Measured):
     def findings(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> list[str]:
-        """What breaks the stage's contract, a line each; empty where nothing does."""
+        """Returns what breaks the stage's contract, a line each."""
         check_limits(max_peak_bytes, min_overlap)
         return _contract.findings(self, max_peak_bytes, min_overlap)
 
     def check(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> "Report":
-        """Raises `AssertionError` with all findings where the stage's contract is broken.
+        """Raises an `AssertionError` with all findings if the stage's contract is broken.
 
         Arguments:
             max_peak_bytes: the most memory per device.
@@ -41,8 +43,8 @@ class Report(Measured):
             raise AssertionError(f"the compiled program breaks the contract{stage}:\n{lines}")
         return self
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain Python values."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns everything as plain Python values."""
         traffic = [
             dataclasses.asdict(t) | {"total_bytes": t.total_bytes, "serves": t.serves}
             for t in self.traffic
@@ -69,26 +71,32 @@ class Report(Measured):
             "traffic": traffic,
         }
 
-    def plot(self, path: str | None = None) -> Any:
-        """The timeline of compute and collectives, as a matplotlib figure; saved to `path`."""
+    def plot(self, path: str | None = None) -> Figure:
+        """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
         return _timeline.plot(self, path)
 
     def __str__(self) -> str:
-        rows, below = self._traffic_rows()
-        return "\n".join([*self._summary(), "", text_table(rows, frozenset({2, 3, 4})), *below])
+        rows = self._rows()
+        last, between = len(rows[0]) - 1, len(HEADER)
+        table = text_table(
+            rows,
+            right=(2, 3, 4, *range(between, last)),
+            flexible=(last,),
+            optional=(HEADER.index("loops"), *range(between, last - 1), HEADER.index("group")),
+        )
+        return "\n".join([paragraphs(self._summary()), "", table, *self._left_out()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows, below = self._traffic_rows()
-        return html_table(self._summary(), rows, below=below)
+        return html_table(self._summary(), self._rows(), below=self._left_out())
 
     def _summary(self) -> list[str]:
         memory = self.memory
         stage = f"ZeRO stage {self.plan.stage}, " if self.plan else ""
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
-            f"memory per device  {human_bytes(memory.peak)} when fullest: {self._memory_text()}",
+            f"memory per device  {human_bytes(memory.peak)} at the peak: {self._memory_text()}",
             "sent per device    "
             + human_bytes(self.wire_bytes)
             + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items()),
@@ -118,36 +126,33 @@ class Report(Measured):
         parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
         return f"{parts}; donated and reused {human_bytes(memory.donated)}"
 
-    def _traffic_rows(self) -> tuple[list[tuple[str, ...]], list[str]]:
-        """The largest collectives as a table, and a line on those left out."""
-        header = ("collective", "dtype", "sent", "times", "loops", "group", "when", "serves")
-        if self.gpu:
-            header = (*header[:7], "between", "exposed", header[7])
-        largest = sorted(self.traffic, key=lambda t: -t.total_bytes)
-        left = len(largest) - ROWS
-        below = [f"... and {left} smaller ones"] if left > 0 else []
-        return [header, *(self._row(one) for one in largest[:ROWS])], below
+    def _rows(self) -> list[Row]:
+        """Makes the rows of the largest collectives, below the heading."""
+        largest = sorted(self.traffic, key=lambda t: -t.total_bytes)[:ROWS]
+        times = TIMES if self.gpu else ()
+        return [(*HEADER, *times, "serves"), *(self._row(one) for one in largest)]
 
-    def _row(self, one: Traffic) -> tuple[str, ...]:
-        group = "x".join(one.axes) if one.axes else str(one.group)
-        when = "async" if one.asynchronous else "sync"
-        dtypes = ",".join(one.dtypes)
-        row = (
+    def _row(self, one: Traffic) -> Row:
+        times = (human_time(one.between), human_time(one.exposed)) if self.gpu else ()
+        return (
             one.kind,
-            dtypes,
+            ",".join(one.dtypes),
             human_bytes(one.wire_bytes),
             str(one.trips),
             str(len(one.loops)),
-            group,
-            when,
+            "x".join(one.axes) if one.axes else str(one.group),
+            "async" if one.asynchronous else "sync",
+            *times,
+            one.serves,
         )
-        if self.gpu:
-            row = (*row, human_time(one.between), human_time(one.exposed))
-        return (*row, one.serves)
+
+    def _left_out(self) -> list[str]:
+        left = len(self.traffic) - ROWS
+        return [f"... and {left} smaller ones"] if left > 0 else []
 
 
-def check_limits(max_peak_bytes: Any, min_overlap: Any) -> None:
-    """Raises for limits that say nothing."""
+def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
+    """Raises for limits that limit nothing."""
     for name, value, most in (
         ("max_peak_bytes", max_peak_bytes, math.inf),
         ("min_overlap", min_overlap, 1),

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
+from zerojax import _figures
 from zerojax._audit.measured import Measured
-from zerojax._figures import WIDTH, finished, pyplot
+from zerojax._figures import Axes, Figure
 from zerojax._hlo.schedule import Span
 from zerojax._text import human_time
 
@@ -17,19 +17,19 @@ COLOURS = {
     "reduce-scatter": "#1b4f80",
     "all-reduce": "#6a3d9a",
     "other": "#777777",
-    "exposed": "#8b1a1a",
+    "exposed": _figures.EXPOSED,
 }
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
 
 
-def plot(report: Measured, path: str | None) -> Any:
-    """Draws it with matplotlib, which is not a dependency."""
+def plot(report: Measured, path: str | None) -> Figure:
+    """Draws the modelled step; raises for a report without times."""
     if report.gpu is None:
         raise ValueError(
             "there are no times to plot: the program was compiled for "
             f"{report.backend}. Pass gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
         )
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 2.8), layout="constrained")
+    figure, axes = _figures.panels(2.8)
     spans = drawn_once(report.replay.spans)
     order = list(COLOURS)
     by_what = sorted(spans, key=lambda span: order.index(_what(span)))
@@ -37,7 +37,7 @@ def plot(report: Measured, path: str | None) -> Any:
         drawn = list(group)
         bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in drawn]
         place = (LANES[drawn[0].stream] - 0.4, 0.8)
-        # A line between collectives, of which one may follow another at once.
+        # Collectives may follow one another at once: a white line tells them apart.
         line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
         axes.broken_barh(bars, place, facecolor=COLOURS[what], label=what, **line)
     _mark_loops(spans, axes)
@@ -52,11 +52,11 @@ def plot(report: Measured, path: str | None) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, _extent(spans)[1])
     axes.set_ylim(-0.6, 2.9)
-    return finished(figure, path)
+    return _figures.finished(figure, path)
 
 
 def drawn_once(spans: Sequence[Span]) -> list[Span]:
-    """The spans moved together: no room for the runs of a loop after its first."""
+    """Moves spans together, so that the later iterations of a loop take no room."""
     moved, end, gap = [], 0.0, 0.0
     for span in sorted(spans, key=lambda s: s.start):
         gap += max(0.0, span.start - gap - end)
@@ -69,8 +69,8 @@ def _extent(spans: Sequence[Span]) -> tuple[float, float]:
     return 1e3 * min(s.start for s in spans), 1e3 * max(s.end for s in spans)
 
 
-def _mark_loops(spans: Sequence[Span], axes: Any) -> None:
-    """A bracket over each loop's body, with how often it runs."""
+def _mark_loops(spans: Sequence[Span], axes: Axes) -> None:
+    """Draws a line over each loop's body, and how often it runs."""
     for trips, group in itertools.groupby(spans, key=lambda s: s.trips):
         if trips > 1:
             first, last = _extent(list(group))
@@ -79,7 +79,7 @@ def _mark_loops(spans: Sequence[Span], axes: Any) -> None:
 
 
 def _what(span: Span) -> str:
-    """The key of its colour."""
+    """Returns the key of a span's colour."""
     if span.stream == "collectives":
         return span.kind if span.kind in COLOURS else "other"
     return "exposed" if span.stream == "waiting" else span.stream

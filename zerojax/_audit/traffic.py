@@ -1,25 +1,28 @@
-"""Which parameters a collective is for: gradients and updated parameters by the output they end up
-in, weights by the argument they come from."""
+"""The collectives of a compiled program, and the parameters that each is for.
+
+Weights are known by the argument they come from, gradients and updated parameters by the output
+they end up in.
+"""
 
 import collections
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Iterator
 
-from zerojax._hlo.lineage import Labels, Lineage
+from zerojax._hlo.lineage import Lineage
 from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._state import state as _state
+from zerojax._text import shortened
 
 LONGEST_NAME = 60
-
-
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
+Made = tuple[str, int]  # an array that a collective makes: its name, and which of its results
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a collective, and the parameters it belongs to where they are known."""
+    """One array of a collective, and the parameters it belongs to, where they are known."""
 
     array: str
     dtype: str
@@ -30,9 +33,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """One collective of the compiled program. Bytes are per device; times are seconds of one run.
+    """A collective of the compiled program. Bytes are per device, times are seconds of one run.
 
-    `between` is compute scheduled between start and done, `exposed` what the program waits.
+    `between` is the compute scheduled between its start and done, `exposed` the time that the
+    program waits for it.
     """
 
     name: str
@@ -57,7 +61,11 @@ class Traffic:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+        return tuple(dict.fromkeys(path for _, path in self.by_path()))
+
+    def by_path(self) -> Iterator[tuple[Part, str]]:
+        """Yields each array with each parameter that it belongs to."""
+        return ((part, path) for part in self.parts for path in part.paths)
 
     @property
     def total_bytes(self) -> float:
@@ -65,44 +73,40 @@ class Traffic:
 
     @property
     def serves(self) -> str:
-        """The parameters it moves where they are known, else where in the code it comes from."""
+        """The parameters it moves, where they are known; else its place in the user's code."""
         if self.paths:
-            named = ", ".join(_shortened(path) for path in self.paths[:2])
+            named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return _shortened(NOTEBOOK.sub("cell line ", self.source or self.scope))
+        place = NOTEBOOK.sub("cell line ", self.source or self.scope)
+        return shortened([place], LONGEST_NAME)[0]
 
 
-def _shortened(name: str) -> str:
-    """Long names by their ends, which tell more than their beginnings."""
-    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
-
-
-def reduced_arrays(instruction: Instruction) -> list[Labels]:
-    """A label of its own for each array that a reduce-scatter or all-reduce makes."""
+def reduced_arrays(instruction: Instruction) -> list[frozenset[Made]]:
+    """Labels each array that a reduce-scatter or all-reduce makes."""
     if instruction.base not in REDUCING or instruction.opcode.endswith("-done"):
         return []
     return _numbered(instruction)
 
 
-def gathered_arrays(instruction: Instruction) -> list[Labels]:
-    """The same for gathers: what stages 1 and 2 gather after the update becomes the parameter."""
+def gathered_arrays(instruction: Instruction) -> list[frozenset[Made]]:
+    """Labels each array that a gather makes: stages 1 and 2 gather the updated parameters."""
     is_gather = instruction.opcode in ("all-gather", "all-gather-start")
     return _numbered(instruction) if is_gather else []
 
 
-def _numbered(instruction: Instruction) -> list[Labels]:
+def _numbered(instruction: Instruction) -> list[frozenset[Made]]:
     return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
 
 
 def served_leaves(
-    module: Module, gradients: Lineage, paths: list[str], kinds: list[str]
-) -> dict[Any, tuple[str, ...]]:
-    """For each labelled array of a collective, the leaves of the state that it updates.
+    module: Module, made: Lineage[Made], paths: list[str], kinds: list[str]
+) -> dict[Made, tuple[str, ...]]:
+    """Returns, for each array that a collective makes, the leaves of the state that it updates.
 
-    Parameters where there are any: moments are updated by the same gradient.
+    These are parameters where there are any: the same gradient updates their moments.
     """
-    found: dict[Any, dict[int, None]] = collections.defaultdict(dict)
-    for output, labels in enumerate(gradients.outputs):
+    found: dict[Made, dict[int, None]] = collections.defaultdict(dict)
+    for output, labels in enumerate(made.outputs):
         if output in module.aliases:
             for label in labels:
                 found[label][module.aliases[output]] = None
@@ -116,12 +120,11 @@ def served_leaves(
 
 def parts(
     collective: Collective,
-    weights: Lineage,
-    served: dict[Any, tuple[str, ...]],
+    weights: Lineage[int],
+    served: dict[Made, tuple[str, ...]],
     paths: list[str],
 ) -> tuple[Part, ...]:
-    """The arrays of a collective with what they belong to: gradients and updated parameters by
-    where they go, weights by where they come from."""
+    """Returns the arrays of a collective, each with the parameters it belongs to."""
     found, name = [], collective.instruction.name
     origins = [
         labels

@@ -1,4 +1,4 @@
-"""What a step will need and cost on GPUs that are not there, and how much of them it uses.
+"""The memory and time that a step will take on GPUs that are not there, and the FLOP/s it reaches.
 
 It imports `_audit`, `aot` and `_step`; the command line imports it. Begin with `forecast.py`.
 """

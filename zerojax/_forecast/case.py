@@ -1,4 +1,4 @@
-"""One way to train, compiled: what a forecast lists."""
+"""One way to train, compiled: a row of a forecast."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from zerojax._audit.report import Report
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to train, compiled. Bytes are per GPU, times modelled seconds of one step.
+    """One way to train, compiled. Bytes are per GPU, times are modelled seconds of one step.
 
-    `formula` is parameters, optimizer state and gradients by the plan alone; `gradients`,
-    `activations` (with the gathered weights) and `peak` are the compiler's, at the moment when
-    most is in memory.
+    `formula` is parameters, optimizer state and gradients by the plan alone. `peak` is the
+    compiler's peak memory; `gradients` and `activations` (with the gathered weights) are parts of
+    it.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""`zerojax doctor`: what on this machine helps or hurts, each with its remedy."""
+"""`zerojax doctor`: checks of this machine, and a remedy for each that finds something."""
 
 import dataclasses
 import importlib.metadata
@@ -19,10 +19,10 @@ EXTRAS = {
     "safetensors": "weights in safetensors files",
     "tqdm": "progress bars of the examples",
 }
-# Flags that were good advice once, or elsewhere.
+# These flags were good advice once, or are good advice elsewhere.
 HURTFUL_FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler=false": "no collective hides behind compute",
-    "xla_disable_hlo_passes": "whatever those passes did is missing",
+    "xla_disable_hlo_passes": "the work of those passes is missing",
     "xla_gpu_enable_async_collectives=false": "every collective blocks",
     "xla_gpu_all_gather_combine_threshold_bytes": "steps set it by what a layer needs",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "steps set it by what a layer needs",
@@ -42,7 +42,7 @@ OFF = ("", "0", "false", "False")
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """`status` is "ok", "note" (nothing wrong), "warn" (slower or riskier) or "fail"."""
+    """A finding. `status` is "ok", "note" (nothing wrong), "warn" (slower, riskier) or "fail"."""
 
     name: str
     status: str
@@ -50,13 +50,13 @@ class Check:
 
 
 def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
-    """All checks, in the order in which to read them."""
+    """Runs all checks, in the order in which to read them."""
     return [
         *_versions(),
         *_devices(),
         *_flags(environ),
-        *_memory(environ),
-        *_processes(environ),
+        Check("memory", *_memory(environ)),
+        Check("processes", *_processes(environ)),
         *_extras(),
     ]
 
@@ -69,11 +69,8 @@ def _versions() -> Iterator[Check]:
     if jax.__version_info__ < OLDEST_JAX:
         yield Check("jax", "fail", f"{jax.__version__} is too old. Run: pip install -U jax")
     if found["jax"].split(".")[:3] != found["jaxlib"].split(".")[:3]:
-        yield Check(
-            "jaxlib",
-            "fail",
-            f"{found['jaxlib']} is not jax's. Run: pip install -U jax jaxlib",
-        )
+        told = f"{found['jaxlib']} is not jax's. Run: pip install -U jax jaxlib"
+        yield Check("jaxlib", "fail", told)
 
 
 def _devices() -> Iterator[Check]:
@@ -107,36 +104,24 @@ def _flags(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("flags", "ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
 
 
-def _memory(environ: Mapping[str, str]) -> Iterator[Check]:
+def _memory(environ: Mapping[str, str]) -> tuple[str, str]:
     # The first is the newer name; JAX takes either, not both.
     names = [name for name in MEMORY_FRACTION if name in environ]
-    fraction = environ[names[0]] if names else None
-    grows = environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false"
     if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        yield Check(
-            "memory", "warn", "the platform allocator is slow. Unset XLA_PYTHON_CLIENT_ALLOCATOR."
-        )
-    elif grows:
-        yield Check(
-            "memory",
-            "warn",
-            "is taken as needed, which fragments. Unset XLA_PYTHON_CLIENT_PREALLOCATE.",
-        )
-    elif fraction is None:
-        yield Check(
-            "memory",
-            "note",
+        return "warn", "the platform allocator is slow. Unset XLA_PYTHON_CLIENT_ALLOCATOR."
+    if environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false":
+        taken = "JAX takes it as needed, which fragments"
+        return "warn", f"{taken}. Unset XLA_PYTHON_CLIENT_PREALLOCATE."
+    if not names:
+        return "note", (
             "JAX takes 75% of each GPU. Forecasts count on 92%: set XLA_CLIENT_MEM_FRACTION=0.92 "
-            "where nothing else uses the GPU.",
+            "where nothing else uses the GPU."
         )
-    elif (share := _number(fraction)) is None or share <= 0:
-        yield Check(
-            "memory",
-            "fail",
-            f"{names[0]}={fraction!r} is no share of a GPU. Set it to 0.92, say.",
-        )
-    else:
-        yield Check("memory", "ok", f"JAX takes {share:.0%} of each GPU")
+    share = _number(environ[names[0]])
+    if share is None or share <= 0:
+        found = f"{names[0]}={environ[names[0]]!r}"
+        return "fail", f"{found} is no share of a GPU. Set it to 0.92, say."
+    return "ok", f"JAX takes {share:.0%} of each GPU"
 
 
 def _number(text: str) -> float | None:
@@ -146,29 +131,21 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
+def _processes(environ: Mapping[str, str]) -> tuple[str, str]:
     address = environ.get("JAX_COORDINATOR_ADDRESS", "")
     if not address:
-        yield Check("processes", "ok", "one; JAX_COORDINATOR_ADDRESS is not set")
-        return
+        return "ok", "one; JAX_COORDINATOR_ADDRESS is not set"
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) >= 2**16:
-        yield Check(
-            "processes",
-            "fail",
-            f"JAX_COORDINATOR_ADDRESS={address!r} is not host:port",
-        )
-        return
+        return "fail", f"JAX_COORDINATOR_ADDRESS={address!r} is not host:port"
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-        yield Check("processes", "ok", f"the coordinator {address} answers")
     except OSError as error:
-        yield Check(
-            "processes",
-            "warn",
+        return "warn", (
             f"the coordinator {address} does not answer ({error}). It does once process 0 runs; if "
-            "that one does, open the port.",
+            "that one does, open the port."
         )
+    return "ok", f"the coordinator {address} answers"
 
 
 def _extras() -> Iterator[Check]:

@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._audit import audit as _audit
 from zerojax._audit.report import Report
-from zerojax._forecast import plot as _plot
 from zerojax._forecast.case import Case
 from zerojax._forecast.mfu import needed_flops
+from zerojax._forecast.result import Forecast
 from zerojax._hlo import gpus as _gpus
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._plan import planner as _planner
@@ -29,107 +31,23 @@ from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
 from zerojax._step.step import Step, train_step
-from zerojax._text import html_table, human_bytes, human_time, text_table
+from zerojax._types import PyTree
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Forecast:
-    """Made by `zerojax.forecast`; print or `plot` it. `best` is the fastest that fits, or None."""
-
-    gpus: str
-    gpu: Gpu
-    cases: tuple[Case, ...]
-
-    @property
-    def best(self) -> Case | None:
-        return min(
-            (case for case in self.cases if case.fits), key=lambda c: c.step_seconds, default=None
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        cases = [
-            {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "report"}
-            | {"wire_bytes": case.wire_bytes}
-            for case in self.cases
-        ]
-        best = None if self.best is None else self.cases.index(self.best)
-        return {
-            "gpus": self.gpus,
-            "usable_bytes": self.gpu.usable,
-            "cases": cases,
-            "best": best,
-        }
-
-    def plot(self, path: str | None = None) -> Any:
-        """Memory and step time of each case, as a matplotlib figure; saved to `path`."""
-        return _plot.plot(self.cases, self.gpu.usable, self.gpus, path)
-
-    def __str__(self) -> str:
-        right = frozenset({0, 1, *range(3, 9), *range(10, 17)})
-        return "\n".join([self._title(), text_table(self._rows(), right), self._advice()])
-
-    def _repr_html_(self) -> str:
-        return html_table([self._title()], self._rows(), below=[self._advice()])
-
-    def _title(self) -> str:
-        usable = human_bytes(self.gpu.usable)
-        return (
-            f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
-            "times modelled; grads and activations when fullest; MFU of the peak in 16 bits"
-        )
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        header = (
-            "stage",
-            "accumulate",
-            "remat",
-            "params",
-            "optimizer",
-            "grads",
-            "activations",
-            "formula",
-            "peak",
-            "fits",
-            "spare",
-            "sent, host",
-            "sent, network",
-            "step",
-            "exposed",
-            "tokens/s",
-            "MFU",
-        )
-        return [header, *(_row(case) for case in self.cases)]
-
-    __repr__ = __str__
-
-    def _advice(self) -> str:
-        best = self.best
-        if best is None:
-            least = min(self.cases, key=lambda case: case.peak)
-            return (
-                f"Nothing fits. The least is {human_bytes(least.peak)} at stage {least.stage}: use "
-                "more GPUs, more microbatches (accumulate), or more rematerialization."
-            )
-        how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
-        remat = f", remat {best.variant!r}" if best.variant else ""
-        return (
-            f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
-            f"{human_bytes(best.spare)} to spare."
-        )
+Loss = Callable[..., PyTree]
 
 
 def forecast(
-    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | Step,
-    make_state: Callable[[], Any],
-    batch: Any,
+    loss_fn: Loss | Mapping[str, Loss] | Step,
+    make_state: Callable[[], PyTree],
+    batch: PyTree,
     *,
     gpus: str,
     stages: Sequence[int] | int = (0, 1, 2, 3),
     accumulate: Sequence[int] | int = 1,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
-    tx: Any = None,
-    rng: Any = None,
+    tx: optax.GradientTransformation | None = None,
+    rng: PyTree = None,
     tokens: int | None = None,
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
@@ -137,8 +55,8 @@ def forecast(
     """Compiles a training step for GPUs that are not there, at each stage, and tells what it costs.
 
     Arguments:
-        loss_fn: as for `zerojax.train_step`, or a dict of several: a model with and without
-            `jax.checkpoint`, say. Or a step of `zerojax.train_step`, with all that it was made of.
+        loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
+            `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of.
         make_state: a function without arguments that makes the state, or the state's shapes.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         gpus: such as "64xH100".
@@ -161,18 +79,8 @@ def forecast(
         >>> [(case.parameters + case.optimizer) >> 20 for case in forecast.cases]  # MiB of a GPU
         [96, 12]
     """
-    count, gpu = _gpus.parse_count(gpus)
-    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
-    if not jax.tree.leaves(batch):
-        raise ValueError("the batch has no arrays. Pass the global batch of one step.")
-    _refusals.check_arrays(batch, "batch")
-    if not any(map(np.ndim, jax.tree.leaves(batch))):
-        raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
-    if rates is not None:
-        if not isinstance(rates, Rates):
-            raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
-        gpu = dataclasses.replace(gpu, given_rates=rates)
+    gpu = _gpu(gpus, rates)
+    _check_batch(batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     options: dict[str, Any] = {}
     if isinstance(loss_fn, Step):
@@ -182,131 +90,153 @@ def forecast(
         accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
         names = ("regather", "prefetch", "batch_specs")
         options = {name: getattr(recipe.options, name) for name in names}
-    stages = [stages] if isinstance(stages, int) else stages
+    choices = _choices(losses, stages, accumulate)
+    mesh = aot.mesh(gpus, per_host=per_host)
+    options |= {"tx": tx, "mutable": mutable}
+    work = _Workload(make_state, batch, rng, tokens, gpu, mesh, per_host, precision, options)
+    cases = [
+        work.case(variant, loss, stage, each)
+        for (variant, loss), stage, each in progress(
+            choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
+        )
+    ]
+    return Forecast(gpus, gpu, tuple(cases))
+
+
+def _check_batch(batch: PyTree, tokens: int | None) -> None:
+    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
+    if not jax.tree.leaves(batch):
+        raise ValueError("the batch has no arrays. Pass the global batch of one step.")
+    _refusals.check_arrays(batch, "batch")
+    if not any(map(np.ndim, jax.tree.leaves(batch))):
+        raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
+
+
+def _gpu(gpus: str, rates: object) -> Gpu:
+    _, gpu = _gpus.parse_count(gpus)
+    if rates is None:
+        return gpu
+    if not isinstance(rates, Rates):
+        raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
+    return dataclasses.replace(gpu, given_rates=rates)
+
+
+def _choices(
+    losses: Mapping[str, Loss], stages: Sequence[int] | int, accumulate: Sequence[int] | int
+) -> list[tuple[tuple[str, Loss], int, int]]:
+    """Returns all combinations, each once: nothing compiles twice."""
+    stages = [stages] if isinstance(stages, int) else list(stages)
     microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
-    each_once = dict.fromkeys(stages), dict.fromkeys(microbatches)  # nothing compiles twice
+    each_once = dict.fromkeys(stages), dict.fromkeys(microbatches)
     choices = list(itertools.product(losses.items(), *each_once))
     if not choices:
         raise ValueError(
-            f"nothing to try: stages={list(stages)}, accumulate={microbatches}, "
-            f"{len(losses)} losses. Name at least one of each."
+            f"nothing to try: stages={stages}, accumulate={microbatches}, {len(losses)} losses. "
+            "Name at least one of each."
         )
-    mesh = aot.mesh(gpus, per_host=per_host)
-    cases = []
-    for (variant, loss), stage, each in progress(
-        choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
-    ):
-        plan = _planner.plan(make_state, stage=stage, mesh=mesh, precision=precision, tx=tx)
-        step = train_step(loss, accumulate=each, mutable=mutable, plan=plan, tx=tx, **options)
-        shapes = aot.batch(batch, plan, batch_specs=options.get("batch_specs"))
-        key = aot.batch(rng, plan)
+    return choices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Workload:
+    """The part of a training step that all cases share."""
+
+    make_state: Callable[[], PyTree]
+    batch: PyTree
+    rng: PyTree
+    tokens: int | None
+    gpu: Gpu
+    mesh: Mesh
+    per_host: int
+    precision: Precision | None
+    options: dict[str, Any]  # of `train_step`
+
+    def case(self, variant: str, loss: Loss, stage: int, accumulate: int) -> Case:
+        """Compiles the step at a stage, and describes what it costs."""
+        tx, mutable = self.options["tx"], self.options["mutable"]
+        plan = _planner.plan(
+            self.make_state, stage=stage, mesh=self.mesh, precision=self.precision, tx=tx
+        )
+        step = train_step(loss, accumulate=accumulate, plan=plan, **self.options)
+        batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
         started = time.perf_counter()
         report = _audit.audit(
             step,
             plan.abstract(),
-            shapes,
-            key,
+            batch,
+            aot.batch(self.rng, plan),
             plan=plan,
-            gpu=gpu,
-            per_host=per_host,
-            accumulate=each,
+            gpu=self.gpu,
+            per_host=self.per_host,
+            accumulate=accumulate,
         )
         seconds = time.perf_counter() - started
-        flops = needed_flops(loss, plan, batch, rng, mutable) / count
-        cases.append(_case(report, plan, each, variant, batch, tokens, flops, seconds))
-    return Forecast(gpus, gpu, tuple(cases))
+        flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / self.mesh.size
+        return self._described(variant, plan, report, flops, seconds)
 
-
-def _case(
-    report: Report,
-    plan: Plan,
-    accumulate: int,
-    variant: str,
-    batch: Any,
-    tokens: int | None,
-    flops: float,
-    seconds: float,
-) -> Case:
-    memory, gpu, replay = report.memory, report.gpu, report.replay
-    assert gpu is not None
-    network = sum(t.total_bytes for t in report.traffic if t.on_host < t.group)
-    leaves = jax.tree.leaves(batch)
-    count = _tokens(leaves) if tokens is None else tokens
-    return Case(
-        stage=plan.stage,
-        accumulate=accumulate,
-        variant=variant,
-        parameters=memory.parameters,
-        optimizer=memory.optimizer,
-        gradients=memory.gradients,
-        activations=memory.activations + memory.gathered,
-        formula=_formula(plan),
-        peak=memory.peak,
-        fits=memory.peak <= gpu.usable,
-        spare=gpu.usable - memory.peak,
-        link_bytes=report.wire_bytes - network,
-        network_bytes=network,
-        compute_seconds=replay.compute,
-        exposed_seconds=replay.exposed,
-        step_seconds=replay.step,
-        examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
-        tokens_per_second=None if count is None else count / replay.step,
-        mfu=flops / (replay.step * gpu.flops),
-        compile_seconds=seconds,
-        report=report,
-    )
+    def _described(
+        self, variant: str, plan: Plan, report: Report, flops: float, seconds: float
+    ) -> Case:
+        memory, replay = report.memory, report.replay
+        network = sum(t.total_bytes for t in report.traffic if t.on_host < t.group)
+        leaves = jax.tree.leaves(self.batch)
+        tokens = _tokens(leaves) if self.tokens is None else self.tokens
+        return Case(
+            stage=plan.stage,
+            accumulate=report.accumulate,
+            variant=variant,
+            parameters=memory.parameters,
+            optimizer=memory.optimizer,
+            gradients=memory.gradients,
+            activations=memory.activations + memory.gathered,
+            formula=_formula(plan),
+            peak=memory.peak,
+            fits=memory.peak <= self.gpu.usable,
+            spare=self.gpu.usable - memory.peak,
+            link_bytes=report.wire_bytes - network,
+            network_bytes=network,
+            compute_seconds=replay.compute,
+            exposed_seconds=replay.exposed,
+            step_seconds=replay.step,
+            examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
+            tokens_per_second=None if tokens is None else tokens / replay.step,
+            mfu=flops / (replay.step * self.gpu.flops),
+            compile_seconds=seconds,
+            report=report,
+        )
 
 
 def _formula(plan: Plan) -> int:
-    """What lives between backward and update: the state, and gradients in parameters' dtypes."""
-    cut = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
+    """Counts the bytes alive between backward and update: the state, and gradients in the
+    parameters' dtypes."""
+    shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
     grads = (
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in zip(plan.leaves, cut, strict=True)
+        for leaf, sharding in zip(plan.leaves, shardings, strict=True)
         if leaf.kind == PARAMS
     )
     return sum(plan.bytes_per_device().values()) + sum(grads)
 
 
-def _tokens(leaves: list[Any]) -> int | None:
+def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:
+    """Counts the tokens of a batch: the elements of its first matrix of integers."""
     integers = (
         x.size for x in leaves if len(x.shape) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
     )
     return next(integers, None)
 
 
-def _row(case: Case) -> tuple[str, ...]:
-    tokens = case.tokens_per_second
-    return (
-        str(case.stage),
-        str(case.accumulate),
-        case.variant or "-",
-        *map(human_bytes, (case.parameters, case.optimizer, case.gradients, case.activations)),
-        human_bytes(case.formula),
-        human_bytes(case.peak),
-        "yes" if case.fits else "no",
-        human_bytes(case.spare),
-        human_bytes(case.link_bytes),
-        human_bytes(case.network_bytes),
-        human_time(case.step_seconds),
-        human_time(case.exposed_seconds),
-        "-" if tokens is None else f"{tokens:,.0f}",
-        f"{case.mfu:.1%}",
-    )
-
+# -- what is under way, for whoever watches
 
 T = TypeVar("T")
-
-
 PATIENCE = 1.0  # seconds that need no explanation
-
-
 WIPE = "\r\x1b[K"
 
 
 def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
-    """The items, each with a line that says what is done to it, how many there are, and how long
-    the rest may take."""
+    """Yields items; a line on the terminal says what is done to each, and how long the rest may
+    take."""
     started = time.monotonic()
     for number, item in enumerate(items, start=1):
         left = (time.monotonic() - started) / max(number - 1, 1) * (len(items) - number + 1)
@@ -317,7 +247,7 @@ def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
 
 @contextlib.contextmanager
 def working(doing: str) -> Iterator[None]:
-    """A line that counts the seconds of what is done inside, where it takes more than one."""
+    """Counts, in a line on the terminal, the seconds of work that takes more than one."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,10 +1,11 @@
-"""Model FLOP/s utilization: what a step must compute, over what the devices could."""
+"""Model FLOP/s utilization: the FLOPs that a step needs, over those that the devices could do."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from zerojax import _compat
 from zerojax._hlo import gpus as _gpus
@@ -14,18 +15,19 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._step.step import Step
+from zerojax._types import Device, PyTree
 
 
-def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:
-    """FLOPs that a step needs, over all devices: three times those of the forward's matmuls.
+def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> float:
+    """Counts the FLOPs that a step needs on all devices: three times those of forward's matmuls.
 
-    Counted from the loss as it is written, so what backward computes again does not count; with
-    frozen parameters, the gradients that are not made do. The
-    model FLOP/s utilization is `step_flops(...) / (seconds * peak_flops())`.
+    They are counted in the loss as it is written: what backward computes again does not count, but
+    gradients of frozen parameters do, although none are made. The model FLOP/s utilization is
+    `step_flops(...) / (seconds * peak_flops())`.
 
     Arguments:
         step: from `zerojax.train_step`.
-        state, batch, rng: what the step takes; the shapes are enough.
+        state, batch, rng: the step's arguments, or their shapes.
 
     Example:
         >>> state = zerojax.shard_train_state(({"w": jnp.ones((64, 16))}, ()), stage=3)
@@ -43,10 +45,10 @@ def step_flops(step: Step, state: Any, batch: Any, rng: Any = None) -> float:
     return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
 
 
-def peak_flops(devices: Sequence[Any] | None = None) -> float | None:
-    """Data-sheet FLOP/s of the devices together, dense and in 16 bits; by default, of all.
+def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
+    """Adds up the data-sheet FLOP/s of the devices, dense and in 16 bits; by default, of all.
 
-    None where one of them is no GPU that zerojax knows.
+    Returns None where one of them is no GPU that zerojax knows.
 
     Example:
         >>> print(zerojax.peak_flops())  # of emulated CPU devices
@@ -59,12 +61,14 @@ def peak_flops(devices: Sequence[Any] | None = None) -> float | None:
 
 
 def needed_flops(
-    loss_fn: Callable[..., Any], plan: Plan, batch: Any, rng: Any, mutable: Sequence[str]
+    loss_fn: Callable[..., PyTree], plan: Plan, batch: PyTree, rng: PyTree, mutable: Sequence[str]
 ) -> float:
-    """Of the whole batch: three times the forward's matmuls. What backward computes again is
-    work, but none that was needed."""
+    """Counts three times the FLOPs of forward's matmuls over the global batch.
 
-    def forward(state: Any, *args: Any) -> Any:
+    What backward computes again is work, but none that was needed.
+    """
+
+    def forward(state: PyTree, *args: PyTree) -> PyTree:
         return with_fields(loss_fn, state, mutable)(_state.get_params(state), *args)
 
     args = (batch,) if rng is None else (batch, rng)
@@ -74,29 +78,35 @@ def needed_flops(
 
 
 def matmul_flops(
-    function: Callable[..., Any], *args: Any, axis_env: Sequence[tuple[str, int]] = ()
+    function: Callable[..., PyTree], *args: PyTree, axis_env: Sequence[tuple[str, int]] = ()
 ) -> float:
-    """Of one call; a `while` counts once, of a `cond` the most expensive branch counts.
+    """Counts the matmul FLOPs of one call: a `while` once, and a `cond`'s most expensive branch.
 
     `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
     """
     return _count(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
 
 
-def _count(jaxpr: Any) -> float:
+def _count(jaxpr: Jaxpr) -> float:
     return sum(_equation(eqn) for eqn in jaxpr.eqns)
 
 
-def _equation(eqn: Any) -> float:
+def _equation(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        return 2.0 * eqn.outvars[0].aval.size * math.prod(left[d] for d in contracting)
+        left = _shape(eqn.invars[0])
+        return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(left[d] for d in contracting)
     if name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
-        return 2.0 * eqn.outvars[0].aval.size * kernel.size / kernel.shape[numbers.rhs_spec[0]]
+        kernel, numbers = _shape(eqn.invars[1]), eqn.params["dimension_numbers"]
+        products = math.prod(kernel) / kernel[numbers.rhs_spec[0]]  # for each element of the output
+        return 2.0 * math.prod(_shape(eqn.outvars[0])) * products
     inner = [_count(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
     if name == "cond":
         return max(inner, default=0.0)
     return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
+
+
+def _shape(atom: Var | Literal) -> tuple[int, ...]:
+    aval: Any = atom.aval  # JAX has no public name for those that have a shape
+    return aval.shape

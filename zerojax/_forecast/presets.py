@@ -1,39 +1,42 @@
-"""Models by size, the ZeRO paper's runs among them, to forecast without writing one."""
+"""GPTs by size, the ZeRO paper's runs among them, to forecast without writing a model."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
+from jax.typing import DTypeLike
+
+from zerojax._types import PyTree
 
 REMATS = ("none", "dots", "full")
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """Stacked decoder layers in a scan, fp32 parameters cast to `compute`."""
+class Gpt:
+    """A GPT: stacked layers in a scan, learned positions, tied embeddings, fp32 parameters cast to
+    `compute`."""
 
     layers: int
     hidden: int
     heads: int
     vocab: int = 50304
     tokens: int = 1024
-    compute: Any = jnp.bfloat16
+    compute: DTypeLike = jnp.bfloat16
 
     @property
     def n_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
 
-    def shapes(self) -> dict[str, Any]:
-        struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        return jax.tree.map(struct, self.dims(), is_leaf=lambda x: isinstance(x, tuple))
-
-    def dims(self) -> dict[str, Any]:
-        raise NotImplementedError
+    def shapes(self) -> PyTree:
+        return jax.tree.map(
+            lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32),
+            self.dims(),
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
     def make_state(self) -> TrainState:
         params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes())
@@ -42,10 +45,10 @@ class Decoder:
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
 
-    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., Any]]:
+    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., PyTree]]:
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
-    def loss(self, params: Any, tokens: jax.Array, remat: str = "full") -> jax.Array:
+    def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x, _ = jax.lax.scan(
             _rematted(self.layer, remat), self.embedded(params, tokens), params["blocks"]
@@ -54,20 +57,8 @@ class Decoder:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
 
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        raise NotImplementedError
-
-
-class Gpt(Decoder):
-    """Learned positions, tied embeddings."""
-
-    def dims(self) -> dict[str, Any]:
+    def dims(self) -> PyTree:
+        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
         n, d = self.layers, self.hidden
         blocks = {
             "norm1": (n, d),
@@ -79,13 +70,13 @@ class Gpt(Decoder):
         }
         return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens] + params["pos"]
 
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
         return _norm(x, params["norm"]) @ params["embed"].T
 
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
         rows, tokens, dim = x.shape
         qkv = (_norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, 3, self.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
@@ -94,51 +85,7 @@ class Gpt(Decoder):
         return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
 
 
-@dataclasses.dataclass(frozen=True)
-class Llama(Decoder):
-    """Rotary positions, grouped-query attention, SwiGLU, its own head."""
-
-    kv_heads: int = 8
-    inner: int = 14336
-
-    def dims(self) -> dict[str, Any]:
-        n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
-        blocks = {
-            "norm1": (n, d),
-            "q": (n, d, d),
-            "k": (n, d, kv),
-            "v": (n, d, kv),
-            "proj": (n, d, d),
-            "norm2": (n, d),
-            "gate": (n, d, self.inner),
-            "up": (n, d, self.inner),
-            "down": (n, self.inner, d),
-        }
-        head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
-        return {**head, "blocks": blocks}
-
-    def embedded(self, params: Any, tokens: jax.Array) -> jax.Array:
-        return params["embed"][tokens]
-
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, params["norm"]) @ params["head"]
-
-    def layer(self, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        rows, tokens, dim = x.shape
-        h = _rms_norm(x, p["norm1"])
-        q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
-        attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
-        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
-        h = _rms_norm(x, p["norm2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
-
-
-LLAMAS = {
-    "llama-8b": Llama(32, 4096, 32, vocab=128256),
-    "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
-    "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
-}
-GPTS = {
+PRESETS = {
     "124m": Gpt(12, 768, 12),
     "350m": Gpt(24, 1024, 16),
     # The paper's runs without model parallelism, and its baselines.
@@ -167,10 +114,8 @@ GPTS = {
 }
 
 
-PRESETS: dict[str, Decoder] = {**GPTS, **LLAMAS}
-
-
-def preset(name: str) -> Decoder:
+def preset(name: str) -> Gpt:
+    """Looks a model up by its size, in any case."""
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
@@ -178,7 +123,7 @@ def preset(name: str) -> Decoder:
     return PRESETS[name.lower()]
 
 
-def _rematted(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
     if remat == "none":
         return layer
     if remat == "dots":
@@ -193,19 +138,3 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
-
-
-def _rotated(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of (rows, tokens, heads, features)."""
-    tokens, features = x.shape[1], x.shape[3]
-    rates = 500000.0 ** (-jnp.arange(0, features, 2) / features)
-    angles = jnp.arange(tokens)[:, None, None] * rates
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -1,7 +1,7 @@
-"""How long one instruction of a GPU program takes: the larger of its arithmetic and its memory.
+"""The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
 
-Matmul FLOPs against the reachable FLOP/s, bytes touched against the reachable bytes/s. A slice of
-a stacked buffer costs the slice, an update in place the update.
+Arithmetic is matmul FLOPs over the reachable FLOP/s, memory is bytes touched over the reachable
+bytes/s. A slice of a stacked buffer costs the slice, an update in place costs the update.
 """
 
 import collections
@@ -28,7 +28,7 @@ _SEE_THROUGH = ("bitcast", "copy", "convert")
 
 
 class CostModel:
-    """Costs of the instructions of one module; `rates` says on which GPU."""
+    """The costs of one module's instructions on a GPU of these `rates`."""
 
     def __init__(self, module: Module, rates: Rates) -> None:
         self.module, self.rates = module, rates
@@ -43,7 +43,7 @@ class CostModel:
     # -- arithmetic
 
     def flops(self, computation: str, instruction: Instruction) -> float:
-        """Of the matmuls it runs, in fusions and called computations too."""
+        """Counts the FLOPs of its matmuls, those in fusions and called computations included."""
         if instruction.opcode == "dot":
             return self._dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
         if instruction.opcode == "custom-call" and re.search(
@@ -67,9 +67,9 @@ class CostModel:
         return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
 
     def _convolution_flops(self, computation: str, convolution: Instruction) -> float:
-        """Two for each output element and kernel element that reaches it.
+        """Counts two FLOPs for each pair of an output element and a kernel element that meet.
 
-        Backward's convolutions have forward's output, or its kernel, in other places.
+        A convolution of backward takes forward's output as an operand or returns its kernel.
         """
         instructions = self.module.computations[computation]
         first, second = (instructions[o].arrays[0] for o in convolution.operands[:2])
@@ -83,7 +83,7 @@ class CostModel:
         return 2 * output.size * kernel.size / max(features, 1)
 
     def matmul_dtypes(self, computation: str, instruction: Instruction) -> dict[str, float]:
-        """FLOPs by the operands' dtype."""
+        """Counts FLOPs by the dtype of the operands."""
         found: dict[str, float] = collections.defaultdict(float)
         if instruction.opcode in ("dot", "custom-call", "convolution"):
             if flops := self.flops(computation, instruction):
@@ -99,7 +99,7 @@ class CostModel:
     # -- memory
 
     def touched(self, computation: str, instruction: Instruction) -> float:
-        """Bytes read and written."""
+        """Counts the bytes read and written."""
         opcode = instruction.opcode
         if instruction.fuses:
             reads, writes = self.fusion_bytes(instruction.called[0])
@@ -115,7 +115,7 @@ class CostModel:
         return sum(operands) + instruction.nbytes
 
     def _fusion_bytes(self, name: str) -> tuple[float, float]:
-        """Read and written by a fused computation: only the parts of buffers that it needs."""
+        """Counts bytes (read, written) by a fused computation: the parts of buffers it needs."""
         instructions = self.module.computations[name]
         seen_through: dict[str, str] = {}  # a bitcast of a parameter stays that parameter
         users: dict[str, list[tuple[int, Instruction]]] = collections.defaultdict(list)
@@ -129,35 +129,32 @@ class CostModel:
                     users[origin].append((at, instruction))
         parameters = [i for i in instructions.values() if i.opcode == "parameter"]
         reads = sum(_read(p.nbytes, users[p.name]) for p in parameters)
-        return reads, self._written(name)
-
-    def _written(self, name: str) -> float:
-        root, instructions = self.module.root(name), self.module.computations[name]
-        outputs = root.operands if root.opcode == "tuple" else [root.name]
-        return sum(self._written_by(instructions, instructions[o]) for o in outputs)
-
-    def _written_by(self, instructions: dict[str, Instruction], output: Instruction) -> float:
-        """An update in place writes the update, whatever casts stand around it."""
-        inner = output
-        while inner.opcode in _SEE_THROUGH and inner.operands:
-            inner = instructions[inner.operands[0]]
-            if inner.opcode not in ("dynamic-update-slice", "bitcast"):
-                break
-        if inner.opcode == "dynamic-update-slice":
-            return instructions[inner.operands[1]].nbytes
-        return output.nbytes
+        writes = sum(_written_by(instructions, output) for output in self.module.results(name))
+        return reads, writes
 
 
-def _read(whole: float, users: list[tuple[int, Instruction]]) -> float:
-    """How much of a fusion's parameter its users read."""
+def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:
+    """Counts the update alone where the output, under casts, is updated in place."""
+    inner = output
+    while inner.opcode in _SEE_THROUGH and inner.operands:
+        inner = instructions[inner.operands[0]]
+        if inner.opcode not in ("dynamic-update-slice", "bitcast"):
+            break
+    if inner.opcode == "dynamic-update-slice":
+        return instructions[inner.operands[1]].nbytes
+    return output.nbytes
+
+
+def _read(nbytes: float, users: list[tuple[int, Instruction]]) -> float:
+    """Counts the bytes that users read of a fusion's parameter of `nbytes`."""
     total = 0.0
     for at, user in users:
         if user.opcode in ("dynamic-slice", "gather") and at == 0:
             total += user.nbytes
         elif user.opcode == "dynamic-update-slice" and at == 0:
             continue
-        elif user.opcode in ("dynamic-slice", "dynamic-update-slice") and whole <= 8:
+        elif user.opcode in ("dynamic-slice", "dynamic-update-slice") and nbytes <= 8:
             continue  # an index
         else:
-            return whole
-    return min(whole, total)
+            return nbytes
+    return min(nbytes, total)

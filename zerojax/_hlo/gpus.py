@@ -1,4 +1,4 @@
-"""Facts about GPUs: what they hold, how fast they are, what XLA must know to compile for them."""
+"""Facts about GPUs: their memory, their speed, and what XLA must know to compile for them."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import re
 # TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink.
 REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 
-# The CUDA context, NCCL's buffers and fragments take the rest.
+# The CUDA context, NCCL's buffers and fragmentation take the rest.
 USABLE_MEMORY = 0.92
 
 MOST_GPUS = 100_000
@@ -15,7 +15,7 @@ MOST_GPUS = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a replayed program is charged: FLOP/s, and bytes/s for each device.
+    """The speeds that a replayed program is charged: FLOP/s, and bytes/s for each device.
 
     Example:
         >>> slow_network = zerojax.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
@@ -30,21 +30,14 @@ class Rates:
     latency: float = 8e-6  # to start one collective
 
     def bandwidth(self, group: int, on_host: int) -> float:
-        """Of a collective over `group` devices, `on_host` of them on each host."""
+        """Returns the bytes/s of a collective over `group` devices, `on_host` of them per host."""
         return self.link if on_host == group else min(self.link, self.network * on_host)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """Data-sheet facts. Rates are bytes/s in one direction, FLOP/s dense in 16 bits."""
+class Chip:
+    """The part of a GPU's description that XLA alone reads."""
 
-    name: str
-    device_kind: str  # what a real one tells JAX
-    memory: int
-    memory_rate: float
-    flops: float
-    link_rate: float
-    network_rate: float
     capability: tuple[int, int]
     cores: int
     clock_ghz: float
@@ -52,7 +45,21 @@ class Gpu:
     shared_per_core: int
     threads_per_core: int = 2048
     fpus_per_core: int = 128
-    given_rates: Rates | None = None  # in place of those from the data sheet
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Data-sheet facts. Rates are bytes/s in one direction, FLOP/s dense in 16 bits."""
+
+    name: str
+    device_kind: str  # as a real one reports itself to JAX
+    memory: int
+    memory_rate: float
+    flops: float
+    link_rate: float
+    network_rate: float
+    chip: Chip
+    given_rates: Rates | None = None  # replace those derived from the data sheet
 
     @property
     def usable(self) -> int:
@@ -60,7 +67,7 @@ class Gpu:
 
     @property
     def rates(self) -> Rates:
-        """What programs reach of the data sheet."""
+        """What programs reach of the data sheet's rates."""
         return self.given_rates or Rates(
             self.flops * REACHED_FLOPS,
             self.memory_rate * REACHED_MEMORY,
@@ -69,25 +76,26 @@ class Gpu:
         )
 
     def target_config(self) -> str:
-        """The text proto from which XLA compiles without such a GPU at hand."""
-        major, minor = self.capability
+        """Returns the text proto from which XLA compiles without such a GPU at hand."""
+        chip = self.chip
+        major, minor = chip.capability
         minor_text = f" minor: {minor}" if minor else ""
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared_per_core}
-  threads_per_core_limit: {self.threads_per_core}
-  core_count: {self.cores}
-  fpus_per_core: {self.fpus_per_core}
+  shared_memory_per_core: {chip.shared_per_core}
+  threads_per_core_limit: {chip.threads_per_core}
+  core_count: {chip.cores}
+  fpus_per_core: {chip.fpus_per_core}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {int(self.memory_rate)}
-  l2_cache_size: {self.l2}
-  clock_rate_ghz: {self.clock_ghz}
+  l2_cache_size: {chip.l2}
+  clock_rate_ghz: {chip.clock_ghz}
   device_memory_size: {self.memory}
-  shared_memory_per_block_optin: {self.shared_per_core - 1024}
+  shared_memory_per_block_optin: {chip.shared_per_core - 1024}
   cuda_compute_capability {{ major: {major}{minor_text} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
@@ -99,135 +107,29 @@ device_description_str: "{self.device_kind}"
 """
 
 
-MB, TB = 2**20, 1e12
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            "T4",
-            "Tesla T4",
-            15_843_721_216,
-            0.32 * TB,
-            65e12,
-            16e9,
-            12.5e9,
-            (7, 5),
-            40,
-            1.59,
-            4 * MB,
-            65536,
-            threads_per_core=1024,
-            fpus_per_core=64,
-        ),
-        Gpu(
-            "L4",
-            "NVIDIA L4",
-            23_659_151_360,
-            0.3 * TB,
-            121e12,
-            32e9,
-            12.5e9,
-            (8, 9),
-            58,
-            2.04,
-            48 * MB,
-            102400,
-            threads_per_core=1536,
-        ),
-        Gpu(
-            "L40S",
-            "NVIDIA L40S",
-            47_576_711_168,
-            0.864 * TB,
-            362e12,
-            32e9,
-            25e9,
-            (8, 9),
-            142,
-            2.52,
-            96 * MB,
-            102400,
-            threads_per_core=1536,
-        ),
-        Gpu(
-            "A100-40GB",
-            "NVIDIA A100-SXM4-40GB",
-            42_298_834_944,
-            1.555 * TB,
-            312e12,
-            300e9,
-            25e9,
-            (8, 0),
-            108,
-            1.41,
-            40 * MB,
-            167936,
-            fpus_per_core=64,
-        ),
-        Gpu(
-            "A100-80GB",
-            "NVIDIA A100-SXM4-80GB",
-            85_094_825_984,
-            2.039 * TB,
-            312e12,
-            300e9,
-            25e9,
-            (8, 0),
-            108,
-            1.41,
-            40 * MB,
-            167936,
-            fpus_per_core=64,
-        ),
-        Gpu(
-            "H100",
-            "NVIDIA H100 80GB HBM3",
-            84_978_434_048,
-            3.352 * TB,
-            989e12,
-            450e9,
-            50e9,
-            (9, 0),
-            132,
-            1.98,
-            50 * MB,
-            233472,
-        ),
-        Gpu(
-            "H200",
-            "NVIDIA H200",
-            150_110_011_392,
-            4.8 * TB,
-            989e12,
-            450e9,
-            50e9,
-            (9, 0),
-            132,
-            1.98,
-            50 * MB,
-            233472,
-        ),
-        Gpu(
-            "B200",
-            "NVIDIA B200",
-            191_512_969_216,
-            8.0 * TB,
-            2250e12,
-            900e9,
-            50e9,
-            (10, 0),
-            148,
-            1.965,
-            126 * MB,
-            233472,
-        ),
-    )
-}
+MB = 2**20
+_T4 = Chip((7, 5), 40, 1.59, 4 * MB, 65536, threads_per_core=1024, fpus_per_core=64)
+_L4 = Chip((8, 9), 58, 2.04, 48 * MB, 102400, threads_per_core=1536)
+_L40S = Chip((8, 9), 142, 2.52, 96 * MB, 102400, threads_per_core=1536)
+_A100 = Chip((8, 0), 108, 1.41, 40 * MB, 167936, fpus_per_core=64)
+_H100 = Chip((9, 0), 132, 1.98, 50 * MB, 233472)
+_B200 = Chip((10, 0), 148, 1.965, 126 * MB, 233472)
+_KNOWN = (
+    Gpu("T4", "Tesla T4", 15_843_721_216, 0.32e12, 65e12, 16e9, 12.5e9, _T4),
+    Gpu("L4", "NVIDIA L4", 23_659_151_360, 0.3e12, 121e12, 32e9, 12.5e9, _L4),
+    Gpu("L40S", "NVIDIA L40S", 47_576_711_168, 0.864e12, 362e12, 32e9, 25e9, _L40S),
+    Gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1.555e12, 312e12, 3e11, 25e9, _A100),
+    Gpu("A100-80GB", "NVIDIA A100-SXM4-80GB", 85_094_825_984, 2.039e12, 312e12, 3e11, 25e9, _A100),
+    Gpu("H100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 3.352e12, 989e12, 450e9, 50e9, _H100),
+    Gpu("H200", "NVIDIA H200", 150_110_011_392, 4.8e12, 989e12, 450e9, 50e9, _H100),
+    Gpu("B200", "NVIDIA B200", 191_512_969_216, 8.0e12, 2250e12, 900e9, 50e9, _B200),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
 ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200"}
 
 
 def named(name: str) -> Gpu:
-    """The GPU that a user names, in any case."""
+    """Returns the GPU that a user names, in any case."""
     known = {key.upper(): gpu for key, gpu in GPUS.items()}
     known |= {alias.upper(): GPUS[key] for alias, key in ALIASES.items()}
     if name.upper() not in known:
@@ -236,12 +138,12 @@ def named(name: str) -> Gpu:
 
 
 def of_device_kind(kind: str) -> Gpu | None:
-    """The GPU that a JAX device says it is."""
+    """Returns the GPU that a JAX device reports itself to be; None for an unknown one."""
     return next((gpu for gpu in GPUS.values() if gpu.device_kind == kind), None)
 
 
 def parse_count(text: str) -> tuple[int, Gpu]:
-    """'64xH100' -> (64, the H100)."""
+    """Parses '64xH100' into (64, the H100)."""
     found = isinstance(text, str) and re.fullmatch(r"\s*(\d{1,99})\s*[xX*]\s*([\w\-. ]+?)\s*", text)
     if not found or int(found[1]) == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, in the three notations that XLA has for it."""
+"""The devices of a collective, read from XLA's three notations of `replica_groups`."""
 
 import dataclasses
 import itertools
@@ -10,18 +10,18 @@ from zerojax._hlo.module import Instruction
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The devices that take part in one collective, those of the first of its groups."""
+    """The first of the groups of devices between which a collective runs."""
 
     members: tuple[int, ...]
     axes: tuple[str, ...] | None = None  # of the mesh, where the module names them
 
     def on_host(self, per_host: int) -> int:
-        """How many members share the first one's host."""
+        """Counts the members that share the first member's host."""
         return sum(m // per_host == self.members[0] // per_host for m in self.members)
 
 
 def group_of(instruction: Instruction, devices: int) -> Group:
-    """Reads all three notations of `replica_groups`, and the pairs of permutations."""
+    """Reads the group of a collective; without `replica_groups` it spans all `devices`."""
     text = instruction.attributes
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
         return _mesh_group(found[1], found[2])
@@ -37,7 +37,7 @@ def group_of(instruction: Instruction, devices: int) -> Group:
 
 
 def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """The devices that exchange with the first one, directly or through others."""
+    """Returns the devices that exchange with the first one, directly or through others."""
     links = [{int(a), int(b)} for a, b in pairs]
     members = set(links[0]) if links else {0}
     while grown := [link for link in links if link & members and not link <= members]:
@@ -46,6 +46,7 @@ def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
 
 
 def _mesh_group(sizes: str, used: str) -> Group:
+    """Returns the first device's group over the mesh axes in `used`."""
     mesh = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)]
     axes = tuple(re.findall(r"'([^']+)'", used))
     members, stride = [0], 1
@@ -57,7 +58,7 @@ def _mesh_group(sizes: str, used: str) -> Group:
 
 
 def _iota(shape: list[int], order: list[int] | range) -> list[int]:
-    """0, 1, 2, ... in an array of `shape`, transposed, flattened."""
+    """Returns 0, 1, 2, ... as an array of `shape`, transposed by `order` and flattened."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     indices = itertools.product(*(range(shape[axis]) for axis in order))
     return [sum(i * strides[a] for i, a in zip(index, order, strict=True)) for index in indices]

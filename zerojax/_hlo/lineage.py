@@ -1,17 +1,18 @@
-"""Which parameter a value of a module comes from, and which output a gradient ends up in.
+"""Carries labels through a module: from parameters to values, from gradients to outputs.
 
-Labels travel forward through the module, through tuples, loops and fusions. A weight keeps its
-label while it is only moved (sliced, cast, gathered); a gradient keeps its own through arithmetic
-between arrays of one size, which is what optimizers do with it.
+Labels run forward through tuples, loops and fusions. A weight keeps its label while it is only
+moved (sliced, cast, gathered). A gradient keeps its label through arithmetic between arrays of one
+size as well, which is what optimizers do with it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, Never, TypeVar
 
-from zerojax._hlo.module import Instruction, Module, arrays_of, top_level_types
+from zerojax._hlo.module import Instruction, Module
 
-Labels = frozenset[Any]  # of anything that can be told apart
-NONE: Labels = frozenset()
+L = TypeVar("L")  # a label: a parameter's number, say
+Labels = frozenset[L]
+NONE: frozenset[Never] = frozenset()
 _MOVES = {
     "bitcast",
     "copy",
@@ -30,35 +31,39 @@ _MOVES = {
     "reverse",
     "custom-call",
 }
-MOST_PASSES = 8  # of one loop, until its labels settle
+MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 
 
-class Lineage:
-    """Runs labels through a module. `values` has, for each instruction, one set an array."""
+class Lineage(Generic[L]):
+    """The labels of a module's values.
+
+    `inputs` labels the entry's parameters, `born` the results of instructions. `values` has a set
+    of labels for each array of each instruction, `outputs` for each array that the module returns.
+    """
 
     def __init__(
         self,
         module: Module,
-        inputs: list[Labels],
-        born: Callable[[Instruction], list[Labels]] = lambda _: [],
+        inputs: list[Labels[L]],
+        born: Callable[[Instruction], list[Labels[L]]] = lambda _: [],
         arithmetic: bool = False,
     ) -> None:
         self.module, self.born, self.arithmetic = module, born, arithmetic
-        self.values: dict[tuple[str, str], list[Labels]] = {}
+        self.values: dict[tuple[str, str], list[Labels[L]]] = {}
         given = [
             [labels] * len(p.arrays) for p, labels in zip(module.parameters, inputs, strict=True)
         ]
         self.outputs = self._run(module.entry, given)
 
-    def _run(self, name: str, given: list[list[Labels]]) -> list[Labels]:
+    def _run(self, name: str, given: list[list[Labels[L]]]) -> list[Labels[L]]:
         instructions = self.module.computations[name]
-        found: dict[str, list[Labels]] = {}
-        root: list[Labels] = []
+        found: dict[str, list[Labels[L]]] = {}
+        root: list[Labels[L]] = []
         for instruction in instructions.values():
             operands = [found.get(o, []) for o in instruction.operands]
             labels = list(self._labels(instructions, instruction, operands, given))
             for at, fresh in enumerate(reversed(self.born(instruction)), start=1):
-                labels[-at] |= fresh  # the last arrays: a `-start` has its operands before them
+                labels[-at] |= fresh  # results come last: a `-start` has its operands before them
             found[instruction.name] = labels
             self.values[name, instruction.name] = labels
             if instruction.is_root:
@@ -69,16 +74,16 @@ class Lineage:
         self,
         instructions: dict[str, Instruction],
         instruction: Instruction,
-        operands: list[list[Labels]],
-        given: list[list[Labels]],
-    ) -> list[Labels]:
+        operands: list[list[Labels[L]]],
+        given: list[list[Labels[L]]],
+    ) -> list[Labels[L]]:
         opcode, count = instruction.opcode, len(instruction.arrays)
         if opcode == "parameter":
             return given[int(instruction.inside)]
         if opcode == "tuple":
             return [labels for operand in operands for labels in operand]
         if opcode == "get-tuple-element":
-            return self._member(instructions[instruction.operands[0]], instruction, operands[0])
+            return operands[0][instruction.member_of(instructions)]
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode in ("fusion", "call") and instruction.called:
@@ -90,9 +95,7 @@ class Lineage:
         if opcode.endswith("-start") and opcode != "copy-start":
             return self._started(instruction, operands)
         if opcode.endswith("-done"):
-            start = instructions[instruction.operands[0]]
-            before = sum(len(instructions[o].arrays) for o in start.operands)
-            return operands[0][instruction.result_of(start, before)]
+            return operands[0][instruction.result_of(instructions)]
         if opcode == "dynamic-update-slice":
             return [_union(operands[0] + operands[1])]
         if opcode in _MOVES:
@@ -102,8 +105,13 @@ class Lineage:
             return [self._same_size(instructions, instruction, operands)] * count
         return [NONE] * count
 
-    def _started(self, instruction: Instruction, operands: list[list[Labels]]) -> list[Labels]:
-        """(operands, results, contexts); only gathers and fusions hand labels on."""
+    def _started(
+        self, instruction: Instruction, operands: list[list[Labels[L]]]
+    ) -> list[Labels[L]]:
+        """Labels the operands, results and contexts that a start's type lists, in this order.
+
+        Only gathers and fusions pass labels on to their results.
+        """
         count = len(instruction.arrays)
         moved = [labels for operand in operands for labels in operand]
         if instruction.opcode == "all-gather-start":
@@ -117,8 +125,9 @@ class Lineage:
         self,
         instructions: dict[str, Instruction],
         instruction: Instruction,
-        operands: list[list[Labels]],
-    ) -> Labels:
+        operands: list[list[Labels[L]]],
+    ) -> Labels[L]:
+        """Joins the labels of all operands that have the size of the result; scalars have none."""
         size = instruction.arrays[0].size if instruction.arrays else 0
         pairs = zip(instruction.operands, operands, strict=True)
         return _union(
@@ -130,24 +139,18 @@ class Lineage:
             ]
         )
 
-    def _member(
-        self, whole: Instruction, instruction: Instruction, labels: list[Labels]
-    ) -> list[Labels]:
-        index = int(instruction.attribute(r"index=(\d+)") or 0)
-        counts = [len(arrays_of(member)) for member in top_level_types(whole.type)]
-        start = sum(counts[:index])
-        return labels[start : start + counts[index]]
-
-    def _loop(self, instruction: Instruction, start: list[Labels]) -> list[Labels]:
-        body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
+    def _loop(self, instruction: Instruction, start: list[Labels[L]]) -> list[Labels[L]]:
+        """Runs a body until its labels settle: an iteration may move them between the carried
+        arrays, and each pass finds where the next iteration takes them."""
         labels = start
         for _ in range(MOST_PASSES):
-            after = [old | new for old, new in zip(labels, self._run(body, [labels]), strict=True)]
+            found = self._run(instruction.body, [labels])
+            after = [old | new for old, new in zip(labels, found, strict=True)]
             if after == labels:
                 break
             labels = after
         return labels
 
 
-def _union(sets: list[Labels]) -> Labels:
+def _union(sets: list[Labels[L]]) -> Labels[L]:
     return frozenset().union(*sets) if sets else NONE

@@ -1,14 +1,14 @@
-"""What lives in memory at the fullest moment of a schedule, read off the module's text.
+"""The buffers that are in memory at the peak of a schedule, found from the module's text.
 
-Compilers for GPUs tell how many bytes a program needs, not what they are. This walks the schedule:
-a buffer lives from the instruction that makes it to the last that reads it, through the tuples,
-loops and updates in place that hand it on.
+A compiler for GPUs tells how many bytes a program needs, but not what they are. This module walks
+the schedule: a buffer lives from the instruction that makes it to the last one that reads it,
+through the tuples, loops and updates in place that pass it on.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
-from zerojax._hlo.module import Instruction, Module, arrays_of, top_level_types
+from zerojax._hlo.module import Instruction, Module
 
 _HAND_ON = {"bitcast", "opt-barrier", "optimization-barrier"}
 _NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
@@ -16,7 +16,7 @@ _NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "after-all"
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that one instruction makes: which, and for which of its arrays."""
+    """Memory that an instruction allocates for one of the arrays of its result."""
 
     computation: str
     name: str
@@ -24,12 +24,12 @@ class Buffer:
     nbytes: float
 
 
-Buffers = list[frozenset[Buffer]]  # for each array of a value, what holds it
+Buffers = list[frozenset[Buffer]]  # for each array of a value: the buffers it is stored in
 Holder = tuple[str, str, int]  # computation, instruction, which of its arrays
 
 
 def peak(module: Module) -> dict[Buffer, list[Holder]]:
-    """The temporary buffers that live at the fullest moment, with the values that stand in them.
+    """Finds the temporary buffers alive at the peak, each with the values that were stored in it.
 
     Inputs and outputs do not count.
     """
@@ -52,7 +52,11 @@ class _Walk:
     def run(
         self, name: str, given: list[Buffers], escapes: str | None = None
     ) -> tuple[Buffers, list[Buffer]]:
-        """(what holds the result, what lives at the fullest moment besides `given`)."""
+        """Returns the buffers of a computation's result, and those alive at its peak.
+
+        `given` are the buffers of its parameters, which do not count, and `escapes` the
+        instruction whose value leaves the program.
+        """
         instructions = self.module.computations[name]
         held: dict[str, Buffers] = {}
         inner: dict[str, list[Buffer]] = {}
@@ -63,7 +67,7 @@ class _Walk:
             self.held[name, instruction.name] = held[instruction.name]
         root = self.module.root(name)
         outer = {b for buffers in given for one in buffers for b in one}
-        # What the program returns has memory of its own, or an argument's.
+        # The program's results are stored in memory of their own, or in an argument's.
         outer |= {b for one in held[escapes] for b in one} if escapes else set()
         return held[root.name], self.fullest(name, held, inner, outer)
 
@@ -74,6 +78,12 @@ class _Walk:
         inner: dict[str, list[Buffer]],
         outer: set[Buffer],
     ) -> list[Buffer]:
+        """Returns the buffers alive at the peak of a computation, without `outer`.
+
+        `held` has the buffers of each value, `inner` those alive at the peak inside of an
+        instruction. The sum is kept up to date from instruction to instruction: adding it up each
+        time would take quadratic time in long schedules.
+        """
         order = list(self.module.computations[name].values())
         last: dict[Buffer, int] = {}
         for at, instruction in enumerate(order):
@@ -106,25 +116,24 @@ class _Walk:
     def made(
         self, name: str, instruction: Instruction, held: dict[str, Buffers], given: list[Buffers]
     ) -> tuple[Buffers, list[Buffer]]:
-        """(what holds an instruction's value, the fullest moment inside of it)."""
-        opcode = instruction.opcode
+        """Returns the buffers of an instruction's value, and those alive at the peak inside it."""
+        opcode, instructions = instruction.opcode, self.module.computations[name]
         operands = [held.get(o, []) for o in instruction.operands]
         if opcode == "parameter":
             return given[int(instruction.inside)], []
         if opcode == "tuple":
             return [one for operand in operands for one in operand], []
         if opcode == "get-tuple-element":
-            return self.member(name, instruction, operands[0]), []
+            return operands[0][instruction.member_of(instructions)], []
         if opcode in _NO_BUFFER:
             return [frozenset()] * len(instruction.arrays), []
         if opcode in _HAND_ON:
             return operands[0], []
         if opcode == "while":
-            body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-            result, most = self.run(body, [operands[0]])
+            result, most = self.run(instruction.body, [operands[0]])
             known = {b for one in operands[0] for b in one}
             inside = [b for b in most if b not in known]
-            # A loop's result takes the memory of what it started from.
+            # A loop's result is stored where its initial value was.
             return operands[0] if len(operands[0]) == len(result) else result, inside
         if opcode == "call" and instruction.called:
             return self.run(instruction.called[0], operands)
@@ -135,14 +144,11 @@ class _Walk:
         if opcode.endswith("-start"):
             return self.started(name, instruction, operands), []
         if opcode.endswith("-done"):
-            start = self.module.computations[name][instruction.operands[0]]
-            before = [self.module.computations[name][o] for o in start.operands]
-            place = instruction.result_of(start, sum(len(one.arrays) for one in before))
-            return operands[0][place], []
+            return operands[0][instruction.result_of(instructions)], []
         return list(self.updated(name, instruction, operands)), []
 
     def started(self, name: str, instruction: Instruction, operands: list[Buffers]) -> Buffers:
-        """New buffers for results alone: operands stand beside them in the type."""
+        """Returns new buffers for the results; a start's type lists its operands before them."""
         new = self.new(name, instruction)
         given = [one for operand in operands for one in operand]
         if instruction.opcode == "copy-start":
@@ -158,21 +164,20 @@ class _Walk:
     def updated(
         self, name: str, instruction: Instruction, operands: list[Buffers], first: int = 0
     ) -> Iterator[frozenset[Buffer]]:
-        """New buffers, but for updates in place, whose buffer is that of what they update."""
+        """Yields new buffers; an update in place has the buffer of what it updates."""
         new = self.new(name, instruction)[first:]
         for at, into in enumerate(self.in_place(instruction)):
             yield new[at] if into is None or not operands[into] else operands[into][0]
 
     def in_place(self, instruction: Instruction) -> list[int | None]:
-        """For each array of the result: the operand whose memory it updates."""
+        """Finds, for each array of the result, the operand that it updates in place."""
         if instruction.opcode == "dynamic-update-slice":
             return [0]
         if not instruction.fuses:
             return [None] * len(instruction.arrays)
-        inside = self.module.computations[instruction.called[0]]
-        root = self.module.root(instruction.called[0])
-        outputs = root.operands if root.opcode == "tuple" else [root.name]
-        return [_updates(inside, inside[o]) for o in outputs]
+        fused = instruction.called[0]
+        inside = self.module.computations[fused]
+        return [_updates(inside, output) for output in self.module.results(fused)]
 
     def new(self, name: str, instruction: Instruction) -> Buffers:
         return [
@@ -180,15 +185,9 @@ class _Walk:
             for i, array in enumerate(instruction.arrays)
         ]
 
-    def member(self, name: str, instruction: Instruction, operand: Buffers) -> Buffers:
-        whole = self.module.computations[name][instruction.operands[0]]
-        index = int(instruction.attribute(r"index=(\d+)") or 0)
-        counts = [len(arrays_of(member)) for member in top_level_types(whole.type)]
-        start = sum(counts[:index])
-        return operand[start : start + counts[index]]
-
 
 def _updates(inside: dict[str, Instruction], output: Instruction) -> int | None:
+    """Returns the number of the fusion's parameter that an output updates in place, if any."""
     while output.opcode in ("bitcast", "copy") and output.operands:
         output = inside[output.operands[0]]
     if output.opcode != "dynamic-update-slice":

@@ -4,16 +4,23 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 _WIDTHS = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
-
-
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
+_STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
-
-
 _NAME = re.compile(r"%([\w.\-]+)")
-
-
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
     r"true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
@@ -22,7 +29,7 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array type: its dtype as XLA writes it, and its dimensions."""
+    """An array type: its dtype as XLA writes it, and its dimensions."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -40,7 +47,7 @@ class Array:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
+    """Returns the bytes of one element: bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
     if dtype in _WIDTHS:
         return _WIDTHS[dtype]
     bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
@@ -49,11 +56,13 @@ def dtype_bytes(dtype: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """One line of a computation: `name = type opcode(inside), attributes`."""
+
     name: str
     type: str
     opcode: str
-    inside: str  # what stands in its parentheses
-    attributes: str  # what follows them
+    inside: str
+    attributes: str
     is_root: bool = False
 
     @functools.cached_property
@@ -62,7 +71,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> list[Array]:
-        """Every array of its type, tuples flattened."""
+        """All arrays of its type, with tuples flattened."""
         return arrays_of(self.type)
 
     @property
@@ -71,47 +80,63 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> list[str]:
-        """Names of the computations it runs."""
+        """The names of the computations that it runs."""
         return [name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)]
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression found among its attributes."""
+        """Returns the first group of `pattern` in the attributes; None where it is not found."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
     @property
     def fuses(self) -> bool:
-        """Runs a fused computation; newer XLA starts slices of stacks as `fusion-start`."""
+        """Whether it runs a fused computation; newer XLA slices stacks in a `fusion-start`."""
         return self.opcode in ("fusion", "fusion-start")
 
-    def result_of(self, start: "Instruction", operands: int) -> slice:
-        """Of a `-done`: where its arrays stand among those of its `-start`.
+    def result_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
+        """Locates the arrays of a `-done` among those of its `-start`.
 
-        A start is what it makes (all-reduce), or (operands, result, contexts); `operands` counts
-        their arrays. Only copies have their result first.
+        The type of a start is either its result alone (all-reduce) or the tuple (operands, result,
+        contexts). Only a copy has its result first.
         """
+        start = instructions[self.operands[0]]
+        operands = sum(len(instructions[operand].arrays) for operand in start.operands)
         count = len(self.arrays)
         first = start.opcode == "copy-start" or len(start.arrays) == count
         return slice(0, count) if first else slice(operands, operands + count)
 
+    def member_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
+        """Locates the arrays of a `get-tuple-element` among those of its tuple."""
+        tuple_ = instructions[self.operands[0]]
+        index = int(self.attribute(r"index=(\d+)") or 0)
+        counts = [len(arrays_of(member)) for member in top_level_types(tuple_.type)]
+        start = sum(counts[:index])
+        return slice(start, start + counts[index])
+
     @property
     def base(self) -> str:
-        """The opcode, without what makes it one half of an asynchronous pair."""
+        """The opcode without the `-start` or `-done` of an asynchronous pair."""
         return re.sub(r"-(start|done)$", "", self.opcode)
 
     @property
+    def body(self) -> str:
+        """The computation that a `while` repeats."""
+        return self.attribute(r"body=%?([\w.\-]+)") or ""
+
+    @property
     def trip_count(self) -> int | None:
-        """Of a `while`, where XLA knows it."""
+        """How often a `while` runs its body; None where XLA does not know."""
         count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
         return None if count is None else int(count)
 
     @property
     def op_name(self) -> str:
-        """The path of name scopes under which JAX traced it."""
+        """The name scopes under which JAX traced it, as a path."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
 def arrays_of(type_text: str) -> list[Array]:
+    """Returns all arrays of a type, with tuples flattened."""
     return [
         Array(dtype, tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip()))
         for dtype, dims in _ARRAY.findall(type_text)
@@ -119,7 +144,7 @@ def arrays_of(type_text: str) -> list[Array]:
 
 
 def top_level_types(type_text: str) -> list[str]:
-    """The members of a tuple type; of any other, itself."""
+    """Returns the members of a tuple type; any other type is its own only member."""
     if not type_text.startswith("("):
         return [type_text]
     members, depth, start = [], 0, 1
@@ -132,6 +157,7 @@ def top_level_types(type_text: str) -> list[str]:
 
 
 def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
+    """Parses what follows `name =`; raises `ValueError` for unbalanced parentheses."""
     type_end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     type_text, rest = text[:type_end], text[type_end:].lstrip()
     opcode, _, rest = rest.partition("(")
@@ -142,7 +168,7 @@ def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Returns the index at which the parenthesis that opens at `start` closes."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
         depth += 1 if found[0] == "(" else -1
@@ -151,22 +177,8 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
-_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-
-
 class Module:
-    """`computations[name][instruction name]`, in the order in which they are scheduled."""
+    """A parsed module: `computations[name][instruction name]`, in scheduled order."""
 
     def __init__(self, text: str) -> None:
         if not text.lstrip().startswith("HloModule"):
@@ -190,8 +202,7 @@ class Module:
             if line.startswith("}"):
                 current = None
             elif current is not None:
-                found = _INSTRUCTION.match(line)
-                if found:
+                if found := _STATEMENT.match(line):
                     try:
                         made = parse_instruction(found[2], found[3], bool(found[1]))
                     except ValueError as error:
@@ -203,7 +214,7 @@ class Module:
                     self.entry = found[2]
 
     def _check(self, name: str, instructions: dict[str, Instruction]) -> None:
-        """What everything after relies on; text that lost lines does not have it."""
+        """Raises for a computation that lost lines: all later readers rely on what is checked."""
         if sum(i.is_root for i in instructions.values()) != 1:
             raise _damaged(f"computation {name} has no ROOT")
         for instruction in instructions.values():
@@ -215,11 +226,18 @@ class Module:
                 raise _damaged(f"{instruction.name} in {name} uses {missing[0]}, which is nowhere")
 
     def root(self, computation: str) -> Instruction:
+        """Returns the instruction whose value a computation returns."""
         return next(i for i in self.computations[computation].values() if i.is_root)
+
+    def results(self, computation: str) -> list[Instruction]:
+        """Returns the instructions that make the root's value: a tuple's members, or the root."""
+        root = self.root(computation)
+        names = root.operands if root.opcode == "tuple" else [root.name]
+        return [self.computations[computation][name] for name in names]
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """The entry computation's, in order."""
+        """The parameters of the entry computation, in order."""
         entry = self.computations[self.entry].values()
         found = [i for i in entry if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.inside))
@@ -231,13 +249,13 @@ class Module:
 
     @functools.cached_property
     def aliases(self) -> dict[int, int]:
-        """Outputs that reuse the memory of a donated parameter: {output: parameter}."""
+        """The outputs that reuse the memory of a donated parameter: {output: parameter}."""
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[\d,]*\}, (?:may|must)-alias\)", self.header)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
     @functools.cached_property
     def _frames(self) -> dict[str, dict[int, str]]:
-        """The tables of source positions that newer modules start with."""
+        """The tables of source positions at the start of newer modules."""
         tables: dict[str, dict[int, str]] = {}
         names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
         rows: dict[int, str] | None = None
@@ -251,13 +269,14 @@ class Module:
         return tables
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str | None:
-        """'file.py:12', the innermost position whose file contains none of `skip`."""
+        """Returns 'file.py:12': the innermost position in a file whose path has none of `skip`."""
         for file, line in self._positions(instruction):
             if not any(part in file for part in skip):
                 return f"{file}:{line}"
         return None
 
     def _positions(self, instruction: Instruction) -> list[tuple[str, str]]:
+        """Returns (file, line) of the instruction's stack frames, innermost first."""
         file = instruction.attribute(r'source_file="([^"]*)"')
         if file:
             return [(file, instruction.attribute(r"source_line=(\d+)") or "?")]
@@ -270,11 +289,11 @@ class Module:
             name = self._frames["FileNames"].get(int(where.get("file_name_id", 0)), '""')
             found.append((name.strip('"'), where.get("line", "?")))
             parent = ids.get("parent_frame_id", 0)
-            if parent == frame:
+            if parent == frame:  # the outermost frame is its own parent
                 break
             frame = parent
         return found
 
 
 def _damaged(what: str) -> ValueError:
-    return ValueError(f"the HLO text is damaged: {what}. Write it anew with compiled.as_text().")
+    return ValueError(f"the HLO text is damaged: {what}. Write it again with compiled.as_text().")

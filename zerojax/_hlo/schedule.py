@@ -1,7 +1,7 @@
-"""Replays a module's schedule on two streams, compute and collectives, each in order.
+"""A replay of a module's schedule on two streams, compute and collectives, each in order.
 
 A collective costs the bytes it sends over its group's bandwidth, plus a latency. A `-done` waits
-for it; what it waits is exposed. Loops run as often as XLA knows that they do.
+for it, and that wait is exposed communication. A loop runs as often as XLA knows that it does.
 """
 
 import collections
@@ -17,7 +17,7 @@ REDUCING = ("reduce-scatter", "all-reduce")
 
 @dataclasses.dataclass
 class Collective:
-    """One collective instruction, over all the runs of the loops around it."""
+    """A collective instruction, with all the runs that the loops around it give it."""
 
     instruction: Instruction
     computation: str
@@ -25,7 +25,7 @@ class Collective:
     group: _groups.Group
     wire: float  # bytes that each device sends in one run
     trips: int
-    loops: tuple[str, ...]  # the `while`s around it, outermost first
+    loops: tuple[str, ...]  # the `while` instructions around it, outermost first
     seconds: float = 0.0  # of one run
     exposed: float = 0.0  # of one run
     between: float = 0.0  # compute between start and done, of one run
@@ -45,19 +45,19 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something on the timeline: one run of the loop bodies, at the time of the first."""
+    """A piece of the timeline; in a loop, of its first iteration."""
 
     start: float
     end: float
     name: str
     stream: str  # "compute", "collectives" or "waiting"
     trips: int
-    kind: str = ""  # of a collective: newer JAX names instructions as it likes
+    kind: str = ""  # of a collective; newer JAX names instructions freely
 
 
 @dataclasses.dataclass
 class Replay:
-    """What a replay found. Times are seconds of one step."""
+    """The result of a replay. Times are seconds of one step."""
 
     step: float = 0.0
     compute: float = 0.0
@@ -75,7 +75,7 @@ class Replay:
         return sum(c.wire * c.trips for c in self.collectives)
 
     def add(self, part: "Replay") -> None:
-        """What happened inside of a called computation, but for the time that it took."""
+        """Adds what happened inside a called computation, except for its time."""
         self.exposed += part.exposed
         self.flops += part.flops
         self.collectives += part.collectives
@@ -86,7 +86,7 @@ class Replay:
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
-    """The whole step."""
+    """Replays a step."""
     result = Replay()
     player = _Player(module, rates, per_host, result)
     result.step, result.compute = player.run(module.entry, 1, (), 0.0)
@@ -94,7 +94,7 @@ def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
 
 
 def wire_bytes(kind: str, nbytes: float, group: int) -> float:
-    """What each device sends for a collective with operands of `nbytes`."""
+    """Returns the bytes that each device sends for a collective with operands of `nbytes`."""
     if group <= 1:
         return 0.0
     if kind == "all-gather":
@@ -107,7 +107,7 @@ def wire_bytes(kind: str, nbytes: float, group: int) -> float:
 
 
 def collective_kind(instruction: Instruction) -> str:
-    """'all-gather', for its asynchronous halves too; '' for what is no collective."""
+    """Returns 'all-gather', say, for asynchronous halves too; '' for other instructions."""
     return instruction.base if instruction.base in _module.COLLECTIVES else ""
 
 
@@ -119,7 +119,8 @@ class _Player:
     def run(
         self, name: str, trips: int, loops: tuple[str, ...], origin: float
     ) -> tuple[float, float]:
-        """(elapsed, compute) of one run of a computation that starts at `origin`."""
+        """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
+        # Compute has reached `now`; the stream of collectives is busy until `free`.
         now = free = compute = 0.0
         pending: dict[str, tuple[float, float, Collective]] = {}
         for instruction in self.module.computations[name].values():
@@ -133,7 +134,7 @@ class _Player:
                 start = max(now, free)
                 free = start + collective.seconds
                 when = (origin + start, origin + free)
-                self.span(*when, instruction.name, "collectives", trips, kind)
+                self.draw(Span(*when, instruction.name, "collectives", trips, kind))
                 if collective.asynchronous:
                     pending[instruction.name] = (free, compute, collective)
                 else:
@@ -152,7 +153,7 @@ class _Player:
     def slowest(
         self, names: list[str], trips: int, loops: tuple[str, ...], origin: float
     ) -> tuple[float, float]:
-        """Nobody knows which branch a step takes: the slowest one counts, and only that one."""
+        """Runs all branches and counts the slowest: which one a step takes is unknown."""
         before, tried = self.result, []
         for name in names:
             self.result = Replay()
@@ -169,8 +170,8 @@ class _Player:
         if count is None:
             self.result.unknown_loops.append(instruction.name)
             count = 1
-        body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-        elapsed, compute = self.run(body, trips * count, (*loops, instruction.name), origin)
+        around = (*loops, instruction.name)
+        elapsed, compute = self.run(instruction.body, trips * count, around, origin)
         return elapsed * count, compute * count
 
     def compute(self, name: str, instruction: Instruction, trips: int, at: float) -> float:
@@ -178,7 +179,7 @@ class _Player:
         self.result.flops += self.cost.flops(name, instruction) * trips
         for dtype, flops in self.cost.matmul_dtypes(name, instruction).items():
             self.result.flops_by_dtype[dtype] += flops * trips
-        self.span(at, at + seconds, instruction.name, "compute", trips)
+        self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
         return seconds
 
     def collective(
@@ -202,13 +203,10 @@ class _Player:
         waited = max(0.0, end - now)
         collective.exposed = waited
         self.result.exposed += waited * collective.trips
-        self.span(
-            origin + now, origin + end, collective.instruction.name, "waiting", collective.trips
-        )
+        name, trips = collective.instruction.name, collective.trips
+        self.draw(Span(origin + now, origin + end, name, "waiting", trips))
         return max(now, end)
 
-    def span(
-        self, start: float, end: float, name: str, stream: str, trips: int, kind: str = ""
-    ) -> None:
-        if end > start:
-            self.result.spans.append(Span(start, end, name, stream, trips, kind))
+    def draw(self, span: Span) -> None:
+        if span.end > span.start:
+            self.result.spans.append(span)

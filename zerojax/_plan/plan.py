@@ -29,7 +29,7 @@ class Plan(Layout):
         >>> print(plan.size, plan.bytes_per_device()["params"])
         8 4128
         >>> plan.show("0/b")
-        0/b: float32[8], 32 B of 32 B on each device, whole: smaller than min_shard_size=128
+        0/b: float32[8], 32 B of 32 B on each device, replicated: smaller than min_shard_size=128
           [:]  devices 0, 1, 2, 3, 4, 5, 6, 7
     """
 

@@ -1,17 +1,18 @@
-"""Who holds what: a plan as a picture, and one leaf of it as text."""
+"""A plan as a picture, as a table, and one of its leaves as text."""
 
 import difflib
-from typing import Any
+from collections.abc import Sequence
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax._figures import WIDTH, finished, pyplot
+from zerojax import _figures
+from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
-from zerojax._text import html_table, human_bytes, text_table
+from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
+from zerojax._types import Device
 
 GRADS, ACTIVATIONS = "grads", "activations"
-
 
 # Each is lighter than the one before, so that they differ in grey too.
 COLOURS = {
@@ -21,8 +22,6 @@ COLOURS = {
     ACTIVATIONS: "#dbe9f4",
     OTHER: "#777777",
 }
-
-
 TITLES = {
     PARAMS: "parameters",
     GRADS: "gradients",
@@ -31,73 +30,94 @@ TITLES = {
     OTHER: "other",
 }
 
-
+HEADER = ("leaf", "shape", "spec", "size", "per device", "why not sharded")
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34
+Extent = tuple[float, float]  # along one dimension, in parts of its size
 
 
-def plot(plan: Layout, title: str, path: str | None) -> Any:
-    """A row a leaf, largest first, and a column a device: each box is the leaf, filled where the
-    device holds it."""
-    plt = pyplot()
+# -- as a picture
+
+
+def plot(plan: Layout, title: str, path: str | None) -> Figure:
+    """Draws a row for each leaf, largest first, and a column for each device.
+
+    A box is the leaf; the part that the device has is filled.
+    """
     devices = list(plan.mesh.devices.flat)[:DEVICES]
     by_size = sorted(plan.leaves, key=lambda leaf: -leaf.nbytes)
     leaves = by_size[:LEAVES]
-    height = 1.5 + 0.3 * len(leaves)
-    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    figure, axes = _figures.panels(1.5 + 0.3 * len(leaves))
     for row, leaf in enumerate(leaves):
         for column, part in enumerate(parts(plan, leaf, devices)):
-            draw_box(axes, column, row, part, COLOURS[leaf.kind])
-        axes.text(
-            len(devices) + 0.1,
-            row,
-            f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(leaves)), [shortened(leaf.path) for leaf in leaves], fontsize=8)
+            _draw_box(axes, column, row, part, COLOURS[leaf.kind])
+        size = f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}"
+        axes.text(len(devices) + 0.1, row, size, va="center", fontsize=_figures.SMALL)
+    names = shortened([leaf.path for leaf in leaves], LONGEST_PATH)
+    axes.set_yticks(range(len(leaves)), names, fontsize=_figures.SMALL)
     axes.set_xticks([n + 0.46 for n in range(len(devices))], [str(d.id) for d in devices])
     axes.set_xlim(-0.1, len(devices) + 1.9)
     axes.set_ylim(len(leaves) - 0.4, -0.6)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(_left_out(by_size[LEAVES:], plan.mesh.devices.size - len(devices)))
-    _legend(figure, plan, leaves)
-    figure.suptitle(title, fontsize=10)
-    return finished(figure, path)
+    _figures.titled(figure, title, 3, handles=_kinds(plan, leaves))
+    return _figures.finished(figure, path)
 
 
-def draw_box(axes: Any, column: int, row: int, part: list[tuple[float, float]], fill: str) -> None:
-    """A leaf as an outline, with the part of it that one device holds: its extent along the
-    (at most two) dimensions that are cut."""
-    from matplotlib.patches import Rectangle
-
-    left, top, width, height = column, row - 0.38, 0.92, 0.76
-    (x0, x1), (y0, y1) = (part[::-1] + [(0.0, 1.0)] * 2)[:2]
-    held = (left + x0 * width, top + y0 * height), (x1 - x0) * width, (y1 - y0) * height
-    axes.add_patch(Rectangle(*held, facecolor=fill, linewidth=0))
-    axes.add_patch(Rectangle((left, top), width, height, fill=False, color="0.6", linewidth=0.6))
-
-
-def parts(plan: Layout, leaf: LeafPlan, devices: list[Any]) -> list[list[tuple[float, float]]]:
-    """For each device: from where to where it holds the leaf, along each dimension that is cut."""
+def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[Device]) -> list[list[Extent]]:
+    """Returns, for each device, the extents of its shard along the sharded dimensions."""
     index = NamedSharding(plan.mesh, leaf.spec).devices_indices_map(leaf.shape)
-    cut = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
+    dims = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
     extents = []
     for device in devices:
-        bounds = [(index[device][dim].indices(leaf.shape[dim]), leaf.shape[dim]) for dim in cut]
+        bounds = [(index[device][dim].indices(leaf.shape[dim]), leaf.shape[dim]) for dim in dims]
         extents.append([(start / size, stop / size) for (start, stop, _), size in bounds])
     return extents
 
 
+def _draw_box(axes: Axes, column: int, row: int, part: list[Extent], fill: str) -> None:
+    """Draws a leaf's outline, and in it the shard of one device; two sharded dimensions at most."""
+    from matplotlib.patches import Rectangle
+
+    left, top, width, height = column, row - 0.38, 0.92, 0.76
+    (x0, x1), (y0, y1) = (part[::-1] + [(0.0, 1.0)] * 2)[:2]
+    shard = (left + x0 * width, top + y0 * height), (x1 - x0) * width, (y1 - y0) * height
+    axes.add_patch(Rectangle(*shard, facecolor=fill, linewidth=0))
+    axes.add_patch(Rectangle((left, top), width, height, fill=False, color="0.6", linewidth=0.6))
+
+
+def _left_out(leaves: list[LeafPlan], devices: int) -> str:
+    more = []
+    if devices:
+        more.append(f"{devices} more devices hold as much")
+    if leaves:
+        more.append(f"{len(leaves)} smaller leaves, {human_bytes(sum(x.nbytes for x in leaves))}")
+    return "device" + (f"  (not drawn: {'; '.join(more)})" if more else "")
+
+
+def _kinds(plan: Layout, drawn: list[LeafPlan]) -> list[object]:
+    """Makes the legend's handles: the kinds of state that are drawn, and their bytes."""
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(color=COLOURS[kind], label=f"{TITLES[kind]}, {human_bytes(nbytes)} per device")
+        for kind, nbytes in plan.bytes_per_device().items()
+        if any(leaf.kind == kind for leaf in drawn)
+    ]
+
+
+# -- as text
+
+
 def leaf_text(plan: Layout, path: str) -> str:
-    """One leaf: how it is cut, and which devices hold which part."""
+    """Describes one leaf: its sharding, and which devices hold which part of it."""
     named = {leaf.path: leaf for leaf in plan.leaves}
     if path not in named:
         close = difflib.get_close_matches(path, named, n=3, cutoff=0.3) or list(named)[:3]
         raise ValueError(f"no leaf {path!r} in this plan. Paths are such as {', '.join(close)}.")
     leaf = named[path]
-    why = f", {'whole: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
+    why = f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [
         f"{path}: {leaf.dtype}{list(leaf.shape)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
         f"of {human_bytes(leaf.nbytes)} on each device{why}"
@@ -119,39 +139,24 @@ def _range_text(bounds: tuple[int, int, int], size: int) -> str:
     return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
 
 
-def shortened(path: str) -> str:
-    """Long paths without their middle."""
-    if len(path) <= LONGEST_PATH:
-        return path
-    half = (LONGEST_PATH - 3) // 2
-    return f"{path[:half]}...{path[-half:]}"
+def plan_title(plan: Layout) -> str:
+    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.axes)
+    kind = plan.mesh.devices.flat[0].device_kind
+    what = [k for k, on in plan.sharded.items() if on]
+    shards = ", ".join(what) if what else "nothing"
+    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {shards}"
 
 
-def _left_out(leaves: list[LeafPlan], devices: int) -> str:
-    more = []
-    if devices:
-        more.append(f"{devices} more devices hold as much")
-    if leaves:
-        more.append(f"{len(leaves)} smaller leaves, {human_bytes(sum(x.nbytes for x in leaves))}")
-    return "device" + (f"  (not drawn: {'; '.join(more)})" if more else "")
+def plan_text(plan: Layout) -> str:
+    rows = [HEADER, *_plan_rows(plan), *_total_rows(plan)]
+    return f"{paragraphs([plan_title(plan)])}\n{text_table(rows, (3, 4), flexible=(0, 5))}"
 
 
-def _legend(figure: Any, plan: Layout, drawn: list[LeafPlan]) -> None:
-    from matplotlib.patches import Patch
-
-    totals = plan.bytes_per_device()
-    handles = [
-        Patch(color=COLOURS[kind], label=f"{TITLES[kind]}, {human_bytes(held)} per device")
-        for kind, held in totals.items()
-        if any(leaf.kind == kind for leaf in drawn)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+def plan_html(plan: Layout) -> str:
+    return html_table([plan_title(plan)], [HEADER, *_plan_rows(plan)], _total_rows(plan))
 
 
-HEADER = ("leaf", "shape", "spec", "whole", "per device", "why not sharded")
-
-
-def plan_rows(plan: Layout) -> list[tuple[str, ...]]:
+def _plan_rows(plan: Layout) -> list[Row]:
     return [
         (
             leaf.path,
@@ -165,33 +170,14 @@ def plan_rows(plan: Layout) -> list[tuple[str, ...]]:
     ]
 
 
-def total_rows(plan: Layout) -> list[tuple[str, ...]]:
+def _total_rows(plan: Layout) -> list[Row]:
     now = plan.bytes_per_device()
-    whole = dict.fromkeys(now, 0)
+    full = dict.fromkeys(now, 0)
     for leaf in plan.leaves:
-        whole[leaf.kind] += leaf.nbytes
-    kinds = [k for k in now if whole[k]]
-    rows = [(TITLES[k], "", "", human_bytes(whole[k]), human_bytes(now[k]), "") for k in kinds]
-    whole_sum, now_sum = sum(whole.values()), sum(now.values())
-    return [*rows, ("in all", "", "", human_bytes(whole_sum), human_bytes(now_sum), "")]
-
-
-def plan_title(plan: Layout) -> str:
-    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.axes)
-    kind = plan.mesh.devices.flat[0].device_kind
-    what = [k for k, on in plan.sharded.items() if on]
-    shards = ", ".join(what) if what else "nothing"
-    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {shards}"
-
-
-def plan_text(plan: Layout) -> str:
-    table = text_table([HEADER, *plan_rows(plan), *total_rows(plan)], frozenset({3, 4}))
-    return f"{plan_title(plan)}\n{table}"
-
-
-def plan_html(plan: Layout) -> str:
-    rows = [HEADER, *plan_rows(plan)]
-    return html_table([plan_title(plan)], rows, total_rows(plan))
+        full[leaf.kind] += leaf.nbytes
+    sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
+    sums.append(("in all", sum(full.values()), sum(now.values())))
+    return [(kind, "", "", human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
 
 
 def _spec_text(spec: PartitionSpec) -> str:

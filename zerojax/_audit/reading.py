@@ -1,0 +1,136 @@
+"""A compiled module read against a plan: its arguments by path, and what its collectives serve."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from zerojax._audit import traffic as _traffic
+from zerojax._audit.traffic import Made, Traffic
+from zerojax._hlo.groups import Group
+from zerojax._hlo.lineage import NONE, Lineage
+from zerojax._hlo.module import Instruction, Module
+from zerojax._hlo.schedule import Collective
+from zerojax._plan.plan import Plan
+from zerojax._state import state as _state
+
+# Files that have no source lines of a user's.
+OURS = (
+    "/zerojax/_",
+    "/zerojax/nnx.py",
+    "/zerojax/aot.py",
+    "/jax/",
+    "/flax/",
+    "/optax/",
+    "/jaxlib/",
+)
+STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+
+
+class Reading:
+    """A module whose arguments are known by their paths in the state, and by kind.
+
+    `weights` follows every argument, by its number, through the module; `gradients` follows what
+    collectives reduce to the output that it updates.
+    """
+
+    def __init__(self, module: Module, plan: Plan | None) -> None:
+        self.module, self.plan = module, plan
+        self.paths = [parameter_path(parameter) for parameter in module.parameters]
+        self.kinds = [self._kind(path) for path in self.paths]
+        bare: list[frozenset[Made]] = [NONE] * len(self.paths)
+        self.weights = Lineage(module, [frozenset([i]) for i in range(len(self.paths))])
+        self.gradients = Lineage(module, bare, _traffic.reduced_arrays, arithmetic=True)
+        self.updated = Lineage(module, bare, _traffic.gathered_arrays)
+
+    def _kind(self, path: str) -> str:
+        if self.plan is not None:
+            return next((leaf.kind for leaf in self.plan.leaves if leaf.path == path), "batch")
+        first = path.split("/")[0]
+        return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
+
+    @functools.cached_property
+    def served(self) -> dict[Made, tuple[str, ...]]:
+        """The leaves of the state that each array of a collective updates."""
+        found = (
+            _traffic.served_leaves(self.module, made, self.paths, self.kinds)
+            for made in (self.gradients, self.updated)
+        )
+        return functools.reduce(dict.__or__, found)
+
+    def traffic(self, collective: Collective, per_host: int) -> Traffic:
+        """Describes a collective: what it moves, for which parameters, over which devices."""
+        instruction, group = collective.instruction, collective.group
+        return Traffic(
+            name=instruction.name,
+            kind=collective.kind,
+            parts=_traffic.parts(collective, self.weights, self.served, self.paths),
+            wire_bytes=collective.wire,
+            trips=collective.trips,
+            loops=collective.loops,
+            group=len(group.members),
+            on_host=group.on_host(per_host),
+            axes=group.axes if self.plan is None else _axes(group, self.plan),
+            asynchronous=collective.asynchronous,
+            seconds=collective.seconds,
+            between=collective.between,
+            exposed=collective.exposed,
+            scope=instruction.op_name,
+            source=self.module.source(instruction, OURS),
+        )
+
+    def not_donated(self) -> Iterator[str]:
+        """Yields the leaves of the state whose memory no output reuses."""
+        donated = set(self.module.aliases.values())
+        for number, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
+            if kind in STATE and number not in donated:
+                yield path
+
+    def misplaced(self) -> Iterator[tuple[str, str]]:
+        """Yields the leaves that arrive in shards of another size than the plan's, and how."""
+        by_path = {leaf.path: leaf for leaf in self.plan.leaves} if self.plan else {}
+        for parameter, path in zip(self.module.parameters, self.paths, strict=True):
+            leaf = by_path.get(path)
+            if leaf is None or self.plan is None or not parameter.arrays:
+                continue
+            if leaf.bytes_per_device(self.plan.mesh) != parameter.nbytes:
+                yield path, f"{parameter.arrays[0]} per device of {list(leaf.shape)}"
+
+    def kept(self) -> Iterator[tuple[str, str]]:
+        """Yields stacks of full weights, all layers of them, that a loop passes on."""
+        if self.plan is None or not self.plan.sharded[_state.PARAMS]:
+            return
+        stacked = {leaf.path: leaf for leaf in self.plan.params if leaf.stacked}
+        for (computation, name), labels in self.weights.values.items():
+            instruction = self.module.computations[computation][name]
+            if instruction.opcode == "while":
+                for array, numbers in zip(instruction.arrays, labels, strict=True):
+                    for number in numbers:
+                        leaf = stacked.get(self.paths[number])
+                        if leaf and leaf.dim is not None and array.size == math.prod(leaf.shape):
+                            yield leaf.path, str(array)
+
+
+def parameter_path(parameter: Instruction) -> str:
+    """Returns 'params/blocks/w' for an argument that JAX named state.params['blocks']['w']."""
+    name = parameter.op_name.replace("\\", "")
+    parts = re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name)
+    first = re.match(r"\w*", name)
+    return "/".join("".join(part) for part in parts) or (first[0] if first else "")
+
+
+def _axes(group: Group, plan: Plan) -> tuple[str, ...] | None:
+    """Returns the mesh axes that a group spans, by the plan's names; XLA may use others."""
+    if plan.mesh.devices.size <= max(group.members):
+        return None
+    places = [_unravel(member, plan.mesh.devices.shape) for member in group.members]
+    varying = [len({place[d] for place in places}) > 1 for d in range(len(places[0]))]
+    return tuple(name for name, varies in zip(plan.mesh.axis_names, varying, strict=True) if varies)
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        place.append(at)
+    return tuple(reversed(place))
