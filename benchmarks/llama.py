@@ -9,7 +9,7 @@ from zerojax._forecast import presets as _presets
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama(_presets.Gpt):
+class Llama(_presets.Decoder):
     kv_heads: int = 8
     inner: int = 14336
 

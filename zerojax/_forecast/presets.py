@@ -16,9 +16,8 @@ REMATS = ("none", "dots", "full")
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpt:
-    """A GPT: stacked layers in a scan, learned positions, tied embeddings, fp32 parameters cast to
-    `compute`."""
+class Decoder:
+    """A language model: stacked layers in a scan, fp32 parameters cast to `compute`."""
 
     layers: int
     hidden: int
@@ -37,6 +36,10 @@ class Gpt:
             self.dims(),
             is_leaf=lambda node: isinstance(node, tuple),
         )
+
+    def dims(self) -> PyTree:
+        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
+        raise NotImplementedError
 
     def make_state(self) -> TrainState:
         params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes())
@@ -57,8 +60,20 @@ class Gpt:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
 
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
+        raise NotImplementedError
+
+
+class Gpt(Decoder):
+    """Learned positions, tied embeddings."""
+
     def dims(self) -> PyTree:
-        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
         n, d = self.layers, self.hidden
         blocks = {
             "norm1": (n, d),
