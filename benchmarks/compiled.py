@@ -18,7 +18,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import figures  # before JAX: it says what JAX may look for
 import jax
-import llama
 import results
 import rivals
 import rivals_by_hand
@@ -158,8 +157,7 @@ def compiled(row):
 
 
 def model_of(row):
-    ours = vit.PRESETS | llama.PRESETS
-    return ours.get(row.model) or _presets.preset(row.model)
+    return vit.PRESETS.get(row.model) or _presets.preset(row.model)
 
 
 def measure(row):

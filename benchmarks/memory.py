@@ -17,7 +17,6 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import jax.numpy as jnp
-import llama
 import optax
 import results
 from flax.training.train_state import TrainState
@@ -50,7 +49,9 @@ MODELS = {
     "GPT, 28M": decoder(_presets.Gpt(8, 512, 8, vocab=4096, tokens=256)),
     "GPT of many thin layers, 26M": decoder(_presets.Gpt(32, 256, 4, vocab=4096, tokens=256)),
     "GPT, large vocabulary, 30M": decoder(_presets.Gpt(4, 512, 8, vocab=32768, tokens=256)),
-    "Llama, 23M": decoder(llama.Llama(8, 512, 8, vocab=4096, tokens=256, kv_heads=2, inner=1408)),
+    "Llama, 23M": decoder(
+        _presets.Llama(8, 512, 8, vocab=4096, tokens=256, kv_heads=2, inner=1408)
+    ),
 }
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),

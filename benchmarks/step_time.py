@@ -34,7 +34,6 @@ from flax.training.train_state import TrainState
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import host_memory
-import llama
 import results
 import rivals
 import rivals_by_hand
@@ -47,7 +46,7 @@ from zerojax._forecast import presets as _presets
 SIZE = {"vocab": 256, "tokens": 64, "compute": jnp.float32}
 MODELS = {
     "GPT": _presets.Gpt(6, 256, 4, **SIZE),
-    "Llama": llama.Llama(6, 256, 4, **SIZE, kv_heads=2, inner=688),
+    "Llama": _presets.Llama(6, 256, 4, **SIZE, kv_heads=2, inner=688),
 }
 ROWS = 16  # of a batch
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}

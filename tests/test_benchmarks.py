@@ -206,6 +206,6 @@ def test_rivals_are_those_that_are_named():
     compiled = importlib.import_module("compiled")
     with pytest.raises(ValueError, match="no rival is called 'annotations, bloks': replicated;"):
         compiled.Row("1.5b", "8xH100", rival="annotations, bloks")
-    llama = importlib.import_module("llama").Llama(2, 64, 4, kv_heads=2, inner=96)
+    llama = _presets.Llama(2, 64, 4, kv_heads=2, inner=96)
     with pytest.raises(ValueError, match="a GPT here, and Llama is not"):
         compiled.STEPS[compiled.LINEN](llama, make_mesh(), "full", 1)

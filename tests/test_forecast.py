@@ -185,7 +185,8 @@ def test_flops_in_loops_branches_and_remat():
 
 @pytest.mark.parametrize("name", _presets.PRESETS)
 def test_presets_have_the_size_of_their_name(name):
-    number, unit = float(name[:-1]), {"m": 1e6, "b": 1e9, "t": 1e12}[name[-1]]
+    size = name.removeprefix("llama-")
+    number, unit = float(size[:-1]), {"m": 1e6, "b": 1e9, "t": 1e12}[size[-1]]
     # The paper's own names are loose: 40 layers of 1536 are no 1.38B.
     assert _presets.preset(name.upper()).n_params == pytest.approx(number * unit, rel=0.13)
 

@@ -1,4 +1,4 @@
-"""GPTs by size, the ZeRO paper's runs among them, to forecast without writing a model."""
+"""Models by size, the ZeRO paper's runs among them, to forecast without writing one."""
 
 import dataclasses
 import functools
@@ -100,7 +100,51 @@ class Gpt(Decoder):
         return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
 
 
-PRESETS = {
+@dataclasses.dataclass(frozen=True)
+class Llama(Decoder):
+    """Rotary positions, grouped-query attention, SwiGLU, its own head."""
+
+    kv_heads: int = 8
+    inner: int = 14336
+
+    def dims(self) -> PyTree:
+        n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
+        blocks = {
+            "norm1": (n, d),
+            "q": (n, d, d),
+            "k": (n, d, kv),
+            "v": (n, d, kv),
+            "proj": (n, d, d),
+            "norm2": (n, d),
+            "gate": (n, d, self.inner),
+            "up": (n, d, self.inner),
+            "down": (n, self.inner, d),
+        }
+        head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
+        return {**head, "blocks": blocks}
+
+    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        return params["embed"][tokens]
+
+    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
+        return _rms_norm(x, params["norm"]) @ params["head"]
+
+    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
+        rows, tokens, dim = x.shape
+        h = _rms_norm(x, p["norm1"])
+        q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
+        attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
+        h = _rms_norm(x, p["norm2"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+
+LLAMAS = {
+    "llama-8b": Llama(32, 4096, 32, vocab=128256),
+    "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
+    "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
+}
+GPTS = {
     "124m": Gpt(12, 768, 12),
     "350m": Gpt(24, 1024, 16),
     # The paper's runs without model parallelism, and its baselines.
@@ -129,8 +173,10 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Gpt:
-    """Looks a model up by its size, in any case."""
+PRESETS: dict[str, Decoder] = {**GPTS, **LLAMAS}
+
+
+def preset(name: str) -> Decoder:
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
@@ -153,3 +199,19 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     return (wide * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of (rows, tokens, heads, features)."""
+    tokens, features = x.shape[1], x.shape[3]
+    rates = 500000.0 ** (-jnp.arange(0, features, 2) / features)
+    angles = jnp.arange(tokens)[:, None, None] * rates
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
