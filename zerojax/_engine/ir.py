@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 from jax import Array
-from jax.extend import core as jex_core
+from jax.extend.core import Effect, JaxprEqn
+from jax.typing import ArrayLike
 
 from zerojax._collectives import Cut, Held
-from zerojax._jaxpr import Atom, Var, is_var
+from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 
 Dims = tuple[int | None, ...]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,11 +73,11 @@ class Scope:
     split: "Split"
     operands: list[Shard | Atom]
     outvars: list[Var]
-    policy: Callable[..., Any] | None
+    policy: Callable[..., bool] | None
     prevent_cse: bool
 
     @property
-    def effects(self) -> frozenset[Any]:
+    def effects(self) -> frozenset[Effect]:
         return effects_of(self.split.rest)
 
 
@@ -93,11 +95,11 @@ class Loop:
     unroll: int | bool
 
     @property
-    def effects(self) -> frozenset[Any]:
+    def effects(self) -> frozenset[Effect]:
         return effects_of(self.body.rest)
 
 
-Step = jex_core.JaxprEqn | Scope | Loop
+Step = JaxprEqn | Scope | Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +108,9 @@ class Split:
 
     invars: list[Var]
     kinds: list[Kind]
-    constants: dict[Var, Array]
+    constants: dict[Var, ArrayLike]
     gathers: dict[Var, Shard]
-    prefix: list[jex_core.JaxprEqn]
+    prefix: list[JaxprEqn]
     frontier: list[Var]
     rest: list[Step]
     outvars: list[Atom]
@@ -130,7 +132,7 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for step in reversed(self.rest):
-            if isinstance(step, Scope | Loop) or any(v.aval.ndim > 1 for v in found):
+            if isinstance(step, Scope | Loop) or any(type_of(v).ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(step) if v in gathered]
         return [var for var in self.gathers if var in found]
@@ -141,14 +143,14 @@ def reads_of(step: Step) -> list[Var]:
     match step:
         case Scope() | Loop():
             return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
-    return [v for v in step.invars if is_var(v)]
+    return reads(step)
 
 
-def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
+def effects_of(steps: Iterable[Step]) -> frozenset[Effect]:
     return frozenset().union(*(step.effects for step in steps))
 
 
-def unique(items: Iterable[Any]) -> list[Any]:
+def unique(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
 
 
