@@ -185,6 +185,16 @@ def context_on(eqn: JaxprEqn, mesh: AbstractMesh) -> object:
         return type(eqn.ctx)()
 
 
+def is_gpu(device: Device) -> bool:
+    """Whether a device is a GPU; JAX calls those of `zerojax.aot`, say, "cuda"."""
+    return device.platform in ("gpu", "cuda", "rocm")
+
+
+def is_nvidia_gpu(device: Device) -> bool:
+    """Whether a device is a GPU, and by its name not one of AMD's."""
+    return is_gpu(device) and device.platform != "rocm"
+
+
 def is_compile_only(device: Device) -> bool:
     """Whether code can be compiled for a device and not run: see `zerojax.aot`."""
     return type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
@@ -211,16 +221,15 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
+def is_timeout(error: Exception) -> bool:
+    return "DEADLINE_EXCEEDED" in str(error)
+
+
+def is_about_cluster(error: Exception) -> bool:
+    """Whether JAX found no cluster around, which would have told it the other processes."""
+    return "coordinator_address" in str(error)
+
+
 def is_about_option(error: Exception) -> bool:
     """Whether XLA refused a compiler option because it has none of that name."""
     return "No such compile option" in str(error)
-
-
-def is_gpu(device: Device) -> bool:
-    """Whether a device is a GPU; JAX calls those of `zerojax.aot`, say, "cuda"."""
-    return device.platform in ("gpu", "cuda", "rocm")
-
-
-def is_nvidia_gpu(device: Device) -> bool:
-    """Whether a device is a GPU, and by its name not one of AMD's."""
-    return is_gpu(device) and device.platform != "rocm"

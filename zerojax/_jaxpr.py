@@ -1,6 +1,6 @@
 """Writes the equations of a call (`jax.jit`, ...) in place of the call."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jax.core import ShapedArray
@@ -50,6 +50,16 @@ class Inliner:
 
     def resolved(self, eqn: JaxprEqn) -> JaxprEqn:
         return eqn.replace(invars=[self.named(v) for v in eqn.invars])
+
+    def flat(
+        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool]
+    ) -> Iterator[JaxprEqn]:
+        """Yields the equations, with the calls for which `expands` holds expanded at any depth."""
+        for eqn in map(self.resolved, eqns):
+            if expands(eqn):
+                yield from self.flat(self.expand(eqn), expands)
+            else:
+                yield eqn
 
     def expand(self, call: JaxprEqn) -> list[JaxprEqn]:
         """Returns the equations that `call` runs, each variable under a name of its own."""

@@ -119,26 +119,19 @@ class _Splitter:
             self.kinds[var] = WEIGHT
         return self.gathered[kind]
 
-    # -- calls are inlined where they meet a weight, so that there is one level to read
+    # -- the equations
 
     def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-        flat: list[JaxprEqn] = []
+        """Expands the calls that a weight goes into, so that there is one level to read."""
         touched = {v for v in self.kinds if self.is_weights(v)}
 
-        def walk(eqn: JaxprEqn) -> None:
-            eqn = self.inliner.resolved(eqn)
-            touches = any(is_var(v) and v in touched for v in eqn.invars)
-            if touches:
-                touched.update(eqn.outvars)
-            if not touches or eqn.primitive.name not in _compat.CALLS:
-                flat.append(eqn)
-                return
-            for inner in self.inliner.expand(eqn):
-                walk(inner)
+        def is_call_of_weights(eqn: JaxprEqn) -> bool:
+            if touched.isdisjoint(reads(eqn)):
+                return False
+            touched.update(eqn.outvars)
+            return eqn.primitive.name in _compat.CALLS
 
-        for eqn in eqns:
-            walk(eqn)
-        return flat
+        return list(self.inliner.flat(eqns, is_call_of_weights))
 
     def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
         # A remat that will be taken apart when it is visited does not read; its equations will.
