@@ -188,7 +188,7 @@ class Program:
         return loss.astype(self.loss_dtype), jax.tree.structure(self.traced.aux).unflatten(aux)
 
     def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
-        """Returns, for each `zerojax.mean`, its count over the devices, averaged over microbatches."""
+        """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
         hoisted = self.hoisted
         if hoisted is None:
             return []
