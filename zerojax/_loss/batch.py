@@ -84,7 +84,7 @@ def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...])
             f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
             f"shape {jnp.shape(value)}, and batches are split over {over}. Use P({over}) where the "
             f"first dimension counts examples, P(None, {over}) where the second does, and P() for "
-            "what is replicated."
+            "what is whole on every device."
         )
     return Role(BATCH, dim)
 
