@@ -275,10 +275,7 @@ class Body:
         return grads, d_sources[: len(gathered)]
 
     def reduced(
-        self,
-        inputs: Sequence[Value],
-        grads: Sequence[Gradient],
-        d_gathered: Sequence[Array | None],
+        self, inputs: Sequence[Value], grads: Sequence[Gradient], d_gathered: Sequence[Array | None]
     ) -> list[Gradient]:
         """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
         held = self._by_var(self.weights_of(inputs))

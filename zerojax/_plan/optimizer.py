@@ -107,10 +107,7 @@ def from_matching_shapes(
 
 
 def apply_gradients(
-    state: PyTree,
-    grads: PyTree,
-    tx: optax.GradientTransformation | None,
-    fields: dict[str, PyTree],
+    state: PyTree, grads: PyTree, tx: optax.GradientTransformation | None, fields: dict[str, PyTree]
 ) -> PyTree:
     """Updates a state: by its own `apply_gradients` where it has one, otherwise with optax."""
     if hasattr(state, "apply_gradients"):

@@ -165,10 +165,7 @@ def _shard_specs(
 
 
 def _param_specs(
-    state: PyTree,
-    params: list[tuple[Leaf, PartitionSpec]],
-    rule: _spec.Rule,
-    stacked: str | None,
+    state: PyTree, params: list[tuple[Leaf, PartitionSpec]], rule: _spec.Rule, stacked: str | None
 ) -> dict[tuple, _Spec]:
     """Returns how the parameters can be sharded, by path; `params` has what their user says."""
     for pattern, _ in rule.overrides:
