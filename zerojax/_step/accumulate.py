@@ -28,6 +28,7 @@ def summed(
 
     def body(total: PyTree, index_and_parts: tuple[Array, list[Array]]) -> tuple[PyTree, PyTree]:
         part, stack = step(*index_and_parts)
+        # In the dtype of the sum, which may be wider than that of one microbatch's gradients.
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), stack
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -75,6 +76,7 @@ def _equations(jaxpr: Jaxpr, inliner: Inliner, means: dict[Var, int]) -> Iterato
     """Yields the equations, calls that count expanded; `means` gets the results of each mean."""
 
     def expands(eqn: JaxprEqn) -> bool:
+        # The result of a mean has degree 1, whatever the call computes inside.
         if is_call(eqn, MEAN):
             means.update(dict.fromkeys(eqn.outvars, 1))
         is_count = is_call(eqn, COUNT)
@@ -145,7 +147,7 @@ def degrees(
     for eqn in eqns:
         inputs = [degree(v) for v in eqn.invars]
         if not any(inputs):
-            continue
+            continue  # independent of the means, whatever it computes
         name = eqn.primitive.name
         if name in _compat.CALLS:
             jaxpr, _ = _compat.inner_jaxpr(eqn)
@@ -153,7 +155,7 @@ def degrees(
             outputs = degrees(jaxpr.eqns, inside, jaxpr.outvars)
         else:
             outputs = [_output_degree(name, inputs)] * len(eqn.outvars)
-        # A degree that was given overrides that of the equation: a mean divides by its count.
+        # Where an output was given a degree, that is what its equation is known to do.
         found.update({v: known.get(v, d) for v, d in zip(eqn.outvars, outputs, strict=True)})
     return [degree(v) for v in outvars]
 
@@ -163,7 +165,7 @@ def _output_degree(name: str, inputs: list[int]) -> int:
         return max(inputs)
     if name in ("dynamic_slice", "gather") and not any(inputs[1:]):
         return inputs[0]
-    if name in ("mul", "dot_general"):
+    if name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
         return min(sum(inputs), NOT_LINEAR)
     if name == "div" and not inputs[1]:
         return inputs[0]

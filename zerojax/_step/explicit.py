@@ -174,6 +174,7 @@ def scan(
             "stacked= with its path to zerojax.plan."
         )
     ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
+    # All weights of a plan have the same wire, so the first tells how the loop runs.
     how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)
@@ -187,12 +188,15 @@ def _run(
     how: How,
 ) -> tuple[PyTree, PyTree]:
     """Runs `loop(init, xs)` in the engine, whose one step it is; `leaves` are those of `xs`."""
+    # The body is traced with full weights, as `train_step` traces a loss; the engine then finds
+    # the loop in the jaxpr. What the body closes over becomes inputs.
     shapes = [leaf.full if _is_sharded(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
     jaxpr = _compat.make_jaxpr(
         closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
     )
     values = [*jax.tree.leaves(init), *leaves, *closed.consts]
+    # A cast by `jax.tree.map` changed the data of a `Sharded` and not its cut.
     inputs: list[Value] = [Held(x.data) if _is_sharded(x) else x for x in values]
     kinds: list[InputKind] = [
         dataclasses.replace(x.cut, dtype=x.data.dtype) if _is_sharded(x) else None for x in values

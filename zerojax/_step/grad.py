@@ -72,7 +72,7 @@ def value_and_grad(
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
             return loss_fn(params, *args[:-1], **args[-1])
 
-        every = (*args, kwargs)
+        every = (*args, kwargs)  # the last one, so that its arrays are split like the others
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         try:
@@ -101,6 +101,8 @@ def loss_and_grads(
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
     program = _program(loss_fn, plan, options, params, args, roles)
+    # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
+    # JAX must not track what varies over the devices (vma), or it would sum gradients once more.
     sharded = jax.shard_map(
         program,
         mesh=plan.mesh,
@@ -109,6 +111,7 @@ def loss_and_grads(
         axis_names=set(plan.batch_axes),
         check_vma=False,
     )
+    # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
         loss, aux, grads = _nans.run(
             jax.jit(sharded),
@@ -128,6 +131,8 @@ def _program(
 ) -> Program:
     """Traces the loss at the shapes that one device sees, and makes the program of it."""
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
+    # Parameters have their full shapes here: shards are gathered by the engine, which runs the
+    # jaxpr, and the loss itself never sees one.
     full = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), params)
     compute = precision_of(plan, options.precision).compute
 

@@ -79,6 +79,7 @@ class Parameter:
             return value.astype(self.compute_dtype)
         if not self.is_varied:
             return value
+        # A shard is cast again as it is gathered; its gradient comes back in this dtype.
         if self.leaf.rest.dim is not None:
             return value.astype(self.grad_dtype)
         return jnp.zeros(self.shard_shape, self.grad_dtype)  # its value is unread: see `Held`

@@ -179,6 +179,7 @@ class Program:
         if self.hoisted is not None:
             jaxpr, inputs = self.hoisted.loss, [*inputs, *self.hoisted.constants, *counts]
         if any(p.is_held for p in self.params):
+            # Inputs after the parameters are plain arrays.
             kinds: list[InputKind] = [p.kind() for p in self.params]
             kinds += [None] * (len(inputs) - len(kinds))
             outs = _run.evaluate(jaxpr, inputs, kinds, self.how)

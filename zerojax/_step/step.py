@@ -100,6 +100,7 @@ class Step:
         def trace() -> ClosedJaxpr:
             return self.without_options.trace(*args, **named).jaxpr
 
+        # Where the batch is a tracer, the check cannot tell, and is repeated at the next call.
         if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
             self.checked.add(plan)
         if plan not in self.by_plan:
@@ -107,6 +108,7 @@ class Step:
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
             self.by_plan[plan] = jitted
         jitted = self.by_plan[plan]
+        # Looking for tracers takes time at each step; on CPUs both functions are one.
         if jitted is self.without_options:
             return jitted
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
@@ -124,12 +126,16 @@ class Step:
         return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead)
 
     def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
-        """Raises where several processes run different steps; asked once for a plan and shapes."""
+        """Raises where several processes run different steps; asked once for a plan and shapes.
+
+        Processes that run different programs wait for each other in a collective for ever.
+        """
         plan = self._plan_for(args, named)
         if plan is None or not jax.distributed.is_initialized():
             return
         batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
         shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
+        # Inside another `jax.jit` the batch has no values, and the program is the outer one's.
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
@@ -244,6 +250,7 @@ def _train(
     plan = find_plan(state, recipe.plan, recipe.stage)
     plan.check_structure(state)
     scale = _finite.scale_of(state)
+    # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, state, recipe.mutable), scale)
     loss, aux, grads = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args)
     loss, grads = _finite.unscaled((loss, grads), scale)
@@ -264,6 +271,7 @@ def _train(
             new_state = _state.replace(new_state, dynamic_scale=next_scale)
     if aux is not None:
         metrics["aux"] = aux
+    # Without donation the old parameters are still the user's, and no memory to gather into.
     return plan.constrain(new_state, into=state if donate else None), metrics
 
 
