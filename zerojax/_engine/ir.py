@@ -1,4 +1,4 @@
-"""What a split jaxpr is made of."""
+"""The parts of a split jaxpr: shards and views of them, scopes and loops, prefix and rest."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Dims = tuple[int | None, ...]
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, like its function
 class View:
     """A way to see a stack that leaves its layers as they are.
 
@@ -28,7 +28,7 @@ class View:
     stops: bool = False  # whether no gradient passes
 
 
-# What a variable is, besides a value of the rest (None).
+# The kind of a variable that is no `Shard`; None: a value of the rest.
 WEIGHT = "weight"  # computed from weights and constants alone
 CONST = "const"  # computed from constants alone
 
@@ -37,15 +37,15 @@ _MOVES = ("transpose", "reshape", "squeeze")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A variable that is held as shards: the input that it comes from, the views taken of that
-    since, and how the result is sharded."""
+    """A variable that stays sharded: the input that it comes from, the views taken of that since,
+    and how the result is sharded."""
 
     root: Var
     cut: Cut
     views: tuple[View, ...] = ()
 
     def of(self, held: Held) -> Held:
-        """Returns this variable, from what its root is held as."""
+        """Returns this variable, from its root."""
         return held.map(self.view)
 
     def view(self, array: Array) -> Array:
@@ -117,13 +117,16 @@ class Split:
 
     @property
     def loop_roots(self) -> list[Var]:
-        """Inputs that the rest still needs as shards, for its loops and scopes."""
+        """The inputs that the rest still needs as shards, for its loops and scopes."""
         return unique(s.root for s in shards_read(self.rest))
 
     @property
     def read_last(self) -> list[Var]:
-        """The matrix gathered here that the rest reads last (a head), and vectors read after it:
-        backward wants them first. None where a loop or scope that gathers for itself is later."""
+        """The matrix gathered here that the rest reads last (a head), and vectors read after it.
+
+        Backward needs them first. There are none where a loop or scope, which gathers for itself,
+        comes later.
+        """
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
             # What is computed of a weight may be larger, and would be kept as well.

@@ -1,9 +1,9 @@
-"""Reads a jaxpr and splits it in two: what comes from weights alone, and the rest.
+"""Splits a jaxpr in two: what comes from weights alone, and the rest.
 
 The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
-(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as big as
-full weights, so none of it is kept for backward (but see `Split.read_last`): it runs again
-there. What the rest reads of it is the *frontier*.
+(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as large as
+full weights, so backward runs it again and none of it is kept (but see `Split.read_last`). What
+the rest reads of it is the *frontier*.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def split(
     pull: bool,
     checkpointed: bool = False,
 ) -> Split:
-    """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is held as shards.
+    """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is sharded.
 
     With `pull`, weights inside a remat are gathered outside of it (a loop body gathers everything
     first); without, the remat gathers for itself where it can. `checkpointed` says that the rest
