@@ -146,7 +146,7 @@ def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
 
 
 class Thunk:
-    """What JAX calls to trace a user's own derivative, with `change` applied to the result."""
+    """A function with which JAX traces a user's own derivative, its result changed by `change`."""
 
     def __init__(self, thunk: Any, change: Callable[[Callable[[], PyTree]], PyTree]) -> None:
         self.thunk, self.change, self.debug_info = thunk, change, thunk.debug_info

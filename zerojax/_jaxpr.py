@@ -36,7 +36,7 @@ def type_of(atom: Atom) -> ShapedArray:
 
 
 class Inliner:
-    """Expands calls; remembers what their outputs and constants have become."""
+    """An expander of calls, which remembers what their outputs and constants have become."""
 
     def __init__(self) -> None:
         self.aliases: dict[Var, Atom] = {}

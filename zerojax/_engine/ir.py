@@ -104,7 +104,7 @@ Step = JaxprEqn | Scope | Loop
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A jaxpr as prefix and rest. `kinds` says how each input comes in."""
+    """A jaxpr as prefix and rest. `kinds` says what each input is."""
 
     invars: list[Var]
     kinds: list[Kind]
@@ -142,7 +142,7 @@ class Split:
 
 
 def reads_of(step: Step) -> list[Var]:
-    """The variables that a step reads as values (not as shards)."""
+    """Returns the variables that a step reads as values (not as shards)."""
     match step:
         case Scope() | Loop():
             return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]

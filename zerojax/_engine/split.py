@@ -79,7 +79,7 @@ def split(
 
 
 class _Splitter:
-    """Visits the equations of one jaxpr in order, and sorts them into its prefix and its rest."""
+    """A visitor of the equations of one jaxpr, which sorts them into its prefix and its rest."""
 
     def __init__(self, pull: bool, checkpointed: bool) -> None:
         self.pull, self.checkpointed = pull, checkpointed

@@ -24,7 +24,7 @@ BATCH, KEY, WHOLE = "batch", "key", "whole"
 
 
 class Role(NamedTuple):
-    """What becomes of a leaf of the arguments; dimension `dim` counts examples."""
+    """The role of a leaf of the arguments: split, folded or replicated; `dim` counts examples."""
 
     kind: str
     dim: int = 0

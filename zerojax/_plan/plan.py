@@ -18,7 +18,7 @@ from zerojax._types import PyTree, TreeDef
 
 
 class Plan(Layout):
-    """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
+    """The place of every leaf of a state. Made by `zerojax.plan`; print it to see.
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` gives
     the same state as shapes with shardings, for lowering without any array. `plot` draws what each

@@ -106,7 +106,7 @@ def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
 
 
 class _Spec(NamedTuple):
-    """How a leaf can be sharded, why it cannot, and whether its first dimension counts layers."""
+    """The spec that a leaf can have, the reason for no other, and whether it is stacked layers."""
 
     spec: PartitionSpec
     reason: str | None

@@ -18,7 +18,7 @@ DEFAULT_MIN_SHARD_SIZE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How to shard a leaf over the ZeRO axes."""
+    """The rule by which a leaf is sharded over the ZeRO axes."""
 
     axes: tuple[str, ...]
     size: int

@@ -25,7 +25,7 @@ from zerojax._types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a loss is evaluated."""
+    """The options that say how a loss is evaluated."""
 
     has_aux: bool | None  # None: as the loss returns it
     accumulate: int

@@ -32,7 +32,7 @@ Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a step was made of, read off it as `step.recipe`."""
+    """The ingredients of a step, read off it as `step.recipe`."""
 
     loss_fn: Callable[..., PyTree]
     options: Options
