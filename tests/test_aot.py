@@ -134,7 +134,10 @@ def test_steps_on_older_gpus_ask_xla_to_hide_communication():
 
 def test_a_layer_travels_in_one_unless_it_is_too_large_for_the_scheduler():
     gathers, scatters = _xla_options.COMBINE_GATHERS, _xla_options.COMBINE_SCATTERS
-    layer = lambda size: [_xla_options.Turn(size, size // 8, size), _xla_options.Turn(8, 1, 8)]
+    layer = lambda size: [
+        _xla_options.LoopBytes(size, size // 8, size),
+        _xla_options.LoopBytes(8, 1, 8),
+    ]
     most = 2**32 - 1
     assert _xla_options.combined(layer(3 * 2**30), most) == {
         gathers: 3 * 2**30 + 3 * 2**26, scatters: (3 * 2**30 + 3 * 2**26) // 8,
@@ -155,7 +158,7 @@ def test_what_a_loop_gathers_and_reduces_is_counted():
     loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
     mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
-    assert _xla_options.turns_of(jaxpr) == [_xla_options.Turn(64 * 4, 8 * 4, 64 * 4)]
+    assert _xla_options.loops_of(jaxpr) == [_xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4)]
 
 
 @pytest.mark.gpu_code

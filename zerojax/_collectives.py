@@ -7,7 +7,7 @@ route for weights and one for gradients, and a route has mesh axes and a codec.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +117,8 @@ class Held:
     at stage 0 it is as large.
     """
 
-    shard: Any
-    full: Any = None
+    shard: Array
+    full: Array | None = None
 
     def map(self, change: Callable[[Array], Array]) -> "Held":
         return Held(change(self.shard), None if self.full is None else change(self.full))
@@ -198,11 +198,12 @@ def reduced(grad: Array, cut: Cut, route: Route) -> Array:
     The codec must encode to one array, which the collective can sum.
     """
     (grad,) = route.codec.encode(grad)
-    if cut.dim is None:
+    dim = cut.dim
+    if dim is None:
         return _each_part(lambda x: lax.psum(x, (*route.axes, *route.then)), grad, cut.others)
 
     def scatter(x: Array) -> Array:
-        return lax.psum_scatter(x, route.axes, scatter_dimension=cut.dim, tiled=True)
+        return lax.psum_scatter(x, route.axes, scatter_dimension=dim, tiled=True)
 
     grad = _each_part(scatter, grad, cut.others)
     return _each_part(lambda x: lax.psum(x, route.then), grad, cut.others) if route.then else grad
@@ -226,10 +227,11 @@ def gather_rested(shard: Array, old: Array | None, cut: Cut, stacked: bool, rout
 
 
 def _collected(part: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
-    assert cut.dim is not None, "only what is sharded can be gathered"
+    dim = cut.dim
+    assert dim is not None, "only what is sharded can be gathered"
 
     def collect(x: Array) -> Array:
-        return lax.all_gather(x, axes, axis=cut.dim, tiled=True)
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     return _each_part(collect, part, cut.others)
 

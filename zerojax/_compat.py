@@ -1,32 +1,46 @@
 """Every reading of JAX that differs between versions, and nothing else.
 
+That includes its error messages, the names of its classes and what its devices say of themselves.
 Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a plain
 message on a JAX whose internals have moved again.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
+from jax import Array
+from jax.core import AbstractValue
 from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
+from jax.typing import ArrayLike
 
-from zerojax._types import Device
+from zerojax._types import Device, PyTree
 
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Parameters of calls with derivatives by users, which JAX traces when it differentiates.
 THUNKS = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
-# Bytes. 0.12's scheduler for GPUs takes larger ones for shorter than they are, and starts them
-# late: of a layer of 6 GiB, in one or in two, 830 or 474 ms were waited for. 0.10 knows better.
+# Bytes. 0.12's scheduler for GPUs underestimates how long larger ones take, and starts them late:
+# a step whose layers have 6 GiB, gathered in one or in two, waited for them 830 or 474 ms.
 LARGEST_COLLECTIVE = 2**32 - 1 if jax.__version_info__ >= (0, 12) else 2**62
 
+# -- jaxprs
 
-def inner_jaxpr(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr that a call, remat or scan equation runs, and its constants.
+
+class HasEffects(Protocol):
+    """An equation, a jaxpr, or what stands for them."""
+
+    @property
+    def effects(self) -> Collection[object]: ...
+
+
+def inner_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """Returns the jaxpr that a call, remat or scan equation runs, and its constants.
 
     0.10 has closed and open jaxprs; from 0.12 on there is one kind that carries its constants.
     """
@@ -34,79 +48,121 @@ def inner_jaxpr(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Returns every open jaxpr among an equation's parameters: bodies, branches, calls."""
+    return [jaxpr for jaxpr, _ in closed_jaxprs(eqn)]
+
+
+def closed_jaxprs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
+    """Returns what `inner_jaxprs` does, each with its constants."""
+    values = [
+        one
+        for value in eqn.params.values()
+        for one in (value if isinstance(value, tuple | list) else (value,))
+    ]
+    opened = [(getattr(value, "jaxpr", value), getattr(value, "consts", ())) for value in values]
+    return [(jaxpr, consts) for jaxpr, consts in opened if hasattr(jaxpr, "eqns")]
+
+
+def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of a jaxpr, at any depth."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from every_eqn(inner)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are loop constants and how many are carried."""
+    """Returns how many of a scan's operands are loop constants and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
-def has_side_effects(step: Any) -> bool:
+def has_side_effects(step: HasEffects) -> bool:
     """Whether an equation does more than its outputs say (prints, say). Naming a mesh axis, as
     every collective does, is an effect in JAX's books but not one of these."""
-    effects = getattr(step, "effects", ())
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in step.effects)
 
 
-def names_an_axis(jaxpr: Any) -> bool:
+def names_an_axis(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, at any depth, speaks to other devices or asks which one it is on."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
 
 
-def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation on `values`, keeping its name scope, source line and context.
-
-    JAX's own evaluator does that bookkeeping; giving it a jaxpr of one equation needs no
-    private module.
-    """
-    pairs = zip(eqn.invars, values, strict=True)
-    inputs = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
-    jaxpr = make_jaxpr([eqn], list(inputs), eqn.outvars)
-    return run_jaxpr(jaxpr, list(inputs.values()))
+def is_dropped(var: Var | Literal) -> bool:
+    return isinstance(var, jex_core.DropVar)
 
 
-def make_jaxpr(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """An open jaxpr of these equations."""
+def fresh(var: Var | Literal, aval: AbstractValue | None = None) -> Var:
+    """Returns a new variable of the same type, or of the type `aval`."""
+    return Var(var.aval if aval is None else aval)
+
+
+def renamed(eqn: JaxprEqn, rename: Callable[[Var], Any], caller: JaxprEqn) -> JaxprEqn:
+    """Returns `eqn` of an inlined call, renamed, and in the name scope of the caller."""
+    scope = caller.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(
+        invars=[v if isinstance(v, Literal) else rename(v) for v in eqn.invars],
+        outvars=[rename(v) for v in eqn.outvars],
+        source_info=eqn.source_info.replace(name_stack=scope),
+    )
+
+
+def make_jaxpr(
+    eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
+) -> Jaxpr:
+    """Returns an open jaxpr of these equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     names = ("",) * len(invars), ("",) * len(outvars)
     info = jex_core.DebugInfo("zerojax", "loss", *names)
-    return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
+    return Jaxpr((), list(invars), list(outvars), list(eqns), effects, info)
 
 
-def without_unread(jaxpr: Any) -> Any:
-    """`jaxpr` without what none of its outputs is made from, at any depth. The inputs stay.
+def without_unread(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns `jaxpr` without what none of its outputs needs, at any depth. The inputs stay.
 
-    0.10 takes a `jax.checkpoint` out that prints: where there is such a thing, all stays.
+    0.10 removes a `jax.checkpoint` that prints: where something has side effects, all stays.
     """
     if has_side_effects(jaxpr):
         return jaxpr
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def run_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+def run_jaxpr(jaxpr: Jaxpr, args: Sequence[ArrayLike]) -> list[Array]:
     return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))(*args)
 
 
-def renamed(eqn: jex_core.JaxprEqn, rename: Any, caller: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
-    """`eqn` of an inlined call: variables renamed, name scope continued from the caller's."""
-    scope = caller.source_info.name_stack + eqn.source_info.name_stack
-    return eqn.replace(
-        invars=[v if isinstance(v, jex_core.Literal) else rename(v) for v in eqn.invars],
-        outvars=[rename(v) for v in eqn.outvars],
-        source_info=eqn.source_info.replace(name_stack=scope),
-    )
+def bind(eqn: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
+    """Runs one equation on `values`, keeping its name scope, source line and context.
+
+    JAX's own evaluator does that bookkeeping; giving it a jaxpr of one equation needs no
+    private module.
+    """
+    pairs = zip(eqn.invars, values, strict=True)
+    inputs = {v: x for v, x in pairs if not isinstance(v, Literal)}
+    jaxpr = make_jaxpr([eqn], list(inputs), eqn.outvars)
+    return run_jaxpr(jaxpr, list(inputs.values()))
 
 
-def fresh(var: Any, aval: Any = None) -> Any:
-    """A new variable of the same type, or of that of `aval`."""
-    return jex_core.Var(var.aval if aval is None else aval)
+class Thunk:
+    """A function with which JAX traces a user's own derivative, its result changed by `change`."""
+
+    def __init__(self, thunk: Any, change: Callable[[Callable[[], PyTree]], PyTree]) -> None:
+        self.thunk, self.change, self.debug_info = thunk, change, thunk.debug_info
+
+    def call_wrapped(self, *zeros: bool) -> PyTree:
+        return self.change(lambda: self.thunk.call_wrapped(*zeros))
+
+
+# -- meshes and devices
 
 
 def bound_axes() -> tuple[str, ...]:
-    """The mesh axes over which the running code is per-device code; empty outside `shard_map`.
+    """Returns the mesh axes over which the running code is per-device code; () outside `shard_map`.
 
-    Not what the mesh calls manual: see `_loss/constraints.py`.
+    That is not what the mesh calls manual: see `_loss/constraints.py`.
     """
     return tuple(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
 
@@ -119,24 +175,34 @@ def _is_bound(axis: str) -> bool:
     return True
 
 
-def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
-    """Every open jaxpr among an equation's parameters: bodies, branches, calls."""
-    return [jaxpr for jaxpr, _ in closed_jaxprs(eqn)]
+def mesh_of(eqn: JaxprEqn) -> AbstractMesh:
+    """Returns the mesh that was set where an equation was traced; it is set again where it runs."""
+    return eqn.ctx.cur_abstract_mesh
 
 
-def closed_jaxprs(eqn: jex_core.JaxprEqn) -> list[tuple[Any, Sequence[Any]]]:
-    """As `inner_jaxprs`, each with its constants."""
-    values = [
-        one
-        for value in eqn.params.values()
-        for one in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    opened = [(getattr(value, "jaxpr", value), getattr(value, "consts", ())) for value in values]
-    return [(jaxpr, consts) for jaxpr, consts in opened if hasattr(jaxpr, "eqns")]
+def context_on(eqn: JaxprEqn, mesh: AbstractMesh) -> object:
+    """Returns the context of an equation with another mesh set."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return type(eqn.ctx)()
+
+
+def is_gpu(device: Device) -> bool:
+    """Whether a device is a GPU; JAX calls those of `zerojax.aot`, say, "cuda"."""
+    return device.platform in ("gpu", "cuda", "rocm")
+
+
+def is_nvidia_gpu(device: Device) -> bool:
+    """Whether a device is a GPU, and by its name not one of AMD's."""
+    return is_gpu(device) and device.platform != "rocm"
+
+
+def is_compile_only(device: Device) -> bool:
+    """Whether code can be compiled for a device and not run: see `zerojax.aot`."""
+    return type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
 
 
 def shared_store() -> Any:
-    """The key-value store that the processes of a run have in common; None without one.
+    """Returns the key-value store that the processes of a run have in common; None without one.
 
     It needs no device, and the processes' versions need not be the same. There is no public
     way to it: Orbax and XLA's own collectives find each other by it too.
@@ -144,47 +210,33 @@ def shared_store() -> Any:
     return multihost_utils.distributed.global_state.client  # type: ignore
 
 
-def every_eqn(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
-    """The equations of a jaxpr, at any depth."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from every_eqn(inner)
+# -- error messages
 
 
-def is_gpu(device: jax.Device) -> bool:
-    return device.platform in ("gpu", "cuda", "rocm")
+def is_about_devices(error: Exception) -> bool:
+    """Whether JAX refused arrays that are on other devices than a program's."""
+    return "incompatible devices" in str(error)
 
 
-def is_dropped(var: Any) -> bool:
-    return isinstance(var, jex_core.DropVar)
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def mesh_of(eqn: jex_core.JaxprEqn) -> AbstractMesh:
-    """The mesh that was set where an equation was traced; it is set again where it runs."""
-    return eqn.ctx.cur_abstract_mesh
+def is_timeout(error: Exception) -> bool:
+    return "DEADLINE_EXCEEDED" in str(error)
 
 
-def context_on(eqn: jex_core.JaxprEqn, mesh: AbstractMesh) -> Any:
-    """The context of an equation with another mesh set."""
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
-        return type(eqn.ctx)()
+def is_about_cluster(error: Exception) -> bool:
+    """Whether JAX found no cluster around, which would have told it the other processes."""
+    return "coordinator_address" in str(error)
 
 
-class Thunk:
-    """What traces a user's own derivative when it is wanted, with something done to the result."""
-
-    def __init__(self, thunk: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
-        self.thunk, self.change, self.debug_info = thunk, change, thunk.debug_info
-
-    def call_wrapped(self, *zeros: bool) -> Any:
-        return self.change(lambda: self.thunk.call_wrapped(*zeros))
+def is_about_option(error: Exception) -> bool:
+    """Whether XLA refused a compiler option because it has none of that name."""
+    return "No such compile option" in str(error)
 
 
-def is_gpu(device: Device) -> bool:
-    """Whether a device is a GPU; JAX calls those of `zerojax.aot`, say, "cuda"."""
-    return device.platform in ("gpu", "cuda", "rocm")
-
+# -- XLA's log
 
 REMATERIALIZED = "Involuntary full rematerialization"
 LOG_MESSAGE = re.compile(r"^(?=[IWEF]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log)", re.MULTILINE)

@@ -1,52 +1,83 @@
 """Writes the equations of a call (`jax.jit`, ...) in place of the call."""
 
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jax.extend import core as jex_core
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from zerojax import _compat
 
-Var = jex_core.Var
-Atom = jex_core.Var | jex_core.Literal
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Atom = Var | Literal
 
 
-def is_var(atom: Atom | None) -> TypeGuard[Var]:
-    return atom is not None and not isinstance(atom, jex_core.Literal)
+class Step(_compat.HasEffects, Protocol):
+    """An equation, or something that stands for several."""
+
+    @property
+    def outvars(self) -> list[Var]: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+def is_var(atom: Atom | None) -> "TypeIs[Var]":
+    return atom is not None and not isinstance(atom, Literal)
+
+
+def type_of(atom: Atom) -> ShapedArray:
+    """Returns the type of an array; JAX declares only that it has some type."""
+    aval: Any = atom.aval
+    return aval
 
 
 class Inliner:
-    """Expands calls; remembers what their outputs and constants have become."""
+    """An expander of calls, which remembers what their outputs and constants have become."""
 
     def __init__(self) -> None:
         self.aliases: dict[Var, Atom] = {}
-        self.constants: dict[Var, Any] = {}
+        self.constants: dict[Var, ArrayLike] = {}
 
     def named(self, atom: Atom) -> Atom:
-        """The variable that an output of an expanded call is another name for."""
+        """Returns the variable that an output of an expanded call is another name for."""
         while is_var(atom) and atom in self.aliases:
             atom = self.aliases[atom]
         return atom
 
-    def resolved(self, eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+    def resolved(self, eqn: JaxprEqn) -> JaxprEqn:
         return eqn.replace(invars=[self.named(v) for v in eqn.invars])
 
-    def expand(self, call: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
-        """The equations that `call` runs, each variable under a name of its own."""
+    def flat(
+        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool]
+    ) -> Iterator[JaxprEqn]:
+        """Yields the equations, with the calls for which `expands` holds expanded at any depth."""
+        for eqn in map(self.resolved, eqns):
+            if expands(eqn):
+                yield from self.flat(self.expand(eqn), expands)
+            else:
+                yield eqn
+
+    def expand(self, call: JaxprEqn) -> list[JaxprEqn]:
+        """Returns the equations that `call` runs, each variable under a name of its own."""
         jaxpr, consts = _compat.inner_jaxpr(call)
         names: dict[Var, Atom] = dict(zip(jaxpr.invars, call.invars, strict=True))
 
         def rename(var: Var) -> Atom:
-            if isinstance(var, jex_core.DropVar):
+            if isinstance(var, DropVar):
                 return var
             if var not in names:
                 names[var] = _compat.fresh(var)
             return names[var]
 
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            self.constants[rename(var)] = value
+            names[var] = const = _compat.fresh(var)
+            self.constants[const] = value
         for outer, inner in zip(call.outvars, jaxpr.outvars, strict=True):
-            if isinstance(outer, jex_core.DropVar):
+            if isinstance(outer, DropVar):
                 continue
             if is_var(inner) and inner not in names:
                 names[inner] = outer
@@ -55,10 +86,18 @@ class Inliner:
         return [_compat.renamed(eqn, rename, call) for eqn in jaxpr.eqns]
 
 
-def alive(steps: Sequence[Any], outvars: Sequence[Atom], reads_of: Any) -> list[Any]:
-    """The steps whose results are read, or that have effects."""
+def reads(eqn: JaxprEqn) -> list[Var]:
+    """Returns the variables that an equation reads."""
+    return [v for v in eqn.invars if is_var(v)]
+
+
+def alive(
+    steps: Sequence[S], outvars: Iterable[Atom], reads_of: Callable[[S], Iterable[Var]]
+) -> list[S]:
+    """Returns the steps whose results are read, or that have effects."""
     live = {v for v in outvars if is_var(v)}
     kept = []
+    # Backwards, so that whatever reads a result is seen before the step that makes it.
     for step in reversed(steps):
         if live.intersection(step.outvars) or _compat.has_side_effects(step):
             live.update(reads_of(step))

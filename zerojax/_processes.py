@@ -66,7 +66,7 @@ def initialize(
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
     except ValueError as error:
-        if explicit or "coordinator_address" not in str(error):
+        if explicit or not _compat.is_about_cluster(error):
             raise
     count = jax.process_count()
     _end_together()

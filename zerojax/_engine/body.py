@@ -35,7 +35,8 @@ from zerojax._engine.vary import (
     where,
     zeros_like,
 )
-from zerojax._jaxpr import Atom, Var, is_var
+from zerojax._jaxpr import Atom, Var, is_var, type_of
+from zerojax._types import TreeDef
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Step], Env, "How"], None]
@@ -69,7 +70,7 @@ class Saved:
     """
 
     arrays: list[Array]
-    treedef: jax.tree_util.PyTreeDef
+    treedef: TreeDef
     slots: tuple[int | None, ...]
     wanted: tuple[bool, ...]
 
@@ -255,7 +256,7 @@ class Body:
         varied, join = vary(sources, wanted)
 
         def prefix(varied: list) -> list[Array]:
-            values = join(varied)
+            values: list = join(varied)
             return self.prefix(values[len(gathered) :], values[: len(gathered)])
 
         frontier, prefix_vjp = jax.vjp(prefix, varied)
@@ -274,10 +275,7 @@ class Body:
         return grads, d_sources[: len(gathered)]
 
     def reduced(
-        self,
-        inputs: Sequence[Value],
-        grads: Sequence[Gradient],
-        d_gathered: Sequence[Array | None],
+        self, inputs: Sequence[Value], grads: Sequence[Gradient], d_gathered: Sequence[Array | None]
     ) -> list[Gradient]:
         """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
         held = self._by_var(self.weights_of(inputs))
@@ -320,7 +318,7 @@ def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
 
 def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:
     """Like `read`, but a literal, which may be a bare Python number, comes with its dtype."""
-    return [env[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in atoms]
+    return [env[v] if is_var(v) else np.asarray(v.val, type_of(v).dtype) for v in atoms]
 
 
 def write(env: Env, outvars: Sequence[Var], values: Sequence[Any]) -> None:

@@ -1,19 +1,21 @@
-"""What a split jaxpr is made of."""
+"""The parts of a split jaxpr: shards and views of them, scopes and loops, prefix and rest."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 from jax import Array
-from jax.extend import core as jex_core
+from jax.extend.core import Effect, JaxprEqn
+from jax.typing import ArrayLike
 
 from zerojax._collectives import Cut, Held
-from zerojax._jaxpr import Atom, Var, is_var
+from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 
 Dims = tuple[int | None, ...]
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, like its function
 class View:
     """A way to see a stack that leaves its layers as they are.
 
@@ -26,7 +28,7 @@ class View:
     stops: bool = False  # whether no gradient passes
 
 
-# What a variable is, besides a value of the rest (None).
+# The kind of a variable that is no `Shard`; None: a value of the rest.
 WEIGHT = "weight"  # computed from weights and constants alone
 CONST = "const"  # computed from constants alone
 
@@ -35,15 +37,15 @@ _MOVES = ("transpose", "reshape", "squeeze")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A variable that is held as shards: the input that it comes from, the views taken of that
-    since, and how the result is sharded."""
+    """A variable that stays sharded: the input that it comes from, the views taken of that since,
+    and how the result is sharded."""
 
     root: Var
     cut: Cut
     views: tuple[View, ...] = ()
 
     def of(self, held: Held) -> Held:
-        """Returns this variable, from what its root is held as."""
+        """Returns this variable, from its root."""
         return held.map(self.view)
 
     def view(self, array: Array) -> Array:
@@ -71,11 +73,11 @@ class Scope:
     split: "Split"
     operands: list[Shard | Atom]
     outvars: list[Var]
-    policy: Callable[..., Any] | None
+    policy: Callable[..., bool] | None
     prevent_cse: bool
 
     @property
-    def effects(self) -> frozenset[Any]:
+    def effects(self) -> frozenset[Effect]:
         return effects_of(self.split.rest)
 
 
@@ -93,35 +95,38 @@ class Loop:
     unroll: int | bool
 
     @property
-    def effects(self) -> frozenset[Any]:
+    def effects(self) -> frozenset[Effect]:
         return effects_of(self.body.rest)
 
 
-Step = jex_core.JaxprEqn | Scope | Loop
+Step = JaxprEqn | Scope | Loop
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A jaxpr as prefix and rest. `kinds` says how each input comes in."""
+    """A jaxpr as prefix and rest. `kinds` says what each input is."""
 
     invars: list[Var]
     kinds: list[Kind]
-    constants: dict[Var, Array]
+    constants: dict[Var, ArrayLike]
     gathers: dict[Var, Shard]
-    prefix: list[jex_core.JaxprEqn]
+    prefix: list[JaxprEqn]
     frontier: list[Var]
     rest: list[Step]
     outvars: list[Atom]
 
     @property
     def loop_roots(self) -> list[Var]:
-        """Inputs that the rest still needs as shards, for its loops and scopes."""
+        """The inputs that the rest still needs as shards, for its loops and scopes."""
         return unique(s.root for s in shards_read(self.rest))
 
     @property
     def read_last(self) -> list[Var]:
-        """The matrix gathered here that the rest reads last (a head), and vectors read after it:
-        backward wants them first. None where a loop or scope that gathers for itself is later."""
+        """The matrix gathered here that the rest reads last (a head), and vectors read after it.
+
+        Backward needs them first. There are none where a loop or scope, which gathers for itself,
+        comes later.
+        """
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
             # What is computed of a weight may be larger, and would be kept as well.
@@ -130,25 +135,25 @@ class Split:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
         for step in reversed(self.rest):
-            if isinstance(step, Scope | Loop) or any(v.aval.ndim > 1 for v in found):
+            if isinstance(step, Scope | Loop) or any(type_of(v).ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(step) if v in gathered]
         return [var for var in self.gathers if var in found]
 
 
 def reads_of(step: Step) -> list[Var]:
-    """The variables that a step reads as values (not as shards)."""
+    """Returns the variables that a step reads as values (not as shards)."""
     match step:
         case Scope() | Loop():
             return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
-    return [v for v in step.invars if is_var(v)]
+    return reads(step)
 
 
-def effects_of(steps: Iterable[Step]) -> frozenset[Any]:
+def effects_of(steps: Iterable[Step]) -> frozenset[Effect]:
     return frozenset().union(*(step.effects for step in steps))
 
 
-def unique(items: Iterable[Any]) -> list[Any]:
+def unique(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
 
 

@@ -69,7 +69,7 @@ class Layers:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
         d_carry, d_ys = self.d_outs(cts)
-        types = self.carry_types(inputs)
+        types: list = self.carry_types(inputs)
 
         def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> Any:
             (d_carry, d_consts), (saved, d_ys, xs) = state, layer

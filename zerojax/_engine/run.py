@@ -1,4 +1,4 @@
-"""Evaluates a loss whose parameters are held as shards, gathering each at its first use."""
+"""Evaluates a loss whose parameters are sharded; each is all-gathered at its first use."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

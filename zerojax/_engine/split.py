@@ -1,18 +1,18 @@
-"""Reads a jaxpr and splits it in two: what comes from weights alone, and the rest.
+"""Splits a jaxpr in two: what comes from weights alone, and the rest.
 
 The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
-(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as big as
-full weights, so none of it is kept for backward (but see `Split.read_last`): it runs again
-there. What the rest reads of it is the *frontier*.
+(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as large as
+full weights, so backward runs it again and none of it is kept (but see `Split.read_last`). What
+the rest reads of it is the *frontier*.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._collectives import Cut
@@ -31,22 +31,22 @@ from zerojax._engine.ir import (
     unique,
 )
 from zerojax._engine.views import Readers, is_cast
-from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var
+from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
 
 
 def split(
-    jaxpr: Any,
-    consts: Sequence[Any],
+    jaxpr: Jaxpr,
+    consts: Sequence[ArrayLike],
     kinds: Sequence[InputKind],
     *,
     pull: bool,
     checkpointed: bool = False,
 ) -> Split:
-    """Splits `jaxpr`. With `pull`, weights inside a remat are gathered outside of it (a loop
-    body gathers everything first); without, the remat gathers for itself where it can.
-    `checkpointed` says that the rest will run under `jax.checkpoint`.
+    """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is sharded.
 
-    `kinds` has the `Cut` of each input that is held as shards.
+    With `pull`, weights inside a remat are gathered outside of it (a loop body gathers everything
+    first); without, the remat gathers for itself where it can. `checkpointed` says that the rest
+    will run under `jax.checkpoint`.
     """
     splitter = _Splitter(pull, checkpointed)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
@@ -59,12 +59,12 @@ def split(
         splitter.visit(eqn, rest)
     outvars = [splitter.gathered_once(splitter.inliner.named(v)) for v in jaxpr.outvars]
     rest = alive(rest, outvars, reads_of)
-    reads = unique(v for step in rest for v in reads_of(step))
-    wanted = unique([*reads, *(v for v in outvars if is_var(v))])
+    read = [v for step in rest for v in reads_of(step)]
+    wanted = unique([*read, *filter(is_var, outvars)])
     made = {v for step in rest for v in step.outvars}
     frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST) and v not in made]
-    prefix = alive(splitter.prefix, frontier, reads_of)
-    needed = {v for eqn in prefix for v in eqn.invars if is_var(v)} | set(frontier)
+    prefix = alive(splitter.prefix, frontier, reads)
+    needed = {v for eqn in prefix for v in reads(eqn)} | set(frontier)
     gathers = {v: s for v, s in splitter.gathers.items() if v in needed}
     return Split(
         invars=list(jaxpr.invars),
@@ -79,6 +79,8 @@ def split(
 
 
 class _Splitter:
+    """A visitor of the equations of one jaxpr, which sorts them into its prefix and its rest."""
+
     def __init__(self, pull: bool, checkpointed: bool) -> None:
         self.pull, self.checkpointed = pull, checkpointed
         self.inliner = Inliner()
@@ -117,29 +119,22 @@ class _Splitter:
             self.kinds[var] = WEIGHT
         return self.gathered[kind]
 
-    # -- calls are inlined where they meet a weight, so that there is one level to read
+    # -- the equations
 
     def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-        flat: list[JaxprEqn] = []
+        """Expands the calls that a weight goes into, so that there is one level to read."""
         touched = {v for v in self.kinds if self.is_weights(v)}
 
-        def walk(eqn: JaxprEqn) -> None:
-            eqn = self.inliner.resolved(eqn)
-            touches = any(is_var(v) and v in touched for v in eqn.invars)
-            if touches:
-                touched.update(eqn.outvars)
-            if not touches or eqn.primitive.name not in _compat.CALLS:
-                flat.append(eqn)
-                return
-            for inner in self.inliner.expand(eqn):
-                walk(inner)
+        def is_call_of_weights(eqn: JaxprEqn) -> bool:
+            if touched.isdisjoint(reads(eqn)):
+                return False
+            touched.update(eqn.outvars)
+            return eqn.primitive.name in _compat.CALLS
 
-        for eqn in eqns:
-            walk(eqn)
-        return flat
+        return list(self.inliner.flat(eqns, is_call_of_weights))
 
     def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
-        # A remat that is taken apart when its turn comes does not read; its equations will.
+        # A remat that will be taken apart when it is visited does not read; its equations will.
         apart = _compat.REMAT if self.pull else ()
         self.readers.find([e for e in eqns if e.primitive.name not in apart], outvars)
 
@@ -154,8 +149,8 @@ class _Splitter:
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
             self.kinds[eqn.outvars[0]] = cast
         elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
-            # Over axes of the user's own (flax's `unbox` of a partitioned stack), where the shard
-            # lies already. Gathered for this, a stack would be whole before its loop.
+            # It names axes of the user's own (flax's `unbox` of a partitioned stack), over which
+            # the shard is sharded already. To obey it, the loop's full stack would be gathered.
             self.kinds[eqn.outvars[0]] = kinds[0]
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
@@ -174,9 +169,12 @@ class _Splitter:
             self.prefix.append(eqn)
             for var in eqn.outvars:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
+            # [Note: constants under checkpoint] What comes from constants alone, a mask made of
+            # iotas say, goes into the prefix, because weights may be computed with it, and into
+            # the rest too where that runs under jax.checkpoint. Nothing is kept for backward there
+            # anyway. As part of the frontier the mask would be an input of the checkpoint, behind
+            # its barrier: an array in memory instead of part of a fusion.
             if self.checkpointed and WEIGHT not in kinds:
-                # Nothing keeps it there anyway. Handed in from outside, a mask made of iotas
-                # would be an array behind jax.checkpoint's barrier instead of part of a fusion.
                 rest.append(eqn)
         else:
             rest.append(eqn)
@@ -207,6 +205,8 @@ class _Splitter:
 
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
+        # Its equations are visited as if the loop body had them. Those of weights alone join the
+        # body's prefix, where the loop gathers; the others become the rest of the remat.
         steps: list[Step] = []
         outside, self.checkpointed = self.checkpointed, True
         inside = self.inline(self.inliner.expand(eqn))
@@ -218,12 +218,19 @@ class _Splitter:
         outvars = [v for v in eqn.outvars if v in made_here]
         steps = alive(steps, outvars, reads_of)
         made = {v for step in steps for v in step.outvars}
-        reads = [v for v in unique(v for s in steps for v in reads_of(s)) if v not in made]
-        roots = [self.roots[shard.root] for shard in shards_read(steps)]
-        operands = [*reads, *unique(roots)]
-        kinds = [v if isinstance(v, Shard) else None for v in operands]
-        invars = [v.root if isinstance(v, Shard) else v for v in operands]
-        inner = Split(invars, kinds, {}, {}, [], [], steps, outvars)
+        read = unique(v for step in steps for v in reads_of(step) if v not in made)
+        roots = unique(self.roots[shard.root] for shard in shards_read(steps))
+        operands: list[Shard | Atom] = [*read, *roots]
+        inner = Split(
+            invars=[*read, *(shard.root for shard in roots)],
+            kinds=[*[None] * len(read), *roots],
+            constants={},
+            gathers={},
+            prefix=[],
+            frontier=[],
+            rest=steps,
+            outvars=[*outvars],
+        )
         return Scope(inner, operands, outvars, *_checkpoint_params(eqn))
 
     def scans_weights(self, eqn: JaxprEqn) -> bool:
@@ -261,7 +268,7 @@ class _Splitter:
 
 
 def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
-    """A shard after a cast between floats, if the cast can be left to the gather."""
+    """Returns a shard after a cast between floats, if the cast can be left to the gather."""
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
     new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(kind.cut.dtype)
@@ -280,15 +287,15 @@ def _inner_kind(kind: Kind) -> InputKind:
     return WEIGHT if kind in (WEIGHT, CONST) else kind
 
 
-def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., Any] | None, bool]:
+def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]:
     return eqn.params["policy"], eqn.params["prevent_cse"]
 
 
-def _warn_sharded_layers(var: Var) -> None:
+def _warn_sharded_layers(stack: Atom) -> None:
     warnings.warn(
-        f"a parameter stack of shape {var.aval.shape} is scanned along dimension 0 and sharded "
-        "along it too, so it is gathered whole before the loop. Name it to the plan as stacked: "
-        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. Of loops "
-        "within loops: overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
+        f"a parameter stack of shape {type_of(stack).shape} is scanned along dimension 0 and "
+        "sharded along it too, so the full stack is gathered before the loop. Name it to the plan: "
+        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. For loops "
+        "within loops, pass overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
         stacklevel=2,
     )

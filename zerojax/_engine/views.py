@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from zerojax._engine.ir import Dims, Kind, Shard, View, unique
-from zerojax._jaxpr import Atom, Var, is_var
+from zerojax._jaxpr import Atom, Var, is_var, type_of
 
 Rule = Callable[[JaxprEqn, int], list[View] | None]
 
@@ -31,7 +31,7 @@ def _stop_gradient(eqn: JaxprEqn, fixed: int) -> list[View]:
 def _slice(eqn: JaxprEqn, fixed: int) -> list[View] | None:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
-    ends = eqn.invars[0].aval.shape
+    ends = type_of(eqn.invars[0]).shape
     parts = zip(starts, limits, ends, strides, strict=True)
     sliced = [d for d, (a, b, end, step) in enumerate(parts) if (a, b, step) != (0, end, 1)]
     if any(d >= fixed for d in sliced):
@@ -51,7 +51,7 @@ def _squeeze(eqn: JaxprEqn, fixed: int) -> list[View] | None:
 
 
 def _reshape(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    old, new = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    old, new = type_of(eqn.invars[0]).shape, eqn.params["new_sizes"]
     moved = fixed + len(new) - len(old)
     if moved < 0 or new[moved:] != old[fixed:] or eqn.params["dimensions"] is not None:
         return None
@@ -93,7 +93,7 @@ def _unstack(eqn: JaxprEqn, fixed: int) -> list[View] | None:
 
 def _dims(eqn: JaxprEqn, *changed: int) -> Dims:
     """Returns the operand's dimensions, None for those that are changed."""
-    return tuple(None if d in changed else d for d in range(eqn.invars[0].aval.ndim))
+    return tuple(None if d in changed else d for d in range(type_of(eqn.invars[0]).ndim))
 
 
 _RULES: dict[str, Rule] = {

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from zerojax import _compat
 from zerojax._plan.plan import Plan
 from zerojax._plan.show import TITLES
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -50,9 +51,9 @@ def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
             _refusals.check_arrays(tree, name)
-        if plan is not None and "incompatible devices" in str(error):
+        if plan is not None and _compat.is_about_devices(error):
             _check_devices(name, tree, plan)
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+    if _compat.is_out_of_memory(error):
         error.add_note(out_of_memory(plan))
 
 

@@ -1,44 +1,48 @@
-"""The arguments of a loss besides its parameters: what is split, folded or passed on."""
+"""The arguments of a loss after its parameters: which are split, folded or passed on."""
 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax import _agreement, _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._plan import mesh as _mesh, move as _move, spec as _spec
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import path_name
+from zerojax._types import PyTree
 
+Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
 BATCH, KEY, WHOLE = "batch", "key", "whole"
 
 
 class Role(NamedTuple):
-    """What becomes of a leaf of the arguments; `dim` is the one that counts examples."""
+    """The role of a leaf of the arguments: split, folded or replicated; `dim` counts examples."""
 
     kind: str
     dim: int = 0
 
 
-def roles(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> list[Role]:
-    """For each leaf of the arguments: split along the batch, a key, or the same everywhere.
+def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> list[Role]:
+    """Returns a role for each leaf of the arguments; `specs` may decide those of the first.
 
-    A key has no dimensions; an array of keys is one for each example. Old-style keys, pairs of
-    uint32, are taken for keys everywhere but in the batch itself, the first argument; see
-    `check_pairs` for where that is not sure. `specs` says otherwise for the first argument.
+    A key has no dimensions; an array of keys has one for each example. Old-style keys, pairs of
+    uint32, count as keys everywhere but in the batch itself, the first argument; `check_pairs`
+    refuses those that may be rows.
     """
 
-    def role(leaf: Any, in_batch: bool) -> Role:
+    def role(leaf: Leaf, in_batch: bool) -> Role:
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-        if (is_key and not jnp.ndim(leaf)) or (not in_batch and _is_raw_key(leaf)):
+        if (is_key and not jnp.shape(leaf)) or (not in_batch and _is_raw_key(leaf)):
             return Role(KEY)
-        return Role(BATCH if jnp.ndim(leaf) else WHOLE)
+        return Role(BATCH if jnp.shape(leaf) else WHOLE)
 
     found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     if specs is None or not args:
@@ -47,9 +51,12 @@ def roles(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> l
     return [given or role for given, role in itertools.zip_longest(said, found)]
 
 
-def _roles_by_specs(batch: Any, specs: Any, axes: tuple[str, ...]) -> list[Role | None]:
-    """What a tree prefix of specs says of each leaf of the batch; None where it says nothing."""
-    is_leaf = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
+def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list[Role | None]:
+    """Returns what a tree prefix of specs says of each leaf of the batch, None for nothing."""
+
+    def is_leaf(spec: object) -> bool:
+        return spec is None or isinstance(spec, PartitionSpec)
+
     try:
         given = jax.tree.broadcast(specs, batch, is_leaf=is_leaf)
     except ValueError:
@@ -62,7 +69,7 @@ def _roles_by_specs(batch: Any, specs: Any, axes: tuple[str, ...]) -> list[Role 
     return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
 
 
-def _role_by_spec(path: tuple, value: Any, spec: Any, axes: tuple[str, ...]) -> Role | None:
+def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...]) -> Role | None:
     if spec is None:
         return None
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
@@ -71,7 +78,7 @@ def _role_by_spec(path: tuple, value: Any, spec: Any, axes: tuple[str, ...]) -> 
         return Role(WHOLE)
     dim, entry = named[0]
     fits = isinstance(spec, PartitionSpec) and entry in (axes, axes[0] if len(axes) == 1 else axes)
-    if len(named) > 1 or not fits or dim >= jnp.ndim(value):
+    if len(named) > 1 or not fits or dim >= len(jnp.shape(value)):
         name, over = path_name(path), repr(axes[0] if len(axes) == 1 else axes)
         raise ValueError(
             f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
@@ -82,14 +89,14 @@ def _role_by_spec(path: tuple, value: Any, spec: Any, axes: tuple[str, ...]) -> 
     return Role(BATCH, dim)
 
 
-def split(value: Any, dim: int, count: int) -> Any:
-    """`value` cut in so many parts along `dim`, with a new first dimension that counts them."""
+def split(value: Array, dim: int, count: int) -> Array:
+    """Splits `value` into so many parts along `dim`; a new first dimension counts them."""
     shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
     return jnp.moveaxis(value.reshape(shape), dim, 0)
 
 
-def check_pairs(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()) -> None:
-    """Raises where an old-style key may as well be two rows of the batch."""
+def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
+    """Raises for an old-style key that may as well be two rows of the batch."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
     pairs = zip(leaves, roles(args, specs, axes), strict=True)
     lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
@@ -102,7 +109,7 @@ def check_pairs(args: Sequence[Any], specs: Any = None, axes: Sequence[str] = ()
             )
 
 
-def check(args: Sequence[Any], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
+def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
     """Raises where the batch cannot be split over devices and microbatches."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
     counts = [
@@ -140,31 +147,36 @@ def check_divides(name: str, rows: int, size: int, accumulate: int, dim: int = 0
         )
 
 
-def part_shape(value: Any, role: Role, ways: int) -> jax.ShapeDtypeStruct:
-    """What a loss sees of a leaf when the batch is split so many ways."""
+def part_shape(value: Leaf, role: Role, ways: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf that a loss sees when the batch is split so many ways."""
     shape = list(jnp.shape(value))
     if role.kind == BATCH:
         shape[role.dim] //= ways
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def rows(values: Sequence[Any], roles: Sequence[Role]) -> int:
-    """The number of examples in the batch; 0 without one."""
+def rows(values: Sequence[Leaf], roles: Sequence[Role]) -> int:
+    """Returns the number of examples in the batch; 0 without one."""
     pairs = zip(values, roles, strict=True)
-    found = [v.shape[role.dim] for v, role in pairs if role.kind == BATCH]
+    found = [jnp.shape(v)[role.dim] for v, role in pairs if role.kind == BATCH]
     return found[0] if found else 0
 
 
 def per_example(
-    aux: Any, rows: int, ways: int, whole_aux: Callable[[], Any], mutable: Sequence[str] = ()
-) -> Any:
-    """Which aux leaves have a row for each example, in the structure of `aux`; `mutable` none.
+    aux: PyTree,
+    rows: int,
+    ways: int,
+    aux_of_batch: Callable[[], PyTree],
+    mutable: Sequence[str] = (),
+) -> PyTree:
+    """Returns which aux leaves have a row for each example, in the structure of `aux`.
 
-    Those whose first dimension is as long as a part of the batch are suspects; tracing the loss
-    once more on the whole batch tells. Without suspects nothing is traced.
+    Those whose first dimension is as long as a part of the batch are suspects. The loss is traced
+    again, by `aux_of_batch`, on the batch of all devices, and the true ones are as long as that.
+    Without suspects nothing is traced. Fields in `mutable` have no rows.
     """
 
-    def suspect(path: tuple, leaf: Any) -> bool:
+    def suspect(path: tuple, leaf: jax.ShapeDtypeStruct) -> bool:
         if not rows or not leaf.shape or _fields.is_field(path, mutable):
             return False
         return leaf.shape[0] == rows // ways
@@ -172,23 +184,23 @@ def per_example(
     suspects = jax.tree_util.tree_map_with_path(suspect, aux)
     if ways == 1 or not any(jax.tree.leaves(suspects)):
         return suspects
-    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, whole_aux())
+    return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, aux_of_batch())
 
 
 def shard_batch(
-    batch: Any,
+    batch: PyTree,
     mesh: Mesh | None = None,
     *,
     axis: str | Sequence[str] | None = None,
-    batch_specs: Any = None,
-) -> Any:
+    batch_specs: PyTree = None,
+) -> PyTree:
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
     `train_step` takes host batches too; placing the next batch early overlaps its transfer
-    with the running step. Scalars and PRNG keys go to every device.
+    with the running step. Scalars and PRNG keys are replicated.
 
     In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
-    the batch is all of them.
+    all of them together are the batch.
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
@@ -204,7 +216,7 @@ def shard_batch(
     if not rows_first.is_fully_addressable:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
 
-    def placed(value: Any, role: Role) -> jax.Array:
+    def placed(value: ArrayLike, role: Role) -> Array:
         sharding = NamedSharding(mesh, _spec.normal(spec(role, axes)))
         move = _from_this_process if role.kind == BATCH else _move.moved
         return move(value, sharding)
@@ -213,7 +225,7 @@ def shard_batch(
 
 
 def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
-    """How a leaf lies over the axes of a mesh."""
+    """Returns how a leaf is split over the axes of a mesh."""
     if role.kind != BATCH:
         return PartitionSpec()
     return PartitionSpec(*[None] * role.dim, tuple(axes))
@@ -221,17 +233,20 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
 
 @functools.cache
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
-    """Once for each shape of a batch: from its own rows, a process infers those of all."""
+    """Raises where processes have different rows: each infers the batch from its own.
+
+    It asks once for each shape of a batch.
+    """
     _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
 
 
 def process_slice(
     rows: int, mesh: Mesh | None = None, *, axis: str | Sequence[str] | None = None
 ) -> slice:
-    """Which of the `rows` of a batch over all processes this one is to load.
+    """Returns which of the `rows` of a batch over all processes this one is to load.
 
     Example:
-        >>> print(zerojax.process_slice(32))  # of one process: all
+        >>> print(zerojax.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
     mesh, axes = _mesh.resolve(mesh, axis)
@@ -253,12 +268,12 @@ def process_slice(
 
 
 def _local_parts(split: NamedSharding, size: int) -> set[int]:
-    """Of the batch's `size` parts, those on devices of this process."""
+    """Returns which of the batch's `size` parts are on devices of this process."""
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}
 
 
-def _from_this_process(value: Any, split: NamedSharding) -> jax.Array:
+def _from_this_process(value: ArrayLike, split: NamedSharding) -> Array:
     placed = isinstance(value, jax.Array) and not value.is_fully_addressable
     if placed or split.is_fully_addressable:
         return jax.device_put(value, split)
@@ -274,5 +289,5 @@ def _name(path: tuple) -> str:
     return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
 
 
-def _is_raw_key(value: Any) -> bool:
+def _is_raw_key(value: Leaf) -> bool:
     return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32

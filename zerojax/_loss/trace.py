@@ -1,30 +1,35 @@
-"""Traces a user's loss once, at the shapes one device sees, and checks what it returns."""
+"""Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._loss import constraints as _constraints, fields as _fields
 from zerojax._plan import mesh as _mesh
+from zerojax._types import PyTree
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
-    """A loss as a jaxpr. Its inputs: the arguments' leaves, then `closed_over`."""
+    """A loss as a jaxpr, whose inputs are the arguments' leaves and then `closed_over`."""
 
-    jaxpr: Any
-    closed_over: list[Any]
-    aux: Any  # shapes, or None
+    jaxpr: Jaxpr
+    closed_over: list[Array]
+    aux: PyTree  # shapes, or None
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any],
-    args: Sequence[Any],
+    loss_fn: Callable[..., PyTree],
+    args: Sequence[PyTree],
     has_aux: bool | None,
     mesh: Mesh,
     axes: tuple[str, ...],
@@ -32,31 +37,40 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
-    `has_aux=None` reads off the result whether there is any. What the loss closes over, tracers
+    With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
     included, becomes an input, so that `shard_map` never sees a closure.
     """
-    found: list[TracedLoss] = []
-    held, holding = _held_arrays(loss_fn)
+    captured, with_captured = _arrays_of_partial(loss_fn)
 
-    def checked(args: Sequence[Any], held: Sequence[Any]) -> tuple[Any, Any]:
-        loss, aux = split_aux(holding(held)(*args), has_aux)
+    def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
+        loss, aux = split_aux(with_captured(captured)(*args), has_aux)
         check_loss(loss)
         check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
-    def traced(mesh: AbstractMesh) -> tuple[Any, Any]:
-        inputs = _typed(args, mesh), _typed(held, mesh)
+    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
+        inputs = _typed(args, mesh), _typed(captured, mesh)
         with jax.sharding.use_abstract_mesh(mesh):
             closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
         return closed, aux
 
-    def per_device() -> Any:
+    def opened() -> TracedLoss:
         closed, aux = _without_constraints(traced, axes)
-        jaxpr, consts = closed.jaxpr, [*held, *closed.consts]
+        jaxpr, consts = closed.jaxpr, [*captured, *closed.consts]
         invars = [*jaxpr.invars, *jaxpr.constvars]
-        # nnx.scan returns the weights it was given, layer by layer. What nobody reads goes first.
-        opened = _compat.without_unread(_compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars))
-        found.append(TracedLoss(opened, consts, aux))
+        jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
+        return TracedLoss(_compat.without_unread(jaxpr), consts, aux)
+
+    return _as_one_device(opened, mesh, axes)
+
+
+def _as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
+    """Calls `code` where JAX traces the code of one device, inside `shard_map` over `axes`."""
+    found: list[T] = []
+
+    def per_device() -> Array:
+        found.append(code())
         return jnp.zeros(())
 
     with _mesh.seen_as(mesh.abstract_mesh):
@@ -74,11 +88,11 @@ def trace_loss(
 
 
 def _without_constraints(
-    traced: Callable[[AbstractMesh], tuple[Any, Any]], axes: tuple[str, ...]
-) -> tuple[Any, Any]:
-    """A loss traced as code of one device, without the constraints over `axes` that it may have.
+    traced: Callable[[AbstractMesh], tuple[ClosedJaxpr, PyTree]], axes: tuple[str, ...]
+) -> tuple[ClosedJaxpr, PyTree]:
+    """Returns a loss traced as code of one device, without its constraints over `axes`.
 
-    They are an error there, so a loss that has some is traced a second time.
+    Such constraints are an error there, so a loss that has some is traced a second time.
     """
     try:
         closed, aux = traced(jax.sharding.get_abstract_mesh())
@@ -93,25 +107,25 @@ def _without_constraints(
     except Exception as error:
         raise failed or error from None
     if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
-        raise failed
+        raise failed  # for another reason than a constraint
     return _constraints.Dropper(axes).jaxpr(closed), aux
 
 
-def _typed(values: Any, mesh: AbstractMesh) -> Any:
-    """Shapes of the type that values computed on `mesh` have: libraries compare the two."""
-    whole = NamedSharding(mesh, PartitionSpec())
+def _typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
+    """Returns shapes of the type that values computed on `mesh` have: libraries compare the two."""
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def typed(v: Any) -> jax.ShapeDtypeStruct:
+    def typed(v: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         weak = getattr(v, "weak_type", False)
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole, weak_type=weak)
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=replicated, weak_type=weak)
 
     return jax.tree.map(typed, values)
 
 
-def _held_arrays(
-    loss_fn: Callable[..., Any],
-) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Callable[..., Any]]]:
-    """The arrays that a `jax.tree_util.Partial` holds, and what it is with others in their place.
+def _arrays_of_partial(
+    loss_fn: Callable[..., PyTree],
+) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., PyTree]]]:
+    """Returns the arrays of a `jax.tree_util.Partial`, and a function that puts others there.
 
     Closed over, they would keep the type that they have outside of the mesh's devices.
     """
@@ -120,15 +134,16 @@ def _held_arrays(
     leaves, treedef = jax.tree.flatten(loss_fn)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
-    def holding(arrays: Sequence[Any]) -> Callable[..., Any]:
+    def with_arrays(arrays: Sequence[Array]) -> Callable[..., PyTree]:
         found = iter(arrays)
         pairs = zip(leaves, is_array, strict=True)
         return treedef.unflatten([next(found) if a else leaf for leaf, a in pairs])
 
-    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], holding
+    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], with_arrays
 
 
-def split_aux(result: Any, has_aux: bool | None) -> tuple[Any, Any]:
+def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
+    """Returns what a loss returned as the loss and its aux, None without any."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if has_aux is None:
         has_aux = is_pair
@@ -142,7 +157,8 @@ def split_aux(result: Any, has_aux: bool | None) -> tuple[Any, Any]:
     return result
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: PyTree) -> None:
+    """Raises where a loss is not a scalar of a float dtype."""
     if isinstance(loss, tuple):
         raise TypeError(
             f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
@@ -165,7 +181,8 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_aux(aux: Any, mutable: Sequence[str]) -> None:
+def check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
+    """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
         dtype = getattr(leaf, "dtype", None)
         is_key = jnp.issubdtype(dtype or int, jax.dtypes.extended)

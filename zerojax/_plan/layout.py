@@ -1,11 +1,9 @@
-"""Where every leaf of a state lives, as data: made from shapes, immutable, read by everything."""
+"""A plan as data, made from shapes and immutable: where every leaf of a state lives."""
 
 import dataclasses
 import functools
 import math
-from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -13,15 +11,16 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, Groups, Placement
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+from zerojax._types import TreeDef
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One leaf: where it rests between steps, where its gradient lands, where it is updated.
+    """One leaf: where it rests between steps, where its gradient goes, where it is updated.
 
-    Only parameters have gradients. Summed over microbatches they are where `grad` says; after the
-    last one they move to `update`. The optimizer does not read the gradient of a parameter that is
-    `frozen`, so there is none.
+    Only parameters have gradients. While they are summed over microbatches they are at `grad`;
+    after the last one they move to `update`. A parameter that is `frozen` has none, because the
+    optimizer would not read it. `reason` says why the leaf is replicated.
     """
 
     path: str
@@ -37,12 +36,12 @@ class LeafPlan:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it is sharded between steps."""
+        """How the leaf is sharded between steps."""
         return self.rest.spec
 
     @property
     def shard_spec(self) -> PartitionSpec:
-        """How it is sharded while the optimizer updates it."""
+        """How the leaf is sharded while the optimizer updates it."""
         return self.update.spec
 
     @property
@@ -71,8 +70,8 @@ class Layout:
     batch_axes: Axes
     groups: Groups
     leaves: tuple[LeafPlan, ...]
-    # Static fields differ from call to call.
-    treedef: jax.tree_util.PyTreeDef = dataclasses.field(compare=False)
+    # Not compared: a state's static fields are in it, and differ from call to call.
+    treedef: TreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
 
     @functools.cached_property
@@ -82,7 +81,7 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: Any) -> "Layout":
+    def __deepcopy__(self, memo: object) -> "Layout":
         return self  # immutable, and devices cannot be copied
 
     @property

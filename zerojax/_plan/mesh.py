@@ -1,37 +1,40 @@
-"""Which devices, and along which of their axes ZeRO shards."""
+"""The devices of a plan, and the mesh axes that ZeRO shards over."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from zerojax import _compat
+from zerojax._types import Device
+
 DEFAULT_AXIS = "data"
 
 
 def default_mesh() -> Mesh:
-    """One axis, `data`, over all devices, neighbours on it joined by the fastest links.
+    """Returns all devices on one axis, `data`, where the fastest links join neighbours.
 
-    Those join the devices of a slice: to JAX a host of GPUs (or what NVLink joins across hosts),
-    or a slice of TPUs. Its own `make_mesh` refuses more than one.
+    Those links join the devices of a slice: a host of GPUs (or what NVLink joins across hosts), or
+    a slice of TPUs. JAX's own `make_mesh` refuses more than one slice.
     """
-    slices: dict[int, list[Any]] = {}
+    slices: dict[int, list[Device]] = {}
     for device in jax.devices():
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
     rings = [_ring(slices[index]).devices for index in sorted(slices)]
     return Mesh(np.concatenate(rings), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _ring(devices: Sequence[Any]) -> Mesh:
+def _ring(devices: Sequence[Device]) -> Mesh:
     names, types = (DEFAULT_AXIS,), (AxisType.Auto,)
     return jax.make_mesh((len(devices),), names, axis_types=types, devices=devices)
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh and the ZeRO axes that a caller meant, or an error that says what to pass."""
+    """Returns the mesh and the ZeRO axes that a caller meant, or raises and says what to pass."""
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
         raise TypeError(
@@ -39,6 +42,12 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
         )
     _check_devices(mesh)
+    axes = _axes(mesh, axis)
+    _check_auto(mesh)
+    return mesh, axes
+
+
+def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
     only_axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
     wanted = only_axis if axis is None else axis
     axes = (wanted,) if isinstance(wanted, str) else _names(wanted)
@@ -53,6 +62,10 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
                 f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
                 f"Pass axis=... with one of them."
             )
+    return axes
+
+
+def _check_auto(mesh: Mesh) -> None:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     wrong = [name for name in mesh.axis_names if types[name] != AxisType.Auto]
     if wrong:
@@ -62,7 +75,6 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
             "(jax.make_mesh makes Explicit ones by default). Pass "
             f"jax.make_mesh(..., axis_types=({autos},))."
         )
-    return mesh, axes
 
 
 def _check_devices(mesh: Mesh) -> None:
@@ -77,29 +89,34 @@ def _check_devices(mesh: Mesh) -> None:
         )
 
 
-def _names(axis: Any) -> tuple[str, ...]:
-    """The axes in a sequence of names; () for what is none."""
-    is_names = isinstance(axis, Sequence) and all(isinstance(name, str) for name in axis)
-    return tuple(axis) if is_names else ()
+def _names(axis: object) -> tuple[str, ...]:
+    """Returns the axes in a sequence of names; () for anything else."""
+    if isinstance(axis, Sequence) and all(isinstance(name, str) for name in axis):
+        return tuple(axis)
+    return ()
 
 
 @contextlib.contextmanager
 def seen_as(mesh: AbstractMesh) -> Iterator[None]:
-    """Sets `mesh`, whatever mesh a caller has set: by way of none, as JAX wants equal sizes."""
+    """Sets `mesh`, whatever mesh a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
+    # First none at all: from one mesh to another, JAX wants axes of equal sizes.
     with set_to(AbstractMesh((), ())), set_to(mesh):
         yield
 
 
-def unset() -> Any:
-    """No mesh set, so that values of a single device can be computed with."""
+def unset() -> AbstractContextManager[object]:
+    """Sets no mesh, so that values of a single device can be computed with."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @contextlib.contextmanager
 def auto_axes() -> Iterator[None]:
-    """Around what zerojax traces: axes of a mesh that a caller has set, by `jax.set_mesh`, are
-    Explicit by default, and these decide over every operation. Here they are Auto."""
+    """Makes the axes of the mesh that is set Auto, for what zerojax traces.
+
+    Those of a mesh that a caller has set, by `jax.set_mesh`, are Explicit by default, and would
+    decide over every operation.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
     with jax.sharding.use_abstract_mesh(mesh.update_axis_types(autos)):
@@ -108,13 +125,14 @@ def auto_axes() -> Iterator[None]:
 
 def check_runs(mesh: Mesh) -> None:
     """Raises for devices that code can only be compiled for."""
-    if type(getattr(mesh.devices.flat[0], "client", None)).__name__.startswith("CompileOnly"):
+    device = mesh.devices.flat[0]
+    if _compat.is_compile_only(device):
         raise ValueError(
-            f"these {mesh.devices.flat[0].device_kind} are not there: one can only compile for the "
-            "meshes of zerojax.aot. Use plan.abstract(), step.lower(...).compile(), zerojax.audit."
+            f"this machine has no {device.device_kind}: one can only compile for the meshes of "
+            "zerojax.aot. Use plan.abstract(), step.lower(...).compile(), zerojax.audit."
         )
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Over how many devices ZeRO shards."""
+    """Returns over how many devices these axes shard."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -1,17 +1,18 @@
-"""Values to their places on the devices, in one process or several."""
+"""Moves values to their places on the devices and back, in one process or several."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
+from jax.typing import ArrayLike
 
 
-def moved(value: Any, sharding: NamedSharding) -> jax.Array:
-    """`value` at `sharding`, sharing no memory with it: a step will donate what comes out.
+def moved(value: ArrayLike, sharding: NamedSharding) -> Array:
+    """Returns `value` at `sharding`, in memory of its own: a step will donate what comes out.
 
     In several processes, each gives the same value, of which its devices take their parts.
     """
@@ -21,26 +22,26 @@ def moved(value: Any, sharding: NamedSharding) -> jax.Array:
         if is_key(value):
             words = moved(np.asarray(jax.random.key_data(value)), sharding)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
-        whole = np.asarray(value)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        full = np.asarray(value)
+        return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
     # `device_put(may_alias=False)` still reuses the source as one of several replicas.
     if isinstance(value, jax.Array) and sharding.is_fully_replicated:
         value = value.copy()
     return jax.device_put(value, sharding, may_alias=False)
 
 
-def copied(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """`value` at `sharding`, in memory that a jitted program allocated."""
+def copied(value: Array, sharding: Sharding) -> Array:
+    """Returns `value` at `sharding`, in memory that a jitted program allocated."""
     return _copy_to(sharding)(value)
 
 
 @functools.cache
-def _copy_to(sharding: Sharding) -> Any:
+def _copy_to(sharding: Sharding) -> jax.stages.Wrapped:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-def whole(value: Any) -> np.ndarray:
-    """`value` in host memory of its own, from the shards of all devices.
+def whole(value: ArrayLike) -> np.ndarray:
+    """Returns the full `value` in host memory, from the shards of all devices.
 
     In several processes every one calls this, and every one gets it. JAX's own conversion would
     keep the host's copy for as long as the array.
@@ -56,5 +57,6 @@ def whole(value: Any) -> np.ndarray:
     return host
 
 
-def is_key(value: Any) -> bool:
+def is_key(value: object) -> bool:
+    """Whether a value is a PRNG key, or an array of them; old-style keys are integers."""
     return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)

@@ -1,33 +1,37 @@
-"""Specs of the optimizer state, from JAX's own sharding types rather than from names.
+"""The optimizer: its update, and the specs of its state.
 
-Initialising the optimizer on abstract parameters that carry their shard specs on a mesh of
-Explicit axes makes JAX propagate them: every leaf of any optax state comes back with its own.
+Specs come from JAX's sharding types rather than from names. Initialised on abstract parameters
+that carry their specs on a mesh of Explicit axes, any optax state comes back with a spec for each
+leaf.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._jaxpr import Inliner, alive, is_var
+from zerojax._jaxpr import Inliner, alive, is_var, reads
 from zerojax._plan.spec import Rule
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf, path_name, shape_dtype
+from zerojax._types import PyTree
 
 
 def from_sharding_types(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: PyTree,
     specs: Sequence[PartitionSpec],
     axis_sizes: dict[str, int],
-) -> tuple[Any, str | None]:
-    """Shapes of `tx.init(params)`, each with its spec as `.sharding`; or None, and why JAX cannot
-    say."""
+) -> tuple[PyTree, str | None]:
+    """Returns the shapes of `tx.init(params)`, each with its spec as `.sharding`.
+
+    Where JAX cannot say, returns None and the reason.
+    """
     explicit = (AxisType.Explicit,) * len(axis_sizes)
     mesh = AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=explicit)
     values, treedef = jax.tree.flatten(params)
@@ -39,24 +43,24 @@ def from_sharding_types(
         with jax.sharding.use_abstract_mesh(mesh):
             shapes = init_shapes(tx, treedef.unflatten(typed))
     except Exception as error:
-        init_shapes(tx, jax.tree.map(shape_dtype, params))  # raises what is the optimizer's own
+        init_shapes(tx, jax.tree.map(shape_dtype, params))  # raises an error of the optimizer's own
         return None, f"tx.init does what sharding types refuse ({type(error).__name__})"
     return shapes, None if shapes is not None else "tx.init wants values"
 
 
-def init_shapes(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Shapes of `tx.init(params)`, of shapes; None where it wants values."""
+def init_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Returns the shapes of `tx.init(params)`, from shapes; None where it wants values."""
     try:
         return jax.eval_shape(tx.init, params)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # of tracers asked for values
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # a tracer was asked for a value
         return None
 
 
-def check_optimizer(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> None:
+def check_optimizer(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
     """Raises where `opt_state` is not what `tx.init(params)` makes."""
     wanted = init_shapes(tx, jax.tree.map(shape_dtype, params))
     if wanted is None:
-        return  # the update itself will tell
+        return  # the update itself will raise
     remedy = "Make it anew: opt_state = tx.init(params)."
     have, want = leaves_by_path(opt_state), leaves_by_path(wanted)
     odd = sorted(have.keys() ^ want.keys())
@@ -73,7 +77,7 @@ def check_optimizer(tx: optax.GradientTransformation, params: Any, opt_state: An
             )
 
 
-def leaves_by_path(tree: Any) -> dict[str, tuple[int, ...]]:
+def leaves_by_path(tree: PyTree) -> dict[str, tuple[int, ...]]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_name(p): tuple(shape_dtype(v).shape) for p, v in flat}
 
@@ -84,8 +88,10 @@ def from_matching_shapes(
     rule: Rule | None,
     why: str | None = None,
 ) -> tuple[PartitionSpec, str | None]:
-    """The spec of the parameter whose path ends this leaf's path, if the shapes agree. `why`:
-    what has led here."""
+    """Returns the spec of the parameter whose path ends this leaf's path, if the shapes agree.
+
+    Otherwise returns what `rule` says of the shape. `why` is why nothing better is known.
+    """
     shape = tuple(shape_dtype(leaf.value).shape)
     for param, spec in params:
         tail = param.path[1:]
@@ -95,13 +101,15 @@ def from_matching_shapes(
     if rule is None:
         return PartitionSpec(), "neither a parameter nor optimizer state"
     spec, reason = rule(leaf.name, shape, PartitionSpec(), False)
-    return spec, "; ".join(filter(None, (reason, why and f"cut by its shape alone: {why}"))) or None
+    return spec, "; ".join(
+        filter(None, (reason, why and f"sharded by its shape alone: {why}"))
+    ) or None
 
 
 def apply_gradients(
-    state: Any, grads: Any, tx: optax.GradientTransformation | None, fields: dict[str, Any]
-) -> Any:
-    """The user's own update where the state has one, optax's otherwise."""
+    state: PyTree, grads: PyTree, tx: optax.GradientTransformation | None, fields: dict[str, PyTree]
+) -> PyTree:
+    """Updates a state: by its own `apply_gradients` where it has one, otherwise with optax."""
     if hasattr(state, "apply_gradients"):
         return state.apply_gradients(grads=grads, **fields)
     if tx is None:
@@ -115,54 +123,38 @@ def apply_gradients(
     return _state.replace(state, params=new_params, opt_state=opt_state, **fields)
 
 
-def frozen_params(state: Any, tx: optax.GradientTransformation | None) -> list[bool]:
-    """For each parameter of a state, whether the update goes without its gradient."""
-    shapes = jax.tree.map(_state.shape_dtype, state)
-    return unread(lambda grads, state: apply_gradients(state, grads, tx, {}), shapes)
+def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> list[bool]:
+    """Returns, for each parameter of a state, whether its update never reads its gradient.
 
-
-def unread(update: Callable[[Any, Any], Any], state: Any) -> list[bool]:
-    """For each parameter of `state`, whether `update(grads, state)` reads its gradient nowhere.
-
-    Where the update cannot be traced, all gradients count as read: it wants values or arguments
-    besides, or is wrong, which is the step's to say.
+    Where the update cannot be traced, all gradients count as read. It may want values or further
+    arguments, or be wrong; the step will raise that.
     """
+    state = jax.tree.map(shape_dtype, state)
     params, treedef = jax.tree.flatten(_state.get_params(state))
-    # A mesh of Explicit axes around (`optimizer.py`) must not say what can be traced.
+
+    def update(grads: list, state: PyTree) -> PyTree:
+        return apply_gradients(state, treedef.unflatten(grads), tx, {})
+
+    # A mesh of Explicit axes, as above, would refuse some updates.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         try:
-            closed = jax.make_jaxpr(lambda grads, state: update(treedef.unflatten(grads), state))(
-                list(map(_gradient_like, params)), state
-            )
+            jaxpr = jax.make_jaxpr(update)(list(map(_gradient_like, params)), state).jaxpr
         except Exception:
             return [False] * len(params)
-    read = _reads(closed.jaxpr)
-    floats = [jnp.issubdtype(p.dtype, jnp.inexact) for p in params]
-    grads = iter(closed.jaxpr.invars)
-    return [next(grads) not in read and is_float for is_float in floats]
+    read = _sources(jaxpr)
+    pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
+    return [jnp.issubdtype(p.dtype, jnp.inexact) and grad not in read for p, grad in pairs]
 
 
-def _gradient_like(param: Any) -> Any:
+def _gradient_like(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
     if jnp.issubdtype(param.dtype, jax.dtypes.extended):
         return np.zeros(param.shape, jax.dtypes.float0)
-    return jax.ShapeDtypeStruct(param.shape, param.dtype)
+    return param
 
 
-def _reads(jaxpr: Any) -> set[Any]:
-    """The variables that the results of a jaxpr come from, calls looked into."""
+def _sources(jaxpr: Jaxpr) -> set[Var]:
+    """Returns the variables that the results of a jaxpr come from, inside of calls too."""
     inliner = Inliner()
-    eqns: list[Any] = []
-
-    def walk(eqn: Any) -> None:
-        eqn = inliner.resolved(eqn)
-        if eqn.primitive.name not in _compat.CALLS:
-            eqns.append(eqn)
-            return
-        for inner in inliner.expand(eqn):
-            walk(inner)
-
-    for eqn in jaxpr.eqns:
-        walk(eqn)
+    eqns = list(inliner.flat(jaxpr.eqns, lambda eqn: eqn.primitive.name in _compat.CALLS))
     outvars = [inliner.named(v) for v in jaxpr.outvars]
-    reads_of = lambda eqn: [v for v in eqn.invars if is_var(v)]  # noqa: E731
-    return {*filter(is_var, outvars)}.union(*map(reads_of, alive(eqns, outvars, reads_of)))
+    return {*filter(is_var, outvars)}.union(*map(reads, alive(eqns, outvars, reads)))

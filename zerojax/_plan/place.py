@@ -1,18 +1,20 @@
-"""The front door: one call from a user's state to a placed one, and the way back."""
+"""The front door: a call that places a user's state, and one that brings parameters back."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
+import numpy as np
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._plan import move as _move, planner as _planner, spec as _spec
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._types import PyTree
 
 
 def shard_train_state(
-    state_or_fn: Any,
+    state_or_fn: PyTree,
     stage: int = 3,
     *,
     mesh: Mesh | None = None,
@@ -21,14 +23,14 @@ def shard_train_state(
     min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
-    tx: Any = None,
-) -> Any:
-    """Places a training state for a ZeRO stage; what `zerojax.train_step` then takes.
+    tx: optax.GradientTransformation | None = None,
+) -> PyTree:
+    """Places a training state for a ZeRO stage, as `zerojax.train_step` expects it.
 
     Arguments:
         state_or_fn: a flax `TrainState` or any state that `zerojax.plan` takes. A function
             without arguments is compiled to make the state already sharded, so that no device
-            ever holds it whole.
+            ever has all of it.
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
             them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
@@ -59,12 +61,12 @@ def shard_train_state(
     return plan.place(state_or_fn)
 
 
-def gather_params(state: Any) -> Any:
-    """The parameters as numpy arrays on the host, moved there one leaf at a time.
+def gather_params(state: PyTree) -> PyTree:
+    """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
 
     Takes a state, or any tree of arrays; a pair that may be either is refused. In several
-    processes every one calls it, and every one gets all of them; a model too large for that goes
-    to files with `zerojax.export_safetensors`.
+    processes every one calls it and gets all parameters; a model too large for that goes to files
+    with `zerojax.export_safetensors`.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -76,7 +78,7 @@ def gather_params(state: Any) -> Any:
     _refusals.check_alive(state)
     _refusals.check_values(state)
 
-    def to_host(leaf: Any) -> Any:
+    def to_host(leaf: jax.Array) -> jax.Array | np.ndarray:
         return leaf if _move.is_key(leaf) else _move.whole(leaf)
 
     return jax.tree.map(to_host, _state.params_in(state))

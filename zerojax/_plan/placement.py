@@ -1,4 +1,4 @@
-"""Where an array is: over which mesh axes it is sharded, how padded, in which memory.
+"""The place of an array: the mesh axes that shard it, its padding, its memory.
 
 A ZeRO stage is nothing but placements: `groups_of` says over which axes parameters, gradients and
 optimizer state are sharded, and the planner gives each leaf the placements that follow.
@@ -8,6 +8,7 @@ import dataclasses
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax._collectives import Entry
 from zerojax._plan import spec as _spec
 
 Axes = tuple[str, ...]
@@ -36,8 +37,8 @@ def groups_of(stage: int, axes: Axes) -> Groups:
 class Placement:
     """A place for one array.
 
-    `spec` has all of its mesh axes, the user's own among them; `axes` are ZeRO's, which a gather of
-    the full array spans. `memory` is a JAX memory kind, None for the device's own. `padding` is how
+    `spec` names all mesh axes that shard it, the user's own among them; `axes` are ZeRO's, which an
+    all-gather spans. `memory` is a JAX memory kind, None for the device's own. `padding` is how
     many elements were added to the sharded dimension so that the devices divide it.
     """
 
@@ -59,6 +60,6 @@ class Placement:
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec, memory_kind=self.memory)
 
-    def others(self, rank: int) -> tuple:
+    def others(self, rank: int) -> tuple[Entry, ...]:
         """Returns, for each dimension, the user's own axes that it is sharded over; () for none."""
         return _spec.other_axes(self.spec, self.axes, rank)

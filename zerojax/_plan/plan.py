@@ -1,4 +1,4 @@
-"""The plan: which leaf of a state lives where, at a given stage. Made from shapes, immutable."""
+"""The plan of a state: it places the state, keeps it there, checks it and prints itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,15 @@ from zerojax._plan import mesh as _mesh, move as _move, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._types import PyTree, TreeDef
 
 
 class Plan(Layout):
-    """Where every leaf of a state lives. Made by `zerojax.plan`; print it to see.
+    """The place of every leaf of a state. Made by `zerojax.plan`; print it to see.
 
-    `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` is
-    the same state as shapes with shardings, for lowering without any array. `plot` draws who holds
-    what, `show` prints it for one leaf.
+    `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` gives
+    the same state as shapes with shardings, for lowering without any array. `plot` draws what each
+    device has, `show` prints it for one leaf.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
@@ -33,27 +34,27 @@ class Plan(Layout):
           [:]  devices 0, 1, 2, 3, 4, 5, 6, 7
     """
 
-    def abstract(self) -> Any:
-        """The state as `jax.ShapeDtypeStruct`s that carry their shardings."""
+    def abstract(self) -> PyTree:
+        """Returns the state as `jax.ShapeDtypeStruct`s that carry their shardings."""
         structs = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
         return _carried.carry_plan(self.treedef.unflatten(structs), self)
 
-    def place(self, state: Any) -> Any:
-        """The state, moved to where the plan wants it; a function makes it there.
+    def place(self, state: PyTree) -> PyTree:
+        """Moves a state to where the plan wants it. A function that makes one makes it there.
 
-        Where the plan has a precision, it is stored so first.
+        Where the plan has a precision, the state is first stored in its dtypes.
 
         The arrays passed in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
         if _state.is_state_function(state):
-            made: list[Any] = []
-            born = self.born_sharded(state, made.append)
-            self._agree(lambda: {"how it is made": _fingerprint.of_program(born.trace().jaxpr)})
-            leaves = born()
+            made: list[TreeDef] = []
+            make = self.born_sharded(state, made.append)
+            self._agree(lambda: {"how it is made": _fingerprint.of_program(make.trace().jaxpr)})
+            leaves = make()
             return made[0].unflatten(leaves)
         _refusals.check_alive(state)
         state = stored_with(state, self.precision)
@@ -68,17 +69,19 @@ class Plan(Layout):
         return _carried.carry_plan(treedef.unflatten(placed), self)
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
-        """Several processes give the same state, or a program that makes it, and the same plan."""
+        """Raises where processes have different states, programs that make them, or plans."""
         _agreement.agree("placing a state", lambda: fingerprint(self) | state(), self.mesh)
 
-    def born_sharded(self, make_state: Callable[[], Any], tell_treedef: Callable = id) -> Any:
-        """A jitted function to the state's leaves, no device ever holding the whole state.
+    def born_sharded(
+        self, make_state: Callable[[], PyTree], tell_treedef: Callable[[TreeDef], object] = id
+    ) -> jax.stages.Wrapped:
+        """Returns a jitted function that makes the state's leaves, sharded from the start.
 
-        It returns leaves because static fields, an optimizer made anew for instance, may differ
-        from call to call; `tell_treedef` gets the structure of the call that was compiled.
+        It returns leaves because static fields, a new optimizer for instance, may differ from call
+        to call; `tell_treedef` gets the structure of the call that was compiled.
         """
 
-        def make() -> list[Any]:
+        def make() -> list[Array]:
             state = stored_with(make_state(), self.precision)
             self.check_structure(state)
             leaves, treedef = jax.tree.flatten(_carried.carry_plan(state, self))
@@ -87,25 +90,28 @@ class Plan(Layout):
 
         return jax.jit(make, out_shardings=self.shardings)
 
-    def constrain(self, state: Any, *, into: Any = None) -> Any:
-        """Inside `jax.jit`: the state as computed, held to the plan's shardings.
+    def constrain(self, state: PyTree, *, into: PyTree = None) -> PyTree:
+        """Constrains a computed state, inside `jax.jit`, to the plan's shardings.
 
-        First to where the optimizer worked, then to where the leaf rests. In that order a
+        Each leaf goes first to where the optimizer worked, then to where it rests. In that order a
         parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype.
         Give the donated old state as `into`, and stacks of layers are gathered into its memory
         one layer at a time instead of beside it.
         """
         self.check_structure(state)
         leaves, treedef = jax.tree.flatten(self.scatter(state))
-        replicated = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
-        if replicated:
+        moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
+        if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
-            full = self._gathered(replicated, leaves, old)
-            for i, leaf in zip(replicated, full, strict=True):
+            full = self._gathered(moving, leaves, old)
+            for i, leaf in zip(moving, full, strict=True):
                 leaves[i] = leaf
         return self._constrained(treedef.unflatten(leaves), self.shardings)
 
-    def _gathered(self, indices: list[int], shards: list[Any], old: list[Any]) -> list[Any]:
+    def _gathered(
+        self, indices: list[int], shards: list[Array], old: Sequence[Array | None]
+    ) -> list[Array]:
+        """Gathers the leaves at `indices`. By hand: XLA would choose when, and in which dtype."""
         plans = [self.leaves[i] for i in indices]
 
         def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
@@ -123,16 +129,16 @@ class Plan(Layout):
             check_vma=False,
         )([shards[i] for i in indices], [old[i] for i in indices])
 
-    def scatter(self, state: Any) -> Any:
-        """Inside `jax.jit`: the state cut to where the optimizer updates it."""
+    def scatter(self, state: PyTree) -> PyTree:
+        """Constrains a state, inside `jax.jit`, to where the optimizer updates it."""
         return self._constrained(state, self.shard_shardings)
 
-    def _constrained(self, state: Any, shardings: Sequence[NamedSharding]) -> Any:
+    def _constrained(self, state: PyTree, shardings: Sequence[NamedSharding]) -> PyTree:
         leaves, treedef = jax.tree.flatten(state)
         constrained = map(jax.lax.with_sharding_constraint, leaves, shardings)
         return treedef.unflatten(constrained)
 
-    def check_structure(self, state: Any) -> None:
+    def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""
         have = {leaf.name: shape_and_dtype(leaf.value) for leaf in _state.leaves_of(state)}
         want = {leaf.path: (leaf.shape, leaf.dtype) for leaf in self.leaves}
@@ -148,11 +154,11 @@ class Plan(Layout):
                 )
 
     def plot(self, path: str | None = None) -> Any:
-        """Who holds what, the largest leaves first, as a matplotlib figure; saved to `path`."""
+        """Draws with matplotlib what each device has, the largest leaves first; saves to `path`."""
         return _show.plot(self, _show.plan_title(self), path)
 
     def show(self, path: str) -> None:
-        """Prints which device holds which part of one leaf, such as "params/dense/kernel"."""
+        """Prints which part of one leaf, such as "params/dense/kernel", each device has."""
         print(_show.leaf_text(self, path))
 
     def __repr__(self) -> str:
@@ -165,16 +171,16 @@ class Plan(Layout):
         return _show.plan_html(self)
 
 
-def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
+def shape_and_dtype(value: PyTree) -> tuple[tuple[int, ...], np.dtype]:
     struct = _state.shape_dtype(value)
     return tuple(struct.shape), struct.dtype
 
 
-def _type_text(shape_dtype: tuple[tuple[int, ...], Any]) -> str:
+def _type_text(shape_dtype: tuple[tuple[int, ...], np.dtype]) -> str:
     return f"{shape_dtype[1]}{list(shape_dtype[0])}"
 
 
-def _as_array(value: Any, leaf: LeafPlan) -> Any:
+def _as_array(value: PyTree, leaf: LeafPlan) -> Array | np.ndarray:
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(
             f"state leaf {leaf.path} is the shape {value}, without values to place. Pass the "
@@ -184,15 +190,15 @@ def _as_array(value: Any, leaf: LeafPlan) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
 
 
-def check_plan(plan: Any, what: str) -> None:
-    """Raises where `what` was given something else than a plan."""
+def check_plan(plan: object, what: str) -> None:
+    """Raises where `what` was given something other than a plan."""
     if not isinstance(plan, Plan):
         is_tree = not jax.tree_util.all_leaves([plan])
         got = f"a {type(plan).__name__}" if is_tree else repr(plan)
         raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
 
 
-def check_stage(stage: Any) -> None:
+def check_stage(stage: object) -> None:
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ValueError(
             f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
@@ -201,6 +207,7 @@ def check_stage(stage: Any) -> None:
 
 
 def fingerprint(plan: Layout) -> dict[str, str]:
+    """Returns what must be the same in every process, each with its name."""
     leaves = [
         f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.rest} {leaf.grad} {leaf.update}"
         for leaf in plan.leaves

@@ -1,11 +1,12 @@
-"""Makes a plan from shapes: how each leaf of a state is cut, and why not where it is not."""
+"""Makes a plan from shapes: decides how each leaf of a state is sharded, or says why it is not."""
 
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec
@@ -15,15 +16,16 @@ from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.stacks import layer_dims
-from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._state.state import OPT_STATE, PARAMS, Leaf
+from zerojax._types import PyTree
 
-# Warn when more than this share of the parameter bytes, and at least so many, stay whole.
-WHOLE_SHARE, WHOLE_BYTES = 0.02, 2**20
+# Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
+REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
 FROZEN = "frozen: nothing updates it"
 
 
 def plan(
-    state_or_fn: Any,
+    state_or_fn: PyTree,
     *,
     stage: int = 3,
     mesh: Mesh | None = None,
@@ -32,7 +34,7 @@ def plan(
     min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
-    tx: Any = None,
+    tx: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Decides where each leaf of a state lives. Moves nothing.
 
@@ -42,11 +44,11 @@ def plan(
         stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
         axis: the mesh axis or axes to shard over; default, the only one or `data`.
-        overrides: `{path regex: PartitionSpec}` for parameters, read against paths such as
+        overrides: `{path regex: PartitionSpec}` for parameters, matched against paths such as
             `params/dense/kernel`; the optimizer state follows.
         min_shard_size: parameters with fewer elements stay replicated.
-        stacked: a path regex for parameters whose first dimension counts layers; default, read
-            off the shapes.
+        stacked: a path regex for parameters whose first dimension counts layers; default, what the
+            shapes suggest.
         precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
         tx: the optimizer, for states that do not carry theirs.
 
@@ -56,8 +58,8 @@ def plan(
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32")}
         >>> plan = zerojax.plan({"params": params, "opt_state": ()}, stage=3)
-        >>> print(plan.leaves[0].path, "is cut along dimension", plan.leaves[0].dim)
-        params/w is cut along dimension 0
+        >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
+        params/w is sharded along dimension 0
     """
     check_stage(stage)
     check_precision(precision)
@@ -66,23 +68,11 @@ def plan(
     given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
     if given is None and stage >= 1 and mesh.devices.size == 1:
         _say_alone(mesh.devices.flat[0].platform)
-    axis_sizes = dict(mesh.shape)
-    rule = _spec.make_rule(axes, axis_sizes, overrides, min_shard_size)
-    _refusals.check_functional(state_or_fn)
-    born = _state.is_state_function(state_or_fn)
-    state = jax.eval_shape(state_or_fn) if born else state_or_fn
-    _refusals.check_functional(state)
-    leaves = _state.leaves_of(state)
-    if precision is not None and precision.param is not None:
-        state = stored_with(jax.tree.map(_struct, state), precision)
-        leaves = _state.leaves_of(state)
-    if not any(leaf.kind == PARAMS for leaf in leaves):
-        raise _state.no_parameters(state)
-    bases = _state.base_specs(state, axes, mesh.axis_names)
+    rule = _spec.make_rule(axes, dict(mesh.shape), overrides, min_shard_size)
+    state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
-
     groups = groups_of(stage if rule.size > 1 else 0, axes)
-    specs = _shard_specs(state, leaves, bases, rule, stacked, tx, axis_sizes)
+    specs = _shard_specs(state, leaves, rule, stacked, tx)
     frozen = iter(_optimizer.frozen_params(state, tx))
     planned = [
         _leaf_plan(leaf, spec, groups, axes, leaf.kind == PARAMS and next(frozen))
@@ -94,17 +84,36 @@ def plan(
     return made
 
 
+def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
+    """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves."""
+    _refusals.check_functional(state_or_fn)
+    born = _state.is_state_function(state_or_fn)
+    state = jax.eval_shape(state_or_fn) if born else state_or_fn
+    _refusals.check_functional(state)
+    leaves = _state.leaves_of(state)
+    if precision is not None and precision.param is not None:
+        state = stored_with(jax.tree.map(_struct, state), precision)
+        leaves = _state.leaves_of(state)
+    if not any(leaf.kind == PARAMS for leaf in leaves):
+        raise _state.no_parameters(state)
+    return state, leaves
+
+
+def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf, with its sharding."""
+    struct, sharding = _state.shape_dtype(value), getattr(value, "sharding", None)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
 class _Spec(NamedTuple):
-    """How a leaf can be sharded, why it cannot, and whether its first dimension counts layers."""
+    """The spec that a leaf can have, the reason for no other, and whether it is stacked layers."""
 
     spec: PartitionSpec
     reason: str | None
     stacked: bool
 
 
-def _leaf_plan(
-    leaf: _state.Leaf, found: _Spec, groups: Groups, axes: Axes, frozen: bool
-) -> LeafPlan:
+def _leaf_plan(leaf: Leaf, found: _Spec, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
     spec, reason, stacked = found
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         spec, reason = _rest_spec(spec, axes), FROZEN
@@ -131,22 +140,34 @@ def _leaf_plan(
     )
 
 
-def _struct(value: Any) -> Any:
-    """The shape of a leaf, along with where it lies."""
-    struct, place = _state.shape_dtype(value), getattr(value, "sharding", None)
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
-
-
 def _shard_specs(
-    state: Any,
-    leaves: list[_state.Leaf],
-    bases: list[PartitionSpec],
+    state: PyTree,
+    leaves: list[Leaf],
     rule: _spec.Rule,
     stacked: str | None,
-    tx: Any,
-    axis_sizes: dict[str, int],
+    tx: optax.GradientTransformation | None,
 ) -> list[_Spec]:
-    params = [(leaf, base) for leaf, base in zip(leaves, bases, strict=True) if leaf.kind == PARAMS]
+    """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
+    bases = _state.base_specs(state, rule.axes, [name for name, _ in rule.axis_sizes])
+    pairs = list(zip(leaves, bases, strict=True))
+    specs = _param_specs(state, [pair for pair in pairs if pair[0].kind == PARAMS], rule, stacked)
+    params = [(leaf, specs[leaf.path].spec) for leaf in leaves if leaf.kind == PARAMS]
+    typed, why = _typed_opt_state(state, tx, [spec for _, spec in params], rule)
+    inferred = iter(jax.tree.leaves(typed))
+    for leaf, base in pairs:
+        if leaf.kind == OPT_STATE and typed is not None:
+            specs[leaf.path] = _Spec(*_typed_spec(next(inferred)), False)
+        elif leaf.kind != PARAMS:
+            fallback = rule if leaf.kind == OPT_STATE else None
+            spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
+            specs[leaf.path] = _Spec(spec if tuple(spec) else base, reason, False)
+    return [specs[leaf.path] for leaf in leaves]
+
+
+def _param_specs(
+    state: PyTree, params: list[tuple[Leaf, PartitionSpec]], rule: _spec.Rule, stacked: str | None
+) -> dict[tuple, _Spec]:
+    """Returns how the parameters can be sharded, by path; `params` has what their user says."""
     for pattern, _ in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
     stacks = layer_dims(_state.get_params(state), stacked)
@@ -158,25 +179,25 @@ def _shard_specs(
             continue
         shape = _state.shape_dtype(leaf.value).shape
         specs[leaf.path] = _Spec(*rule(leaf.name, shape, base, layers), layers > 0)
-    pairs = [(leaf, specs[leaf.path].spec) for leaf, _ in params]
+    return specs
+
+
+def _typed_opt_state(
+    state: PyTree,
+    tx: optax.GradientTransformation | None,
+    specs: list[PartitionSpec],
+    rule: _spec.Rule,
+) -> tuple[PyTree, str | None]:
+    """Returns the optimizer state's shapes with their specs, or None and why JAX cannot say."""
     opt_state = _state.get_opt_state(state)
-    typed, why = None, None
-    if tx is not None and opt_state is not None:
-        tree = _state.get_params(state)
-        _optimizer.check_optimizer(tx, tree, opt_state)
-        typed, why = _optimizer.from_sharding_types(tx, tree, [s for _, s in pairs], axis_sizes)
-    inferred = iter(jax.tree.leaves(typed))
-    for leaf, base in zip(leaves, bases, strict=True):
-        if leaf.kind == OPT_STATE and typed is not None:
-            specs[leaf.path] = _Spec(*_typed_spec(leaf, next(inferred)), False)
-        elif leaf.kind != PARAMS:
-            fallback = rule if leaf.kind == OPT_STATE else None
-            spec, reason = _optimizer.from_matching_shapes(leaf, pairs, fallback, why)
-            specs[leaf.path] = _Spec(spec if tuple(spec) else base, reason, False)
-    return [specs[leaf.path] for leaf in leaves]
+    if tx is None or opt_state is None:
+        return None, None
+    params = _state.get_params(state)
+    _optimizer.check_optimizer(tx, params, opt_state)
+    return _optimizer.from_sharding_types(tx, params, specs, dict(rule.axis_sizes))
 
 
-def _typed_spec(leaf: _state.Leaf, struct: Any) -> tuple[PartitionSpec, str | None]:
+def _typed_spec(struct: jax.ShapeDtypeStruct) -> tuple[PartitionSpec, str | None]:
     spec = getattr(struct.sharding, "spec", PartitionSpec())
     if not struct.shape:
         return PartitionSpec(), "scalar"
@@ -186,7 +207,7 @@ def _typed_spec(leaf: _state.Leaf, struct: Any) -> tuple[PartitionSpec, str | No
 
 
 def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """`spec` without the ZeRO axes."""
+    """Returns `spec` without the ZeRO axes."""
     dim = _spec.shard_dim(spec, axes)
     return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
 
@@ -202,22 +223,22 @@ def _say_alone(platform: str) -> None:
 
 
 def _check_worth(made: Plan) -> None:
-    """Says so where a stage was asked for and much of the state cannot follow."""
+    """Warns where much of the state cannot be sharded as the stage asks."""
     params = [leaf for leaf in made.params if leaf.shape]
     total = sum(leaf.nbytes for leaf in params)
     if made.stage == 0 or made.size == 1 or not total:
         return
     chosen = ("overrides=", FROZEN)
     unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
-    whole = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
-    nbytes = sum(leaf.nbytes for leaf in whole)
+    replicated = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
+    nbytes = sum(leaf.nbytes for leaf in replicated)
     share = nbytes / total
-    if share <= WHOLE_SHARE or nbytes < WHOLE_BYTES:
+    if share <= REPLICATED_SHARE or nbytes < REPLICATED_BYTES:
         return
-    named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in whole[:3])
-    more = f"; and {len(whole) - 3} more" if len(whole) > 3 else ""
+    named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in replicated[:3])
+    more = f"; and {len(replicated) - 3} more" if len(replicated) > 3 else ""
     warnings.warn(
-        f"{share:.0%} of the parameter bytes stay whole on every device ({named}{more}). "
+        f"{share:.0%} of the parameter bytes are replicated on every device ({named}{more}). "
         "Pad those dimensions, lower min_shard_size=, or accept them with overrides=.",
         stacklevel=3,
     )

@@ -1,14 +1,17 @@
-"""Dtypes: what is stored, what is computed in, what travels, what the optimizer keeps."""
+"""The dtypes of a step: those of storage, compute, communication and the optimizer's copies."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +36,10 @@ class Precision:
         bfloat16 float32
     """
 
-    compute: Any = None
-    reduce: Any = None
-    param: Any = None
-    master: Any = None
+    compute: DTypeLike | None = None
+    reduce: DTypeLike | None = None
+    param: DTypeLike | None = None
+    master: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,56 +63,65 @@ class Precision:
             )
 
 
-def promoted(one: Any, other: Any) -> Any:
-    """The dtype that holds both. JAX has none for floats of 8 bits, whose values bfloat16 has."""
+def promoted(one: DTypeLike, other: DTypeLike) -> np.dtype:
+    """Returns the dtype that has the values of both."""
     one, other = jnp.dtype(one), jnp.dtype(other)
     if one == other:
         return one
 
-    def known(dtype: Any) -> Any:
-        narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
-        return jnp.bfloat16 if narrow else dtype
+    def known(dtype: np.dtype) -> DTypeLike:
+        # JAX promotes no float of 8 bits; bfloat16 has the values of all of them.
+        return jnp.bfloat16 if _is_8_bit_float(dtype) else dtype
 
     return jnp.promote_types(known(one), known(other))
 
 
-def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Casts the floating leaves of `tree`; shapes too."""
+def _is_8_bit_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+
+
+def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """Casts the floating leaves of `tree`, be they arrays or shapes."""
     if dtype is None:
         return tree
 
-    def cast(leaf: Any) -> Any:
-        if not jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
-            return leaf
-        return _cast(leaf, dtype)
+    def cast(leaf: PyTree) -> PyTree:
+        is_float = jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
+        return _cast(leaf, dtype) if is_float else leaf
 
     return jax.tree.map(cast, tree)
 
 
-def _cast(leaf: Any, dtype: Any) -> Any:
+def _cast(
+    leaf: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike
+) -> jax.Array | jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     return leaf.astype(dtype)
 
 
-def wide(dtype: Any) -> Any:
-    """A dtype for sums and means of `dtype`: its own, float32 at least; of integers JAX's float."""
+def wide(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype for sums and means of `dtype`: itself, but float32 at least.
+
+    For integers it is JAX's default float.
+    """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.result_type(float)
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def exact_share(ways: int) -> tuple[float, float]:
-    """`1 / ways` as a power of two, which narrow dtypes hold exactly, and the factor that is left.
+    """Splits `1 / ways` into a power of two and the factor that is left.
 
-    The first goes into a loss, where it keeps sums of its gradients from overflowing; the second,
-    which is rounded in most dtypes, onto the sums. It is 1 where `ways` is a power of two.
+    A power of two is exact in narrow dtypes. It scales the loss, so that sums of gradients do not
+    overflow. The other factor, which most dtypes round, scales the sums; it is 1 where `ways` is a
+    power of two.
     """
     power = 1 << (ways - 1).bit_length()
     return 1 / power, power / ways
 
 
-def check_precision(precision: Any) -> None:
+def check_precision(precision: object) -> None:
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(
             f"precision must be a zerojax.Precision, got {precision!r}. Pass for example "
@@ -118,19 +130,19 @@ def check_precision(precision: Any) -> None:
 
 
 class MasterState(NamedTuple):
-    """State of `master_weights`; without copies of parameters that `inner` does not update."""
+    """The state of `master_weights`. Parameters that `inner` does not update have no copy."""
 
-    master: Any
-    inner: Any
+    master: PyTree
+    inner: PyTree
 
 
 def master_weights(
-    tx: optax.GradientTransformation, dtype: Any = "float32"
+    tx: optax.GradientTransformation, dtype: DTypeLike | None = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs `tx` on copies of the parameters in `dtype`, kept in the optimizer state.
+    """Runs `tx` on copies of the parameters in `dtype` (None: their own), kept in its state.
 
-    The parameters themselves may be stored narrower; after each update they are the copies,
-    rounded. Works with any optax optimizer, with or without zerojax.
+    The parameters themselves may be stored in a narrower dtype; after each update they are the
+    copies, rounded. Works with any optax optimizer, with or without zerojax.
 
     Example:
         >>> tx = zerojax.master_weights(optax.adamw(1e-3))
@@ -142,53 +154,62 @@ def master_weights(
     Precision(param=dtype)  # raises where it is no float
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> MasterState:
+    def init(params: PyTree) -> MasterState:
         return with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, MasterState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params).")
-        is_hole = lambda copy: isinstance(copy, optax.MaskedNode)  # noqa: E731
-        copy_or_own = lambda copy, own: own if is_hole(copy) else copy  # noqa: E731
-        masters = jax.tree.map(copy_or_own, state.master, params, is_leaf=is_hole)
+        masters = _where_copied(state.master, state.master, params)
         grads = cast_floats(updates, dtype)
         updates, inner = tx.update(grads, state.inner, masters, **extra)
         new = optax.apply_updates(masters, updates)
         steps = jax.tree.map(_step_onto, new, params)
-        copies = jax.tree.map(
-            lambda copy, new: copy if is_hole(copy) else new, state.master, new, is_leaf=is_hole
-        )
-        return steps, MasterState(copies, inner)
+        return steps, MasterState(_where_copied(state.master, new, state.master), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:
-    """What apply_updates must add to `old` to land on `new`, rounded.
+def _where_copied(copies: PyTree, yes: PyTree, no: PyTree) -> PyTree:
+    """Returns the leaves of `yes` where there is a copy, and those of `no` elsewhere."""
 
-    Both are close, so the difference is exact but for far jumps, and never accumulates. In the
-    wider dtype, which JAX adds to all but floats of 8 bits.
+    def is_hole(copy: object) -> bool:
+        return isinstance(copy, optax.MaskedNode)
+
+    def chosen(copy: PyTree, yes: PyTree, no: PyTree) -> PyTree:
+        return no if is_hole(copy) else yes
+
+    return jax.tree.map(chosen, copies, yes, no, is_leaf=is_hole)
+
+
+def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns what apply_updates must add to `old` to make it `new`, rounded.
+
+    Both are close, so the difference is exact unless the step is large, and errors never
+    accumulate. It is in the wider dtype, which JAX can add to any float but those of 8 bits.
     """
-    if jnp.issubdtype(old.dtype, jnp.floating) and jnp.finfo(old.dtype).bits < 16:
+    if _is_8_bit_float(old.dtype):
         rounded = new.astype(old.dtype).astype(new.dtype)
         return (rounded - old.astype(new.dtype)).astype(old.dtype)
     return new - old.astype(new.dtype)
 
 
 def with_masters(
-    tx: optax.GradientTransformation, params: Any, inner: Any, dtype: Any
+    tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
 ) -> MasterState:
-    """The state of `master_weights`, from that of `tx`, with copies of what `tx` updates."""
+    """Returns the state of `master_weights` from that of `tx`, with copies of what `tx` updates."""
     masters = cast_floats(params, dtype)
     frozen = jax.tree.structure(params).unflatten(_optimizer.frozen_params((masters, inner), tx))
     hole = optax.MaskedNode()
     return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
 
 
-def stored_with(state: Any, precision: Precision | None) -> Any:
-    """The state, or its shapes, with parameters and optimizer as `precision` wants them stored.
+def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
+    """Returns the state, or its shapes, with parameters and optimizer stored as `precision` says.
 
-    One that is stored so already stays as it is.
+    A state that is stored so already stays as it is.
     """
     if precision is None or precision.param is None:
         return state
@@ -206,7 +227,7 @@ def stored_with(state: Any, precision: Precision | None) -> Any:
         wanted = jax.eval_shape(tx.init, params)
         opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), state.opt_state, wanted)
         return state.replace(params=params, tx=tx, opt_state=opt_state)
-    # From the parameters as given: copies made of rounded ones would start out wrong.
+    # Made from the parameters as given: copies of rounded ones would start out wrong.
     opt_state = with_masters(tx, state.params, state.opt_state, precision.master)
     tx = master_weights(tx, precision.master)
     return state.replace(params=params, tx=tx, opt_state=opt_state)

@@ -1,7 +1,7 @@
-"""One leaf: along which dimension is it sharded, or why is it not.
+"""The spec of one leaf: the dimension that ZeRO shards, or the reason why it shards none.
 
-The spec of a leaf is a function of its path, its shape and the mesh alone. Stages decide
-where the spec applies, never what it is.
+A spec depends on the path, the shape and the mesh alone. A stage decides to which arrays it
+applies, never what it is.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zerojax._collectives import names_in
+from zerojax._collectives import Entry, names_in
 
 DEFAULT_MIN_SHARD_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How to shard a leaf over the ZeRO axes."""
+    """The rule by which a leaf is sharded over the ZeRO axes."""
 
     axes: tuple[str, ...]
     size: int
@@ -29,11 +29,11 @@ class Rule:
     def __call__(
         self, path: str, shape: Sequence[int], base: PartitionSpec, layers: int
     ) -> tuple[PartitionSpec, str | None]:
-        """The spec of a leaf, and the reason where it stays replicated.
+        """Returns the spec of a leaf, and the reason where it stays replicated.
 
-        `base` holds axes that the user gave the leaf already; they are kept. The first of
-        `layers` dimensions that count layers is never cut, the second only where nothing else
-        can be: the whole stack would be gathered for one layer.
+        `base` has the axes that the user sharded the leaf over already; they are kept. The first
+        `layers` dimensions count layers. ZeRO never shards the first of them, and another only
+        where nothing else divides: the full stack would be gathered for one layer.
         """
         for pattern, spec in self.overrides:
             if re.search(pattern, path):
@@ -52,6 +52,7 @@ class Rule:
         return base, _indivisible(shape, free, self.size, layers > 0)
 
     def check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
+        """Raises for an override that a leaf of this shape cannot follow."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"overrides= puts {path} (shape {tuple(shape)}) on {spec}, which has more "
@@ -76,15 +77,15 @@ class Rule:
                 )
 
     def _check_entries(self, path: str, spec: PartitionSpec) -> None:
-        """Raises for what says less, or more, than along which dimension ZeRO cuts."""
+        """Raises for a spec that says less, or more, than which dimension ZeRO shards."""
         if PartitionSpec.UNCONSTRAINED in tuple(spec):
             raise ValueError(
                 f"overrides= puts {path} on {spec}, and UNCONSTRAINED is no place. Put None for a "
                 "dimension that is not sharded."
             )
-        cut = [entry for entry in spec if names_in([entry]) & set(self.axes)]
-        whole = [entry for entry in cut if shard_dim(PartitionSpec(entry), self.axes) == 0]
-        if len(cut) > 1 or cut != whole:
+        sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
+        over_all = [entry for entry in sharded if shard_dim(PartitionSpec(entry), self.axes) == 0]
+        if len(sharded) > 1 or sharded != over_all:
             entry = self.axes[0] if len(self.axes) == 1 else self.axes
             raise ValueError(
                 f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over all of "
@@ -94,7 +95,7 @@ class Rule:
 
 
 def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
-    """The dimension that `spec` shards over the ZeRO axes."""
+    """Returns the dimension that `spec` shards over the ZeRO axes."""
     for dim, entry in enumerate(spec):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
         if names == tuple(axes):
@@ -103,12 +104,12 @@ def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
 
 
 def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """`spec` as `shard_map` over `axes` wants it: the other axes left out."""
+    """Returns `spec` as `shard_map` over `axes` wants it: the other axes left out."""
     return PartitionSpec(*(e if shard_dim(PartitionSpec(e), axes) == 0 else None for e in spec))
 
 
-def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple:
-    """For each dimension, what else than the ZeRO axes `spec` puts it on; () where nothing."""
+def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple[Entry, ...]:
+    """Returns, for each dimension, the axes but ZeRO's that it is sharded over; () for none."""
     entries = [None if shard_dim(PartitionSpec(e), axes) == 0 else e for e in spec]
     if not names_in(entries) or names_in(entries) & set(axes):
         return ()
@@ -116,8 +117,10 @@ def other_axes(spec: PartitionSpec, axes: Sequence[str], rank: int) -> tuple:
 
 
 def normal(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` less trailing Nones, as `jax.jit` writes the specs of what it returns: an input
-    spelled otherwise would compile the step a second time."""
+    """Returns `spec` without trailing Nones, as `jax.jit` writes the specs of its results.
+
+    An input spelled otherwise would compile the step a second time.
+    """
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -130,6 +133,7 @@ def make_rule(
     overrides: Mapping[str, PartitionSpec] | None,
     min_shard_size: int,
 ) -> Rule:
+    """Returns the rule that a plan's options describe, once they are checked."""
     if not isinstance(min_shard_size, int) or min_shard_size < 0:
         raise ValueError(
             f"min_shard_size must be a number of elements, got {min_shard_size!r}. Use 0 to shard "
@@ -151,7 +155,7 @@ def make_rule(
     return Rule(axes, size, tuple(axis_sizes.items()), pairs, min_shard_size)
 
 
-def _with_axes(taken: tuple, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
+def _with_axes(taken: tuple[Entry, ...], dim: int, axes: tuple[str, ...]) -> PartitionSpec:
     entry = axes[0] if len(axes) == 1 else axes
     return PartitionSpec(*taken[:dim], entry, *taken[dim + 1 :])
 

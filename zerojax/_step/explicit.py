@@ -1,48 +1,56 @@
-"""ZeRO-3 written down by hand, inside a `shard_map` of one's own: `gather` and `scan`.
+"""ZeRO-3 written by hand, inside a `shard_map` of one's own: `gather` and `scan`.
 
-What `zerojax.train_step` finds in a loss by itself can also be stated: which weights are gathered
-where, and which loop is a loop over layers. The gradients of shards are sums over the devices.
+They state what `zerojax.train_step` finds in a loss by itself: where each weight is gathered, and
+which loop is over layers. The gradients of shards are sums over the devices.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
+from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._collectives import Cut, Held, names_in, obtain, wire_over
 from zerojax._engine.body import How
+from zerojax._engine.ir import InputKind
 from zerojax._engine.run import evaluate, how_on
+from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._state.state import PARAMS, get_params
+from zerojax._state.state import get_params
+from zerojax._types import PyTree, TreeDef
 
 
 @functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """This device's part of a parameter, and how loops run that gather it."""
+    """This device's shard of a parameter, and how a loop runs that gathers it."""
 
-    data: jax.Array
+    data: Array
     cut: Cut
     how: How
 
     @property
     def full(self) -> jax.ShapeDtypeStruct:
-        """The shape of the full parameter."""
+        """The full parameter, as a shape."""
         size = lax.axis_size(self.how.wire.gather.axes)
         shape = (n * size if d == self.cut.dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
 
-def param_specs(plan: Plan) -> Any:
-    """The parameters' `PartitionSpec`s, for the `in_specs` and `out_specs` of `jax.shard_map`.
+def _is_sharded(leaf: PyTree) -> TypeGuard[Sharded]:
+    return isinstance(leaf, Sharded)
+
+
+def param_specs(plan: Plan) -> PyTree:
+    """Returns the parameters' `PartitionSpec`s, for `in_specs` and `out_specs` of `jax.shard_map`.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -54,10 +62,10 @@ def param_specs(plan: Plan) -> Any:
     return _params_tree(plan).unflatten(specs)
 
 
-def shards(params: Any, plan: Plan) -> Any:
-    """Inside of `jax.shard_map`: the device's parts of the parameters, marked as such.
+def shards(params: PyTree, plan: Plan) -> PyTree:
+    """Marks the device's shards of the parameters as such, inside of `jax.shard_map`.
 
-    Take gradients by what this returns. Parameters that the plan does not cut stay plain arrays,
+    Differentiate by what this returns. Parameters that the plan replicates stay plain arrays,
     and their gradients are the device's own: sum those with `jax.lax.psum`.
 
     Example:
@@ -73,7 +81,7 @@ def shards(params: Any, plan: Plan) -> Any:
         8.0
     """
     check_plan(plan, "shards(params, plan)")
-    if not plan.sharded[PARAMS]:
+    if not plan.groups.params:
         raise ValueError(
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
             f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
@@ -81,7 +89,7 @@ def shards(params: Any, plan: Plan) -> Any:
     how = how_on(plan.mesh, wire_over(plan.batch_axes), regather=True, prefetch="auto")
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
 
-    def marked(value: jax.Array, leaf: LeafPlan) -> Any:
+    def marked(value: Array, leaf: LeafPlan) -> Array | Sharded:
         if leaf.rest.dim is None:
             return value
         others = leaf.rest.others(value.ndim)
@@ -94,47 +102,47 @@ def shards(params: Any, plan: Plan) -> Any:
     return treedef.unflatten([marked(value, leaf) for value, leaf in pairs])
 
 
-def gather(tree: Any, dtype: Any = None) -> Any:
-    """The full parameters, from what `zerojax.shards` returns; other arrays pass as they are.
+def gather(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """Gathers the full parameters from what `zerojax.shards` returns; other arrays stay.
 
-    Backward reduce-scatters their gradients. With `dtype`, floats travel, and arrive, in it.
+    Backward reduce-scatters their gradients. With `dtype`, floats are gathered in it, and stay so.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> whole = lambda params: zerojax.gather(zerojax.shards(params, plan), jnp.bfloat16)
+        >>> full = lambda params: zerojax.gather(zerojax.shards(params, plan), jnp.bfloat16)
         >>> run = jax.shard_map(
-        ...     whole, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan),),
+        ...     full, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan),),
         ...     out_specs=jax.sharding.PartitionSpec(), check_vma=False)
         >>> print(run({"w": jnp.ones((64, 16))})["w"].aval)
         bfloat16[64,16]
     """
 
-    def full(leaf: Any) -> Any:
-        if not isinstance(leaf, Sharded):
+    def full(leaf: PyTree) -> PyTree:
+        if not _is_sharded(leaf):
             return leaf
         is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
         wanted = dtype if dtype is not None and is_float else leaf.data.dtype
         cut = dataclasses.replace(leaf.cut, dtype=jnp.dtype(wanted))
         return obtain(Held(leaf.data), cut, leaf.how.wire)
 
-    return jax.tree.map(full, tree, is_leaf=lambda leaf: isinstance(leaf, Sharded))
+    return jax.tree.map(full, tree, is_leaf=_is_sharded)
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
     prefetch: int | str = "auto",
     regather: bool = True,
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers: weights marked by `zerojax.shards` reach `body` whole.
+) -> tuple[PyTree, PyTree]:
+    """Runs `jax.lax.scan` over layers; `body` gets full weights for those marked by `shards`.
 
-    Each layer is gathered for its turn, in backward again, and its gradients are reduce-scattered
-    in the loop. Without marked weights it is `jax.lax.scan`.
+    Each layer is gathered for its iteration, and again in backward, and its gradients are
+    reduce-scattered in the loop. Without marked weights it is `jax.lax.scan`.
 
     Arguments:
         body, init, xs, length, reverse, unroll: as in `jax.lax.scan`.
@@ -156,39 +164,48 @@ def scan(
     if prefetch not in (0, 1, "auto"):
         raise ValueError(f"prefetch must be 0, 1 or 'auto', got {prefetch!r}.")
 
-    def is_shard(leaf: Any) -> TypeGuard[Sharded]:
-        return isinstance(leaf, Sharded)
-
-    leaves, treedef = jax.tree.flatten(xs, is_leaf=is_shard)
-    marked = [leaf for leaf in leaves if is_shard(leaf)]
+    leaves, treedef = jax.tree.flatten(xs, is_leaf=_is_sharded)
+    marked = list(filter(_is_sharded, leaves))
     if not marked:
         return lax.scan(body, init, xs, length, reverse, unroll)
     if any(leaf.cut.dim == 0 for leaf in marked):
         raise ValueError(
-            "a stack of layers is cut along its layers, so no device has a part of each. Pass "
+            "a stack of layers is sharded along its layers, so no device has a part of each. Pass "
             "stacked= with its path to zerojax.plan."
         )
-    init = jax.tree.map(jnp.asarray, init)
+    ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
+    # All weights of a plan have the same wire, so the first tells how the loop runs.
+    how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
-    shapes = [leaf.full if is_shard(leaf) else leaf for leaf in leaves]
+    return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)
+
+
+def _run(
+    loop: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    leaves: list[Array | Sharded],
+    treedef: TreeDef,
+    how: How,
+) -> tuple[PyTree, PyTree]:
+    """Runs `loop(init, xs)` in the engine, whose one step it is; `leaves` are those of `xs`."""
+    # The body is traced with full weights, as `train_step` traces a loss; the engine then finds
+    # the loop in the jaxpr. What the body closes over becomes inputs.
+    shapes = [leaf.full if _is_sharded(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
     jaxpr = _compat.make_jaxpr(
         closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
     )
-    plain = jax.tree.leaves(init)
-    inputs = [*plain, *(Held(x.data) if is_shard(x) else x for x in leaves), *closed.consts]
-    kinds = [
-        dataclasses.replace(x.cut, dtype=x.data.dtype) if is_shard(x) else None
-        for x in (*plain, *leaves, *closed.consts)
+    values = [*jax.tree.leaves(init), *leaves, *closed.consts]
+    # A cast by `jax.tree.map` changed the data of a `Sharded` and not its cut.
+    inputs: list[Value] = [Held(x.data) if _is_sharded(x) else x for x in values]
+    kinds: list[InputKind] = [
+        dataclasses.replace(x.cut, dtype=x.data.dtype) if _is_sharded(x) else None for x in values
     ]
-    ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
-    how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
-    outs = evaluate(jaxpr, inputs, kinds, how)
-    return jax.tree.structure(out_shape).unflatten(outs)
+    return jax.tree.structure(out_shape).unflatten(evaluate(jaxpr, inputs, kinds, how))
 
 
-def _check_parts(leaves: list[Any], treedef: Any, plan: Plan) -> None:
-    """Raises where these are not the parts of the plan's parameters that one device has."""
+def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
+    """Raises where these are not one device's shards of the plan's parameters."""
     if treedef != _params_tree(plan):
         raise ValueError(
             f"these parameters are not those of the plan: {treedef} instead of "
@@ -204,7 +221,7 @@ def _check_parts(leaves: list[Any], treedef: Any, plan: Plan) -> None:
             )
 
 
-def _params_tree(plan: Plan) -> Any:
-    """The structure of the parameters alone."""
+def _params_tree(plan: Plan) -> TreeDef:
+    """Returns the structure of the parameters alone."""
     numbered = plan.treedef.unflatten(range(len(plan.leaves)))
     return jax.tree.structure(get_params(numbered))

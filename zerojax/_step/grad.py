@@ -1,10 +1,10 @@
-"""`jax.value_and_grad` for parameters that live where a plan puts them."""
+"""`jax.value_and_grad` for parameters that are placed by a plan."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
+from jax import Array
 
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
 from zerojax._loss.trace import TracedLoss, trace_loss
@@ -14,10 +14,11 @@ from zerojax._plan.precision import Precision, cast_floats
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS, leaves_of
 from zerojax._step.program import Options, Program, precision_of
+from zerojax._types import PyTree
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     plan: Plan,
     *,
     has_aux: bool = False,
@@ -25,28 +26,28 @@ def value_and_grad(
     precision: Precision | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
-    batch_specs: Any = None,
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` for parameters that live where `plan` puts them.
+    batch_specs: PyTree = None,
+) -> Callable[..., PyTree]:
+    """Makes `jax.value_and_grad` of a loss, for parameters that are placed by `plan`.
 
     `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
     batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
     split along their first dimension, PRNG keys are folded with the device's index, scalars are
-    passed on. What the loss closes over is passed on whole. Old-style keys, uint32[2], are keys
-    beside a batch of any length but 2, where they are refused.
+    passed on. What the loss closes over is replicated. Old-style keys, uint32[2], count as keys;
+    with a batch of length 2, whose rows they may be, they are refused.
 
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         plan: from `zerojax.plan`.
         has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
-            example are put together along the batch instead.
+            example are concatenated along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
-            sum whole gradients and reduce once, stages 2 and 3 keep only shards of the sum.
+            sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: gather weights again in backward instead of keeping them (stage 3).
-        prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
-            both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
-            What forward reads last, a head, then stays for backward.
+        prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
+            directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+            What forward reads last, a head, is then kept for backward.
         batch_specs: as in `train_step`, for the first argument after the parameters.
 
     Returns:
@@ -67,15 +68,15 @@ def value_and_grad(
         has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
     )
 
-    def fn(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def with_kwargs(params: Any, *args: Any) -> Any:
+    def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
             return loss_fn(params, *args[:-1], **args[-1])
 
-        every = (*args, kwargs)
+        every = (*args, kwargs)  # the last one, so that its arrays are split like the others
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         try:
-            _batch.check_pairs(every, batch_specs, plan.axes)
+            _batch.check_pairs(every, batch_specs, plan.batch_axes)
             loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
@@ -87,51 +88,72 @@ def value_and_grad(
 
 @_mesh.auto_axes()
 def loss_and_grads(
-    loss_fn: Callable[..., Any], plan: Plan, options: Options, params: Any, args: Sequence[Any]
-) -> tuple[Any, Any, Any]:
-    """The mean loss, the aux and the gradients, these in `params`' structure (or None)."""
+    loss_fn: Callable[..., PyTree],
+    plan: Plan,
+    options: Options,
+    params: PyTree,
+    args: Sequence[PyTree],
+) -> tuple[Array, PyTree, PyTree]:
+    """Returns the mean loss, the aux and the gradients; for these None without derivatives."""
     check_params(params, plan)
     values, treedef = jax.tree.flatten(params)
-    arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    roles = _batch.roles(args, options.batch_specs, plan.axes)
+    arg_values = jax.tree.leaves(tuple(args))
+    roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
-
-    compute = precision_of(plan, options.precision).compute
-
-    def trace(ways: int) -> TracedLoss:
-        """The loss as seen where the batch is split so many ways."""
-        pairs = zip(arg_values, roles, strict=True)
-        parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
-        whole = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
-        shapes = [treedef.unflatten(whole), *arg_tree.unflatten(parts)]
-        shapes = cast_floats(shapes, compute)
-        return trace_loss(loss_fn, shapes, options.has_aux, plan.mesh, plan.axes, options.mutable)
-
-    ways = plan.size * options.accumulate
-    traced = trace(ways)
-    rows = _batch.rows(arg_values, roles)
-    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
-    program = Program(plan, options, traced, roles, per_example)
+    program = _program(loss_fn, plan, options, params, args, roles)
+    # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
+    # JAX must not track what varies over the devices (vma), or it would sum gradients once more.
     sharded = jax.shard_map(
         program,
         mesh=plan.mesh,
         in_specs=program.in_specs(),
         out_specs=program.out_specs(),
-        axis_names=set(plan.axes),
+        axis_names=set(plan.batch_axes),
         check_vma=False,
     )
+    # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
         loss, aux, grads = _nans.run(
             jax.jit(sharded),
-            (values, arg_values, traced.closed_over),
+            (values, arg_values, program.traced.closed_over),
             lambda: _nans.explain(loss_fn, plan, params, args, roles),
         )
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
 
 
+def _program(
+    loss_fn: Callable[..., PyTree],
+    plan: Plan,
+    options: Options,
+    params: PyTree,
+    args: Sequence[PyTree],
+    roles: Sequence[_batch.Role],
+) -> Program:
+    """Traces the loss at the shapes that one device sees, and makes the program of it."""
+    arg_values, arg_tree = jax.tree.flatten(tuple(args))
+    # Parameters have their full shapes here: shards are gathered by the engine, which runs the
+    # jaxpr, and the loss itself never sees one.
+    full = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), params)
+    compute = precision_of(plan, options.precision).compute
+
+    def trace(ways: int) -> TracedLoss:
+        """Traces the loss as seen where the batch is split so many ways."""
+        pairs = zip(arg_values, roles, strict=True)
+        parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
+        shapes = cast_floats([full, *arg_tree.unflatten(parts)], compute)
+        has_aux, axes = options.has_aux, plan.batch_axes
+        return trace_loss(loss_fn, shapes, has_aux, plan.mesh, axes, options.mutable)
+
+    ways = plan.size * options.accumulate
+    traced = trace(ways)
+    rows = _batch.rows(arg_values, roles)
+    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
+    return Program(plan, options, traced, roles, per_example)
+
+
 @contextlib.contextmanager
 def _noted_errors() -> Iterator[None]:
-    """Says what to do about an error of another library's that nobody would know from its text."""
+    """Notes what to do about an error of another library whose text does not tell."""
     try:
         yield
     except ValueError as error:
@@ -145,7 +167,7 @@ def _noted_errors() -> Iterator[None]:
         raise
 
 
-def check_params(params: Any, plan: Plan) -> None:
+def check_params(params: PyTree, plan: Plan) -> None:
     """Raises where `params` are not the parameters that the plan was made for."""
     have = {
         "/".join(leaf.name.split("/")[1:]): shape_and_dtype(leaf.value)

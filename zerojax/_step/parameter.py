@@ -1,4 +1,4 @@
-"""How one parameter is held during a step, and what becomes of its gradient."""
+"""One parameter of a step: how the loss receives it, and where its gradient goes."""
 
 import dataclasses
 
@@ -28,10 +28,10 @@ class Parameter:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loss sees it as shards, and disposes of its gradient as soon as that exists.
+        """Whether the loss receives it as `Held`, and disposes of each gradient at once.
 
-        Where full gradients are accumulated, they wait for the last microbatch. Where nothing is
-        sharded, stacks of matrices are held all the same: see the note in `Cut.fixed`.
+        Where full gradients are accumulated, they are reduced after the last microbatch. Where
+        nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
         if self.accumulates and not self.plan.groups.grads:
             return False
@@ -46,7 +46,7 @@ class Parameter:
 
     @property
     def grad_dtype(self) -> DTypeLike:
-        """The parameter's own, as in JAX; wider only where wider master copies want it."""
+        """The parameter's own dtype, as in JAX; a wider one only for wider master copies."""
         precision, own = self.precision, self.leaf.dtype
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
@@ -72,16 +72,17 @@ class Parameter:
         return self.cut if self.is_held else WEIGHT
 
     def varied(self, value: Array) -> Array:
-        """Returns what the loss is differentiated by: the shard where there is one."""
+        """Returns the array that the loss is differentiated by: the shard where there is one."""
         if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
             return value
         if not self.is_held:
             return value.astype(self.compute_dtype)
         if not self.is_varied:
             return value
+        # A shard is cast again as it is gathered; its gradient comes back in this dtype.
         if self.leaf.rest.dim is not None:
             return value.astype(self.grad_dtype)
-        return jnp.zeros(self.shard_shape, self.grad_dtype)  # only routes the gradient
+        return jnp.zeros(self.shard_shape, self.grad_dtype)  # its value is unread: see `Held`
 
     def loss_input(self, value: Array, varied: Array) -> Value:
         """Returns the parameter as the engine takes it."""

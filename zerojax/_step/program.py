@@ -1,36 +1,40 @@
-"""What each device runs in a step: the loss and its gradients on this device's examples."""
+"""The code of one device in a step: the loss and its gradients on this device's examples."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax import _collectives, _compat
 from zerojax._engine import run as _run
+from zerojax._engine.ir import InputKind
+from zerojax._jaxpr import type_of
 from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, cast_floats, check_precision, exact_share, wide
 from zerojax._step import accumulate as _accumulate
 from zerojax._step.parameter import Parameter
+from zerojax._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a loss is evaluated."""
+    """The options that say how a loss is evaluated."""
 
-    has_aux: bool | None
+    has_aux: bool | None  # None: as the loss returns it
     accumulate: int
     precision: Precision | None
     regather: bool
     differentiate: bool = True
     prefetch: int | str = "auto"
     mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
-    batch_specs: Any = None
+    batch_specs: PyTree = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -47,7 +51,7 @@ class Options:
 
 
 def precision_of(plan: Plan, given: Precision | None) -> Precision:
-    """The dtypes of a step: the plan's, or those given where the plan has none."""
+    """Returns the dtypes of a step: the plan's, or those given where the plan has none."""
     if given is None:
         return plan.precision or Precision()
     if plan.precision is not None and given != plan.precision:
@@ -72,7 +76,7 @@ class Program:
         options: Options,
         traced: TracedLoss,
         roles: Sequence[_batch.Role],
-        per_example: Any,
+        per_example: PyTree,
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
@@ -86,37 +90,38 @@ class Program:
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
         ]
+        self.trained = [p for p in self.params if p.is_varied]
         self.hoisted = None
         if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
 
-    # -- where things come from and go to
+    # -- its inputs and outputs, as `shard_map` sees them
 
-    def in_specs(self) -> tuple[list, list, list]:
+    def in_specs(self) -> tuple[list[PartitionSpec], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
         args = [_batch.spec(role, self.plan.batch_axes) for role in self.roles]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over)
 
-    def out_specs(self) -> tuple[Any, Any, Any]:
-        batch, whole = PartitionSpec(self.plan.batch_axes), PartitionSpec()
-        aux = jax.tree.map(lambda rows: batch if rows else whole, self.per_example)
+    def out_specs(self) -> tuple[PartitionSpec, PyTree, list[PartitionSpec]]:
+        batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
+        aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
         grads = [leaf.update.local for leaf in self.plan.params]
-        return whole, aux, grads if self.options.differentiate else []
+        return replicated, aux, grads if self.options.differentiate else []
 
     # -- the program
 
     def __call__(
-        self, values: list[Any], args: list[Any], closed_over: list[Any]
-    ) -> tuple[Any, Any, list[Any]]:
-        count = self.options.accumulate
+        self, values: list[Array], args: list[Array], closed_over: list[Array]
+    ) -> tuple[Array, PyTree, list[Array | np.ndarray]]:
+        """Returns the loss, the aux and the gradients, all of them means over the devices."""
         args = self.prepared(args)
         counts = self.counts(args, closed_over)
         varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
-        floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
-        share, rest = exact_share(self.plan.size * count)
+        # The exact part of the mean's factor scales the loss, the rest scales the sums.
+        share, rest = exact_share(self.plan.size * self.options.accumulate)
 
-        def scaled_loss(floats: list[Any], loss_args: list[Any]) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(floats: list[Array], loss_args: list[Array]) -> tuple[Array, PyTree]:
             found = iter(floats)
             inputs = [
                 p.loss_input(value, next(found) if p.is_varied else v)
@@ -125,7 +130,26 @@ class Program:
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
             return loss * share, (loss, aux)
 
-        def microbatch(index: Any, parts: list[Any]) -> tuple[tuple[Any, list[Any]], Any]:
+        floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
+        (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
+        aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
+        loss = self.device_mean(loss / self.options.accumulate)
+        return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
+
+    def over_microbatches(
+        self,
+        scaled_loss: Callable[[list[Array], list[Array]], tuple[Array, PyTree]],
+        floats: list[Array],
+        args: list[Array],
+    ) -> tuple[tuple[Array, list[Array]], PyTree]:
+        """Returns the sums of the loss and its gradients over microbatches, and the aux, stacked.
+
+        `scaled_loss` returns the scaled loss, then the loss and the aux.
+        """
+
+        def microbatch(
+            index: Array | None, parts: list[Array]
+        ) -> tuple[tuple[Array, list[Array]], PyTree]:
             loss_args = self.loss_args(args, parts, index)
             if not self.options.differentiate:
                 _, (loss, aux) = scaled_loss(floats, loss_args)
@@ -133,32 +157,30 @@ class Program:
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
             return (loss, grads), aux
 
-        if count == 1:
-            (loss, grads), aux = microbatch(None, self.batch_args(args))
-            aux = jax.tree.map(lambda leaf: leaf[None], aux)
-        else:
-            accumulators = [
-                jax.ShapeDtypeStruct(v.shape, p.grad_dtype)
-                for p, v in zip(self.params, varied, strict=True)
-                if p.is_varied and self.options.differentiate
-            ]
-            like = (jax.ShapeDtypeStruct((), self.loss_dtype), accumulators)
-            parts = self.microbatches(args)
-            (loss, grads), aux = _accumulate.summed(microbatch, parts, count, like)
-        aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
-        loss = self.device_mean(loss / count)
-        return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
+        if self.options.accumulate == 1:
+            sums, aux = microbatch(None, self.batch_args(args))
+            return sums, jax.tree.map(lambda leaf: leaf[None], aux)
+        pairs = zip(self.trained, floats, strict=True)
+        grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
+        like = (
+            jax.ShapeDtypeStruct((), self.loss_dtype),
+            grads if self.options.differentiate else [],
+        )
+        parts = self.microbatches(args)
+        return _accumulate.summed(microbatch, parts, self.options.accumulate, like)
 
     @property
-    def loss_dtype(self) -> Any:
-        return wide(self.traced.jaxpr.outvars[0].aval.dtype)
+    def loss_dtype(self) -> DTypeLike:
+        return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
-    def loss(self, inputs: list[Any], counts: list[Any]) -> tuple[Any, Any]:
+    def loss(self, inputs: list, counts: list[Array]) -> tuple[Array, PyTree]:
+        """Returns the loss and the aux of one microbatch, weights being as `loss_input` says."""
         jaxpr = self.traced.jaxpr
         if self.hoisted is not None:
             jaxpr, inputs = self.hoisted.loss, [*inputs, *self.hoisted.constants, *counts]
         if any(p.is_held for p in self.params):
-            kinds = [p.kind() for p in self.params]
+            # Inputs after the parameters are plain arrays.
+            kinds: list[InputKind] = [p.kind() for p in self.params]
             kinds += [None] * (len(inputs) - len(kinds))
             outs = _run.evaluate(jaxpr, inputs, kinds, self.how)
         else:
@@ -166,47 +188,48 @@ class Program:
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
         return loss.astype(self.loss_dtype), jax.tree.structure(self.traced.aux).unflatten(aux)
 
-    def counts(self, args: list[Any], closed_over: list[Any]) -> list[Any]:
-        """For each `zerojax.mean`, the mean over microbatches of its count over the devices."""
+    def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
+        """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
         hoisted = self.hoisted
         if hoisted is None:
             return []
-        unread = [jnp.zeros(())] * len(self.params)
+        unread = [jnp.zeros(())] * len(self.params)  # a count depends on no weight
 
-        def count(index: Any, parts: list[Any]) -> tuple[list[Any], None]:
+        def count(index: Array | None, parts: list[Array]) -> tuple[list[Array], None]:
             loss_args = self.loss_args(args, parts, index)
             inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
-        like = [v.aval for v in hoisted.counter.outvars]
+        like = list(map(type_of, hoisted.counter.outvars))
         times = self.options.accumulate
         totals, _ = _accumulate.summed(count, self.microbatches(args), times, like)
         return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
 
     # -- the loss's arguments
 
-    def prepared(self, args: list[Any]) -> list[Any]:
-        """Floats in the compute dtype, keys of this device's own."""
+    def prepared(self, args: list[Array]) -> list[Array]:
+        """Casts floats to the compute dtype, and folds this device's index into keys."""
         index = lax.axis_index(self.plan.batch_axes)
         args = cast_floats(args, self.precision.compute)
-        pairs = zip(args, self.roles, strict=True)
-        is_key = lambda role: role.kind == _batch.KEY  # noqa: E731
-        return [jax.random.fold_in(a, index) if is_key(role) else a for a, role in pairs]
+        return [
+            jax.random.fold_in(value, index) if role.kind == _batch.KEY else value
+            for value, role in zip(args, self.roles, strict=True)
+        ]
 
-    def batch_args(self, args: list[Any]) -> list[Any]:
+    def batch_args(self, args: list[Array]) -> list[Array]:
         return [a for a, role in zip(args, self.roles, strict=True) if role.kind == _batch.BATCH]
 
-    def microbatches(self, args: list[Any]) -> list[Any]:
-        """This device's part of the batch, split where it lies: nothing moves between devices."""
+    def microbatches(self, args: list[Array]) -> list[Array]:
+        """Splits this device's part of the batch, so that nothing moves between devices."""
         dims = [role.dim for role in self.roles if role.kind == _batch.BATCH]
         pairs = zip(self.batch_args(args), dims, strict=True)
         return [_batch.split(value, dim, self.options.accumulate) for value, dim in pairs]
 
-    def loss_args(self, args: list[Any], parts: list[Any], index: Any | None) -> list[Any]:
-        """The arguments of microbatch `index` (None: there is only one), its `parts` put in."""
+    def loss_args(self, args: list[Array], parts: list[Array], index: Array | None) -> list[Array]:
+        """Returns the arguments of microbatch `index`, with its `parts`; None: the only one."""
         found = iter(parts)
 
-        def arg(value: Any, role: _batch.Role) -> Any:
+        def arg(value: Array, role: _batch.Role) -> Array:
             if role.kind == _batch.BATCH:
                 return next(found)
             if role.kind == _batch.KEY and index is not None:
@@ -217,33 +240,34 @@ class Program:
 
     # -- results
 
-    def joined_aux(self, path: tuple, stacked: Any, has_rows: bool) -> Any:
-        """An aux leaf, one a microbatch: put together, or one value for all and the devices."""
+    def joined_aux(self, path: tuple, stacked: Array, has_rows: bool) -> Array:
+        """Concatenates an aux leaf over microbatches, or makes it one value for all devices."""
         if has_rows:
             return stacked.reshape(-1, *stacked.shape[2:])
         if _fields.has_no_mean(path, stacked, self.options.mutable):
             return self.of_first_device(stacked[0])
         return self.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
 
-    def device_mean(self, value: Any) -> Any:
+    def device_mean(self, value: Array) -> Array:
         return lax.pmean(value, self.plan.batch_axes) if self.plan.size > 1 else value
 
-    def of_first_device(self, value: Any) -> Any:
-        """The first device's integers, booleans or keys on every device, bit by bit."""
+    def of_first_device(self, value: Array) -> Array:
+        """Returns the first device's integers, booleans or keys, exactly, on every device."""
         if self.plan.size == 1:
             return value
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = self.of_first_device(jax.random.key_data(value))
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        # A sum with the other devices' zeros. Booleans have no sum, and NCCL has none for 16 bits.
         summed = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
         is_first = lax.axis_index(self.plan.batch_axes) == 0
         return lax.psum(jnp.where(is_first, summed, 0), self.plan.batch_axes).astype(value.dtype)
 
-    def reduced(self, grads: list[Any], rest: float) -> list[Any]:
-        """The mean of the gradients, of which `rest` is the factor that they still lack."""
+    def reduced(self, grads: list[Array], rest: float) -> list[Array | np.ndarray]:
+        """Returns the mean of the gradients, of which `rest` is the factor that they still lack."""
         found = iter(grads)
 
-        def mean(p: Parameter) -> Any:
+        def mean(p: Parameter) -> Array | np.ndarray:
             if not p.is_varied:
                 return p.no_gradient()
             grad = p.reduced(next(found), self.how.wire.reduce)

@@ -1,16 +1,17 @@
-"""The step: loss, gradients, the user's own optimizer update, every sharding pinned."""
+"""The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
-from zerojax import _agreement, _fingerprint
+from zerojax import _agreement, _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan, plan_of
@@ -24,13 +25,16 @@ from zerojax._step import finite as _finite
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.idle_axes import check_used
 from zerojax._step.program import Options
+from zerojax._types import PyTree
+
+Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a step is made of; `step.recipe`."""
+    """The ingredients of a step, read off it as `step.recipe`."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., PyTree]
     options: Options
     mutable: tuple[str, ...] = ()
     plan: Plan | None = None
@@ -42,44 +46,101 @@ class Recipe:
 class Step:
     """A jitted step, used like what `jax.jit` returns.
 
-    Which XLA options suit it depends on the loss and on the mesh, so it is compiled with them
-    when it first sees its state.
+    [Note: when a step is compiled] A step is compiled with XLA options that depend on its loops,
+    on the bytes of a layer and on the GPUs. Nothing of that is known when a loss becomes a step:
+    the plan comes with the state. So `jax.jit` is applied when the step first sees a state, once
+    for each plan, after a trace has told what its loops gather. `without_options` is the same
+    function jitted without any: for CPUs, and inside another `jax.jit`, where JAX allows none.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         recipe: Recipe,
         donate: bool,
-        compiler_options: dict[str, Any] | None,
+        compiler_options: dict[str, PyTree] | None,
     ) -> None:
         self.recipe, self.compiler_options = recipe, compiler_options
         donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
-        self.jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
-        self.nested = self.jit()  # an inner jit may have no options of its own
-        self.jitted: dict[Plan | None, Any] = {}
+        self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
+        self.without_options: Jitted = self.make_jit()
+        self.by_plan: dict[Plan | None, Jitted] = {}
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """`(state, batch[, rng])`."""
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
+        """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             self.agree(jitted, args, named)
             return jitted(*args, **named)
 
-    def agree(self, jitted: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """At the first call for a plan and shapes, several processes compare what they run."""
+    def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
+        with _arguments.explained(args, named, self.recipe.plan):
+            return self.for_args(*args, **named).lower(*args, **named)
+
+    def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
+        with _arguments.explained(args, named, self.recipe.plan):
+            return self.for_args(*args, **named).trace(*args, **named)
+
+    def eval_shape(self, *args: PyTree, **named: PyTree) -> PyTree:
+        return self.without_options.eval_shape(*args, **named)
+
+    def clear_cache(self) -> None:
+        for jitted in (self.without_options, *self.by_plan.values()):
+            jitted.clear_cache()
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in self.by_plan.values())
+
+    def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
+        """Returns the jitted function for the plan that the state was placed by."""
+        plan = self._plan_for(args, named)
+
+        def trace() -> ClosedJaxpr:
+            return self.without_options.trace(*args, **named).jaxpr
+
+        # Where the batch is a tracer, the check cannot tell, and is repeated at the next call.
+        if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
+            self.checked.add(plan)
+        if plan not in self.by_plan:
+            options = self._options_for(plan, trace) | (self.compiler_options or {})
+            jitted = self.make_jit(compiler_options=options) if options else self.without_options
+            self.by_plan[plan] = jitted
+        jitted = self.by_plan[plan]
+        # Looking for tracers takes time at each step; on CPUs both functions are one.
+        if jitted is self.without_options:
+            return jitted
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
+        return self.without_options if traced else jitted
+
+    def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
+        return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
+
+    def _options_for(
+        self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
+    ) -> _xla_options.Options:
+        if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
+            return {}
+        ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
+        return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead)
+
+    def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
+        """Raises where several processes run different steps; asked once for a plan and shapes.
+
+        Processes that run different programs wait for each other in a collective for ever.
+        """
         plan = self._plan_for(args, named)
         if plan is None or not jax.distributed.is_initialized():
             return
         batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
         shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
+        # Inside another `jax.jit` the batch has no values, and the program is the outer one's.
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
             options = vars(self.recipe.options) | {"mutable": self.recipe.mutable}
-            options |= self.jit.keywords | {"compiler_options": self.compiler_options}
+            options |= self.make_jit.keywords | {"compiler_options": self.compiler_options}
             program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
             return {
                 **{name: str(value) for name, value in options.items()},
@@ -93,55 +154,9 @@ class Step:
             _agreement.agree("the step", items, plan.mesh)
             self.agreed.add((plan, shapes))
 
-    def lower(self, *args: Any, **named: Any) -> Any:
-        with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).lower(*args, **named)
-
-    def trace(self, *args: Any, **named: Any) -> Any:
-        with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).trace(*args, **named)
-
-    def eval_shape(self, *args: Any, **named: Any) -> Any:
-        return self.nested.eval_shape(*args, **named)
-
-    def clear_cache(self) -> None:
-        for jitted in (self.nested, *self.jitted.values()):
-            jitted.clear_cache()  # type: ignore
-
-    def for_args(self, *args: Any, **named: Any) -> Any:
-        """The jitted function for the plan by which the state was placed."""
-        plan = self._plan_for(args, named)
-        if plan is not None and plan not in self.checked:
-            trace = lambda: self.nested.trace(*args, **named).jaxpr  # noqa: E731
-            if check_used(plan, (args, named), trace):
-                self.checked.add(plan)
-        if plan not in self.jitted:
-            options = self.options_for(plan, args, named) | (self.compiler_options or {})
-            self.jitted[plan] = self.jit(compiler_options=options) if options else self.nested
-        jitted = self.jitted[plan]
-        if jitted is self.nested:
-            return jitted
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
-        return self.nested if traced else jitted
-
-    def _plan_for(self, args: Sequence[Any], named: dict[str, Any]) -> Plan | None:
-        return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
-
-    def options_for(
-        self, plan: Plan | None, args: Sequence[Any], named: dict[str, Any]
-    ) -> dict[str, Any]:
-        ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
-        if plan is None or plan.mesh.devices.flat[0].platform == "cpu":
-            return {}
-        jaxpr = self.nested.trace(*args, **named).jaxpr
-        return _xla_options.options_for(jaxpr, plan.mesh, ahead)
-
-    def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self.jitted.values())
-
 
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     *,
     stage: int | None = None,
     accumulate: int = 1,
@@ -152,14 +167,14 @@ def train_step(
     regather: bool = True,
     prefetch: int | str = "auto",
     skip_nonfinite: bool = False,
-    batch_specs: Any = None,
+    batch_specs: PyTree = None,
     donate: bool = True,
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: dict[str, PyTree] | None = None,
 ) -> Step:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
-    The old state is donated, and the new one lives where the old one lived. `metrics` holds
-    `loss`, `grad_norm` and, where the loss returns it, `aux`, all means over the devices.
+    The old state is donated, and the new one is placed as the old one was. `metrics` has `loss`,
+    `grad_norm` and, where the loss returns it, `aux`, all of them means over the devices.
 
     A state with a field `dynamic_scale`, a `flax.training.dynamic_scale.DynamicScale`, has its
     loss scaled for float16 gradients; `skip_nonfinite` is on then, and `metrics` has
@@ -168,30 +183,30 @@ def train_step(
     Arguments:
         loss_fn: `loss_fn(params, batch[, rng]) -> loss` or `(loss, aux)`, written for one
             device; it sees each device's part of the batch, and `rng` folded with its index.
-        stage: only to state the stage that the code expects; the placed state decides.
+        stage: only to check that the placed state, which decides, is of this stage.
         accumulate: number of microbatches that each device's part of the batch is split into.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
             arguments and returns updated in a dict `aux`, under the same names. Floats become the
-            mean over devices and microbatches; integers, booleans and keys what the first of them
-            returns, exactly (`zerojax.verify` says where they do not agree).
+            mean over devices and microbatches; integers, booleans and keys become exactly what the
+            first of them returns (`zerojax.verify` says where they do not agree).
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
         tx: the optimizer, for states that do not carry theirs.
         regather: gather weights again in backward instead of keeping them (stage 3).
-        prefetch: gather the weights of the next layer of a `scan` under the compute of this one, in
-            both directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
-            What forward reads last, a head, then stays for backward.
+        prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
+            directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
+            What forward reads last, a head, is then kept for backward.
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
         batch_specs: which dimension of the batch's leaves counts examples: a `PartitionSpec` or a
             tree of them that begins as the batch does. `P("data")`, the first one, is the default;
-            `P(None, "data")` for time-major leaves; `P()` for what is whole on every device.
+            `P(None, "data")` for time-major leaves; `P()` for what is replicated.
         donate: give the old state's memory to the new one.
-        compiler_options: as in `jax.jit`, over those that the step chooses itself on GPUs.
+        compiler_options: as in `jax.jit`; they override those that the step chooses on GPUs.
 
     Returns:
-        A `Step`, to be used like what `jax.jit` returns: `step.lower(state, batch).compile()`
+        A step that is used like what `jax.jit` returns: `step.lower(state, batch).compile()`
         works too.
 
     Example:
@@ -219,53 +234,59 @@ def train_step(
     _check(loss_fn, plan, tx)
     if stage is not None:
         check_stage(stage)
+    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage, skip_nonfinite)
 
     @_mesh.auto_axes()
-    def step(state: Any, batch: Any, rng: Any = None) -> tuple[Any, dict[str, Any]]:
-        found = find_plan(state, plan, stage)
-        found.check_structure(state)
-        scale = _finite.scale_of(state)
-        loss, aux, grads = loss_and_grads(
-            _finite.scaled(with_fields(loss_fn, state, mutable), scale),
-            found,
-            options,
-            _state.get_params(state),
-            (batch,) if rng is None else (batch, rng),
-        )
-        loss, grads = _finite.unscaled((loss, grads), scale)
-        aux, fields = split_fields(aux, state, mutable)
-        metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
-        old_state = found.scatter(state)
-        with jax.named_scope("optimizer"):
-            new_state = _refusals.updated(apply_gradients, old_state, grads, tx, fields)
-        if skip_nonfinite or scale is not None:
-            finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-            new_state = _finite.held(finite, new_state, old_state, mutable)
-            metrics["skipped"] = 1 - finite.astype(jnp.int32)
-            new_state = _finite.counted(new_state, metrics["skipped"])
-        if scale is not None:
-            metrics["loss_scale"] = scale.scale
-            new_state = _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
-        if aux is not None:
-            metrics["aux"] = aux
-        return found.constrain(new_state, into=state if donate else None), metrics
+    def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
+        return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
 
-    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage, skip_nonfinite)
     return Step(step, recipe, donate, compiler_options)
 
 
+def _train(
+    recipe: Recipe, donate: bool, state: PyTree, args: tuple[PyTree, ...]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Returns the state after one step, and the metrics."""
+    plan = find_plan(state, recipe.plan, recipe.stage)
+    plan.check_structure(state)
+    scale = _finite.scale_of(state)
+    # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
+    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, state, recipe.mutable), scale)
+    loss, aux, grads = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args)
+    loss, grads = _finite.unscaled((loss, grads), scale)
+    aux, fields = split_fields(aux, state, recipe.mutable)
+    metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
+    # From stage 1 on the optimizer sees shards of everything, so XLA updates shards only.
+    old_state = plan.scatter(state)
+    with jax.named_scope("optimizer"):
+        new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
+    if recipe.skip_nonfinite or scale is not None:
+        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        new_state = _finite.held(finite, new_state, old_state, recipe.mutable)
+        metrics["skipped"] = 1 - finite.astype(jnp.int32)
+        new_state = _finite.counted(new_state, metrics["skipped"])
+        if scale is not None:
+            metrics["loss_scale"] = scale.scale
+            next_scale = _finite.next_scale(scale, finite)
+            new_state = _state.replace(new_state, dynamic_scale=next_scale)
+    if aux is not None:
+        metrics["aux"] = aux
+    # Without donation the old parameters are still the user's, and no memory to gather into.
+    return plan.constrain(new_state, into=state if donate else None), metrics
+
+
 def eval_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     *,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
-    batch_specs: Any = None,
+    batch_specs: PyTree = None,
 ) -> Step:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
-    `loss_fn` is as in `train_step`, and so are `metrics`, less `grad_norm`. Fields of the state
-    in `mutable` are passed to the loss as keyword arguments; `batch_specs` is as there.
+    `loss_fn` and `batch_specs` are as in `train_step`, and so are `metrics`, without `grad_norm`.
+    Fields of the state in `mutable` are passed to the loss as keyword arguments.
 
     Example:
         >>> def loss(params, batch):
@@ -292,22 +313,18 @@ def eval_step(
     _check(loss_fn, plan)
 
     @_mesh.auto_axes()
-    def step(state: Any, batch: Any, rng: Any = None) -> dict[str, Any]:
+    def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
         found = find_plan(state, plan, None)
         found.check_structure(state)
-        loss, aux, _ = loss_and_grads(
-            with_fields(loss_fn, state, mutable),
-            found,
-            options,
-            _state.get_params(state),
-            (batch,) if rng is None else (batch, rng),
-        )
+        args = (batch,) if rng is None else (batch, rng)
+        called = with_fields(loss_fn, state, mutable)
+        loss, aux, _ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
     return Step(step, Recipe(loss_fn, options, mutable, plan), False, None)
 
 
-def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
+def _check(loss_fn: object, plan: object, tx: optax.GradientTransformation | None = None) -> None:
     _arguments.check_loss(loss_fn)
     if tx is not None:
         _refusals.check_tx(tx)
@@ -315,11 +332,8 @@ def _check(loss_fn: Any, plan: Any, tx: Any = None) -> None:
         check_plan(plan, "plan=")
 
 
-def grad_norm(grads: Any) -> jax.Array:
+def grad_norm(grads: PyTree) -> jax.Array:
+    """Returns the norm of all gradients, those of a narrow dtype squared in float32."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
-    return jnp.asarray(optax.tree.norm(cast_up(floats)))
-
-
-def cast_up(grads: list[Any]) -> list[Any]:
-    """In float32: squares of narrower gradients overflow or vanish."""
-    return [g.astype(wide(g.dtype)) for g in grads]
+    # Squares of narrower gradients overflow or vanish.
+    return jnp.asarray(optax.tree.norm([g.astype(wide(g.dtype)) for g in floats]))
