@@ -37,7 +37,7 @@ class ModuleState:
     opt_state: PyTree
     arrays: PyTree
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
-    static: tuple[jax.tree_util.PyTreeDef, tuple] = struct.field(pytree_node=False)
+    static: tuple = struct.field(pytree_node=False)  # what is no array: its treedef and leaves
 
     @classmethod
     def create(

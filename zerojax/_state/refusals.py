@@ -41,8 +41,7 @@ def is_flax_module(value: object) -> bool:
 
 def is_gone(value: object) -> bool:
     """Whether an array was donated or deleted."""
-    array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return array and value.is_deleted()
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
 def check_alive(tree: PyTree, name: str = "state") -> None:

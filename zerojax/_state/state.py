@@ -213,19 +213,24 @@ def base_specs(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> 
 
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     """Returns the paths whose names a pattern finds; raises where it finds none."""
-    try:
-        found = {path for path, name in names.items() if re.search(pattern, name)}
-    except re.error as error:
-        raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
-            "Escape its special characters."
-        ) from None
+    found = {path for path, name in names.items() if finds(pattern, name, option)}
     if not found:
         raise ValueError(
             f"{option} has the path pattern {pattern!r}, which no parameter matches. Name some; "
             f"paths are such as {', '.join(sorted(names.values())[:3])}."
         )
     return found
+
+
+def finds(pattern: str, name: str, option: str) -> bool:
+    """Whether the path pattern of an option finds a name; raises where it is no pattern."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(
+            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
+            "Escape its special characters."
+        ) from None
 
 
 def is_box(node: object) -> bool:
