@@ -35,8 +35,8 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.axes)
     raise ValueError(
         f"nothing is sharded over the mesh axes {named}: no leaf of the state, no part of the "
-        f"batch, and the loss does not name them. Each of {count} replicas would compute the same batch. "
-        f"Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
+        f"batch, and the loss does not name them. Each of {count} replicas would compute the same "
+        f"batch. Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
     )
 
 
