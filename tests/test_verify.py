@@ -466,7 +466,7 @@ def test_parts_are_replayed_one_at_a_time_unless_they_speak_to_each_other(monkey
         )
     for mean in (jnp.mean, zerojax.mean):
         loss = jax.checkpoint(functools.partial(masked_loss, mean=mean))
-        _replay.replay(loss, W, (MASKED,), _replay.Split({"data": 8}, 1))
+        _replay.evaluate(loss, W, (MASKED,), _replay.BatchSplit({"data": 8}, 1))
     assert seen == ["_one_by_one", "_all_at_once"]
 
 

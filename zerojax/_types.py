@@ -1,5 +1,18 @@
 """The types that signatures speak of, where JAX has no name for them."""
 
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
+
+
+class Device(Protocol):
+    """A `jax.Device`: type checkers take that name for a variable."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...

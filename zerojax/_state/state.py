@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.core import meta
@@ -114,6 +115,13 @@ def shape_dtype(value: PyTree) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(value.shape, dtype)
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
+
+
+def zero_gradient(value: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
+    """Returns zeros in a dtype that optimizers can add; a key gets JAX's own zero."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    return jnp.zeros(value.shape, value.dtype)
 
 
 def _check_single(state: object) -> None:
