@@ -150,7 +150,7 @@ def restore(
     filled = [leaf for leaf in leaves if leaf.name not in empty]
     wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
     handler = Handler(**_limits(like, "restore_concurrent_gb"))
-    read = _matching.read(handler, directory, tree, wanted)
+    read = _matching.read(functools.partial(handler.restore, directory), tree, wanted)
     made = {x.name: _matching.made_empty(x.value) for x in leaves if x.name in empty}
     return _matching.filled(like, read | made)
 

@@ -1,14 +1,13 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from zerojax._plan import move as _move
@@ -94,19 +93,16 @@ def filled(like: PyTree, values: dict[str, jax.Array]) -> PyTree:
 
 
 def read(
-    handler: ocp.PyTreeCheckpointHandler,
-    directory: epath.Path,
-    tree: PyTree,
-    wanted: dict[str, PyTree],
+    restore: Callable[..., PyTree], tree: PyTree, wanted: dict[str, PyTree]
 ) -> dict[str, jax.Array]:
     """Reads the wanted leaves of the checkpoint `tree`, each to where its `like` lives.
 
     The groups are no larger than the largest leaf: the memory that one was read into is freed, and
-    used again, before the next is read.
+    used again, before the next is read. `restore` is Orbax's, from one directory.
     """
     done: dict[str, jax.Array] = {}
     for group in _groups(wanted):
-        leaves = _read_group(handler, directory, tree, group)
+        leaves = _read_group(restore, tree, group)
         done |= {name: laundered(leaves.pop(name), like) for name, like in group.items()}
     return done
 
@@ -126,10 +122,7 @@ def _groups(wanted: dict[str, PyTree]) -> Iterator[dict[str, PyTree]]:
 
 
 def _read_group(
-    handler: ocp.PyTreeCheckpointHandler,
-    directory: epath.Path,
-    tree: PyTree,
-    group: dict[str, PyTree],
+    restore: Callable[..., PyTree], tree: PyTree, group: dict[str, PyTree]
 ) -> dict[str, jax.Array]:
     def target(path: tuple, _: PyTree) -> PyTree:
         like = group.get(_state.path_name(path))
@@ -146,7 +139,7 @@ def _read_group(
 
     over_leaves = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_metadata)
     args = ocp.args.PyTreeRestore(over_leaves(target, tree), over_leaves(how, tree))
-    leaves = _state.named_leaves(handler.restore(directory, args=args))
+    leaves = _state.named_leaves(restore(args=args))
     return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 
 

@@ -22,12 +22,7 @@ def with_fields(
     fields = {name: _field(state, name) for name in names}
     model_of = getattr(state, "model_of", lambda params: params)
 
-    def loss(
-        fields: dict[str, PyTree],
-        model_of: Callable[[PyTree], PyTree],
-        params: PyTree,
-        *args: PyTree,
-    ) -> PyTree:
+    def loss(fields: PyTree, model_of: Callable, params: PyTree, *args: PyTree) -> PyTree:
         return _refusals.called(loss_fn, (model_of(params), *args), fields)
 
     return jax.tree_util.Partial(loss, fields, model_of)

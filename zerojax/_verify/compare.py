@@ -19,9 +19,8 @@ NOT_FINITE = "not finite on one device either"
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
 # The precision to which matrix units of accelerators round float32 by default.
 MATMUL_DTYPES = {"gpu": "float16", "cuda": "float16", "rocm": "float16", "tpu": "bfloat16"}
-# Below this share of the largest element of all gradients, a gradient is noise of rounding
-# the others (the bias of attention's keys, a bias before BatchNorm). Its error is relative to that
-# element.
+# A gradient below this share of the largest element of all gradients is rounding noise (the bias of
+# attention's keys, a bias before BatchNorm). Its error is judged relative to that element.
 NOISE_SHARE = 0.05
 
 
@@ -110,10 +109,7 @@ def compare(
 
 
 def _tells_nothing(kind: str, wanted: np.ndarray) -> bool:
-    """Whether a reference has values that agree with anything.
-
-    Infinities in a state may be meant, as for a best value so far.
-    """
+    """Whether a reference cannot be compared. Infinities in a state may be meant: a best value."""
     if kind in (PARAMS, OPT_STATE):
         return bool(np.isnan(wanted).any())
     return kind == "gradient" and not np.isfinite(wanted).all()

@@ -126,11 +126,8 @@ class Reference:
         return any(jnp.finfo(d).bits < 32 for d in floats)
 
     def tolerance(self, replayed: Replayed) -> float:
-        """Returns the tolerance for all that a step rounds.
-
-        It rounds in the loss, in what it reduces over the devices, and to the dtypes of the
-        parameters, which their gradients have.
-        """
+        """Returns the tolerance for a step, which rounds in its loss, in reductions over the
+        devices, and to the dtypes of the parameters, which their gradients have."""
         reduce = [self.precision.reduce] if self.precision.reduce is not None else []
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
@@ -142,10 +139,7 @@ class Reference:
         return split_fields(averaged(replayed.aux, names), self.state, names)[1]
 
     def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
-        """Returns the state after an update by these gradients, with the fields of `right`.
-
-        `state` may be another one, such as the shards of one device.
-        """
+        """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
         state = self.state if state is None else state
         params = _state.get_params(state)
         typed = jax.tree.map(
