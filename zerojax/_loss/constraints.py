@@ -2,8 +2,8 @@
 
 Models have such constraints, and the code of one device cannot: nothing is left there to split over
 these axes. A loss with constraints is therefore traced as code of the whole mesh, and its jaxpr
-rewritten to that of one device. At any depth, the axes leave every constraint, and become manual in
-every type.
+rewritten to that of one device: at any depth, the axes leave every constraint, and become manual
+in every type.
 """
 
 from collections.abc import Callable

@@ -65,7 +65,7 @@ def explain(
         raise FloatingPointError(
             f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
             "makes of them is not either. Look at the batch, or at the step before; with this "
-            "check off, skip_nonfinite=True leaves such steps out."
+            "check off, skip_nonfinite=True skips such steps."
         )
     if plan.mesh.is_multi_process:  # the others may have found nothing, and continue
         raise FloatingPointError(

@@ -3,13 +3,13 @@
 [Note: the plan in the optimizer]
 `train_step(loss_fn)` is given no plan, yet must know the one that its state was placed by.
 Placement cannot tell: between steps, stages 1 and 2 look the same, and inside `jax.jit` an array
-has no placement. A table beside the states would lose those that are copied or replaced, and a new
+has no placement. A table kept elsewhere would miss states that were copied or replaced, and a new
 field would change the user's class and the tree in checkpoints.
 
 The optimizer is there already. It is a static field of a `TrainState`, so it survives `jax.jit`,
 `state.replace` and `jax.tree.map`, and `jax.jit` compares it when it looks for a compiled program.
 `Plan.place` therefore replaces `state.tx` with a `PlannedTransformation`: the user's own `init` and
-`update`, with the plan beside them. The plan takes part in its equality, so a state placed by
+`update`, together with the plan. The plan takes part in its equality, so a state placed by
 another plan compiles another program. A state without an optimizer field (a tuple, a dict) cannot
 carry a plan; its user passes `plan=` to the step.
 """

@@ -215,8 +215,8 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
     batched = [i for i, role in enumerate(roles) if role.kind == _batch.BATCH]
     for i in batched if len(batched) > 1 else ():
         yield (
-            f"The batch leaf {leaves[i].name} belongs to all examples: whole on every device, the "
-            "loss means the same on every part.",
+            f"The batch leaf {leaves[i].name} belongs to all examples: replicated, the loss means "
+            "the same on every part.",
             [*roles[:i], everywhere, *roles[i + 1 :], *rest],
         )
 

@@ -181,7 +181,7 @@ def _verified(
     tolerance = reference.tolerance(parts) if given is None else given
     found = Found([], [], [])
     if observed.by_hand and _takes_the_whole_batch(reference, observed, parts, tolerance):
-        found.notes.append("The step's loss is that of the whole batch, which it is held against.")
+        found.notes.append("The step's loss is that of the whole batch: the two are compared.")
         reference.split = reference.split.on_one()
         parts = reference.replay()
     comparison = Comparison(reference, parts, observed, tolerance)
@@ -279,8 +279,8 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         )
     if reference.skips(parts):
         yield (
-            "The loss or the gradients are not finite on one device either, and the step is left "
-            "out on both sides: what the state keeps is compared, and no gradients are."
+            "The loss or the gradients are not finite on one device either, and both sides skip "
+            "the step: what the state keeps is compared, and no gradients are."
         )
     elif not np.all(np.isfinite(parts.losses)):
         yield "The loss is not finite on one device either; the rest is compared."
