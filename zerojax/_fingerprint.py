@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._types import PyTree
@@ -50,7 +51,7 @@ def of_program(closed: jex_core.ClosedJaxpr) -> str:
     return "\n".join(_lines(closed.jaxpr, closed.consts, ""))
 
 
-def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[jax.Array], indent: str) -> Iterator[str]:
+def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> Iterator[str]:
     number = itertools.count()
     names = {var: f"v{next(number)}" for var in (*jaxpr.constvars, *jaxpr.invars)}
     yield from (f"{indent}constant {of_value(const)}" for const in consts)

@@ -1,5 +1,6 @@
 """The types that signatures speak of, where JAX has no name for them."""
 
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
@@ -16,3 +17,9 @@ class Device(Protocol):
     def device_kind(self) -> str: ...
     @property
     def process_index(self) -> int: ...
+
+
+class TreeDef(Protocol):
+    """A `jax.tree_util.PyTreeDef`, which type checkers take for a variable too."""
+
+    def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...

@@ -88,7 +88,7 @@ class Dropper:
                 continue
             params = {name: self.param(name, value) for name, value in eqn.params.items()}
             outvars = list(map(declared, eqn.outvars))
-            ctx = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
+            ctx: PyTree = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
         outvars = list(map(named, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
