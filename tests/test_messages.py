@@ -79,7 +79,7 @@ def test_a_donated_batch_is_not_called_a_state():
     batch = {"x": zerojax.shard_batch(BATCH)}
     batch["x"].delete()
     step = zerojax.train_step(lambda params, batch: loss(params, batch["x"]))
-    with pytest.raises(ValueError, match=r"batch leaf x was donated.*Pass a batch made anew"):
+    with pytest.raises(ValueError, match=r"batch leaf x was donated.*Pass a new batch"):
         step(placed(), batch)
 
 
@@ -166,7 +166,7 @@ def test_out_of_memory_says_what_is_held_and_what_needs_less(stage, less, monkey
     ],
 )
 def test_optimizers_whose_update_takes_more(tx, wants):
-    message = rf"takes {wants} beside the gradients.*zerojax.value_and_grad.*docs/loop.md"
+    message = rf"takes {wants} in addition to the gradients.*zerojax.value_and_grad.*docs/loop.md"
     with pytest.raises(TypeError, match=message):
         STEP(placed(tx), BATCH)
 
@@ -189,7 +189,7 @@ WRONG = {
     "nothing": (lambda: EVAL(), r"called as step\(state, batch\).*argument: 'state'"),
     "four": (lambda: STEP(placed(), BATCH, BATCH, BATCH), r"called as step\(state.*too many"),
     "other name": (lambda: STEP(placed(), BATCH, key=1), r"called as step\(state.*'key'"),
-    "string": (lambda: STEP(placed(), "abc"), r"the batch is a str, which JAX takes for no array"),
+    "string": (lambda: STEP(placed(), "abc"), r"the batch is a str, which JAX does not accept"),
     "name in it": (lambda: STEP(placed(), {"id": "a"}), r"batch leaf id is a str.*leave it out"),
     "objects": (lambda: STEP(placed(), np.array(["a"])), r"the batch is a ndarray of <U1"),
     "loader": (lambda: STEP(placed(), iter([BATCH])), r"a list_iterator. Pass one batch of it"),
@@ -262,8 +262,8 @@ SAID = {
     "grads of None": (lambda: zerojax.value_and_grad(None, PLAN), r"the loss is a NoneType. Pass"),
     "grads, string": (grads_of(PLAN.abstract().params, "x!"), r"batch leaf 0 is a str"),
     "grads, swapped": (lambda: zerojax.value_and_grad(PLAN, loss), r"takes a plan, got <function"),
-    "gathered string": (lambda: zerojax.gather_params("a"), r"the state is a str, which JAX takes"),
-    "gathered plan": (lambda: zerojax.gather_params(PLAN), r"the state is a Plan, which JAX takes"),
+    "gathered string": (lambda: zerojax.gather_params("a"), r"the state is a str, which JAX does"),
+    "gathered plan": (lambda: zerojax.gather_params(PLAN), r"the state is a Plan, which JAX does"),
     "gathered shapes": (
         lambda: zerojax.gather_params(PLAN.abstract()), r"leaf step is a ShapeDtypeStruct, which"
     ),
@@ -286,7 +286,7 @@ SAID = {
     "limit, string": (check(max_peak_bytes="1GB"), r"max_peak_bytes='1GB' must be a number of"),
     "limit, negative": (check(max_peak_bytes=-1), r"max_peak_bytes=-1 must be a number of bytes"),
     "limit, percents": (check(min_overlap=90), r"min_overlap=90 must be.*between 0 and 1, a share"),
-    "forecast, string": (forecast("a"), r"the batch is a str, which JAX takes for no array"),
+    "forecast, string": (forecast("a"), r"the batch is a str, which JAX does not accept"),
     "forecast, number": (forecast(3), r"the batch has no rows. Pass the global batch"),
     "forecast, tokens": (forecast(tokens="x"), r"tokens='x' must be positive"),
     "forecast, part of": (forecast(tokens=1.5), r"tokens=1.5 must be positive"),

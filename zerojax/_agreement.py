@@ -1,4 +1,4 @@
-"""Several processes run one program: they compare what they are about to do, and fail together."""
+"""Lets the processes of a run compare what they are about to do, and fail together."""
 
 import collections
 import hashlib
@@ -19,14 +19,14 @@ PATIENCE = 30  # seconds after which a process says what it waits for
 SHOWN = 5  # differences; the rest are counted
 WIDTH = 160  # characters of each
 
-_turns: collections.Counter = collections.Counter()  # how often the processes met, by place
+_meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
 
 
 def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None) -> None:
-    """Raises in every process, naming what differs, where one says other `items` than the rest.
+    """Raises in every process, naming what differs, where one has other `items` than the rest.
 
     The processes that have devices of `mesh`, by default all, call this at the same points of
-    their program. One process alone pays nothing.
+    their program. It costs a single process nothing.
     """
     if not jax.distributed.is_initialized():
         return
@@ -40,25 +40,25 @@ def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = No
 
 
 class _Meeting:
-    """One comparison. The first process reads all digests, and the texts of one that differs.
+    """One comparison: the first process reads all digests, and the texts of one that differs.
 
-    It goes through the store of `jax.distributed`, not through the devices: a collective would
-    hang or break just where the processes disagree.
+    It uses the store of `jax.distributed` and not the devices: a collective would hang or break
+    just where the processes disagree.
     """
 
     def __init__(self, call: str, members: Sequence[int]) -> None:
         self.call, self.members, self.first = call, members, members[0]
-        # Calls of one kind are counted on their own: a thread may place batches meanwhile.
+        # Each kind of call counts its own meetings: another thread may place batches meanwhile.
         channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
-        self.before, self.now = (f"{channel}/{_turns[channel] + n}" for n in (0, 1))
-        _turns[channel] += 1
+        self.before, self.now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
+        _meetings[channel] += 1
 
     def difference(self, said: dict[str, str]) -> str:
         me = jax.process_index()
         self._tell(f"digest/{me}", hashlib.sha256(json.dumps(said).encode()).hexdigest())
         if me == self.first:
             digests = [self._read(f"digest/{member}", member) for member in self.members]
-            _compat.shared_store().key_value_delete(self.before)  # which all have read
+            _compat.shared_store().key_value_delete(self.before)  # all have read it
             others = [m for m, d in zip(self.members, digests, strict=True) if d != digests[0]]
             self._tell("other", str(others[0] if others else me))
         other = int(self._read("other", self.first))
@@ -75,7 +75,7 @@ class _Meeting:
         _compat.shared_store().key_value_set(f"{self.now}/{key}", text)
 
     def _read(self, key: str, process: int) -> str:
-        """What `process` tells, however long that takes: it may still be reading its data."""
+        """Returns what `process` tells, after any time: it may still be reading its data."""
         waited = 0
         while True:
             try:
@@ -107,7 +107,7 @@ def _versions() -> dict[str, str]:
 
 def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, str]) -> str:
     differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    # A program, or all leaves of a state, differ as a consequence of what is said in a word.
+    # Texts of many lines (a program, all leaves of a state) differ because of those of one line.
     words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
     names = words or differ
     found = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
@@ -121,7 +121,7 @@ def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, 
 
 
 def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int) -> str:
-    """Of texts of many lines, the first that differs, from shortly before it does."""
+    """Shows the first line that differs, from shortly before the difference."""
     pairs = zip_longest((ours or "nothing").split("\n"), (theirs or "nothing").split("\n"))
     pair = next((x or "nothing", y or "nothing") for x, y in pairs if x != y)
     first = next(i for i, (x, y) in enumerate(zip_longest(*pair)) if x != y)

@@ -1,35 +1,39 @@
-"""What processes compare: plans, values and programs as text that does not depend on the run."""
+"""Plans, values and programs as text that is the same in every process of a run."""
 
 import concurrent.futures
 import enum
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax import _compat
+from zerojax._types import PyTree
 
 
-def of_shapes(tree: Any) -> str:
+def of_shapes(tree: PyTree) -> str:
     leaves = jax.tree.leaves(tree)
     return ", ".join(f"{jax.numpy.result_type(x)}{list(np.shape(x))}" for x in leaves)
 
 
-def of_values(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """A checksum for each value: of those that each process gives whole, all must be the same."""
+def of_values(named: Iterable[tuple[str, PyTree]]) -> dict[str, str]:
+    """Returns a text for each value; see `of_value`."""
     found = dict(named)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         sums = threads.map(of_value, found.values())
         return {f"the values of {name}": sum_ for name, sum_ in zip(found, sums, strict=True)}
 
 
-def of_value(value: Any) -> str:
-    """Its one number, or a checksum of many; of what other processes have parts of, the type."""
+def of_value(value: PyTree) -> str:
+    """Returns the number in a value, or a checksum of many.
+
+    Where other processes have other parts of the value, only its type can be the same.
+    """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         if not value.is_fully_replicated:
             return of_shapes(value)
@@ -42,17 +46,17 @@ def of_value(value: Any) -> str:
     return f"{of_shapes(array)} of checksum {zlib.crc32(array.view(np.uint8).reshape(-1)):08x}"
 
 
-def of_program(closed: Any) -> str:
-    """A jaxpr, an equation a line: all that is alike in processes that run the same program."""
+def of_program(closed: jex_core.ClosedJaxpr) -> str:
+    """Returns a jaxpr, one equation a line, with all that must be the same in every process."""
     return "\n".join(_lines(closed.jaxpr, closed.consts, ""))
 
 
-def _lines(jaxpr: Any, consts: Sequence[Any], indent: str) -> Iterator[str]:
+def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> Iterator[str]:
     number = itertools.count()
     names = {var: f"v{next(number)}" for var in (*jaxpr.constvars, *jaxpr.invars)}
     yield from (f"{indent}constant {of_value(const)}" for const in consts)
 
-    def name(atom: Any) -> str:
+    def name(atom: jex_core.Var | jex_core.Literal) -> str:
         if isinstance(atom, jex_core.Literal):
             return of_value(atom.val)
         return names.setdefault(atom, f"v{next(number)}")
@@ -72,13 +76,13 @@ def _lines(jaxpr: Any, consts: Sequence[Any], indent: str) -> Iterator[str]:
 PLAIN = (type(None), bool, int, float, complex, str, np.dtype, enum.Enum)
 
 
-def show(value: Any) -> str:
-    """A parameter of an equation; of what has no value of its own, a function, say, the type."""
+def show(value: object) -> str:
+    """Returns an equation's parameter as text: only the type where it is a function, say."""
     if isinstance(value, PLAIN):
         return str(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(show, value))})"
-    if isinstance(value, set | frozenset):  # in an order that differs from process to process
+    if isinstance(value, set | frozenset):  # whose order differs from process to process
         return f"{{{', '.join(sorted(map(show, value)))}}}"
     if isinstance(value, PartitionSpec):
         return str(value)

@@ -1,4 +1,4 @@
-"""Several processes: finding each other, speaking once, and failing together."""
+"""Lets the processes of a run find each other, print once, and fail together."""
 
 import atexit
 import contextlib
@@ -8,14 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
 
 from zerojax import _compat
 
-FAILED = "zerojax/failed"  # under which a process that raised says so to the others
+FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 
 
@@ -31,9 +32,9 @@ def initialize(
 
     Without arguments it reads Slurm, Open MPI and Kubernetes as `jax.distributed` does, and the
     variables `MASTER_ADDR`, `MASTER_PORT` (a free one of process 0's host), `WORLD_SIZE` and
-    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. So it
-    can be started by hand and by `torchrun --no-python`, whose next port it takes.
-    Where there is none of these it leaves one process with all its devices, and says so.
+    `RANK`; with a `LOCAL_WORLD_SIZE` above 1, a process takes only the device `LOCAL_RANK`. A run
+    can therefore be started by hand or by `torchrun --no-python`, whose next port it takes. Where
+    none of these is set, there is one process with all its devices, and the message says so.
 
     An uncaught exception in one process ends that one at once, and the others within seconds.
 
@@ -76,62 +77,70 @@ def initialize(
 
 @functools.cache  # once
 def _end_together() -> None:
-    """After an uncaught exception this process ends at once, and the others soon.
+    """Makes an uncaught exception end this process at once, and the others soon."""
+    if jax.process_count() > 1:
+        _SharedEnd()
 
-    At exit JAX waits for what runs on the devices and then for all other processes, which wait
-    for this one in a collective.
+
+class _SharedEnd:
+    """Tells the other processes of an uncaught exception, and listens for theirs.
+
+    Without it they would hang: at exit JAX waits for what runs on the devices and then for all
+    other processes, which wait for this one in a collective.
     """
-    if jax.process_count() == 1:
-        return
-    failed, over, before = threading.Event(), threading.Event(), sys.excepthook
-    # How often each asks the first process: no more than a hundred times a second in all.
-    seconds = max(1.0, jax.process_count() / 100)
 
-    def tell(kind: Any, error: Any, trace: Any) -> None:
-        failed.set()
-        before(kind, error, trace)
+    def __init__(self) -> None:
+        self.failed, self.over = threading.Event(), threading.Event()
+        # How often each asks the first process: no more than a hundred times a second in all.
+        self.seconds = max(1.0, jax.process_count() / 100)
+        self.show, sys.excepthook = sys.excepthook, self.tell
+        self.listener = threading.Thread(target=self.listen, name="zerojax-listener", daemon=True)
+        self.listener.start()
+        atexit.register(self.leave)  # runs before JAX's own, which was registered earlier
+
+    def tell(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self.failed.set()
+        self.show(kind, error, trace)
         store, me = _compat.shared_store(), jax.process_index()
-        if store is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # keeps what the first told
-                store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                first = store.key_value_try_get(FAILED)
-                if not first.startswith(f"process {me} "):
-                    say(f"before that, {first}")
+        if store is None:
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # keeps what the first told
+            store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            first = store.key_value_try_get(FAILED)
+            if not first.startswith(f"process {me} "):
+                _say(f"before that, {first}")
 
-    def listen() -> None:
-        while not over.wait(seconds) and (store := _compat.shared_store()) is not None:
+    def listen(self) -> None:
+        while not self.over.wait(self.seconds) and (store := _compat.shared_store()) is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody told yet
                 text = store.key_value_try_get(FAILED)
-                if not failed.is_set():
-                    say(f"{text}\nProcess {jax.process_index()} ends with it.")
-                if (
-                    not failed.wait(max(GRACE, 2 * seconds)) and not over.is_set()
-                ):  # nor ends by itself
+                if not self.failed.is_set():
+                    _say(f"{text}\nProcess {jax.process_index()} ends with it.")
+                ends_itself = self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()
+                if not ends_itself:
                     os._exit(1)
                 return
 
-    def say(text: str) -> None:
-        print(f"zerojax: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
-
-    def leave() -> None:  # after what was registered later, before what JAX has
-        over.set()
-        listener.join(2)
-        if failed.is_set():
+    def leave(self) -> None:
+        self.over.set()
+        self.listener.join(2)
+        if self.failed.is_set():
             if jax.process_index() == 0:
-                time.sleep(2 * seconds)  # the others read of it from this process
+                time.sleep(2 * self.seconds)  # the others still read the store, which is here
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
-    sys.excepthook = tell
-    listener = threading.Thread(target=listen, name="zerojax-listener", daemon=True)
-    listener.start()
-    atexit.register(leave)
+
+def _say(text: str) -> None:
+    print(f"zerojax: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
 
 
-def log(*values: Any) -> None:
-    """Prints on process 0 alone: what a run has to say, it says once.
+def log(*values: object) -> None:
+    """Prints on process 0 alone, so that a run says everything once.
 
     Example:
         >>> zerojax.log("step", 10)
@@ -142,10 +151,10 @@ def log(*values: Any) -> None:
 
 
 class Watchdog:
-    """Ends the process, saying where it stood, when `alive` was not called for `seconds`.
+    """Ends the process, and prints where its threads are, if `alive` is not called for `seconds`.
 
-    A process that hangs makes the others wait in a collective; each ends by its own watchdog.
-    `seconds` must cover the longest step, the first one's compilation and a save included.
+    A process that hangs makes the others wait in a collective; each is ended by its own watchdog.
+    `seconds` must cover the longest step, including the first one's compilation and a save.
 
     Example:
         >>> with zerojax.Watchdog(600) as watchdog:
@@ -158,7 +167,7 @@ class Watchdog:
             raise ValueError(f"Watchdog({seconds!r}): give a positive number of seconds.")
         self.seconds = seconds
         self._done = threading.Event()
-        self._last: tuple[float, Any] = (time.monotonic(), None)
+        self._last: tuple[float, object] = (time.monotonic(), None)
 
     def __enter__(self) -> "Watchdog":
         self._done.clear()
@@ -170,8 +179,8 @@ class Watchdog:
         self._done.set()
         faulthandler.cancel_dump_traceback_later()
 
-    def alive(self, step: Any = None) -> None:
-        """Starts the time anew; `step` is named in the message."""
+    def alive(self, step: object = None) -> None:
+        """Restarts the clock; the message names `step`."""
         self._last = (time.monotonic(), step)
         faulthandler.dump_traceback_later(
             self.seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr
@@ -183,7 +192,7 @@ class Watchdog:
             if time.monotonic() - since >= self.seconds:
                 self._end(step)
 
-    def _end(self, step: Any) -> None:
+    def _end(self, step: object) -> None:
         after = "" if step is None else f" after step {step}"
         stream = sys.__stderr__ or sys.stderr
         print(
@@ -196,17 +205,17 @@ class Watchdog:
         os._exit(1)
 
 
-def _from_environment(env: Any) -> dict[str, Any]:
-    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK"]
-    needed += ["LOCAL_RANK"] if int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 else []
+def _from_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the arguments of `jax.distributed.initialize` by the variables that torchrun sets."""
+    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
+    needed = ["MASTER_ADDR", "MASTER_PORT", "RANK", *(["LOCAL_RANK"] if shared else [])]
     missing = [name for name in needed if name not in env]
     if missing:
         raise ValueError(
             f"WORLD_SIZE={env['WORLD_SIZE']} is set and {missing[0]} is not. Set MASTER_ADDR, "
             "MASTER_PORT, WORLD_SIZE and RANK in each process, or pass the arguments."
         )
-    shared = int(env.get("LOCAL_WORLD_SIZE", 1)) > 1
-    # torchrun says so where its own store listens on the port
+    # torchrun sets this where its own store listens on the port.
     port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     return {
         "coordinator_address": f"{env['MASTER_ADDR']}:{port}",

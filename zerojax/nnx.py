@@ -10,22 +10,22 @@
         metrics = step(model, optimizer, batch)  # both updated in place
 
 What `zerojax.save` and `zerojax.restore` take is a state without objects:
-`zerojax.nnx.state(model, optimizer)` takes it out, `zerojax.nnx.update` puts one back in. Steps are
-looked at so: `zerojax.verify(*step.pure(model, optimizer, batch))`, and `zerojax.audit` likewise.
+`zerojax.nnx.state(model, optimizer)` takes it out, and `zerojax.nnx.update` puts one back in.
+`step.pure` returns what `zerojax.verify` and `zerojax.audit` take:
+`zerojax.verify(*step.pure(model, optimizer, batch))`.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import place as _place, spec as _spec
+from zerojax._plan import move as _move, place as _place, spec as _spec
 from zerojax._plan.precision import MasterState, Precision, master_weights
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.nnx_state import (
@@ -36,10 +36,11 @@ from zerojax._state.nnx_state import (
     update as update,
 )
 from zerojax._step import step as _step
+from zerojax._types import PyTree
 
 
 def shard(
-    model: Any,
+    model: PyTree,
     optimizer: nnx.Optimizer | None = None,
     stage: int = 3,
     *,
@@ -49,14 +50,14 @@ def shard(
     min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
-) -> tuple[Any, nnx.Optimizer]:
+) -> tuple[PyTree, nnx.Optimizer]:
     """Places a model and its optimizer for a ZeRO stage, in place.
 
     Arguments:
         model: a `nnx.Module`; or, without `optimizer`, a function that returns a model and its
-            optimizer, compiled so that they are born sharded and no device ever holds them whole.
-            Axes that weights lie along already (a `tensor` axis, as flax places annotated ones)
-            are kept.
+            optimizer, compiled so that they are made sharded and no device ever has all of them.
+            Axes that weights are sharded over already (a `tensor` axis, as flax places annotated
+            ones) are kept.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
         stage, mesh, axis, overrides, min_shard_size, stacked, precision: as in
@@ -80,9 +81,8 @@ def shard(
             "nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     if optimizer is None:
-        make = functools.partial(_made, model)
-        source: Any = lambda: state(*make())  # noqa: E731
-        model, optimizer = nnx.eval_shape(make)
+        source: PyTree = functools.partial(_made_state, model)
+        model, optimizer = nnx.eval_shape(functools.partial(_made, model))
         check_unannotated(model)
     else:
         source = state(model, optimizer)
@@ -96,21 +96,34 @@ def shard(
         stacked=stacked,
         precision=precision,
     )
-    assert optimizer is not None
-    tx = getattr(optimizer.tx, "original", optimizer.tx)
-    if isinstance(placed.opt_state, MasterState) and not isinstance(
-        optimizer.opt_state, MasterState
-    ):
-        assert precision is not None
-        tx = master_weights(tx, precision.master)
-        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
-        optimizer.opt_state = like.opt_state
+    tx = _stored_with(precision, model, optimizer, placed)
     optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))
     update(model, optimizer, placed)
     return model, optimizer
 
 
-def _made(make: Callable[[], Any]) -> tuple[Any, nnx.Optimizer]:
+def _stored_with(
+    precision: Precision | None, model: nnx.Module, optimizer: nnx.Optimizer, placed: State
+) -> optax.GradientTransformation:
+    """Returns the transformation that the placed state was made for.
+
+    Where `precision` gave that state masters, the optimizer gets variables for them.
+    """
+    tx = getattr(optimizer.tx, "original", optimizer.tx)
+    has_masters = isinstance(optimizer.opt_state, MasterState)
+    if precision is None or has_masters or not isinstance(placed.opt_state, MasterState):
+        return tx
+    tx = master_weights(tx, precision.master)
+    like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
+    optimizer.opt_state = like.opt_state
+    return tx
+
+
+def _made_state(make: PyTree) -> State:
+    return state(*_made(make))
+
+
+def _made(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
     made = make() if callable(make) and not isinstance(make, nnx.Module) else make
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)):
         raise TypeError(
@@ -124,14 +137,16 @@ def _made(make: Callable[[], Any]) -> tuple[Any, nnx.Optimizer]:
 class Step:
     """A step that takes a model and its optimizer.
 
-    `pure(model, optimizer, batch)` gives what `zerojax.verify` and `zerojax.audit` take: a step
+    `pure(model, optimizer, batch)` returns what `zerojax.verify` and `zerojax.audit` take: a step
     of states without objects, and its arguments.
     """
 
-    def __init__(self, functional: Any) -> None:
+    def __init__(self, functional: Callable[..., PyTree]) -> None:
         self.functional = functional
 
-    def pure(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any = None) -> tuple:
+    def pure(
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
+    ) -> tuple:
         placed = state(model, optimizer)
         if _carried.carried_plan(placed) is None:
             raise ValueError(
@@ -139,13 +154,13 @@ class Step:
                 "zerojax.nnx.shard(model, optimizer, stage=3)."
             )
         keys = {} if rng is None else {"loss": rng}
-        if any(map(_is_key, jax.tree.leaves(placed.variables))):
+        if any(map(_move.is_key, jax.tree.leaves(placed.variables))):
             keys["streams"] = _device_key()
         return self.functional, placed, batch, *([keys] if keys else [])
 
     def __call__(
-        self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any = None
-    ) -> dict[str, Any]:
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
+    ) -> dict[str, PyTree]:
         step, *args = self.pure(model, optimizer, batch, rng)
         result = step(*args)
         if isinstance(result, tuple):
@@ -156,11 +171,11 @@ class Step:
         return metrics | metrics.pop("aux", {})
 
 
-def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
+def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that updates both in place.
 
-    Parameters, optimizer state, batch statistics and the counts of random streams move on as in a
-    loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
+    Parameters, optimizer state, batch statistics and the counts of random streams are updated as in
+    a loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
     on each device and for each microbatch. Batch statistics are means over the devices; give
     `nnx.BatchNorm` `axis_name="data"` for those of the whole batch. Variables of integers,
     booleans and other keys become what the first device makes of them, as in `mutable=`.
@@ -186,7 +201,7 @@ def train_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
     return Step(_step.train_step(loss, mutable=("variables",), **options))
 
 
-def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
+def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes nothing.
 
     Arguments:
@@ -209,22 +224,22 @@ def eval_step(loss_fn: Callable[..., Any], **options: Any) -> Step:
 
 
 def _call(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     updates: bool,
-    params: Any,
-    batch: Any,
-    keys: Any = None,
+    params: PyTree,
+    batch: PyTree,
+    keys: dict[str, jax.Array] | None = None,
     *,
     variables: Variables,
-) -> tuple[Any, dict[str, Any]]:
-    """The loss of a model made of `params` and `variables`, and what became of the latter."""
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Returns the loss of a model made of `params` and `variables`, and these as it left them."""
     keys = keys or {}
     model = nnx.merge(variables.graphdef, params, variables.values)
     if "streams" in keys:
         _set_apart(model, keys["streams"])
     args = (model, batch, *([keys["loss"]] if "loss" in keys else []))
     loss, aux = split_aux(_refusals.called(loss_fn, args, {}, "model"), None)
-    found: dict[str, Any] = {} if aux is None else {"aux": aux}
+    found: dict[str, PyTree] = {} if aux is None else {"aux": aux}
     if updates:
         paths = {path for path, _ in nnx.to_flat_state(params)}
         new = _values_of(model, variables.values, paths)
@@ -232,8 +247,11 @@ def _call(
     return loss, found
 
 
-def _values_of(model: Any, before: Any, params: set[tuple]) -> Any:
-    """The variables of a model after its loss; the keys of streams, which stay, as None."""
+def _values_of(model: nnx.Module, before: PyTree, params: set[tuple]) -> PyTree:
+    """Returns the variables of a model after its loss, and None for the keys of its streams.
+
+    None stands for what stays as it was.
+    """
     variables = {
         path: variable
         for path, variable in nnx.to_flat_state(nnx.state(model))
@@ -251,22 +269,18 @@ def _values_of(model: Any, before: Any, params: set[tuple]) -> Any:
     )
 
 
-def _set_apart(model: Any, device_key: Any) -> None:
+def _set_apart(model: nnx.Module, device_key: jax.Array) -> None:
     """Gives a model random streams of this device and microbatch."""
     salt = jax.random.bits(device_key)
 
-    def fold(keys: Any) -> Any:
+    def fold(keys: jax.Array) -> jax.Array:
         folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
         return folded.reshape(keys.shape)
 
     nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
 
 
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)
-
-
 @functools.cache
 def _device_key() -> jax.Array:
-    """Steps fold it with the device's index, and the microbatch's."""
+    """Returns a key that steps fold with the index of the device, and of the microbatch."""
     return jax.random.key(0)

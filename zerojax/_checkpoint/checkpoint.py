@@ -1,7 +1,7 @@
-"""Checkpoints that open at any stage, on any number of devices: Orbax's, with strict borders.
+"""Saves and restores states as Orbax checkpoints that open at any stage on any number of devices.
 
-The tree that is saved is the same at every stage; only where its leaves live differs. So a
-restore reads each shard of the new placement straight from the file.
+The saved tree is the same at every stage; only the placement of its leaves differs. A restore
+therefore reads each shard of the new placement straight from the file.
 """
 
 import dataclasses
@@ -17,21 +17,22 @@ from etils import epath
 
 from zerojax import _agreement, _fingerprint
 from zerojax._checkpoint import extras as _extras, files as _files, matching as _matching
-from zerojax._checkpoint.extras import Extras
+from zerojax._checkpoint.extras import Extras, Json
 from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._types import PyTree
 
-# Files are cut so fine that a shard is read without the rest of its leaf.
+# Chunks are so small that a shard is read without the rest of its leaf.
 CHUNK_BYTES = 2**25
 ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
-METADATA = "_METADATA"  # Orbax's file of the tree, and of what travels beside it
+METADATA = "_METADATA"  # Orbax's file of the tree, and of what is saved with it
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-    """Orbax's, noting checksums just before a checkpoint counts as complete.
+    """Orbax's handler, which writes checksums just before a checkpoint counts as complete.
 
-    It does not compress: floats of a trained state give back 8%, for twice the processor time,
-    which a write behind the steps takes from them.
+    It does not compress: the floats of a trained state would shrink by 8%, for twice the processor
+    time, which a write in the background takes from the steps.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -56,12 +57,12 @@ class RestoreArgs(ocp.args.PyTreeRestore):
 
 def save(
     path: str | os.PathLike,
-    state: Any,
+    state: PyTree,
     *,
     step: int | None = None,
-    rng: Any = None,
-    data: Any = None,
-    metadata: Any = None,
+    rng: PyTree = None,
+    data: object = None,
+    metadata: PyTree = None,
 ) -> None:
     """Writes a state as an Orbax checkpoint, complete or not at all.
 
@@ -71,9 +72,9 @@ def save(
     Arguments:
         path: a new directory; what Orbax takes, `gs://` included.
         state: a placed state, or any tree of arrays.
-        step, rng: kept beside the state, as are
+        step, rng: saved with the state, as are
         data: the state of the data iterator, or an iterator with `get_state()`, as Grain's; each
-            process keeps its own;
+            process saves its own;
         metadata: anything made of numbers, strings, bytes, arrays, lists, tuples and dicts.
 
     Example:
@@ -89,13 +90,7 @@ def save(
     check_leaves(state)
     agree("zerojax.save", target, state, step=step)
     custom = _extras.pack(step, rng, data, metadata)
-    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
-        refusal = None
-        if jax.process_index() == 0 and target.exists():
-            refusal = ValueError(
-                f"{target} exists, and nothing is overwritten. Save to a new path."
-            )
-        _files.raise_together(refusal)
+    with _files.only_writer_of_new(target, None, "Save to a new path."):
         handler = Handler(**_limits(state, "save_concurrent_gb"))
         args = save_args(jax.tree.map(_one_replica, state), custom)
         mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
@@ -105,21 +100,21 @@ def save(
 
 def restore(
     path: str | os.PathLike,
-    like: Any,
+    like: PyTree,
     *,
     keep: str | None = None,
     ignore: str | None = None,
     cast: bool = False,
-) -> Any:
-    """Reads a state into the places that `like` gives, whatever stage and devices wrote it.
+) -> PyTree:
+    """Reads a state to where `like` has it, whatever stage and devices wrote it.
 
-    Each device's shards are read on their own; nothing holds the whole state. The result
-    donates to a step as a fresh state does. Also opens what plain Orbax and Flax wrote.
+    Each device reads its own shards, and nothing ever has the full state. A step can donate the
+    result like any other state. Also opens what plain Orbax and Flax wrote.
 
     Arguments:
         path: the directory given to `save`, or one step of `Checkpoints` or of Orbax's manager.
-        like: a `Plan` (holds one state only), a placed state, or an abstract one. Leaves
-            without a sharding go to the first local device.
+        like: a `Plan` (which needs memory for one state only), a placed state, or an abstract one.
+            Leaves without a sharding go to the first local device.
         keep: a path regex; leaves of `like` that it finds keep their value and are not read.
         ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
         cast: read floats of other dtypes, cast to those of `like`.
@@ -137,34 +132,34 @@ def restore(
     """
     if _state.is_state_function(like):
         raise TypeError(
-            "like= is a function, which says nothing of places. Pass "
+            "like= is a function, which says nothing of placement. Pass "
             "zerojax.plan(make_state, stage=3), or a state."
         )
     if isinstance(like, Plan):
         like = like.abstract()
     target = absolute(path)
-    found = _tree_in(target) is not None  # not where the file system is not shared
+    found = _tree_in(target) is not None  # False where the file system is not shared
     agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
     directory = find_state(path)
     _check_files(directory)
     leaves = _state.named_leaves(like)
-    tree = _metadata(directory).tree
+    tree, _ = _metadata(directory)
     saved = _matching.saved_leaves(tree)
-    empty = [x for x in leaves if x.name not in saved and not _matching.nbytes(x.value)]
-    filled = [leaf for leaf in leaves if leaf not in empty]
+    # Arrays without elements are not in the file (`save_args`).
+    empty = {x.name for x in leaves if x.name not in saved and not _matching.nbytes(x.value)}
+    filled = [leaf for leaf in leaves if leaf.name not in empty]
     wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
-    handler = Handler(**_limits([leaf.value for leaf in leaves], "restore_concurrent_gb"))
-    read = _matching.read(handler, directory, tree, wanted)
-    read |= {leaf.name: _matching.made_empty(leaf.value) for leaf in empty}
-    values = [read.get(leaf.name, leaf.value) for leaf in leaves]
-    return jax.tree.structure(like).unflatten(values)
+    handler = Handler(**_limits(like, "restore_concurrent_gb"))
+    read = _matching.read(functools.partial(handler.restore, directory), tree, wanted)
+    made = {x.name: _matching.made_empty(x.value) for x in leaves if x.name in empty}
+    return _matching.filled(like, read | made)
 
 
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
-    """Reads what was saved beside a state: `step`, `rng`, `data` and `metadata`.
+    """Reads what was saved with a state: `step`, `rng`, `data` and `metadata`.
 
     `data=False` leaves out the data iterators, which only as many processes as saved them can
-    take up again.
+    continue.
 
     Example:
         >>> import tempfile
@@ -176,18 +171,18 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
     """
     directory = find_state(path)
     _check_files(directory, only=METADATA)
-    return _extras.unpack(_custom_metadata(directory), path, data=data)
+    return _extras.unpack(_metadata(directory)[1], path, data=data)
 
 
 def _check_files(directory: epath.Path, only: str | None = None) -> None:
-    """What zerojax wrote has checksums, and says so itself; Orbax's own has none."""
+    """Checks the files that zerojax wrote; what Orbax alone wrote has no checksums."""
     listed = (directory / _files.CHECKSUMS).exists()
-    if listed or _extras.KEY in _custom_metadata(directory):
+    if listed or _extras.KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)
 
 
-def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -> None:
-    """Several processes write to and read from one directory, the same leaves."""
+def agree(call: str, directory: epath.Path, state: PyTree = None, **options: object) -> None:
+    """Raises in every process unless all use one directory, with the same leaves and options."""
 
     def items() -> dict[str, str]:
         leaves = (
@@ -201,42 +196,42 @@ def agree(call: str, directory: epath.Path, state: Any = None, **options: Any) -
     _agreement.agree(call, items)
 
 
-def _one_replica(leaf: Any) -> Any:
-    """A leaf that every device has, as the first has it: Orbax would slice the copies of all."""
+def _one_replica(leaf: PyTree) -> PyTree:
+    """Returns the first copy of a replicated leaf: Orbax would slice the copies of all devices."""
     if jax.process_count() > 1 or not isinstance(leaf, jax.Array):
         return leaf
     return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
-def check_leaves(state: Any) -> None:
-    """Raises for what is no array, before any file is made."""
+def check_leaves(state: PyTree) -> None:
+    """Raises for what is not an array, before any file is made."""
     leaves = _state.named_leaves(state)
-    _state.named_leaves(state, separator=".")  # so Orbax names its files
+    _state.named_leaves(state, separator=".")  # as Orbax names its files
     if not leaves:
         raise ValueError("the state has no leaves, so there is nothing to save.")
     _refusals.check_alive(state)
     for leaf in leaves:
-        if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
+        if not _refusals.has_numbers(leaf.value):
             raise TypeError(
                 f"{leaf.name} is a {type(leaf.value).__name__}, not an array. Make it a static "
                 "field, or give it to save as metadata=."
             )
 
 
-def save_args(state: Any, custom: dict[str, Any]) -> Any:
-    """What Orbax saves: leaves as arrays of the dtypes a step would see, in fine chunks.
+def save_args(state: PyTree, custom: dict[str, Json]) -> SaveArgs:
+    """Returns what Orbax saves: arrays of the dtypes that a step would see, in small chunks.
 
-    It refuses arrays without elements. They hold nothing, and are not written.
+    Arrays without elements are left out, because Orbax refuses them.
     """
 
-    def as_array(leaf: Any) -> Any:
+    def as_array(leaf: PyTree) -> jax.Array | np.ndarray | None:
         if not _matching.nbytes(leaf):
             return None
         dtype = _state.shape_dtype(leaf).dtype
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
     arrays = jax.tree.map(as_array, state)
-    jax.block_until_ready(arrays)  # what a step failed at is raised here, before any file is made
+    jax.block_until_ready(arrays)  # a step that failed raises here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
 
@@ -248,7 +243,7 @@ def absolute(path: str | os.PathLike) -> epath.Path:
 
 
 def find_state(path: str | os.PathLike) -> epath.Path:
-    """The directory of the tree: `path` itself, or the item that a manager put in it."""
+    """Returns the directory of the tree: `path` itself, or the item that a manager put in it."""
     given = absolute(path)
     found = _tree_in(given)
     if found is None:
@@ -291,21 +286,19 @@ def _nothing_at(given: epath.Path) -> str:
     )
 
 
-def _metadata(directory: epath.Path) -> Any:
+def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:
+    """Returns the saved tree, of Orbax's descriptions of leaves, and the metadata saved with it."""
     try:
-        return ocp.PyTreeCheckpointHandler().metadata(directory)
+        found = ocp.PyTreeCheckpointHandler().metadata(directory)
     except Exception as error:
         raise ValueError(
             f"{directory} cannot be read ({error}). Restore another checkpoint."
         ) from error
+    custom = found.custom_metadata
+    return found.tree, custom if isinstance(custom, dict) else {}
 
 
-def _custom_metadata(directory: epath.Path) -> dict[str, Any]:
-    found = _metadata(directory).custom_metadata
-    return found if isinstance(found, dict) else {}
-
-
-def _limits(tree: Any, *names: str) -> dict[str, Any]:
-    """Orbax's options that hold bytes in flight to about one leaf, the largest."""
+def _limits(tree: PyTree, name: str) -> dict[str, Any]:
+    """Returns Orbax's option `name`, in GB, so that about one leaf is in flight, the largest."""
     largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
-    return dict.fromkeys(names, (largest + CHUNK_BYTES) / 1e9)
+    return {name: (largest + CHUNK_BYTES) / 1e9}

@@ -1,4 +1,4 @@
-"""What travels beside a state: step, rng, the data iterator's state, the user's own metadata.
+"""What is saved with a state: step, rng, the data iterator's state, the user's own metadata.
 
 It is stored as JSON: a checkpoint is data, and reading one never runs code from it.
 """
@@ -8,28 +8,32 @@ import dataclasses
 import json
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-KEY = "zerojax"  # of Orbax's custom metadata, and the tag of a value that JSON has no word for
+from zerojax._plan import move as _move
+from zerojax._types import PyTree
+
+KEY = "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What was saved beside a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+    """What was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
 
     step: int | None = None
-    rng: Any = None
-    data: Any = None
-    metadata: Any = None
+    rng: PyTree = None
+    data: PyTree = None
+    metadata: PyTree = None
 
 
-def pack(step: int | None, rng: Any, data: Any, metadata: Any) -> dict[str, Any]:
-    """As Orbax's custom metadata. Every process calls this: each has its own data iterator."""
-    data = data.get_state() if hasattr(data, "get_state") else data
+def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[str, Json]:
+    """Returns Orbax's custom metadata; every process calls it, with its own data iterator."""
+    data = getattr(data, "get_state", lambda: data)()
     try:
         mine = json.dumps(encode(data, "data"))
         rest = {"rng": encode(rng, "rng"), "metadata": encode(metadata, "metadata")}
@@ -37,36 +41,36 @@ def pack(step: int | None, rng: Any, data: Any, metadata: Any) -> dict[str, Any]
         raise ValueError(
             "rng=, data= or metadata= is nested too deeply, or holds itself. Make it flat."
         ) from None
-    step = None if step is None else whole_number(step)
+    step = None if step is None else step_number(step)
     return {KEY: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}}
 
 
-def unpack(custom_metadata: dict[str, Any], path: Any, *, data: bool = True) -> Extras:
-    """From Orbax's custom metadata; empty for a checkpoint that zerojax did not write."""
+def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:
+    """Reads Orbax's custom metadata, which has nothing where zerojax did not write it."""
     if KEY not in custom_metadata:
         return Extras()
     try:
         found = custom_metadata[KEY]
-        step = None if found["step"] is None else whole_number(found["step"])
+        step = None if found["step"] is None else step_number(found["step"])
         rng, metadata = decode(found["rng"]), decode(found["metadata"])
         parts = [decode(part) for part in found["data"]] if data else []
     except Exception as error:  # whatever numpy and JAX make of bytes that are not theirs
         raise ValueError(
-            f"what travels beside the state in {path} is damaged ({error!r}). Restore another "
+            f"what was saved with the state in {path} is damaged ({error!r}). Restore another "
             "checkpoint."
         ) from error
     if len(parts) != jax.process_count() and any(part is not None for part in parts):
         raise ValueError(
             f"{path} has the data iterators of {len(parts)} processes, and this run has "
-            f"{jax.process_count()}. Read the rest with data=False, and start the data anew from "
-            "its step."
+            f"{jax.process_count()}. Read the rest with data=False, and start the data again "
+            "from its step."
         )
     mine = parts[jax.process_index()] if len(parts) == jax.process_count() else None
     return Extras(step, rng, mine, metadata)
 
 
-def whole_number(step: Any) -> int:
-    """The step as an int: also from numpy and JAX, as `state.step` is."""
+def step_number(step: SupportsIndex) -> int:
+    """Returns a step as an int, also from numpy and JAX, as `state.step` is."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -77,8 +81,8 @@ def whole_number(step: Any) -> int:
     return number
 
 
-def encode(value: Any, where: str) -> Any:
-    """Plain JSON; tuples, bytes, arrays and PRNG keys as tagged objects."""
+def encode(value: object, where: str) -> Json:
+    """Returns a value as JSON; tuples, bytes, arrays and PRNG keys become tagged objects."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -88,7 +92,7 @@ def encode(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {KEY: "tuple", "value": items}
     if isinstance(value, dict) and all(isinstance(key, str) and key != KEY for key in value):
         return {key: encode(item, f"{where}/{key}") for key, item in value.items()}
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and _move.is_key(value):
         data = encode(np.asarray(jax.random.key_data(value)), where)
         return {KEY: "key", "impl": str(jax.random.key_impl(value)), "value": data}
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":
@@ -96,19 +100,19 @@ def encode(value: Any, where: str) -> Any:
         text = base64.b64encode(array.tobytes()).decode()
         return {KEY: "array", "dtype": array.dtype.str, "shape": list(array.shape), "value": text}
     raise TypeError(
-        f"{where} is {_show(value)}, which a checkpoint cannot hold as data. Make it numbers, "
+        f"{where} is {_show(value)}, which a checkpoint cannot store as data. Make it numbers, "
         "strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string keys of those."
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: PyTree) -> PyTree:
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if KEY not in value:
         return {key: decode(item) for key, item in value.items()}
-    decoders: dict[str, Callable[[], Any]] = {
+    decoders: dict[str, Callable[[], PyTree]] = {
         "bytes": lambda: base64.b64decode(value["value"]),
         "tuple": lambda: tuple(decode(value["value"])),
         "key": lambda: jax.random.wrap_key_data(decode(value["value"]), impl=value["impl"]),
@@ -120,7 +124,7 @@ def decode(value: Any) -> Any:
 
 
 def _gathered(text: str) -> list[str]:
-    """The texts of all processes, in their order."""
+    """Returns the texts of all processes, in their order."""
     if jax.process_count() == 1:
         return [text]
     raw = np.frombuffer(text.encode(), np.uint8)
@@ -131,7 +135,7 @@ def _gathered(text: str) -> list[str]:
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, dict):
         return f"a dict with the keys {list(value)[:3]}"
     return f"a {type(value).__name__}"

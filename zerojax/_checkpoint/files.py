@@ -9,7 +9,6 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,16 +19,18 @@ CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some mounts of Lustre and NFS
+# What a parser makes of text that is not what was written.
+DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
 
 
 def write_checksums(directory: epath.Path) -> None:
-    """Notes the size and CRC-32 of every file. Orbax calls this before a checkpoint counts."""
+    """Writes down the size and CRC-32 of every file, just before a checkpoint counts."""
     sums = {file: _size_and_crc(directory / file) for file in sorted(_files_below(directory))}
     (directory / CHECKSUMS).write_text(json.dumps(sums))
 
 
 def check_files(directory: epath.Path, only: str | None = None) -> None:
-    """Raises where a file, or that one, is not as written. The processes share the reading."""
+    """Raises where a file is not as written; `only` names one. The processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
     try:
@@ -40,10 +41,10 @@ def check_files(directory: epath.Path, only: str | None = None) -> None:
         wrong = next((damage for damage in found if damage), None)
     except FileNotFoundError:
         wrong = (
-            f"{listing} is missing, without which nothing says that the rest is whole (write {{}} "
-            "into it to take the rest as it is)"
+            f"{listing} is missing, without which nothing says that the rest is complete (write "
+            "{} into it to take the rest as it is)"
         )
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except DAMAGE:
         wrong = f"{listing} is not the list of checksums it was"
     except OSError as error:
         wrong = f"{error.filename or listing} cannot be read ({error.strerror})"
@@ -63,7 +64,7 @@ def raise_together(error: Exception | None) -> None:
 
 @contextlib.contextmanager
 def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterator[None]:
-    """Where what runs inside does not end, takes away what it has left unfinished."""
+    """Removes what its block has left unfinished, where that raises."""
     try:
         yield
     except BaseException:  # Ctrl-C is one
@@ -72,37 +73,48 @@ def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterat
 
 
 def remove(directories: Iterable[epath.Path]) -> None:
+    """Removes directories, which process 0 does for all."""
     for directory in directories if jax.process_index() == 0 else ():
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
-    """The directories that Orbax writes to before it gives them their names."""
+    """Returns the directories that Orbax writes to before it gives them their final names."""
     return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
 @contextlib.contextmanager
-def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
-    """Refuses a second writer. The lock is the kernel's: it goes when its process dies.
+def only_writer_of_new(path: epath.Path, refusal: Exception | None, remedy: str) -> Iterator[None]:
+    """Refuses a path that exists, a second writer, and for the `refusal` of any process."""
+    with only_writer(path, path.parent / f".{path.name}.lock"):
+        if jax.process_index() == 0 and path.exists():
+            refusal = ValueError(f"{path} exists, and nothing is overwritten. {remedy}")
+        raise_together(refusal)
+        yield
 
-    Object stores have no locks; there the refusal of a path that exists must do.
+
+@contextlib.contextmanager
+def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
+    """Refuses a second writer. The lock is the kernel's, which frees it when the process dies.
+
+    Object stores have no locks; there, that an existing path is refused must suffice.
     """
-    held, error = None, None
+    lock_file, error = None, None
     if jax.process_index() == 0 and "://" not in str(lock):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            held = _lock(os.fspath(lock))
+            lock_file = _lock(os.fspath(lock))
         except OSError as reason:
             error = ValueError(f"{path} cannot be written ({reason}). Choose another directory.")
         else:
-            error = _busy(path) if held is None else None
+            error = _busy(path) if lock_file is None else None
     raise_together(error)
     try:
         yield
     finally:
-        if held is not None:
+        if lock_file is not None:
             os.unlink(lock)
-            os.close(held)
+            os.close(lock_file)
 
 
 def _busy(path: epath.Path) -> ValueError:
@@ -113,14 +125,15 @@ def _busy(path: epath.Path) -> ValueError:
 
 
 def _lock(name: str) -> int | None:
+    """Returns a descriptor of the locked file, or None where another process has the lock."""
     import fcntl  # not on every system that can import zerojax
 
     while True:
-        held = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
+        file = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(held)
+            os.close(file)
             return None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -130,11 +143,11 @@ def _lock(name: str) -> int | None:
                 "there.",
                 stacklevel=2,
             )
-            return held
+            return file
         with contextlib.suppress(FileNotFoundError):
-            if os.fstat(held).st_ino == os.stat(name).st_ino:
-                return held
-        os.close(held)  # its last holder has removed this file since: take the new one
+            if os.fstat(file).st_ino == os.stat(name).st_ino:
+                return file
+        os.close(file)  # the last holder has removed this file since: lock the new one
 
 
 def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
@@ -164,7 +177,7 @@ def _size_and_crc(file: epath.Path) -> list[int]:
 def _damage(file: epath.Path, size: int, crc: int) -> str | None:
     if not file.exists():
         return f"{file} is missing"
-    have: Any = _size_and_crc(file)
-    if have[0] != size:
-        return f"{file} has {have[0]} bytes and was written with {size}"
-    return None if have[1] == crc else f"{file} is damaged: its bytes are not those written"
+    now = _size_and_crc(file)
+    if now[0] != size:
+        return f"{file} has {now[0]} bytes and was written with {size}"
+    return None if now[1] == crc else f"{file} is damaged: its bytes are not those written"

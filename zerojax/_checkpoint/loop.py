@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: when to save, what to keep, where to go on."""
+"""The checkpoints of a training loop: when to save, what to keep, where to continue."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import SupportsFloat
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, fi
 from zerojax._checkpoint.extras import Extras
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
 from zerojax._plan.plan import Plan
+from zerojax._types import PyTree
 
 
 class Preempted(SystemExit):
@@ -32,21 +33,21 @@ class Preempted(SystemExit):
 
 
 class Checkpoints:
-    """The checkpoints of a loop: one every so many steps, written behind the steps that follow.
+    """The checkpoints of a loop: one every so many steps, written while the next steps run.
 
-    Use it as a context manager, in every process: leaving it waits for the last write. Without,
-    each `save` waits, since a write cannot go on once Python exits. A second writer to the
-    directory is refused. After a SIGTERM, the next `save` saves whatever the step, waits, and
-    raises `Preempted`, which ends the program.
+    Use it as a context manager, in every process: leaving it waits for the last write. Without one,
+    each `save` waits, since a write cannot continue once Python exits. A second writer to the
+    directory is refused. After a SIGTERM, the next `save` saves at any step, waits, and raises
+    `Preempted`, which ends the program.
 
     Arguments:
-        directory: holds a directory for each saved step; `zerojax.restore` and Orbax open them.
+        directory: gets a directory for each saved step; `zerojax.restore` and Orbax open them.
         every: `save` does something at multiples of this many steps.
         keep: how many of the newest to keep; None keeps all.
         best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well
             (NaN is worst),
         mode: where best is the "min" or the "max".
-        background: write while the loop goes on, from a copy in host memory that `save` makes.
+        background: write while the loop continues, from a copy in host memory that `save` makes.
 
     Example:
         >>> import tempfile
@@ -85,7 +86,7 @@ class Checkpoints:
             stack.callback(self._manager.close)
             stack.enter_context(_on_sigterm(self._signalled))
             self._stack = stack.pop_all()
-        # One that nobody closes lets go of its lock with the last reference, at exit at the latest.
+        # One that nobody closes frees its lock with the last reference to it, or at exit.
         self._finish = weakref.finalize(self, self._stack.close)
 
     def __enter__(self) -> "Checkpoints":
@@ -102,7 +103,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
-        with self._nothing_left_of_a_failure():
+        with self._cleaned_up():
             self._manager.wait_until_finished()
 
     def busy(self) -> bool:
@@ -110,43 +111,45 @@ class Checkpoints:
         return self._manager.is_saving_in_progress()
 
     def steps(self) -> list[int]:
-        """The steps that have complete checkpoints."""
+        """Returns the steps that have complete checkpoints."""
         return sorted(found.step for found in CompleteSteps().find_all(self.directory))
 
     def latest(self) -> int | None:
-        """The newest step that has a complete checkpoint."""
+        """Returns the newest step that has a complete checkpoint."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step whose `best=` metric is best, of those kept."""
+        """Returns the step whose `best=` metric is best, of those kept."""
         return self._ranking.best_of({step: self._manager.metrics(step) for step in self.steps()})
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, for `zerojax.restore` and `zerojax.read_extras`."""
+        """Returns the path of a step, for `zerojax.restore` and `zerojax.read_extras`."""
         return os.fspath(self.directory / str(step))
 
     def resume(
         self,
-        like: Any,
-        make_state: Callable[[], Any] | None = None,
+        like: PyTree,
+        make_state: Callable[[], PyTree] | None = None,
         *,
         step: int | None = None,
         data: bool = True,
-        **options: Any,
-    ) -> tuple[Any, Extras]:
-        """The state and extras of the newest checkpoint, or of `step`.
+        keep: str | None = None,
+        ignore: str | None = None,
+        cast: bool = False,
+    ) -> tuple[PyTree, Extras]:
+        """Returns the state and extras of the newest checkpoint, or of `step`.
 
-        What is being written in the background is waited for. `like` and `options` are as in
-        `zerojax.restore`, `data` as in `zerojax.read_extras`. Where nothing was saved yet, a state
-        is given back as it is, and for a plan `make_state` makes one: `resume(plan, make_state)`
-        never holds two states at once.
+        It waits for what is being written in the background. `like`, `keep`, `ignore` and `cast`
+        are as in `zerojax.restore`, `data` as in `zerojax.read_extras`. Where nothing was saved
+        yet, a state is returned as it is, and for a plan `make_state` makes one:
+        `resume(plan, make_state)` never needs memory for two states.
         """
         self.wait()
         step = max(self._manager.all_steps(), default=None) if step is None else step
         _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
             path = self.path(step)
-            state = _checkpoint.restore(path, like, **options)
+            state = _checkpoint.restore(path, like, keep=keep, ignore=ignore, cast=cast)
             return state, _checkpoint.read_extras(path, data=data)
         if isinstance(like, Plan) and make_state is not None:
             return like.place(make_state), Extras()
@@ -160,20 +163,20 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        rng: Any = None,
-        data: Any = None,
-        metadata: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        rng: PyTree = None,
+        data: object = None,
+        metadata: PyTree = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         force: bool = False,
     ) -> bool:
         """Saves where `step` is a multiple of `every`, with `force=True`, or after a SIGTERM.
 
-        Returns as soon as the step may donate `state`. `rng`, `data` and `metadata` are as in
-        `zerojax.save`. Call it after each step; it says whether it saved.
+        Call it after each step. It returns whether it saved, as soon as the next step may donate
+        `state`. `rng`, `data` and `metadata` are as in `zerojax.save`.
         """
-        step = _extras.whole_number(step)
+        step = _extras.step_number(step)
         if self._closed:
             raise ValueError(
                 f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
@@ -190,7 +193,7 @@ class Checkpoints:
             ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
             custom = _extras.pack(step, rng, data, metadata)
             args = _checkpoint.save_args(state, custom)
-            with self._nothing_left_of_a_failure():
+            with self._cleaned_up():
                 self._manager.save(step, args=args, metrics=ranked, force=True)
         if preempted or not self._entered:
             self.wait()
@@ -206,8 +209,8 @@ class Checkpoints:
         path = self.directory / str(step)
         if self._has(step):
             raise ValueError(
-                f"step {step} is saved in {self.directory} already, and nothing is overwritten. Go "
-                "on from the newest with resume(), or give this run a directory of its own."
+                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
+                "Continue from the newest with resume(), or give this run a directory of its own."
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
@@ -216,12 +219,13 @@ class Checkpoints:
             )
 
     @contextlib.contextmanager
-    def _nothing_left_of_a_failure(self) -> Iterator[None]:
+    def _cleaned_up(self) -> Iterator[None]:
+        """Removes what a write in its block leaves where that fails."""
         try:
             yield
         except Exception:  # not Ctrl-C, which ends the waiting and not the write
             _files.remove(_files.unfinished(self.directory))
-            self._manager.reload()  # or Orbax counts what it did not write, not what it kept
+            self._manager.reload()  # or Orbax counts what it failed to write as written
             raise
 
     def _preempted(self, step: int) -> bool:
@@ -231,10 +235,12 @@ class Checkpoints:
         return self._signalled.is_set()
 
 
-def _check_options(every: Any, keep: Any, best: Any, mode: Any, background: Any) -> None:
-    def positive(count: Any) -> bool:
-        is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-        return is_whole and bool(count >= 1)
+def _check_options(
+    every: object, keep: object, best: object, mode: object, background: object
+) -> None:
+    def positive(count: object) -> bool:
+        is_integer = isinstance(count, int | np.integer)
+        return is_integer and not isinstance(count, bool) and int(count) >= 1
 
     if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
         raise ValueError(
@@ -249,8 +255,8 @@ def _check_options(every: Any, keep: Any, best: Any, mode: Any, background: Any)
 
 
 @contextlib.contextmanager
-def _on_sigterm(signalled: threading.Event) -> Any:
-    """Notes a SIGTERM. With jax.distributed, JAX does, and tells the other processes."""
+def _on_sigterm(signalled: threading.Event) -> Iterator[None]:
+    """Sets an event on SIGTERM. Under jax.distributed, JAX itself tells all processes."""
     in_main = threading.current_thread() is threading.main_thread()
     if jax.distributed.is_initialized() or not in_main:
         yield
@@ -259,9 +265,10 @@ def _on_sigterm(signalled: threading.Event) -> Any:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # not where one is collected
+        # The garbage collector may run this in a thread that cannot set signal handlers.
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)

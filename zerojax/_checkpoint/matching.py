@@ -1,9 +1,8 @@
-"""Which leaf of a checkpoint goes where: by name, and strictly."""
+"""Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
 import functools
-import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zerojax._plan import move as _move
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
+from zerojax._types import PyTree
 
 SHOWN = 5  # paths that a message names before it counts the rest
 
@@ -22,12 +22,12 @@ class Saved(NamedTuple):
     """A leaf of a checkpoint."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     scalar: bool  # a Python number, which has no width of its own
 
 
-def saved_leaves(tree: Any) -> dict[str, Saved]:
-    """By the names that `zerojax.plan` shows."""
+def saved_leaves(tree: PyTree) -> dict[str, Saved]:
+    """Returns the leaves of a checkpoint's tree by the names that `zerojax.plan` shows."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]
     return {
         _state.path_name(path): Saved(
@@ -42,21 +42,14 @@ def saved_leaves(tree: Any) -> dict[str, Saved]:
 def match(
     leaves: list[Leaf],
     saved: dict[str, Saved],
-    path: Any,
+    path: object,
     *,
     keep: str | None,
     ignore: str | None,
     cast: bool,
-) -> dict[str, Any]:
-    """By name, the leaf of `like` that a saved leaf becomes; an error where the trees differ."""
-    kept = [leaf for leaf in leaves if _finds(keep, leaf.name, "keep=")]
-    for leaf in kept:
-        if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"keep={keep!r} keeps {leaf.name}, and like= has no value for it, only a shape. "
-                "Give a placed state as like=."
-            )
-    wanted = [leaf for leaf in leaves if leaf not in kept]
+) -> dict[str, PyTree]:
+    """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ."""
+    wanted = [leaf for leaf in leaves if not _is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
     extra = [n for n in saved if n not in names and not _finds(ignore, n, "ignore=")]
@@ -78,28 +71,45 @@ def match(
         _problem(reshaped, "of another shape", "keep=<path regex> keeps like='s own value"),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
     ]
-    found = [problem for problem in problems if problem]
-    if found:
-        raise ValueError(f"{path} does not fit like=. " + " ".join(found))
+    if any(problems):
+        raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
     return {leaf.name: leaf.value for leaf, _ in both}
 
 
-def read(handler: Any, directory: Any, tree: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The wanted leaves of the checkpoint `tree`, each where its `like` lives.
+def _is_kept(leaf: Leaf, keep: str | None) -> bool:
+    kept = _finds(keep, leaf.name, "keep=")
+    if kept and isinstance(leaf.value, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"keep={keep!r} keeps {leaf.name}, and like= has no value for it, only a shape. "
+            "Give a placed state as like=."
+        )
+    return kept
 
-    In groups no larger than the largest leaf: what a group was read into is free again, and
-    used again, before the next is read.
+
+def filled(like: PyTree, values: dict[str, jax.Array]) -> PyTree:
+    """Returns `like` with these values at their names, and its other leaves as they are."""
+    leaves = [values.get(leaf.name, leaf.value) for leaf in _state.leaves_with_paths(like)]
+    return jax.tree.structure(like).unflatten(leaves)
+
+
+def read(
+    restore: Callable[..., PyTree], tree: PyTree, wanted: dict[str, PyTree]
+) -> dict[str, jax.Array]:
+    """Reads the wanted leaves of the checkpoint `tree`, each to where its `like` lives.
+
+    The groups are no larger than the largest leaf: the memory that one was read into is freed, and
+    used again, before the next is read. `restore` is Orbax's, from one directory.
     """
-    done: dict[str, Any] = {}
+    done: dict[str, jax.Array] = {}
     for group in _groups(wanted):
-        leaves = _read_group(handler, directory, tree, group)
+        leaves = _read_group(restore, tree, group)
         done |= {name: laundered(leaves.pop(name), like) for name, like in group.items()}
     return done
 
 
-def _groups(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _groups(wanted: dict[str, PyTree]) -> Iterator[dict[str, PyTree]]:
     sizes = {name: nbytes(like) for name, like in wanted.items()}
-    group: dict[str, Any] = {}
+    group: dict[str, PyTree] = {}
     room = most = max(sizes.values(), default=0)
     for name, like in wanted.items():
         if group and sizes[name] > room:
@@ -112,13 +122,13 @@ def _groups(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _read_group(
-    handler: Any, directory: Any, tree: Any, group: dict[str, Any]
+    restore: Callable[..., PyTree], tree: PyTree, group: dict[str, PyTree]
 ) -> dict[str, jax.Array]:
-    def target(path: tuple, _: Any) -> Any:
+    def target(path: tuple, _: PyTree) -> PyTree:
         like = group.get(_state.path_name(path))
         return ocp.PLACEHOLDER if like is None else stored_struct(like)
 
-    def restore_args(path: tuple, _: Any) -> Any:
+    def how(path: tuple, _: PyTree) -> ocp.RestoreArgs:
         like = group.get(_state.path_name(path))
         if like is None:
             return ocp.RestoreArgs()
@@ -128,48 +138,48 @@ def _read_group(
         )
 
     over_leaves = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_metadata)
-    args = ocp.args.PyTreeRestore(over_leaves(target, tree), over_leaves(restore_args, tree))
-    leaves = _state.named_leaves(handler.restore(directory, args=args))
+    args = ocp.args.PyTreeRestore(over_leaves(target, tree), over_leaves(how, tree))
+    leaves = _state.named_leaves(restore(args=args))
     return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 
 
-def laundered(value: jax.Array, like: Any) -> jax.Array:
-    """`value` in memory that a jitted program allocated, as a step's own output is.
+def laundered(value: jax.Array, like: PyTree) -> jax.Array:
+    """Moves `value` to memory that a jitted program allocated, as a step's own output is.
 
-    What a file was read into belongs to the reader: it cannot be donated, and a resumed run
-    would hold more than a fresh one. One leaf at a time, so that only one exists twice.
+    The memory that a file was read into belongs to the reader: it cannot be donated, and a resumed
+    run would need more than a fresh one. One leaf moves at a time, so that only one exists twice.
     """
     if _move.is_key(like) and not _move.is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     copied = _move.copied(value, sharding_of(like))
     jax.block_until_ready(copied)
-    value.delete()  # now, whoever else still holds it
+    value.delete()  # now, whoever else still refers to it
     return copied
 
 
-def made_empty(like: Any) -> jax.Array:
-    """An array without elements, which no checkpoint holds."""
+def made_empty(like: PyTree) -> jax.Array:
+    """Makes an array without elements, which no checkpoint has."""
     struct = stored_struct(like)
     return laundered(jax.device_put(np.zeros(struct.shape, struct.dtype), sharding_of(like)), like)
 
 
-def stored_struct(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as stored; of a PRNG key, those of its words."""
+def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
     return jax.eval_shape(jax.random.key_data, struct) if _move.is_key(struct) else struct
 
 
-def nbytes(value: Any) -> int:
+def nbytes(value: PyTree) -> int:
     struct = stored_struct(value)
     return struct.size * struct.dtype.itemsize
 
 
-def sharding_of(value: Any) -> Sharding:
+def sharding_of(value: object) -> Sharding:
     given = getattr(value, "sharding", None)
     return given if given is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _same_type(saved: Saved, dtype: Any, cast: bool) -> bool:
+def _same_type(saved: Saved, dtype: np.dtype, cast: bool) -> bool:
     if saved.dtype == dtype:
         return True
     if saved.scalar:
@@ -185,16 +195,8 @@ def _problem(names: list[str], what: str, remedy: str) -> str:
 
 
 def _finds(pattern: str | None, name: str, option: str) -> bool:
-    if pattern is None:
-        return False
-    try:
-        return re.search(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(
-            f"{option}{pattern!r} is no regular expression ({error}). Escape its special "
-            "characters."
-        ) from None
+    return pattern is not None and _state.finds(pattern, name, option)
 
 
-def _is_metadata(node: Any) -> bool:
+def _is_metadata(node: object) -> bool:
     return isinstance(node, ocp.metadata.value.Metadata)

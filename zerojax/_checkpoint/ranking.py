@@ -1,14 +1,15 @@
-"""Which checkpoints of a loop count, which of them is best, and which are kept."""
+"""Decides which checkpoints of a loop count, which of them is best, and which are kept."""
 
 import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import SupportsFloat
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 from zerojax._checkpoint import checkpoint as _checkpoint
 
@@ -17,16 +18,16 @@ STEPS = ocp.path.step.standard_name_format()
 
 
 class CompleteSteps(ocp.path.step.NameFormat):
-    """Orbax's steps, but for directories without a checkpoint, such as an empty one."""
+    """Orbax's steps, without directories that have no checkpoint, such as an empty one."""
 
     def build_name(self, step: int) -> str:
         return STEPS.build_name(step)
 
-    def find_all(self, base_path: Any) -> Iterator[Any]:
+    def find_all(self, base_path: epath.PathLike) -> Iterator[ocp.path.step.Metadata]:
         found = STEPS.find_all(base_path)
         return (step for step in found if _checkpoint.is_complete(step.path))
 
-    def find_step(self, base_path: Any, step: int) -> Any:
+    def find_step(self, base_path: epath.PathLike, step: int) -> ocp.path.step.Metadata:
         return STEPS.find_step(base_path, step)
 
 
@@ -39,19 +40,20 @@ class Ranking:
     mode: str
     unreadable: set[int] = dataclasses.field(default_factory=set)
 
-    def ranked(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-        """What is saved of the metrics: the one that ranks."""
+    def ranked(self, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float] | None:
+        """Returns what is saved of the metrics: the one that ranks."""
         if self.best is None:
             return None
-        if self.best not in (metrics or {}):
+        metrics = metrics or {}
+        if self.best not in metrics:
             raise ValueError(
-                f"best={self.best!r} is not among the metrics {sorted(metrics or {})}. Pass "
+                f"best={self.best!r} is not among the metrics {sorted(metrics)}. Pass "
                 f"metrics={{{self.best!r}: ...}} to save."
             )
-        return {self.best: float((metrics or {})[self.best])}
+        return {self.best: float(metrics[self.best])}
 
     def read(self, step: int, path: epath.Path) -> dict[str, float] | None:
-        """The metric that a step was saved with, if any; a file that is damaged has none."""
+        """Returns the metric that a step was saved with; None without one, or if it is damaged."""
         if self.best is None or step in self.unreadable or not (path / METRICS).exists():
             return None
         file = path / METRICS / METRICS
@@ -70,18 +72,20 @@ class Ranking:
             return None
 
     def best_of(self, metrics: Mapping[int, dict[str, float] | None]) -> int | None:
-        """The step with the best metric, the newest of equals."""
+        """Returns the step with the best metric, the newest of equals."""
         ranks = {n: self.rank(found) for n, found in metrics.items() if found is not None}
         return max(ranks, key=lambda step: (ranks[step], step), default=None)
 
-    def rank(self, metrics: Any) -> float:
-        """More is better; NaN, which compares with nothing, is the worst there is."""
-        value = metrics[self.best]
+    def rank(self, metrics: Mapping[str, float]) -> float:
+        """Returns a number that is higher for better metrics; NaN is the worst there is."""
+        value = metrics[str(self.best)]
         if math.isnan(value):
             return -math.inf
         return -value if self.mode == "min" else value
 
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
         best = self.best_of({checkpoint.step: checkpoint.metrics for checkpoint in checkpoints})
         newest = steps if self.keep is None else steps[-self.keep :]
@@ -89,7 +93,7 @@ class Ranking:
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's, which counts complete checkpoints and opens beside a damaged file of metrics."""
+    """Orbax's manager, which counts complete checkpoints only and bears damaged metrics."""
 
     def __init__(self, directory: epath.Path, ranking: Ranking, *, background: bool) -> None:
         self._ranking = ranking

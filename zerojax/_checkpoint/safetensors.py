@@ -1,4 +1,4 @@
-"""Parameters as safetensors files, one leaf in memory at a time, out and in.
+"""Writes and reads parameters as safetensors files, with one leaf in memory at a time.
 
 The format is a length, a JSON header and the raw bytes. The `safetensors` package can neither
 write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
@@ -7,9 +7,7 @@ write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
+from zerojax._types import PyTree
 
 DTYPES = {
     "F64": "float64",
@@ -41,16 +40,15 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
-DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
 
 
 def export_safetensors(
-    path: str | os.PathLike, params: Any, *, max_file_bytes: int = 5 * 10**9
+    path: str | os.PathLike, params: PyTree, *, max_file_bytes: int = 5 * 10**9
 ) -> None:
     """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
 
-    Leaf by leaf: the host holds one whole leaf at a time. Every process calls it, process 0
-    writes. Tensors are named by their paths with dots, such as `dense.kernel`.
+    The host needs memory for one full leaf at a time. Every process calls it, process 0 writes.
+    Tensors are named by their paths with dots, such as `dense.kernel`.
 
     Arguments:
         path: a new directory; complete or not there at all.
@@ -70,34 +68,32 @@ def export_safetensors(
     leaves = _state.named_leaves(_state.params_in(params))
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
-    with _files.only_writer(target, target.parent / f".{target.name}.lock"):
-        _files.raise_together(_refusal(os.fspath(target), leaves, first))
+    with _files.only_writer_of_new(target, _refusal(leaves), "Export to a new path."):
         unfinished = target.parent / f"{target.name}.unfinished"
-        if first:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        _files.remove([unfinished])  # of an export that was killed
         with _files.removed_on_failure(lambda: [unfinished]):
             if first:
                 os.makedirs(unfinished)
             _write_all(os.fspath(unfinished), leaves, max_file_bytes, first)
             if first:
                 os.rename(unfinished, target)
-        _files.raise_together(None)  # nobody goes on before it is there
+        _files.raise_together(None)  # no process continues before it is there
 
 
 def import_safetensors(
     path: str | os.PathLike,
-    like: Any,
+    like: PyTree,
     *,
     keep: str | None = None,
     ignore: str | None = None,
     cast: bool = False,
     rename: Callable[[str], str] | None = None,
-) -> Any:
+) -> PyTree:
     """Reads safetensors files straight into shards: each device's part, and no more.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
-        like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and places.
+        like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and shardings.
         keep, ignore, cast: as in `zerojax.restore`.
         rename: from a tensor's name in the files to its path in `like`, for files that others
             wrote.
@@ -119,17 +115,7 @@ def import_safetensors(
     like = _state.params_in(like) if whose is None else _state.get_params(whose)
     leaves = _state.named_leaves(like)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
-    tensors: dict[str, np.ndarray] = {}
-    for file in _stored_files(os.fspath(_checkpoint.absolute(path))):
-        for name, value in _read_file(file):
-            ours = name if rename is None else _renamed(rename, name)
-            ours = slashed.get(ours, ours)
-            if ours in tensors:
-                raise ValueError(
-                    f"{name} in {file} is a second {ours}. Give each tensor a name of its own "
-                    "with rename=."
-                )
-            tensors[ours] = value
+    tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, slashed)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     try:
         wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
@@ -140,9 +126,26 @@ def import_safetensors(
             f"{error} No tensor has the name of a parameter: there are {_some(saved)} and not "
             f"{_some(slashed)}. Pass rename=, a function from their names to those."
         ) from None
-    done = {name: _place(tensors[name], value) for name, value in wanted.items()}
-    values = [done.get(leaf.name, leaf.value) for leaf in leaves]
-    return jax.tree.structure(like).unflatten(values)
+    read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
+    return _matching.filled(like, read)
+
+
+def _tensors(
+    path: str, rename: Callable[[str], str] | None, slashed: dict[str, str]
+) -> dict[str, np.ndarray]:
+    """Returns what the files hold, by the names of leaves; their bytes are read where used."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in _stored_files(path):
+        for name, value in _read_file(file):
+            ours = name if rename is None else _renamed(rename, name)
+            ours = slashed.get(ours, ours)
+            if ours in tensors:
+                raise ValueError(
+                    f"{name} in {file} is a second {ours}. Give each tensor a name of its own "
+                    "with rename=."
+                )
+            tensors[ours] = value
+    return tensors
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:
@@ -160,9 +163,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)[:3])
 
 
-def _refusal(target: str, leaves: list[Leaf], first: bool) -> Exception | None:
-    if first and os.path.exists(target):
-        return ValueError(f"{target} exists, and nothing is overwritten. Export to a new path.")
+def _refusal(leaves: list[Leaf]) -> Exception | None:
+    """Returns an error for leaves that the format has no dtype for, or whose names read alike."""
     named: dict[str, str] = {}
     for leaf in leaves:
         if str(_dtype(leaf)) not in DTYPES.values():
@@ -180,8 +182,8 @@ def _dotted(leaf: Leaf) -> str:
     return leaf.name.replace("/", ".")
 
 
-def _dtype(leaf: Leaf) -> Any:
-    """As stored: of numpy arrays their own, be it one that JAX would narrow."""
+def _dtype(leaf: Leaf) -> np.dtype:
+    """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
     given = getattr(leaf.value, "dtype", None)
     return np.asarray(leaf.value).dtype if given is None else given
 
@@ -192,14 +194,14 @@ def _nbytes(leaf: Leaf) -> int:
 
 def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
     group: list[Leaf] = []
-    held = 0
+    total = 0
     for leaf in leaves:
         size = _nbytes(leaf)
-        if group and held + size > most:
+        if group and total + size > most:
             yield group
-            group, held = [], 0
+            group, total = [], 0
         group.append(leaf)
-        held += size
+        total += size
     if group:
         yield group
 
@@ -222,7 +224,7 @@ def _write_all(directory: str, leaves: list[Leaf], most: int, first: bool) -> No
 
 
 def _write_file(name: str, group: list[Leaf], first: bool) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    header: dict[str, object] = {"__metadata__": {"format": "np"}}
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     end = 0
     for leaf in group:
@@ -237,9 +239,9 @@ def _write_file(name: str, group: list[Leaf], first: bool) -> None:
     with open(name if first else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for leaf in group:
-            whole = _move.whole(leaf.value)
+            full = _move.whole(leaf.value)  # which every process has a part in
             if first:
-                file.write(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
+                file.write(np.ascontiguousarray(full).reshape(-1).view(np.uint8).data)
 
 
 def _stored_files(path: str) -> list[str]:
@@ -258,7 +260,7 @@ def _stored_files(path: str) -> list[str]:
             names = sorted(set(json.load(file)["weight_map"].values()))
         if outside := [name for name in names if os.path.basename(name) != name]:
             raise ValueError(f"it names {outside[0]!r}, outside of its directory")
-    except DAMAGE as error:
+    except _files.DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
     files = [os.path.join(path, name) for name in names]
     for file in files:
@@ -268,7 +270,7 @@ def _stored_files(path: str) -> list[str]:
 
 
 def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
-    """Names and arrays of a file; their bytes are read where they are used."""
+    """Returns the names and arrays of a file; their bytes are read where they are used."""
     try:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -280,11 +282,11 @@ def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
         tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
         _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
         return tensors
-    except DAMAGE as error:
+    except _files.DAMAGE as error:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"a name twice among {_some(found)}")
@@ -298,14 +300,14 @@ def _tensor(
         raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
     kind = jnp.dtype(DTYPES[dtype])
     start, end = data_offsets
-    whole = all(type(number) is int and number >= 0 for number in (start, end, *shape))
-    if not whole or end > data.size or end - start != math.prod(shape) * kind.itemsize:
+    are_counts = all(type(number) is int and number >= 0 for number in (start, end, *shape))
+    if not are_counts or end > data.size or end - start != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
     return data[start:end].view(kind).reshape(shape)
 
 
 def _check_tiled(offsets: list[list[int]], size: int) -> None:
-    """Each byte belongs to one tensor, as the format has it."""
+    """Raises unless each byte belongs to one tensor, as the format demands."""
     end = 0
     for start, stop in [*sorted(offsets), [size, size]]:
         if start != end:
@@ -314,11 +316,11 @@ def _check_tiled(offsets: list[list[int]], size: int) -> None:
         end = stop
 
 
-def _place(stored: np.ndarray, like: Any) -> jax.Array:
+def _placed(stored: np.ndarray, like: PyTree) -> jax.Array:
     struct = _matching.stored_struct(like)
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         return np.asarray(stored[index], struct.dtype)
 
-    place = _matching.sharding_of(like)
-    return _matching.laundered(jax.make_array_from_callback(struct.shape, place, part), like)
+    sharding = _matching.sharding_of(like)
+    return _matching.laundered(jax.make_array_from_callback(struct.shape, sharding, part), like)

@@ -1,14 +1,13 @@
-"""What a step was called with: by which plan its state was placed, and what is wrong with the rest.
+"""The arguments of a step: the plan its state was placed by, and errors for all that is wrong.
 
-That is looked at once the call has failed, so that good calls pay next to nothing. JAX says which
-argument of which inner function it did not like; these say which leaf, and what to do.
+Most is only checked once the call has failed, so that correct calls pay next to nothing. JAX names
+an argument of an inner function; these errors name the leaf, and what to do.
 """
 
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -20,15 +19,16 @@ from zerojax._plan.show import TITLES
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._text import human_bytes
+from zerojax._types import PyTree
 
 LARGEST = 3  # leaves to name where memory is out
 
 
 @contextlib.contextmanager
-def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator[None]:
-    """Raises what is wrong with a step's arguments in place of the error that came of it."""
+def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Iterator[None]:
+    """Raises what is wrong with a step's arguments in place of the error that this led to."""
     try:
-        # Looked at before: JAX 0.10 crashes where it is given an array that is gone.
+        # Checked before the call: JAX 0.10 crashes where it is given a deleted array.
         if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
             raise ValueError("an argument has an array that was deleted")
         yield
@@ -39,13 +39,13 @@ def explained(args: tuple, named: dict[str, Any], plan: Plan | None) -> Iterator
         raise
 
 
-def plan_of(state: Any, given: Plan | None) -> Plan | None:
-    """The plan that a state carries, or the one that a step was given."""
+def plan_of(state: PyTree, given: Plan | None) -> Plan | None:
+    """Returns the plan that a state carries, or else the one that the step was given."""
     carried = _carried.carried_plan(state)
     return given if carried is None else carried
 
 
-def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
+def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None:
     """Raises what is wrong with leaves of named arguments, where that explains the error."""
     for name, tree in given.items():
         _refusals.check_alive(tree, name)
@@ -57,8 +57,8 @@ def blame(error: Exception, given: dict[str, Any], plan: Plan | None) -> None:
         error.add_note(out_of_memory(plan))
 
 
-def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
-    """The plan that the state was placed by."""
+def find_plan(state: PyTree, given: Plan | None, stage: int | None) -> Plan:
+    """Returns the plan that the state was placed by."""
     plan = plan_of(state, given)
     if plan is None:
         how = (
@@ -85,7 +85,7 @@ def find_plan(state: Any, given: Plan | None, stage: int | None) -> Plan:
     return plan
 
 
-def check_loss(loss_fn: Any) -> None:
+def check_loss(loss_fn: object) -> None:
     """Raises for what is passed in place of a loss: a model, a state, nothing."""
     if _refusals.is_flax_module(loss_fn) or not callable(loss_fn):
         raise TypeError(
@@ -94,7 +94,8 @@ def check_loss(loss_fn: Any) -> None:
         )
 
 
-def check_mutable(mutable: Any) -> None:
+def check_mutable(mutable: object) -> None:
+    """Raises for `mutable=` that does not name fields, or names those of the optimizer."""
     names = [mutable] if isinstance(mutable, str) else mutable
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -108,17 +109,17 @@ def check_mutable(mutable: Any) -> None:
         )
 
 
-def check_switches(**switches: Any) -> None:
+def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} must be True or False.")
 
 
-def _step(state: Any, batch: Any, rng: Any = None) -> None:
-    """How steps are called."""
+def _step(state: PyTree, batch: PyTree, rng: PyTree = None) -> None:
+    """Has the signature of a step."""
 
 
-def _given(args: tuple, named: dict[str, Any], error: Exception) -> dict[str, Any]:
+def _given(args: tuple, named: dict[str, PyTree], error: Exception) -> dict[str, PyTree]:
     try:
         return inspect.signature(_step).bind(*args, **named).arguments
     except TypeError as wrong:
@@ -128,8 +129,8 @@ def _given(args: tuple, named: dict[str, Any], error: Exception) -> dict[str, An
         ) from error
 
 
-def check_kinds(state: Any, batch: Any) -> None:
-    """Raises where something else is in the state's place."""
+def check_kinds(state: PyTree, batch: PyTree) -> None:
+    """Raises where the state or the batch is something else."""
     _refusals.check_functional(state)
     message = ""
     if _is_state(batch) and not _is_state(state):
@@ -148,12 +149,12 @@ def check_kinds(state: Any, batch: Any) -> None:
         raise TypeError(message)
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: object) -> bool:
     keys = set(value) if isinstance(value, dict) else set()
     return _state.get_tx(value) is not None or {PARAMS, OPT_STATE} <= keys
 
 
-def _check_devices(name: str, tree: Any, plan: Plan) -> None:
+def _check_devices(name: str, tree: PyTree, plan: Plan) -> None:
     """Raises for an array that was put on other devices than the plan's."""
     wanted = set(plan.mesh.devices.flat)
     for leaf in _state.leaves_with_paths(tree):
@@ -181,31 +182,30 @@ def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
 
 
 def out_of_memory(plan: Plan | None) -> str:
-    """What takes memory, and how to need less of it."""
+    """Says what takes memory, and how to need less of it."""
     look = (
         "print(plan) shows every leaf, zerojax.audit(step, state, batch) what is in memory at the "
         "peak, zerojax.forecast(step, make_state, batch, gpus=...) what would fit."
     )
     if plan is None:
         return f"Out of memory. {look}"
-    held = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
-    held.append(f"gradients {human_bytes(_gradient_bytes(plan))}")
-    size: Callable[[Any], int] = lambda leaf: leaf.bytes_per_device(plan.mesh)  # noqa: E731
-    largest = sorted(plan.leaves, key=size, reverse=True)[:LARGEST]
-    named = ", ".join(f"{leaf.path} {human_bytes(size(leaf))}" for leaf in largest)
+    sizes = {leaf.path: leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves}
+    largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:LARGEST]
+    named = ", ".join(f"{path} {human_bytes(sizes[path])}" for path in largest)
+    kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
+    kinds.append(f"gradients {human_bytes(_gradient_bytes(plan))}")
     higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "
     return (
-        f"Out of memory. By the plan, each device holds {', '.join(held)}; the largest leaves are "
+        f"Out of memory. By the plan, each device has {', '.join(kinds)}; the largest leaves are "
         f"{named}. Activations and gathered weights come on top. Less is needed with {higher}more "
         f"microbatches (accumulate=) or jax.checkpoint around layers. {look}"
     )
 
 
 def _gradient_bytes(plan: Plan) -> int:
-    cut = plan.shard_shardings if plan.sharded["grads"] else [None] * len(plan.leaves)
-    return sum(
-        math.prod(sharding.shard_shape(leaf.shape) if sharding else leaf.shape)
-        * leaf.dtype.itemsize
-        for leaf, sharding in zip(plan.leaves, cut, strict=True)
-        if leaf.kind == PARAMS
-    )
+    total = 0
+    for leaf, sharding in zip(plan.leaves, plan.shard_shardings, strict=True):
+        if leaf.kind == PARAMS:
+            shape = sharding.shard_shape(leaf.shape) if plan.sharded["grads"] else leaf.shape
+            total += math.prod(shape) * leaf.dtype.itemsize
+    return total

@@ -1,28 +1,33 @@
-"""Sharding constraints over the axes that a step has cut the batch along, as models have them.
+"""Removes a loss's sharding constraints over the axes that a step splits the batch over.
 
-Code of one device cannot name such an axis: along it there is nothing left to lay out. So a loss
-with constraints is traced as code of the whole mesh, and its jaxpr made one of a device: the axes
-go from every constraint, and are manual in every type, at any depth.
+Models have such constraints, and the code of one device cannot: nothing is left there to split over
+these axes. A loss with constraints is therefore traced as code of the whole mesh, and its jaxpr
+rewritten to that of one device: at any depth, the axes leave every constraint, and become manual
+in every type.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._collectives import names_in
-from zerojax._jaxpr import is_var
+from zerojax._types import PyTree
+
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
 
 def whole_mesh() -> AbstractMesh:
-    """The mesh of the code that runs, as code outside of `shard_map` would see it."""
+    """Returns the mesh of the code that runs, as code outside of `shard_map` would see it."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
 
 
-def name_any(jaxpr: Any, axes: tuple[str, ...]) -> bool:
+def name_any(jaxpr: Jaxpr, axes: tuple[str, ...]) -> bool:
     """Whether a constraint in `jaxpr`, at any depth, is over one of the axes."""
     return any(
         is_constraint(eqn) and named_axes(eqn.params["sharding"].spec).intersection(axes)
@@ -34,21 +39,25 @@ def named_axes(spec: PartitionSpec) -> set[str]:
     return names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
 
 
-def is_constraint(eqn: Any) -> bool:
+def is_constraint(eqn: JaxprEqn) -> bool:
     by_spec = isinstance(eqn.params.get("sharding"), NamedSharding)
     return eqn.primitive.name == "sharding_constraint" and by_spec
 
 
 class Dropper:
-    """Makes jaxprs traced on a whole mesh, where `axes` are automatic, ones of a single device."""
+    """Rewrites jaxprs traced on a whole mesh, where `axes` are automatic, to those of one device.
+
+    Each method returns its argument without the axes.
+    """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = dict.fromkeys(axes, AxisType.Manual)
         self.whole, self.here = whole_mesh(), jax.sharding.get_abstract_mesh()
-        self.jaxprs: dict[int, tuple[Any, Any]] = {}  # with what they are of, which lives as long
+        # By the id of the original, which is kept so that no other object gets its id.
+        self.jaxprs: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        """`jaxpr`, open or closed; the same one for the same one, as JAX caches by identity."""
+    def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
+        """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
         if id(jaxpr) not in self.jaxprs:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             rewritten = self._open(inner)
@@ -57,59 +66,59 @@ class Dropper:
             self.jaxprs[id(jaxpr)] = (rewritten, jaxpr)
         return self.jaxprs[id(jaxpr)][0]
 
-    def _open(self, jaxpr: Any) -> Any:
-        names: dict[Any, Any] = {}
+    def _open(self, jaxpr: Jaxpr) -> Jaxpr:
+        names: dict[Var, Var | Literal] = {}
 
-        def named(var: Any) -> Any:
-            if not is_var(var) or _compat.is_dropped(var):
+        def declared(var: Var) -> Var:
+            if _compat.is_dropped(var):
                 return var
-            if var not in names:
-                names[var] = _compat.fresh(var, self.aval(var.aval))
-            return names[var]
+            names[var] = new = _compat.fresh(var, self.aval(var.aval))
+            return new
 
-        constvars, invars = map(named, jaxpr.constvars), map(named, jaxpr.invars)
-        constvars, invars, eqns = list(constvars), list(invars), []
+        def named(atom: Var | Literal) -> Var | Literal:
+            return atom if isinstance(atom, Literal) else names[atom]
+
+        constvars = list(map(declared, jaxpr.constvars))
+        invars = list(map(declared, jaxpr.invars))
+        eqns = []
         for eqn in jaxpr.eqns:
-            operands = [named(v) for v in eqn.invars]
+            operands = list(map(named, eqn.invars))
             if is_constraint(eqn) and self.says_nothing(eqn):
                 names[eqn.outvars[0]] = operands[0]
                 continue
             params = {name: self.param(name, value) for name, value in eqn.params.items()}
-            outvars = [named(v) for v in eqn.outvars]
-            ctx = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
+            outvars = list(map(declared, eqn.outvars))
+            ctx: PyTree = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
-        outvars = [named(v) for v in jaxpr.outvars]
+        outvars = list(map(named, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
-    def says_nothing(self, constraint: Any) -> bool:
-        """Whether no axis is left that it could be about."""
+    def says_nothing(self, constraint: JaxprEqn) -> bool:
+        """Whether no axis is left that a constraint could name."""
         mesh = self.mesh(constraint.params["sharding"].mesh.abstract_mesh)
         return not mesh.auto_axes and constraint.params["layout"] is None
 
-    # -- what speaks of a mesh
-
     def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
-        if set(mesh.axis_names) == set(self.here.axis_names):  # of this mesh, whatever its types
+        if set(mesh.axis_names) == set(self.here.axis_names):  # the same mesh, whatever its types
             mesh = self.whole.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Manual))
         here = {axis: kind for axis, kind in self.axes.items() if axis in mesh.axis_names}
         return mesh.update_axis_types(here)
 
-    def aval(self, aval: Any) -> Any:
+    def aval(self, aval: AbstractValue) -> AbstractValue:
         sharding = getattr(aval, "sharding", None)
         return aval if sharding is None else aval.update(sharding=self.sharding(sharding))
 
     def sharding(self, sharding: NamedSharding) -> NamedSharding:
-        spec = PartitionSpec(*map(self.others, sharding.spec))
+        spec = PartitionSpec(*map(self.entry, sharding.spec))
         return NamedSharding(self.mesh(sharding.mesh.abstract_mesh), spec)
 
-    def others(self, entry: Any) -> Any:
-        """An entry of a spec without the axes."""
+    def entry(self, entry: PyTree) -> PyTree:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             return entry
         names = entry if isinstance(entry, tuple) else (entry,)
         return tuple(name for name in names if name not in self.axes) or None
 
-    def param(self, name: str, value: Any) -> Any:
+    def param(self, name: str, value: PyTree) -> PyTree:
         if name in _compat.THUNKS:
             return _compat.Thunk(value, self.traced_later)
         match value:
@@ -125,8 +134,8 @@ class Dropper:
                 return self.jaxpr(value)
         return value
 
-    def traced_later(self, trace: Callable[[], Any]) -> Any:
-        """The jaxpr of a derivative that a user defined, and what comes with it."""
+    def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
+        """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
         with jax.sharding.use_abstract_mesh(self.whole):
             jaxpr, *others = trace()
         return (self.jaxpr(jaxpr), *others)

@@ -1,24 +1,28 @@
 """Fields of a state, such as batch statistics, that a loss takes and returns updated."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
+from zerojax._plan import move as _move
 from zerojax._state import refusals as _refusals, state as _state
+from zerojax._types import PyTree
 
 
 def with_fields(
-    loss_fn: Callable[..., Any], state: Any, names: Sequence[str]
-) -> Callable[..., Any]:
-    """The loss with fields of the state as keyword arguments; of a `ModuleState`, with the model
-    in place of its parameters. It holds the arrays of both where `trace_loss` finds them."""
+    loss_fn: Callable[..., PyTree], state: PyTree, names: Sequence[str]
+) -> Callable[..., PyTree]:
+    """Returns the loss with fields of the state as keyword arguments.
+
+    For a `ModuleState`, the loss takes the model in place of its parameters. The result is a
+    `Partial`, in which `trace_loss` finds the arrays of the fields and of the model.
+    """
     fields = {name: _field(state, name) for name in names}
     model_of = getattr(state, "model_of", lambda params: params)
 
-    def loss(fields: dict[str, Any], model_of: Any, params: Any, *args: Any) -> Any:
+    def loss(fields: PyTree, model_of: Callable, params: PyTree, *args: PyTree) -> PyTree:
         return _refusals.called(loss_fn, (model_of(params), *args), fields)
 
     return jax.tree_util.Partial(loss, fields, model_of)
@@ -29,19 +33,21 @@ def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def is_field(path: tuple, names: Sequence[str]) -> bool:
-    """Whether a leaf at this path of aux belongs to one of the fields that `names` tells."""
+    """Whether the leaf of aux at this path belongs to one of the fields in `names`."""
     return bool(path) and isinstance(path[0], DictKey) and path[0].key in names
 
 
-def has_no_mean(path: tuple, leaf: Any, names: Sequence[str]) -> bool:
+def has_no_mean(path: tuple, leaf: jax.Array, names: Sequence[str]) -> bool:
     """Whether a leaf of aux is a field's integers, booleans or keys, which one device decides."""
     return is_field(path, names) and not jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Takes updated fields out of aux, in the dtypes they have in the state.
+def split_fields(
+    aux: PyTree, state: PyTree, names: Sequence[str]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Takes the updated fields out of aux, in the dtypes that they have in the state.
 
-    What is None there stays as it was.
+    What is None in aux stays as it was.
     """
     if not names:
         return aux, {}
@@ -58,32 +64,28 @@ def split_fields(aux: Any, state: Any, names: Sequence[str]) -> tuple[Any, dict[
     return without_fields(aux, names), fields
 
 
-def without_fields(aux: Any, names: Sequence[str]) -> Any:
+def without_fields(aux: PyTree, names: Sequence[str]) -> PyTree:
     if not names or not isinstance(aux, dict):
         return aux
     return {k: v for k, v in aux.items() if k not in names} or None
 
 
-def _like(path: tuple, new: Any, old: Any) -> Any:
-    """The new value in the old one's dtype; an error where that is none for it."""
+def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:
+    """Returns the new value in the old one's dtype; raises where that would lose something."""
     if new is None:
         return old
-
-    def is_a(kind: Any, leaf: Any) -> bool:
-        return jnp.issubdtype(leaf.dtype, kind)
-
-    is_key = is_a(jax.dtypes.extended, new)
-    rounds = is_a(jnp.inexact, new) and not is_a(jnp.inexact, old)
-    if new.shape != old.shape or rounds or is_key != is_a(jax.dtypes.extended, old):
+    rounds = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
+    if new.shape != old.shape or rounds or _move.is_key(new) != _move.is_key(old):
         raise TypeError(
             f"the loss returned {_state.path_name(path)}, a field in mutable=, as "
             f"{new.dtype}{list(new.shape)}, and the state has it as {old.dtype}{list(old.shape)}. "
             "Return what the state has; a float for an integer is yours to round."
         )
-    return new if is_key else new.astype(old.dtype)
+    return new if _move.is_key(new) else new.astype(old.dtype)
 
 
-def _check_structure(new: Any, old: Any) -> None:
+def _check_structure(new: PyTree, old: PyTree) -> None:
+    """Raises where the loss returned a field without a leaf of it, or with one too many."""
     try:
         jax.tree.map(lambda *_: None, new, old, is_leaf=_is_none)
         return
@@ -101,11 +103,11 @@ def _check_structure(new: Any, old: Any) -> None:
     )
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def _field(state: Any, name: str) -> Any:
+def _field(state: PyTree, name: str) -> PyTree:
     if isinstance(state, dict) and name in state:
         return state[name]
     if not hasattr(state, name):

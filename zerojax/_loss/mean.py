@@ -1,25 +1,24 @@
-"""The exact mean over the whole batch, padding left out, from code that sees one shard of it."""
-
-from typing import Any
+"""The exact mean over the global batch without its padding, from code that sees one shard of it."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._plan.precision import wide
 
-# Names of the calls that accumulation looks for.
+# The names of the calls below, which accumulation looks for.
 MEAN, COUNT = "zerojax_mean", "zerojax_count"
 
 
-def mean(values: Any, where: Any = None) -> jax.Array:
-    """The mean of `values` over the global batch; with a mask, over its true elements.
+def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
+    """Returns the mean of `values` over the global batch; with a mask, over its true elements.
 
-    Inside a zerojax step this is the number one device would get from the whole batch, though
-    shards hold different numbers of true elements. With `accumulate=` it is exact too; there it
-    must enter the loss and the aux linearly, and anything else is an error. Outside of a step it
-    is `jnp.mean(values, where=where)`, and 0 where nothing is true.
+    Inside a zerojax step this is the number that one device would get from the global batch, even
+    where shards have different numbers of true elements. With `accumulate=` it is exact too; there
+    it must enter the loss and the aux linearly, and anything else is an error. Outside of a step
+    it is `jnp.mean(values, where=where)`, and 0 where nothing is true.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
@@ -47,7 +46,7 @@ def mean(values: Any, where: Any = None) -> jax.Array:
         count = jnp.sum(mask, dtype=dtype)
         if axes:
             total, count = lax.psum(total, axes), _global_count(count, axes)
-        # Through accumulation the count is a mean over microbatches and may well be below 1.
+        # Under accumulation the count is a mean over microbatches, and may be below 1.
         any_true = count > 0
         mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
         return mean.astype(values.dtype)
@@ -56,10 +55,10 @@ def mean(values: Any, where: Any = None) -> jax.Array:
 
 
 def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`count` over all devices, in a call whose name lets accumulation find it.
+    """Returns `count` over all devices, from a call whose name lets accumulation find it.
 
-    Each microbatch must divide by the count of all of them over their number, which the loss
-    cannot know; `_step/accumulate.py` puts it in place of this call's result.
+    Each microbatch must divide by the mean count of all microbatches, which the loss cannot know;
+    `_step/accumulate.py` puts that in place of this call's result.
     """
 
     def zerojax_count(count: jax.Array) -> jax.Array:

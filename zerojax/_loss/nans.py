@@ -1,12 +1,11 @@
-"""`jax_debug_nans` and `jax_debug_infs`: where the first bad value of a step comes from.
+"""Finds the first bad value of a step under `jax_debug_nans` and `jax_debug_infs`.
 
-JAX runs a jitted function with a bad result once more without `jit`, on values, until an operation
-fails. It cannot do so with a `shard_map` whose inputs are bad (it recurses until Python stops it),
-nor look into a loss that was traced.
+JAX alone runs a jitted function with a bad result again without `jit`, on values, until an
+operation fails. It cannot do so with a `shard_map` whose inputs are bad (it recurses until Python
+stops it), nor with a loss that was traced already.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +16,30 @@ from jax.sharding import PartitionSpec
 from zerojax._loss import batch as _batch
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS, path_name
+from zerojax._types import PyTree
 
 
-def run(function: Callable[..., Any], inputs: Sequence[Any], explain: Callable[[], None]) -> Any:
-    """`function(*inputs)`; where JAX is looking for a bad value and here is one, `explain()`."""
-    looking = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore
-    if not looking or any(isinstance(v, Tracer) for v in jax.tree.leaves(inputs)):
+def run(
+    function: Callable[..., PyTree], inputs: Sequence[PyTree], explain: Callable[[], None]
+) -> PyTree:
+    """Returns `function(*inputs)`, and calls `explain` if it has a value that JAX looks for."""
+    nans, infs = _sought()
+    if not (nans or infs) or any(isinstance(v, Tracer) for v in jax.tree.leaves(inputs)):
         return function(*inputs)
-    find_nans, find_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = function(*inputs)
-    if next(bad_leaves(outputs, find_nans, find_infs), None):
+    if next(bad_leaves(outputs, nans, infs), None):
         explain()
     return outputs
 
 
-def bad_leaves(tree: Any, nans: bool, infs: bool) -> Iterator[str]:
-    """The paths of leaves with values that JAX was asked to find."""
+def _sought() -> tuple[bool, bool]:
+    """Returns whether JAX was asked to find NaNs, and infinities."""
+    return jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
+
+
+def bad_leaves(tree: PyTree, nans: bool, infs: bool) -> Iterator[str]:
+    """Yields the paths of leaves with values that JAX was asked to find."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             continue
@@ -44,41 +50,40 @@ def bad_leaves(tree: Any, nans: bool, infs: bool) -> Iterator[str]:
 
 
 def explain(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     plan: Plan,
-    params: Any,
-    args: Sequence[Any],
+    params: PyTree,
+    args: Sequence[PyTree],
     roles: Sequence[_batch.Role],
 ) -> None:
-    """Raises for bad inputs; else runs the loss op by op, as it was written."""
-    flags = jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
+    """Raises for bad inputs; otherwise runs the loss op by op, as it was written."""
     named = {PARAMS: params, "batch": args[0]} | {
         f"argument {i + 2}": a for i, a in enumerate(args[1:], 1)
     }
-    bad = list(bad_leaves(named, *flags))
+    bad = list(bad_leaves(named, *_sought()))
     if bad:
         raise FloatingPointError(
             f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
             "makes of them is not either. Look at the batch, or at the step before; with this "
-            "check off, skip_nonfinite=True leaves such steps out."
+            "check off, skip_nonfinite=True skips such steps."
         )
-    if plan.mesh.is_multi_process:  # where the others may have found nothing, and go on
+    if plan.mesh.is_multi_process:  # the others may have found nothing, and continue
         raise FloatingPointError(
             "the step has results that are not finite in this process. Run it in one process, "
             "where the loss is run again op by op to find the line."
         )
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     treedef = jax.tree.structure(tuple(args))
     specs = treedef.unflatten([_batch.spec(role, plan.axes) for role in roles])
     jax.shard_map(
         lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0],
         mesh=plan.mesh,
-        in_specs=(whole, specs),
-        out_specs=whole,
+        in_specs=(replicated, specs),
+        out_specs=replicated,
         axis_names=set(plan.axes),
         check_vma=False,
     )(params, tuple(args))
     raise FloatingPointError(
-        "a value that is not finite comes up in the derivatives of the loss, whose own operations "
+        "a value that is not finite appears in the derivatives of the loss, whose own operations "
         "are all fine. Look for square roots, norms, divisions and powers at 0."
     )

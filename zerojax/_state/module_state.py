@@ -1,14 +1,16 @@
 """A training state for models that are pytrees of more than parameters, as Equinox's are."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+
+from zerojax._types import PyTree
 
 
 @struct.dataclass
@@ -18,7 +20,7 @@ class ModuleState:
     `ModuleState.create(model, tx)` makes one. The loss takes the model, `loss_fn(model, batch)`;
     `state.model` is the model as trained. Its arrays of floats are the parameters, and the
     optimizer sees those alone, as in `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
-    Other arrays, and whatever is no array, activation functions say, stay as they are.
+    Other arrays, and what is not an array (an activation function, say), stay as they are.
 
     Example:
         >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((64, 16)))
@@ -30,16 +32,18 @@ class ModuleState:
         (1, 16)
     """
 
-    step: Any
-    params: Any
-    opt_state: Any
-    arrays: Any
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    arrays: PyTree
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
-    static: Any = struct.field(pytree_node=False)
+    static: tuple = struct.field(pytree_node=False)  # what is no array: its treedef and leaves
 
     @classmethod
-    def create(cls, model: Any, tx: optax.GradientTransformation, **fields: Any) -> "ModuleState":
-        """The state of an untrained model; `fields` are those that a subclass adds."""
+    def create(
+        cls, model: PyTree, tx: optax.GradientTransformation, **fields: PyTree
+    ) -> "ModuleState":
+        """Makes the state of an untrained model; `fields` are those that a subclass adds."""
         params, arrays, rest = (
             jax.tree.map(lambda leaf, k=kind: leaf if _kind(leaf) == k else None, model)
             for kind in ("params", "arrays", "static")
@@ -56,36 +60,39 @@ class ModuleState:
         )
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PyTree:
         """The model, with the parameters that the state has now."""
         return self.model_of(self.params)
 
     @property
-    def model_of(self) -> Callable[[Any], Any]:
-        """Of parameters, the model that has them; what a step gives to its loss.
+    def model_of(self) -> Callable[[PyTree], PyTree]:
+        """A function from parameters to the model that has them, which a step gives to its loss.
 
-        A `Partial`, where a trace finds the arrays that the model holds beside them.
+        It is a `Partial`, in which a trace finds the model's other arrays.
         """
         treedef, leaves = self.static
         joined = functools.partial(_joined, treedef.unflatten(leaves))
         return jax.tree_util.Partial(joined, self.arrays)
 
-    def apply_gradients(self, *, grads: Any, **fields: Any) -> "ModuleState":
+    def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> "ModuleState":
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, updates)
-        new: Any = {"step": self.step + 1, "params": params, "opt_state": opt_state, **fields}
-        return self.replace(**new)  # type: ignore
+        new = {"step": self.step + 1, "params": params, "opt_state": opt_state, **fields}
+        return dataclasses.replace(self, **new)
 
 
-def _joined(static: Any, arrays: Any, params: Any) -> Any:
-    def first(*found: Any) -> Any:
+def _joined(static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
+    def first(*found: PyTree) -> PyTree:
         return next((x for x in found if x is not None), None)
 
     return jax.tree.map(first, params, arrays, static, is_leaf=lambda x: x is None)
 
 
-def _kind(leaf: Any) -> str:
-    """Which field a leaf of the model goes to. Floats of numpy's are constants, as in Equinox."""
+def _kind(leaf: PyTree) -> str:
+    """Returns the field that a leaf of the model goes to.
+
+    Floats in numpy arrays are constants, as in Equinox.
+    """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return "static"
     trains = jnp.issubdtype(leaf.dtype, jnp.inexact) and not isinstance(leaf, np.ndarray)

@@ -1,7 +1,6 @@
 """A Flax nnx model and its optimizer as one state without objects, and back."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +9,28 @@ from flax import nnx, struct
 from flax.training.train_state import TrainState
 
 from zerojax._state import carried as _carried
+from zerojax._types import PyTree
 
 
 @struct.dataclass
 class Variables:
-    """What a model holds besides parameters, and the graph that makes a model of both."""
+    """What is in a model besides parameters, and the graph that makes a model of both."""
 
-    values: Any
-    graphdef: Any = struct.field(pytree_node=False)
+    values: PyTree
+    graphdef: nnx.GraphDef = struct.field(pytree_node=False)
 
 
 class State(TrainState):
-    """A model and its optimizer without objects. `variables`: batch statistics, random streams."""
+    """A model and its optimizer without objects.
+
+    `variables` has the batch statistics and the random streams.
+    """
 
     variables: Variables
 
 
-def state(model: Any, optimizer: nnx.Optimizer) -> State:
-    """The arrays of a model and its optimizer as one state, for `zerojax.save` and others."""
+def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
+    """Returns the arrays of a model and its optimizer as one state, as `zerojax.save` takes it."""
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.Param, ...)
     trained, frozen, others = map(nnx.as_pure, parts)
     params, tx = trained, optimizer.tx
@@ -37,7 +40,7 @@ def state(model: Any, optimizer: nnx.Optimizer) -> State:
         plan = getattr(tx, "plan", None)
         tx = updating_only(paths, getattr(tx, "original", tx))
         tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
-    fields: dict[str, Any] = {
+    fields: dict[str, PyTree] = {
         "step": optimizer.step.get_value(),
         "apply_fn": None,
         "params": params,
@@ -48,13 +51,12 @@ def state(model: Any, optimizer: nnx.Optimizer) -> State:
     return State(**fields)
 
 
-def update(model: Any, optimizer: nnx.Optimizer, state: State) -> None:
+def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     """Puts a state's arrays into a model and its optimizer."""
     nnx.update(model, state.params, state.variables.values)
     optimizer.step.set_value(state.step)
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    held = jax.tree.leaves(optimizer.opt_state, is_leaf=is_variable)
-    for variable, value in zip(held, jax.tree.leaves(state.opt_state), strict=True):
+    variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable, value in zip(variables, jax.tree.leaves(state.opt_state), strict=True):
         variable.set_value(value)
 
 
@@ -62,16 +64,18 @@ def update(model: Any, optimizer: nnx.Optimizer, state: State) -> None:
 def updating_only(
     trained: frozenset[tuple], tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """`tx` for the parameters at the paths `trained`; the others stay as they are."""
+    """Returns `tx` for the parameters at the paths in `trained`; the others stay as they are."""
 
-    def chosen(tree: Any) -> Any:
+    def chosen(tree: PyTree) -> PyTree:
         return nnx.from_flat_state((p, v) for p, v in nnx.to_flat_state(tree) if p in trained)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return tx.init(chosen(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        new: Any
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        new: PyTree
         new, state = tx.update(chosen(updates), state, chosen(params))
         found = dict(nnx.to_flat_state(new))
         flat = nnx.to_flat_state(updates)
@@ -80,13 +84,13 @@ def updating_only(
     return optax.GradientTransformation(init, update)
 
 
-def check_unannotated(model: Any) -> None:
-    """Raises where weights want axes that a model made inside of `jax.jit` cannot tell."""
+def check_unannotated(model: nnx.Module) -> None:
+    """Raises where weights are annotated with mesh axes, which are lost inside of `jax.jit`."""
     for path, spec in nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model))):
         spec = spec.get_value() if isinstance(spec, nnx.Variable) else spec
         if spec is not None and any(entry is not None for entry in spec):
             raise ValueError(
-                f"{'/'.join(map(str, path))} is annotated to lie along {spec}, which is lost where "
-                "models are born sharded. Make the model first, under jax.set_mesh(mesh), and pass "
-                "it with its optimizer: zerojax.nnx.shard(model, optimizer, mesh=mesh)."
+                f"{'/'.join(map(str, path))} is annotated with {spec}, which is lost where models "
+                "are made sharded. Make the model first, under jax.set_mesh(mesh), and pass it "
+                "with its optimizer: zerojax.nnx.shard(model, optimizer, mesh=mesh)."
             )

@@ -1,10 +1,9 @@
-"""What users pass first where something else belongs, and what they are told then."""
+"""Errors for what users pass at first where something else belongs."""
 
 import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +11,11 @@ from jax.core import Tracer
 
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
+from zerojax._types import PyTree
 
 
-def check_functional(state: Any) -> None:
-    """Raises for Flax modules: nnx ones are sharded in place, linen ones hold no parameters."""
+def check_functional(state: object) -> None:
+    """Raises for Flax modules: nnx ones are sharded in place, linen ones have no parameters."""
     nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
     parts = state if isinstance(state, tuple | list) else ()
     if nnx is not None and (
@@ -28,41 +28,41 @@ def check_functional(state: Any) -> None:
         )
     if linen is not None and isinstance(state, linen.Module):
         raise TypeError(
-            f"this is the Flax module {type(state).__name__}, not a state: it holds no parameters. "
-            "Make one of what its init returns: TrainState.create(apply_fn=model.apply, params="
+            f"this is the Flax module {type(state).__name__}, not a state: it has no parameters. "
+            "Make one from what its init returns: TrainState.create(apply_fn=model.apply, params="
             "model.init(key, x)['params'], tx=tx)."
         )
 
 
-def is_flax_module(value: Any) -> bool:
+def is_flax_module(value: object) -> bool:
     modules = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
     return any(isinstance(value, module.Module) for module in modules)
 
 
-def is_gone(value: Any) -> bool:
-    array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return array and value.is_deleted()
+def is_gone(value: object) -> bool:
+    """Whether an array was donated or deleted."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
-def check_alive(tree: Any, name: str = "state") -> None:
-    """Raises where arrays were given away to an earlier step, or deleted."""
+def check_alive(tree: PyTree, name: str = "state") -> None:
+    """Raises where arrays were donated to an earlier step, or deleted."""
     for leaf in _state.leaves_with_paths(tree):
         if not is_gone(leaf.value):
             continue
         if name == "state":
             raise ValueError(
-                f"this state was donated to an earlier step, which has made the next one of it "
-                f"({where(name, leaf)} is gone). Go on with what that step returned, state, "
+                "this state was donated to an earlier step, which made the next one in its memory "
+                f"({where(name, leaf)} is gone). Continue with what that step returned, state, "
                 "metrics = step(state, batch), or make the step with donate=False."
             )
         raise ValueError(
             f"{where(name, leaf)} was donated to an earlier function (donate_argnums of jax.jit) "
-            f"or deleted. Pass a {name} made anew."
+            f"or deleted. Pass a new {name}."
         )
 
 
-def check_arrays(tree: Any, name: str) -> None:
-    """Raises for leaves that JAX takes for no arrays."""
+def check_arrays(tree: PyTree, name: str) -> None:
+    """Raises for leaves that JAX does not accept as arrays."""
     for leaf in _state.leaves_with_paths(tree):
         try:
             jax.eval_shape(lambda x: x, leaf.value)
@@ -70,23 +70,28 @@ def check_arrays(tree: Any, name: str) -> None:
             raise _no_array(leaf, name) from None
 
 
-def check_values(tree: Any, name: str = "state") -> None:
-    """Raises for leaves that are no arrays of numbers: strings, objects, shapes without values."""
+def check_values(tree: PyTree, name: str = "state") -> None:
+    """Raises for leaves that are not numbers."""
     for leaf in _state.leaves_with_paths(tree):
-        if not isinstance(leaf.value, jax.Array) and np.asarray(leaf.value).dtype.kind in "OSU":
+        if not has_numbers(leaf.value):
             raise _no_array(leaf, name)
+
+
+def has_numbers(value: PyTree) -> bool:
+    """Whether a leaf has numbers: no string, no object, no shape without values."""
+    return isinstance(value, jax.Array) or np.asarray(value).dtype.kind not in "OSU"
 
 
 def _no_array(leaf: Leaf, name: str) -> TypeError:
     of = f" of {leaf.value.dtype}" if isinstance(leaf.value, np.ndarray) else ""
     return TypeError(
-        f"{where(name, leaf)} is a {type(leaf.value).__name__}{of}, which JAX takes for no array "
-        f"of values. Make it a numpy array of numbers, or leave it out of the {name}."
+        f"{where(name, leaf)} is a {type(leaf.value).__name__}{of}, which JAX does not accept "
+        f"as an array. Make it a numpy array of numbers, or leave it out of the {name}."
     )
 
 
-def check_tx(tx: Any) -> None:
-    """Raises for an optimizer that is not one yet, `optax.adam` for `optax.adam(1e-3)`."""
+def check_tx(tx: object) -> None:
+    """Raises for what is not an optimizer, such as `optax.adam` for `optax.adam(1e-3)`."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(
@@ -96,19 +101,22 @@ def check_tx(tx: Any) -> None:
 
 
 def where(name: str, leaf: Leaf) -> str:
-    """A leaf of a step's argument: 'batch leaf x', or 'the batch' where it is all of it."""
+    """Names a leaf of a step's argument: 'batch leaf x', or 'the batch' where that is a leaf."""
     return f"{name} leaf {leaf.name}" if leaf.path else f"the {name}"
 
 
 def called(
-    loss_fn: Callable[..., Any], args: Sequence[Any], fields: dict[str, Any], model: str = "params"
-) -> Any:
-    """`loss_fn(*args, **fields)`, with an error that names these where it takes others."""
+    loss_fn: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    fields: dict[str, PyTree],
+    model: str = "params",
+) -> PyTree:
+    """Returns `loss_fn(*args, **fields)`; names these arguments where the loss takes others."""
     try:
         return loss_fn(*args, **fields)
     except TypeError as error:
         if _takes(loss_fn, args, fields):
-            raise  # it is about something in the loss
+            raise  # the error comes from within the loss
         given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
         raise TypeError(
             f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
@@ -117,8 +125,8 @@ def called(
         ) from error
 
 
-def updated(update: Callable[..., Any], *args: Any) -> Any:
-    """`update(*args)`, with an error that says so where an optimizer wants more than gradients."""
+def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Returns `update(*args)`, or raises where the optimizer needs more than gradients."""
     try:
         return update(*args)
     except TypeError as error:
@@ -127,18 +135,20 @@ def updated(update: Callable[..., Any], *args: Any) -> Any:
             raise
         names = re.findall(r"'(\w+)'", missing[1])
         raise TypeError(
-            f"the optimizer's update takes {', '.join(f'{name}=' for name in names)} beside the "
-            "gradients, and train_step passes gradients alone. Write the loop yourself: loss, "
-            "grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), then tx.update(grads, "
-            f"opt_state, params, {names[0]}=...); docs/loop.md shows it."
+            f"the optimizer's update takes {', '.join(f'{name}=' for name in names)} in addition "
+            "to the gradients, and train_step passes gradients alone. Write the loop yourself: "
+            "loss, grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), then "
+            f"tx.update(grads, opt_state, params, {names[0]}=...); docs/loop.md shows it."
         ) from error
 
 
-def _takes(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> bool:
+def _takes(
+    function: Callable[..., PyTree], args: Sequence[PyTree], named: dict[str, PyTree]
+) -> bool:
     try:
         inspect.signature(function).bind(*args, **named)
     except TypeError:
         return False
-    except ValueError:  # of builtins and the like nobody knows
+    except ValueError:  # builtins and the like have no signature
         return True
     return True

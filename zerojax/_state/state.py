@@ -1,28 +1,35 @@
-"""What the parts of a user's state are: parameters, optimizer state, everything else.
+"""The parts of a user's state: parameters, optimizer state, everything else.
 
-This is the one place that knows about container types. A state is any pytree whose leaves
-sit under `params` and `opt_state` (attributes or keys), or a tuple that starts with those two.
-A list is none, nor is a named tuple with other fields: those are trees of parameters.
+A state is any pytree whose leaves sit under `params` and `opt_state` (attributes or keys), or a
+tuple that starts with those two. Lists, and named tuples with other fields, are not states but
+trees of parameters. No other package knows these container types.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from zerojax._types import PyTree
+
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
+
+Entry: TypeAlias = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
 class Leaf(NamedTuple):
+    """A leaf of a tree, with its path."""
+
     path: tuple
-    value: Any
+    value: PyTree
 
     @property
     def name(self) -> str:
@@ -34,10 +41,12 @@ class Leaf(NamedTuple):
 
 
 def path_name(path: tuple) -> str:
+    """Returns a path as plans and errors show it, such as "params/dense/kernel"."""
     return keystr(path, simple=True, separator="/")
 
 
 def kind_of(path: tuple) -> str:
+    """Returns the part of a state that a path leads into: params, opt_state or other."""
     match path[0] if path else None:
         case GetAttrKey(name) | DictKey(name) if name in (PARAMS, OPT_STATE):
             return name
@@ -46,12 +55,12 @@ def kind_of(path: tuple) -> str:
     return OTHER
 
 
-def leaves_with_paths(tree: Any) -> list[Leaf]:
+def leaves_with_paths(tree: PyTree) -> list[Leaf]:
     return [Leaf(path, value) for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def named_leaves(tree: Any, separator: str = "/") -> list[Leaf]:
-    """The leaves with their paths; an error where two have one name, their keys so joined."""
+def named_leaves(tree: PyTree, separator: str = "/") -> list[Leaf]:
+    """Returns the leaves with their paths; raises where two of these read alike once joined."""
     leaves = leaves_with_paths(tree)
     named: dict[str, Leaf] = {}
     for leaf in leaves:
@@ -65,8 +74,8 @@ def named_leaves(tree: Any, separator: str = "/") -> list[Leaf]:
     return leaves
 
 
-def leaves_of(state: Any) -> list[Leaf]:
-    """The leaves with their paths; an error where one of them is no array."""
+def leaves_of(state: PyTree) -> list[Leaf]:
+    """Returns a state's leaves with their paths; raises where one of them is not an array."""
     leaves = named_leaves(state)
     for leaf in leaves:
         if not _is_array(leaf.value) and not np.isscalar(leaf.value):
@@ -91,15 +100,15 @@ def leaves_of(state: Any) -> list[Leaf]:
     return leaves
 
 
-def no_parameters(state: Any) -> ValueError:
+def no_parameters(state: object) -> ValueError:
     return ValueError(
         f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
         "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
     )
 
 
-def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and canonical dtype of an array, key array, numpy or Python scalar."""
+def shape_dtype(value: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the shape and canonical dtype of an array, key array, numpy or Python scalar."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         dtype = value.dtype
         if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
@@ -108,7 +117,14 @@ def shape_dtype(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
 
 
-def _check_single(state: Any) -> None:
+def zero_gradient(value: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
+    """Returns zeros in a dtype that optimizers can add; a key gets JAX's own zero."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    return jnp.zeros(value.shape, value.dtype)
+
+
+def _check_single(state: object) -> None:
     """Raises for several states in one tuple or list, such as a GAN's two."""
     parts = state if isinstance(state, tuple | list) and not hasattr(state, PARAMS) else ()
     for index, part in enumerate(parts):
@@ -120,18 +136,18 @@ def _check_single(state: Any) -> None:
             )
 
 
-def get_params(state: Any) -> Any:
+def get_params(state: PyTree) -> PyTree:
     return _get(state, PARAMS, 0)
 
 
-def get_opt_state(state: Any) -> Any:
+def get_opt_state(state: PyTree) -> PyTree:
     return _get(state, OPT_STATE, 1)
 
 
-def params_in(tree: Any) -> Any:
-    """The parameters of a state, or all of `tree` where it is no state but parameters.
+def params_in(tree: PyTree) -> PyTree:
+    """Returns the parameters of a state, or all of `tree` where that is parameters itself.
 
-    `(params, opt_state)` is told from parameters in a tuple by its second element.
+    The second element of a tuple tells `(params, opt_state)` from parameters in a tuple.
     """
     if not _is_plain_tuple(tree):
         params = get_params(tree)
@@ -148,23 +164,22 @@ def params_in(tree: Any) -> Any:
     )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _is_plain_tuple(tree: Any) -> bool:
+def _is_plain_tuple(tree: object) -> bool:
     return isinstance(tree, tuple) and not hasattr(tree, "_fields")
 
 
-def _holds_optax(tree: Any) -> bool:
-    """Whether some of it is state of optax, whose states are all named tuples of its own."""
-    is_named = lambda node: hasattr(node, "_fields")  # noqa: E731
-    nodes = jax.tree.leaves(tree, is_leaf=is_named)
+def _holds_optax(tree: PyTree) -> bool:
+    """Whether any part of a tree is state of optax, always a named tuple of its own."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: hasattr(node, "_fields"))
     return any(type(node).__module__.split(".")[0] in ("optax", "zerojax") for node in nodes)
 
 
-def replace(state: Any, **parts: Any) -> Any:
-    """The same state with some of its named parts exchanged."""
+def replace(state: PyTree, **parts: PyTree) -> PyTree:
+    """Returns the state with other values for some of its named parts."""
     if isinstance(state, dict):
         return {**state, **parts}
     if hasattr(state, "_replace"):
@@ -180,13 +195,13 @@ def replace(state: Any, **parts: Any) -> Any:
     return dataclasses.replace(state, **parts)
 
 
-def get_tx(state: Any) -> optax.GradientTransformation | None:
-    """The optimizer that a state carries as a static field, as flax's TrainState does."""
+def get_tx(state: object) -> optax.GradientTransformation | None:
+    """Returns the optimizer that a state has as a static field, as flax's TrainState does."""
     return getattr(state, "tx", None)
 
 
-def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[PartitionSpec]:
-    """The axes other than ZeRO's that leaves have already, from flax boxes or from placement."""
+def base_specs(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[PartitionSpec]:
+    """Returns each leaf's spec over axes other than ZeRO's, from flax boxes or its placement."""
     keep = set(mesh_axes) - set(axes)
 
     def kept(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
@@ -205,14 +220,8 @@ def base_specs(state: Any, axes: Sequence[str], mesh_axes: Sequence[str]) -> lis
 
 
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
-    """The paths whose names a pattern finds; an error where it finds none."""
-    try:
-        found = {path for path, name in names.items() if re.search(pattern, name)}
-    except re.error as error:
-        raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
-            "Escape its special characters."
-        ) from None
+    """Returns the paths whose names a pattern finds; raises where it finds none."""
+    found = {path for path, name in names.items() if finds(pattern, name, option)}
     if not found:
         raise ValueError(
             f"{option} has the path pattern {pattern!r}, which no parameter matches. Name some; "
@@ -221,22 +230,33 @@ def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     return found
 
 
-def is_box(node: Any) -> bool:
+def finds(pattern: str, name: str, option: str) -> bool:
+    """Whether the path pattern of an option finds a name; raises where it is no pattern."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(
+            f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
+            "Escape its special characters."
+        ) from None
+
+
+def is_box(node: object) -> bool:
     return isinstance(node, meta.AxisMetadata)
 
 
-def _box_spec(box: Any) -> PartitionSpec | None:
+def _box_spec(box: object) -> PartitionSpec | None:
     get = getattr(box, "get_partition_spec", None)
     return get() if get is not None else None
 
 
-def _filtered(entry: Any, keep: set[str]) -> Any:
+def _filtered(entry: Entry, keep: set[str]) -> Entry:
     names = (entry,) if isinstance(entry, str) else tuple(entry or ())
     kept = tuple(n for n in names if n in keep)
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _get(state: Any, name: str, index: int) -> Any:
+def _get(state: PyTree, name: str, index: int) -> PyTree:
     if isinstance(state, dict):
         return state.get(name)
     if hasattr(state, name):
@@ -244,6 +264,6 @@ def _get(state: Any, name: str, index: int) -> Any:
     return state[index] if _is_plain_tuple(state) and len(state) > index else None
 
 
-def is_state_function(state: Any) -> bool:
-    """Whether the caller passed a function that makes the state, to have it born sharded."""
+def is_state_function(state: object) -> bool:
+    """Whether the caller passed a function that makes the state, to have it made sharded."""
     return isinstance(state, Callable) and not hasattr(state, PARAMS)

@@ -1,7 +1,6 @@
-"""Steps that survive infinities: updates left out, and losses scaled for float16."""
+"""Steps that survive infinities: updates are skipped, and losses scaled for float16."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +9,25 @@ from jax.tree_util import DictKey, GetAttrKey
 
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
+from zerojax._types import PyTree
 
 
-def scale_of(state: Any) -> DynamicScale | None:
-    """The state's `dynamic_scale`, by the name that Flax's examples give it."""
-    name = "dynamic_scale"
-    found = state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+def scale_of(state: PyTree) -> DynamicScale | None:
+    """Returns the state's `dynamic_scale`, the name that Flax's examples give it."""
+    found = _field(state, "dynamic_scale")
     return found if isinstance(found, DynamicScale) else None
 
 
-def scaled(loss_fn: Callable[..., Any], scale: DynamicScale | None) -> Callable[..., Any]:
-    """The loss times the scale, in float32 at least, so that its gradients fit float16."""
+def _field(state: PyTree, name: str) -> PyTree:
+    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
+def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callable[..., PyTree]:
+    """Returns the loss times the scale, in float32 at least, so that its gradients fit float16."""
     if scale is None:
         return loss_fn
 
-    def loss(loss_fn: Callable[..., Any], scale: jax.Array, *args: Any) -> Any:
+    def loss(loss_fn: Callable[..., PyTree], scale: jax.Array, *args: PyTree) -> PyTree:
         result = loss_fn(*args)
         if isinstance(result, tuple):
             return (result[0] * scale, *result[1:])
@@ -33,8 +36,8 @@ def scaled(loss_fn: Callable[..., Any], scale: DynamicScale | None) -> Callable[
     return jax.tree_util.Partial(loss, loss_fn, scale.scale)
 
 
-def unscaled(values: Any, scale: DynamicScale | None) -> Any:
-    """In float32 at least: what needed the scale does not fit a narrower dtype without it."""
+def unscaled(values: PyTree, scale: DynamicScale | None) -> PyTree:
+    """Divides by the scale, in float32 at least: no narrower dtype has room for the result."""
     if scale is None:
         return values
 
@@ -47,27 +50,30 @@ def unscaled(values: Any, scale: DynamicScale | None) -> Any:
 
 
 def next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
-    """By Flax's own rule, which reads finiteness off a gradient: here, one that tells it."""
-    told = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.nan))
-    return told(jnp.float32(1)).dynamic_scale
+    """Returns the scale of the next step, by Flax's own rule.
+
+    Flax looks whether a gradient is finite. It gets one that is NaN where the step is not finite.
+    """
+    ruled = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.nan))
+    return ruled(jnp.float32(1)).dynamic_scale
 
 
-def counted(state: Any, skipped: jax.Array) -> Any:
-    """Adds to the state's count of steps left out: a field `skipped`, where it has one."""
-    name = "skipped"
-    total = state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+def counted(state: PyTree, skipped: jax.Array) -> PyTree:
+    """Adds to the state's count of skipped steps: a field `skipped`, where it has one."""
+    total = _field(state, "skipped")
     if total is None or jnp.ndim(total) or not jnp.issubdtype(total.dtype, jnp.integer):
         return state
     return _state.replace(state, skipped=total + skipped)
 
 
-def held(finite: jax.Array, new: Any, old: Any, mutable: Sequence[str]) -> Any:
-    """`new` where the step is finite, and else `old`: parameters, optimizer state, `mutable`.
+def held(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str]) -> PyTree:
+    """Returns `new` where the step is finite, else the parameters, optimizer state and `mutable`
+    fields of `old`.
 
-    Counters such as `step` go on, so that they keep counting batches.
+    Counters such as `step` are those of `new`, so that they count every batch.
     """
 
-    def choose(path: tuple, new_leaf: Any, old_leaf: Any) -> Any:
+    def choose(path: tuple, new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
         match path[0]:
             case GetAttrKey(name) | DictKey(name) if name in mutable:
                 keeps = True

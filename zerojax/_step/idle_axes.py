@@ -1,23 +1,23 @@
-"""Mesh axes that nothing lies along: each of their replicas would compute the same batch."""
+"""Finds mesh axes that nothing is sharded over: their replicas would compute the same batch."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax._collectives import names_in
 from zerojax._plan.plan import Plan
-from zerojax._plan.spec import names_in
+from zerojax._types import PyTree
 
 
-def check_used(plan: Plan, args: Any, trace: Callable[[], Any]) -> bool:
-    """Raises for an axis along which lie no leaf of the state, no argument, and nothing in the
-    step's own jaxpr, which `trace` makes where the others leave the question open.
+def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:
+    """Raises for a mesh axis that no leaf of the state, no argument and no operation uses.
 
-    Inside of another `jax.jit` nobody sees where the batch lies: nothing is refused, and False
-    says that it could not look.
+    `trace` makes the step's jaxpr, where the state and the arguments leave the question open.
+    Returns whether it could look: inside of another `jax.jit`, nothing says where the batch is.
     """
     sizes = {name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.axes}
     values = jax.tree.leaves(args)
@@ -34,24 +34,24 @@ def check_used(plan: Plan, args: Any, trace: Callable[[], Any]) -> bool:
     count = math.prod(named.values())
     wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.axes)
     raise ValueError(
-        f"nothing lies along the mesh axes {named}: no leaf of the state, no part of the batch, "
-        f"and the loss does not name them. Each of {count} replicas would compute the same batch. "
-        f"Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
+        f"nothing is sharded over the mesh axes {named}: no leaf of the state, no part of the "
+        f"batch, and the loss does not name them. Each of {count} replicas would compute the same "
+        f"batch. Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
     )
 
 
-def _axes_of(values: Iterable[Any]) -> set[str]:
-    """The mesh axes that arrays, or shapes with shardings, lie along."""
+def _axes_of(values: Iterable[PyTree]) -> set[str]:
+    """Returns the mesh axes that arrays, or shapes with shardings, are sharded over."""
     return _axes_in([getattr(value, "sharding", None) for value in values])
 
 
-def _axes_in(values: Iterable[Any]) -> set[str]:
-    """The mesh axes named by shardings, specs, and equations at any depth."""
+def _axes_in(values: Iterable[object]) -> set[str]:
+    """Returns the mesh axes named by shardings, specs, and equations at any depth."""
     found: set[str] = set()
     stack = list(values)
     while stack:
         value = stack.pop()
-        value = getattr(value, "jaxpr", value)
+        value = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         if isinstance(value, str):
             found.add(value)
         elif isinstance(value, NamedSharding):
@@ -60,7 +60,7 @@ def _axes_in(values: Iterable[Any]) -> set[str]:
             found |= names_in(e for e in value if e is not PartitionSpec.UNCONSTRAINED)
         elif isinstance(value, tuple | list | set | frozenset):
             stack.extend(value)
-        elif hasattr(value, "eqns"):
+        elif isinstance(value, Jaxpr):
             params = (item for eqn in value.eqns for item in eqn.params.items())
             stack.extend(param for key, param in params if key != "name")  # of a function
     return found

@@ -1,7 +1,8 @@
-"""Why a step and one device disagree: likely causes, each tried out on one device."""
+"""Names likely causes of a disagreement: mistakes that people make, each tried on one device."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,299 +10,225 @@ import numpy as np
 
 from zerojax._loss import batch as _batch
 from zerojax._state import state as _state
+from zerojax._types import PyTree
 from zerojax._verify import compare as _compare
 from zerojax._verify.compare import Check
-from zerojax._verify.reference import Reference
-from zerojax._verify.replay import Replayed, Split
+from zerojax._verify.reference import Comparison, Reference
+from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
 
 STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+LOSS, GRADIENTS = "loss is", "gradients are"
+ON_SHARDS = (
+    "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
+    "norms, clipping and factored moments see all of them."
+)
 
 
-class Observed(NamedTuple):
-    """What a step gave: its new state and, where it tells them, its loss and gradients."""
-
-    state: Any
-    loss: Any
-    grads: Any
-
-
-class Mistake(NamedTuple):
-    """A mistake that people make, what it would give, and its remedy."""
-
-    what: str
-    loss: float
-    grads: Any
-    remedy: str
-
-
-def of_the_step(
-    reference: Reference,
-    right: Replayed,
-    observed: Observed,
-    checks: list[Check],
-    spreads: list[Any],
-    tolerance: float,
-) -> Iterator[str]:
-    """Likely causes of a step that is not the mean over the parts."""
+def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
+    """Yields likely causes of a step that does not compute the mean over the parts."""
     wrong = {check.kind for check in checks if check.is_wrong}
     differing = [check.path for check in checks if check.copies_differ and check.kind in STATE]
+    unexplained = [LOSS] if "loss" in wrong else []
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         yield (
             f"Devices that should hold the same {differing[0]}{more} hold different values: a "
-            "device went by its own part of the batch. Reduce gradients before the update: "
-            f"jax.lax.pmean(grads, {reference.axis_name})."
+            "device used its own part of the batch alone. Reduce gradients before the update: "
+            f"jax.lax.pmean(grads, {found.reference.axis_name})."
         )
-    state_is_wrong = bool(wrong & {"gradient", *STATE})
-    found_loss = found_state = False
-    for mistake in mistakes(reference, right):
-        if "loss" in wrong and not found_loss:
-            scale = tolerance * max(np.max(np.abs(right.losses)), abs(mistake.loss))
-            found_loss = abs(float(observed.loss) - mistake.loss) <= scale
-            if found_loss:
-                yield f"The step's loss is {mistake.what}. {mistake.remedy}"
-        if state_is_wrong and not found_state and not differing and mistake.grads is not None:
-            found_state = _explains(reference, right, observed, mistake.grads, tolerance)
-            if found_state:
-                yield f"The step's gradients are {mistake.what}. {mistake.remedy}"
-    if state_is_wrong and not found_state and not differing:
-        yield _of_the_update(reference, right, observed, spreads, wrong, tolerance)
+    elif wrong & {"gradient", *STATE}:
+        unexplained.append(GRADIENTS)
+    for made, what, remedy in _mistakes(found) if unexplained else ():
+        explained = [kind for kind in unexplained if _explains(made, kind, found)]
+        unexplained = [kind for kind in unexplained if kind not in explained]
+        yield from (f"The step's {kind} {what}. {remedy}" for kind in explained)
+    if GRADIENTS in unexplained:
+        yield _of_the_update(found, "gradient" in wrong)
 
 
-def mistakes(reference: Reference, right: Replayed) -> Iterator[Mistake]:
-    split, axis = reference.split, reference.axis_name
-    size = split.ways // split.accumulate
+def _mistakes(found: Comparison) -> Iterator[tuple[Replayed, str, str]]:
+    """Yields what each mistake gives, its name and its remedy."""
+    reference, right, split = found.reference, found.right, found.reference.split
+    devices, microbatches = split.ways // split.accumulate, split.accumulate
+    mean = f"jax.lax.pmean(x, {reference.axis_name})"
     if reference.has_keys:
-        same = reference.replay(fold=False)
-        remedy = f"Fold it: jax.random.fold_in(rng, jax.lax.axis_index({axis}))."
-        yield Mistake(
-            "what one and the same key gives on every device", same.loss, same.grads, remedy
+        yield (
+            reference.replay(fold=False),
+            "what one and the same key gives on every device",
+            f"Fold it: jax.random.fold_in(rng, jax.lax.axis_index({reference.axis_name})).",
         )
-    if size > 1:
-        yield _multiple(
-            right,
-            size,
-            f"{size} times too large: a sum over the devices",
-            f"Take the mean: jax.lax.pmean(x, {axis}).",
-        )
-        first = reference.replay(split.whole(split.accumulate), reference.part_args([0], size))
-        yield Mistake(
-            "what the first device's part alone gives",
-            first.loss,
-            first.grads,
-            f"Take the mean over the devices: jax.lax.pmean(x, {axis}).",
-        )
-    if split.accumulate > 1:
-        count = split.accumulate
-        yield _multiple(
-            right,
-            count,
-            f"{count} times too large: a sum over the microbatches",
-            "Divide it by their number.",
-        )
+    if devices > 1:
+        what = f"{devices} times too large: a sum over the devices"
+        yield _times(right, devices), what, f"Take the mean: {mean}."
+        # The loss alone: gradients of one device make copies of the state differ.
+        first = dataclasses.replace(right, losses=right.losses[:microbatches], grads=None)
+        what = "what the first device's part alone gives"
+        yield first, what, f"Take the mean over the devices: {mean}."
+    if microbatches > 1:
+        what = f"{microbatches} times too large: a sum over the microbatches"
+        yield _times(right, microbatches), what, "Divide it by their number."
 
 
-def _multiple(right: Replayed, by: int, what: str, remedy: str) -> Mistake:
-    grads = jax.tree.map(
-        lambda g: g * by if jnp.issubdtype(g.dtype, jnp.inexact) else g, right.grads
-    )
-    return Mistake(what, right.loss * by, grads, remedy)
+def _times(right: Replayed, count: int) -> Replayed:
+    def times(grad: jax.Array) -> jax.Array:
+        return grad * count if jnp.issubdtype(grad.dtype, jnp.inexact) else grad
+
+    grads = jax.tree.map(times, right.grads)
+    return dataclasses.replace(right, losses=right.losses * count, grads=grads)
 
 
-def _explains(
-    reference: Reference, right: Replayed, observed: Observed, grads: Any, tolerance: float
-) -> bool:
-    """Whether these gradients, rather than the right ones, lead to what the step gave."""
-    limits = _compare.gradient_limits(grads, tolerance)
-    if observed.grads is not None:
-        pairs = zip(*map(jax.tree.leaves, (observed.grads, grads, limits)), strict=True)
-        checks = [_compare.compare("", "", a, b, limit) for a, b, limit in pairs]
-    else:
-        wanted = reference.update(grads, right)
-        spreads = _compare.spread(lambda g: reference.update(g, right), wanted, grads, limits)
-        checks = [
-            check
-            for check in _compare.compare_states(
-                _state.leaves_of(observed.state),
-                jax.tree.leaves(reference.state),
-                _state.leaves_of(wanted),
-                spreads,
-                tolerance,
-            )
-            if check.kind != _state.OTHER
-        ]
-    return not any(check.is_wrong for check in checks)
+def _explains(made: Replayed, kind: str, found: Comparison) -> bool:
+    """Whether a mistake gives the step's loss, or gradients that lead to what the step gave."""
+    if kind == LOSS:
+        scale = found.tolerance * max(np.max(np.abs(found.right.losses)), abs(made.loss))
+        return abs(float(found.observed.loss) - made.loss) <= scale
+    if made.grads is None:
+        return False
+    limits = _compare.gradient_limits(made.grads, found.tolerance)
+    if found.observed.grads is not None:
+        return not any(check.is_wrong for check in found.gradient_checks(made.grads, limits))
+    return _gave(found, *found.led_to(made.grads, limits))
 
 
-def _of_the_update(
-    reference: Reference,
-    right: Replayed,
-    observed: Observed,
-    spreads: list[Any],
-    wrong: set[str],
-    tolerance: float,
-) -> str:
-    on_shards = (
-        "Optimizers need whole arrays: run the update outside of shard_map, on sharded arrays, "
-        "where norms, clipping and factored moments see all of them."
-    )
-    if _updated_on_shards(reference, right, observed, spreads, tolerance):
-        return f"Each device ran the optimizer on its own shards alone. {on_shards}"
-    if "gradient" in wrong:
+def _gave(found: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
+    """Whether the step gave the parameters and optimizer state of `new`."""
+    checks = found.state_checks(new, spreads)
+    return not any(check.is_wrong for check in checks if check.kind != _state.OTHER)
+
+
+def _of_the_update(found: Comparison, gradients_are_wrong: bool) -> str:
+    if _is_updated_on_shards(found):
+        return f"Each device ran the optimizer on its own shards alone. {ON_SHARDS}"
+    if gradients_are_wrong:
         return (
             "The gradients are not the mean over the parts, nor a sum, nor those of one part: "
             "look at where they are reduced and at what the loss does on the way."
         )
-    if observed.grads is not None:
+    if found.observed.grads is not None:
         return (
             "The gradients agree and the new state does not: the update is another than tx, is "
-            f"applied twice, or sees shards only. {on_shards}"
+            f"applied twice, or sees shards only. {ON_SHARDS}"
         )
     return (
         "The step shows no gradients, so two causes are left: gradients that are reduced wrongly, "
-        f"or an update that is another than tx or sees shards only. {on_shards} To tell them "
+        f"or an update that is another than tx or sees shards only. {ON_SHARDS} To tell them "
         "apart, return them: metrics['grads']."
     )
 
 
-def _updated_on_shards(
-    reference: Reference, right: Replayed, observed: Observed, spreads: list[Any], tolerance: float
-) -> bool:
+def _is_updated_on_shards(found: Comparison) -> bool:
     """Whether updating each device's shards by themselves gives what the step gave."""
-    plan = reference.plan
+    reference, plan = found.reference, found.reference.plan
     if reference.recipe.mutable or not plan.sharded[_state.OPT_STATE]:
         return False
-    old, treedef = jax.tree.flatten(reference.state)
-    grads, grad_tree = jax.tree.flatten(right.grads)
-    cut = plan.shard_shardings
-    param_cut = [s for s, leaf in zip(cut, plan.leaves, strict=True) if leaf.kind == _state.PARAMS]
-    new = jax.tree.leaves(observed.state)
-    for device in plan.mesh.devices.flat:
-        at = [s.devices_indices_map(v.shape)[device] for s, v in zip(cut, old, strict=True)]
-        grads_at = [
-            s.devices_indices_map(g.shape)[device] for s, g in zip(param_cut, grads, strict=True)
-        ]
-        shards = [v[i] for v, i in zip(old, at, strict=True)]
-        grad_shards = [g[i] for g, i in zip(grads, grads_at, strict=True)]
-        made = reference.update_of(
-            treedef.unflatten(shards), grad_tree.unflatten(grad_shards), right
-        )
-        parts = zip(new, shards, jax.tree.leaves(made), at, spreads, strict=True)
-        for value, before, wanted, index, far in parts:
-            leaf = _state.Leaf((), wanted)
-            found = _state.Leaf((), _compare.numbers(value)[index])
-            check = next(
-                _compare.compare_states([found], [before], [leaf], [far[index]], tolerance)
-            )
-            if check.is_wrong:
-                return False
-    return True
+    shardings = jax.tree.structure(reference.state).unflatten(plan.shard_shardings)
+    places = shardings, _state.get_params(shardings)
+    state, grads = jax.device_put((reference.state, found.right.grads), places)
+    specs, grad_specs = jax.tree.map(lambda sharding: sharding.spec, places)
+    update = jax.shard_map(
+        lambda state, grads: reference.update(grads, found.right, state),
+        mesh=plan.mesh,
+        in_specs=(specs, grad_specs),
+        out_specs=specs,
+        check_vma=False,
+    )
+    new = on_one_device(jax.jit(update)(state, grads), reference.device)
+    return _gave(found, new, found.wanted[1])
 
 
 def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
-    """The likely cause of a loss that means something else on a part than on the whole batch."""
+    """Returns the likely cause of a loss that means something else on the parts of a batch."""
     split, axis = reference.split, reference.axis_name
     accept = "or accept it with whole_batch=False"
-
-    def close(a: float, b: float) -> bool:
-        return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-    def loss_of(split: Split, args: Any = None) -> float:
-        return reference.replay(split, args, in_float32=True, differentiate=False).loss
-
     finite = np.flatnonzero(np.isfinite(parts.losses))
+    replay = functools.partial(reference.replay, in_float32=True, differentiate=False)
+
+    def is_whole(loss: float) -> bool:
+        return _close(loss, whole, tolerance)
+
     if len(finite) < split.ways and np.isfinite(whole):
         return (
             f"{split.ways - len(finite)} of {split.ways} parts have a loss that is not finite: a "
             "mean over no true element. Use zerojax.mean(values, where=mask)."
         )
-    if split.ways > 1 and close(whole, split.ways * parts.loss):
+    if split.ways > 1 and is_whole(split.ways * parts.loss):
         return (
             f"The loss is a sum over the batch: on the whole batch it is {split.ways} times its "
             "mean over the parts. Use a mean, or divide by a constant."
         )
-    if split.accumulate > 1 and close(whole, loss_of(Split(split.devices, 1))):
+    if split.accumulate > 1 and is_whole(replay(BatchSplit(split.devices, 1)).loss):
         return (
             "The loss means something else on a microbatch than on the whole batch: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
-    for other in _other_splits(reference):
-        if _splits_so(reference, other.roles, whole, close):
-            return f"{other.what} Say so, batch_specs={other.specs}, {accept}."
+    for what, roles in _other_splits(reference):
+        if is_whole(_loss_by(reference, roles)):
+            return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
     first = int(finite[0]) if len(finite) else 0
-    repeated = loss_of(split.whole(), reference.part_args([first] * split.ways, split.ways))
-    if not close(repeated, float(parts.losses[first])):
+    repeated = reference.part_args([first] * split.ways, split.ways)
+    if not _close(replay(split.on_one(), repeated).loss, parts.losses[first], tolerance):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
             f"one part, repeated {split.ways} times, has another loss than the part. Gather the "
             f"other devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), "
             f"{accept}."
         )
-    norm = f"BatchNorm: give it axis_name={axis}"
+    return f"{_weighed(reference)}; {accept.removeprefix('or ')} where it is meant."
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
+    """Returns the loss on a batch split by other roles; NaN where it takes no such parts."""
+    try:
+        _batch.check(reference.args, roles, reference.split.ways)
+        return reference.replay(roles=roles, in_float32=True, differentiate=False).loss
+    except Exception:  # whatever the loss or its library raises
+        return float("nan")
+
+
+def _weighed(reference: Reference) -> str:
+    norm = f"BatchNorm: give it axis_name={reference.axis_name}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if reference.recipe.mutable else (mask, norm)
     return (
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
-        f"likely {likely}. Else {other}; {accept.removeprefix('or ')} where it is meant."
+        f"likely {likely}. Else {other}"
     )
 
 
-class _OtherSplit(NamedTuple):
-    """Another way to split a batch, and what it would mean if that were the right one."""
-
-    what: str
-    roles: list[_batch.Role]
-    specs: str
-
-
-def _other_splits(reference: Reference) -> Iterator[_OtherSplit]:
-    """Time-major, where second dimensions count the examples; one leaf whole on every device."""
-    leaves = jax.tree_util.tree_flatten_with_path(reference.args[0])[0]
-    rest = reference.roles[len(leaves) :]
-    ways = reference.split.ways
-
-    def other(what: str, roles: list[_batch.Role]) -> _OtherSplit:
-        pairs = zip(leaves, roles, strict=True)
-        said = {_state.path_name(path): _spec_text(role, reference) for (path, _), role in pairs}
-        inside = ", ".join(f"{name!r}: {spec}" for name, spec in said.items())
-        return _OtherSplit(what, [*roles, *rest], said.get("") or "{" + inside + "}")
-
-    seconds = [value.shape[1] for _, value in leaves if value.ndim > 1]
-    if seconds and seconds[0] % ways == 0:
-        rows = (seconds[0],)
-        fitting = [[d for d in (1, 0) if v.shape[d : d + 1] == rows] for _, v in leaves]
-        roles = [_batch.Role(_batch.BATCH, d[0]) if d else _WHOLE for d in fitting]
-        yield other(
+def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]]]:
+    """Yields other ways to split the batch, and what they would mean."""
+    leaves = _state.leaves_with_paths(reference.args[0])
+    roles, rest = reference.roles[: len(leaves)], reference.roles[len(leaves) :]
+    everywhere = _batch.Role(_batch.WHOLE)
+    seconds = [leaf.value.shape[1] for leaf in leaves if leaf.value.ndim > 1]
+    if seconds and seconds[0] % reference.split.ways == 0:
+        dims = [[d for d in (1, 0) if x.value.shape[d : d + 1] == (seconds[0],)] for x in leaves]
+        yield (
             "The batch is time-major: split along dimension 1 the loss means the same on every "
             "part.",
-            roles,
+            [_batch.Role(_batch.BATCH, found[0]) if found else everywhere for found in dims] + rest,
         )
-    for i, (path, _) in enumerate(leaves):
-        roles = list(reference.roles[: len(leaves)])
-        if sum(role.kind == _batch.BATCH for role in roles) > 1 and roles[i].kind == _batch.BATCH:
-            roles[i] = _WHOLE
-            yield other(
-                f"The batch leaf {_state.path_name(path)} belongs to all examples: whole on every "
-                "device, the loss means the same on every part.",
-                roles,
-            )
+    batched = [i for i, role in enumerate(roles) if role.kind == _batch.BATCH]
+    for i in batched if len(batched) > 1 else ():
+        yield (
+            f"The batch leaf {leaves[i].name} belongs to all examples: replicated, the loss means "
+            "the same on every part.",
+            [*roles[:i], everywhere, *roles[i + 1 :], *rest],
+        )
 
 
-_WHOLE = _batch.Role(_batch.WHOLE)
+def _specs_text(reference: Reference, roles: list[_batch.Role]) -> str:
+    """Writes roles of the batch as `batch_specs=` takes them."""
 
+    def spec(role: _batch.Role) -> str:
+        dims = ["None"] * role.dim + [reference.axis_name]
+        return f"P({', '.join(dims)})" if role.kind == _batch.BATCH else "P()"
 
-def _spec_text(role: _batch.Role, reference: Reference) -> str:
-    dims = ["None"] * role.dim + [reference.axis_name]
-    return f"P({', '.join(dims)})" if role.kind == _batch.BATCH else "P()"
-
-
-def _splits_so(
-    reference: Reference, roles: list[_batch.Role], whole: float, close: Callable[..., bool]
-) -> bool:
-    """Whether the loss on parts cut in this way is that of the whole batch."""
-    try:
-        _batch.check(reference.args, roles, reference.split.ways)
-        parts = reference.replay(in_float32=True, differentiate=False, roles=roles)
-    except Exception:  # a loss that takes no such parts raises what it or its library likes
-        return False
-    return close(parts.loss, whole)
+    leaves = _state.leaves_with_paths(reference.args[0])
+    specs = {leaf.name: spec(role) for leaf, role in zip(leaves, roles, strict=False)}
+    inside = ", ".join(f"{name!r}: {text}" for name, text in specs.items())
+    return specs.get("") or f"{{{inside}}}"

@@ -1,34 +1,36 @@
-"""Holds what a step made against a reference: leaf by leaf, element by element, copy by copy."""
+"""Compares what a step made with a reference: leaf by leaf, element by element, copy by copy."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from zerojax._state.state import OPT_STATE, PARAMS, Leaf, path_name
+from zerojax._plan import move as _move
+from zerojax._state.state import OPT_STATE, PARAMS, Leaf, leaves_with_paths
+from zerojax._types import PyTree
 
 OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
 NOT_FINITE = "not finite on one device either"
 
-# How far apart two orders of summation may land, measured against the largest element of a leaf.
+# How far apart two orders of summation may end, relative to the largest element of a leaf.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
-# What matrix units of accelerators make of float32 unless told otherwise.
+# The precision to which matrix units of accelerators round float32 by default.
 MATMUL_DTYPES = {"gpu": "float16", "cuda": "float16", "rocm": "float16", "tpu": "bfloat16"}
-# Gradients smaller than this share of the whole gradient's largest element are rounding noise of
-# the others (the bias of attention's keys, a bias before BatchNorm) and are measured against it.
+# A gradient below this share of the largest element of all gradients is rounding noise (the bias of
+# attention's keys, a bias before BatchNorm). Its error is judged relative to that element.
 NOISE_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One leaf against its reference, at the element that is worst off.
+    """One leaf and its reference, at the element that differs most for its tolerance.
 
     `scale` is the largest element of what is judged: of the reference or, for a leaf of the state,
-    of the change that the step should make. `copies_differ` says that devices which should hold
-    the same do not.
+    of the change that the step should make. `copies_differ` says that devices which should have
+    the same value do not.
     """
 
     path: str
@@ -45,14 +47,14 @@ class Check:
 
     @property
     def excess(self) -> float:
-        """How many times the tolerance; beyond 1 it is wrong."""
+        """The difference in tolerances; above 1 it is wrong."""
         if self.tolerance == 0:
             return np.inf if self.difference else 0.0
         return self.difference / self.tolerance
 
 
-def tolerance_for(dtypes: Sequence[Any], platform: str) -> float:
-    """The tolerance of a computation that goes through all of these dtypes."""
+def tolerance_for(dtypes: Sequence[DTypeLike], platform: str) -> float:
+    """Returns the tolerance of a computation that goes through all of these dtypes."""
     names = [str(jnp.dtype(dtype)) for dtype in dtypes]
     exact = jax.config.jax_default_matmul_precision in ("highest", "float32")
     if "float32" in names and platform in MATMUL_DTYPES and not exact:
@@ -61,13 +63,19 @@ def tolerance_for(dtypes: Sequence[Any], platform: str) -> float:
 
 
 def compare(
-    path: str, kind: str, value: Any, reference: Any, allowed: Any, judged: Any = None
+    path: str,
+    kind: str,
+    value: ArrayLike,
+    reference: ArrayLike,
+    allowed: ArrayLike,
+    *,
+    judged: np.ndarray | None = None,
 ) -> Check:
     """Compares every device's copy of a leaf with the reference.
 
     Arguments:
-        allowed: how far off, in all or for each element.
-        judged: what must come out visibly larger than `allowed`; default, the reference.
+        allowed: the largest difference allowed, for the leaf or for each element.
+        judged: what must be visibly larger than `allowed`; default, the reference.
     """
     wanted = numbers(reference)
     judged = np.abs(wanted if judged is None else judged)
@@ -76,7 +84,8 @@ def compare(
         verdict = f"{WRONG}: shape {jnp.shape(value)}, not {jnp.shape(reference)}"
         return Check(path, kind, np.inf, scale, 0.0, verdict)
     allowed = np.broadcast_to(np.asarray(allowed, np.float64), wanted.shape)
-    worst, off, limit, seen, differ = -1.0, 0.0, 0.0, {}, False
+    worst, off, limit, differ = -1.0, 0.0, 0.0, False
+    seen: dict[str, np.ndarray] = {}
     for index, raw in copies(value):
         first = seen.setdefault(str(index), raw)
         if first is not raw:
@@ -100,16 +109,16 @@ def compare(
 
 
 def _tells_nothing(kind: str, wanted: np.ndarray) -> bool:
-    """Gradients and what they led to. Infinities in a state may be meant: a best value so far."""
+    """Whether a reference cannot be compared. Infinities in a state may be meant: a best value."""
     if kind in (PARAMS, OPT_STATE):
         return bool(np.isnan(wanted).any())
     return kind == "gradient" and not np.isfinite(wanted).all()
 
 
-def gradient_limits(grads: Any, tolerance: float) -> Any:
-    """For each leaf of the gradients: how far off rounding may put it."""
+def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
+    """Returns, for each leaf of the gradients, the largest difference that rounding explains."""
 
-    def size(grad: Any) -> float:
+    def size(grad: jax.Array) -> float:
         if not jnp.issubdtype(grad.dtype, jnp.inexact):
             return 0.0
         return float(np.max(np.abs(np.nan_to_num(numbers(grad))), initial=0.0))
@@ -119,18 +128,20 @@ def gradient_limits(grads: Any, tolerance: float) -> Any:
     return jax.tree.map(lambda size: tolerance * max(size, floor), largest)
 
 
-def spread(update: Callable[[Any], Any], reference: Any, grads: Any, limits: Any) -> list[Any]:
-    """How far the new state moves when gradients move within their limits, for each element.
+def spread(
+    update: Callable[[PyTree], PyTree], reference: PyTree, grads: PyTree, limits: PyTree
+) -> list[np.ndarray]:
+    """Returns how far each element of the new state moves while gradients stay in their limits.
 
-    Optimizers differ in what they make of noise: Adam turns that of a gradient which is zero in
-    truth into steps of full size. So the user's own optimizer is asked, with noise of one sign,
-    of the other, and of random signs; the median stands for what these few tries miss where all
-    elements hang together (norms, Muon). Exact zeros, such as rows of an embedding that nothing
-    used, stay zeros.
+    Optimizers differ in what they make of noise: Adam turns the noise of a gradient whose true
+    value is zero into steps of full size. Therefore the user's own optimizer runs on noise of one
+    sign, of the other, and of random signs. Where all elements depend on each other (norms, Muon)
+    these few tries miss some, for which the median stands. Exact zeros, such as rows of an
+    embedding that nothing used, stay zeros.
     """
     random = np.random.default_rng(0)
 
-    def noisy(grad: Any, limit: float, sign: int) -> Any:
+    def noisy(grad: jax.Array, limit: float, sign: int) -> jax.Array:
         if not jnp.issubdtype(grad.dtype, jnp.inexact):
             return grad
         signs = sign or random.choice([-1.0, 1.0], grad.shape)
@@ -147,9 +158,13 @@ def spread(update: Callable[[Any], Any], reference: Any, grads: Any, limits: Any
 
 
 def compare_states(
-    new: Sequence[Leaf], old: Sequence[Any], wanted: Sequence[Leaf], spreads: Any, tolerance: float
+    new: Sequence[Leaf],
+    old: Sequence[ArrayLike],
+    wanted: Sequence[Leaf],
+    spreads: Sequence[np.ndarray],
+    tolerance: float,
 ) -> Iterator[Check]:
-    """Leaf by leaf of a state: judged against the change that the step should make."""
+    """Compares states leaf by leaf, judged by the change that the step should make."""
     found = {leaf.name: leaf.value for leaf in new}
     for leaf, before, far in zip(wanted, old, spreads, strict=True):
         if leaf.name not in found:
@@ -162,21 +177,23 @@ def compare_states(
             size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
             eps = float(jnp.finfo(leaf.value.dtype).eps)
             allowed = far + tolerance * size + 4 * eps * np.abs(np.nan_to_num(reference))
-        yield compare(leaf.name, leaf.kind, found[leaf.name], leaf.value, allowed, change)
+        yield compare(leaf.name, leaf.kind, found[leaf.name], leaf.value, allowed, judged=change)
 
 
 def compare_trees(
-    kind: str, tree: Any, wanted: Any, allowed: Callable[[Any], Any]
+    prefix: str, kind: str, tree: PyTree, wanted: PyTree, limits: PyTree
 ) -> Iterator[Check]:
-    """Leaf by leaf of two trees of the same structure; `allowed` is asked for each reference."""
-    leaves = jax.tree_util.tree_flatten_with_path(wanted)[0]
-    for (path, reference), value in zip(leaves, jax.tree.leaves(tree), strict=True):
-        name = "/".join(filter(None, (kind, path_name(path))))
-        yield compare(name, kind, value, reference, allowed(reference))
+    """Compares two trees of the same structure leaf by leaf; `limits` has one for each."""
+    others = map(jax.tree.leaves, (tree, limits))
+    for leaf, value, limit in zip(leaves_with_paths(wanted), *others, strict=True):
+        if kind == "gradient" and not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
+            continue  # an integer's or a key's
+        name = "/".join(filter(None, (prefix, leaf.name)))
+        yield compare(name, kind, value, leaf.value, limit)
 
 
-def copies(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Where each piece of an array belongs and what it holds, for every device that has one."""
+def copies(value: ArrayLike) -> Iterator[tuple[PyTree, np.ndarray]]:
+    """Yields the index of each piece of an array and its value, for every device that has it."""
     if isinstance(value, jax.Array):
         for shard in value.addressable_shards:
             yield shard.index, _raw(shard.data)
@@ -184,20 +201,18 @@ def copies(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
         yield ..., np.asarray(value)
 
 
-def numbers(value: Any) -> np.ndarray:
-    """On the host and wide; a key as its words."""
+def numbers(value: ArrayLike) -> np.ndarray:
+    """Returns a value on the host in a wide dtype; for a key, its words."""
     raw = _raw(value)
     return raw.astype(np.complex128 if np.iscomplexobj(raw) else np.float64)
 
 
-def _raw(value: Any) -> np.ndarray:
-    if jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value)
+def _raw(value: PyTree) -> np.ndarray:
+    return np.asarray(jax.random.key_data(value) if _move.is_key(value) else value)
 
 
 def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Element by element; what is not finite must be equal."""
+    """Returns the distance of each element; what is not finite must be equal."""
     with np.errstate(invalid="ignore"):
         off = np.abs(value - reference)
     same = (value == reference) | (np.isnan(value) & np.isnan(reference))

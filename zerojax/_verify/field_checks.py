@@ -1,4 +1,4 @@
-"""Fields in `mutable=`: whether the parts of a batch agree on them, and with the whole batch."""
+"""Checks that the parts of a batch agree on fields in `mutable=`, and with the whole batch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,13 +15,20 @@ from zerojax._verify.replay import Replayed
 
 
 class Found(NamedTuple):
+    """A part of a verification."""
+
     checks: list[Check]
     causes: list[str]
     notes: list[str]
 
+    def add(self, other: "Found") -> None:
+        self.checks.extend(other.checks)
+        self.causes.extend(other.causes)
+        self.notes.extend(other.notes)
+
 
 class _Leaf(NamedTuple):
-    """What the parts made of a leaf, what becomes of that, and what the whole batch makes."""
+    """What the parts make of a leaf, what a step keeps of that, and what the whole batch makes."""
 
     name: str
     parts: np.ndarray
@@ -35,14 +42,14 @@ class _Leaf(NamedTuple):
 
 
 def of_the_parts(reference: Reference, parts: Replayed) -> Found:
-    """What has no mean is one device's, which must then be everyone's."""
+    """Checks that all parts agree on leaves without a mean, of which a step keeps the first."""
     wrong = [x for x in _leaves(reference, parts, parts) if x.has_no_mean and x.parts_differ]
     checks = [_check(f"{x.name} on every part", x.parts, x.parts[:1]) for x in wrong]
     return Found(checks, [_disagree(reference, x) for x in wrong], [])
 
 
 def of_the_whole(reference: Reference, parts: Replayed, whole: Replayed, tolerance: float) -> Found:
-    """Counts must be those of the whole batch; other means (BatchNorm's) may differ, and say so."""
+    """Checks that counts are those of the whole batch; other means that differ get a note."""
     found = Found([], [], [])
     for leaf in _leaves(reference, parts, whole):
         differs = _compare.difference(leaf.kept, leaf.whole)
@@ -60,14 +67,12 @@ def _leaves(reference: Reference, parts: Replayed, whole: Replayed) -> Iterator[
     if not names:
         return
     kept, whole_kept = (averaged(x.aux, names) for x in (parts, whole))
-    leaves = jax.tree_util.tree_flatten_with_path(parts.aux)[0]
-    for (path, stacked), one, other in zip(
-        leaves, *map(jax.tree.leaves, (kept, whole_kept)), strict=True
-    ):
-        if _fields.is_field(path, names):
-            each, kept_one, whole_one = map(_compare.numbers, (stacked, one, other))
-            has_no_mean = _fields.has_no_mean(path, stacked, names)
-            yield _Leaf(_state.path_name(path), each, kept_one, whole_one, has_no_mean)
+    others = map(jax.tree.leaves, (kept, whole_kept))
+    for leaf, *values in zip(_state.leaves_with_paths(parts.aux), *others, strict=True):
+        if _fields.is_field(leaf.path, names):
+            each, kept_one, whole_one = map(_compare.numbers, (leaf.value, *values))
+            has_no_mean = _fields.has_no_mean(leaf.path, leaf.value, names)
+            yield _Leaf(leaf.name, each, kept_one, whole_one, has_no_mean)
 
 
 def _check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
@@ -98,7 +103,7 @@ def _counts_a_part(reference: Reference, leaf: _Leaf) -> str:
 
 
 def _element(value: np.ndarray, differs: np.ndarray) -> str:
-    """The first one that differs."""
+    """Shows the first element that differs."""
     return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
 
 

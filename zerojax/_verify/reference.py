@@ -1,8 +1,9 @@
-"""What one device makes of a step's inputs: loss, gradients, new state."""
+"""What one device makes of a step's inputs, and what the step made, to be compared with it."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
+from zerojax._plan import move as _move
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
@@ -17,28 +19,41 @@ from zerojax._state import state as _state
 from zerojax._step import finite as _finite
 from zerojax._step.program import precision_of
 from zerojax._step.step import Recipe, grad_norm
-from zerojax._verify import compare as _compare
-from zerojax._verify.replay import Replayed, Split, on_one_device, replay
+from zerojax._types import Device, PyTree
+from zerojax._verify import compare as _compare, replay as _replay
+from zerojax._verify.compare import Check
+from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
 
 
 class Reference:
     """A recipe followed on one device, from a state and a batch gathered there."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, state: Any, args: Sequence[Any], device: Any
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        state: PyTree,
+        args: Sequence[PyTree],
+        *,
+        device: Device | None = None,
     ) -> None:
-        self.recipe, self.plan, self.device = recipe, plan, device
-        self.state = on_one_device(state, device)
-        self.args = on_one_device(tuple(args), device)
+        self.recipe, self.plan = recipe, plan
+        self.device = plan.mesh.devices.flat[0] if device is None else device
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.axes)
+        _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
+        _replay.check_fits(plan, self.device)
+        self.state = on_one_device(state, self.device)
+        self.args = on_one_device(tuple(args), self.device)
         self.precision = precision_of(plan, recipe.options.precision)
-        # Others have one device too, so that a loss may name them.
+        # Axes of the user's own have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.axes else 1 for a, n in plan.mesh.shape.items()}
-        self.split = Split(sizes, recipe.options.accumulate)
+        self.split = BatchSplit(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
-    def updated(self, state: Any, grads: Any, fields: dict[str, Any], loss_is_finite: Any) -> Any:
-        """What the step makes of these gradients: the user's update, and the loss scale's."""
+    def updated(
+        self, state: PyTree, grads: PyTree, fields: dict[str, PyTree], loss_is_finite: jax.Array
+    ) -> PyTree:
+        """Returns what the step makes of gradients: the user's update, and the loss scale's."""
         new_state = apply_gradients(state, grads, self.recipe.tx, fields)
         if not self.may_skip:
             return new_state
@@ -52,7 +67,7 @@ class Reference:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the step leaves out updates that are not finite."""
+        """Whether the step skips updates that are not finite."""
         return self.recipe.skip_nonfinite or _finite.scale_of(self.state) is not None
 
     def skips(self, replayed: Replayed) -> bool:
@@ -61,7 +76,7 @@ class Reference:
 
     @property
     def axis_name(self) -> str:
-        """As a loss names it in its collectives."""
+        """The ZeRO axes as a loss names them in its collectives."""
         axes = self.plan.axes
         return repr(axes[0] if len(axes) == 1 else axes)
 
@@ -71,31 +86,37 @@ class Reference:
 
     def replay(
         self,
-        split: Split | None = None,
-        args: Any = None,
+        split: BatchSplit | None = None,
+        args: PyTree = None,
         *,
+        roles: Sequence[_batch.Role] | None = None,
         in_float32: bool = False,
-        **options: Any,
+        differentiate: bool = True,
+        fold: bool = True,
     ) -> Replayed:
-        """The loss on every part, in what the step computes in or at least in float32."""
-        compute, state = self.precision.compute, self.state
+        """Evaluates the loss on every part, in the step's dtype or at least in float32."""
+        compute = self.precision.compute
         if in_float32 and self.computes_narrow:
             compute = jnp.float32
-        loss_fn = with_fields(self.recipe.loss_fn, state, self.recipe.mutable)
-        replayed = replay(
-            loss_fn,
-            _state.get_params(state),
+        replayed = _replay.evaluate(
+            with_fields(self.recipe.loss_fn, self.state, self.recipe.mutable),
+            _state.get_params(self.state),
             self.args if args is None else args,
             self.split if split is None else split,
             compute=compute,
-            **{"mutable": self.recipe.mutable, "roles": self.roles} | options,
+            differentiate=differentiate,
+            fold=fold,
+            mutable=self.recipe.mutable,
+            roles=self.roles if roles is None else roles,
         )
+        if not differentiate:
+            return replayed
         return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
 
-    def without_frozen(self, grads: Any) -> Any:
-        """The gradients as a step has them: none of what nothing updates."""
+    def without_frozen(self, grads: PyTree) -> PyTree:
+        """Returns the gradients as a step has them: zeros for what nothing updates."""
         leaves, treedef = jax.tree.flatten(grads)
-        pairs = zip(leaves, self.plan.params, strict=False)  # none where not differentiated
+        pairs = zip(leaves, self.plan.params, strict=True)
         return treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
 
     @property
@@ -105,67 +126,112 @@ class Reference:
         return any(jnp.finfo(d).bits < 32 for d in floats)
 
     def tolerance(self, replayed: Replayed) -> float:
-        """For all that a step rounds: in the loss, on the way between devices, and to the dtypes
-        of the parameters, in which their gradients come."""
+        """Returns the tolerance for a step, which rounds in its loss, in reductions over the
+        devices, and to the dtypes of the parameters, which their gradients have."""
         reduce = [self.precision.reduce] if self.precision.reduce is not None else []
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
 
-    def new_state(self, replayed: Replayed) -> Any:
-        """The state after the update, by the user's own optimizer."""
-        return self.update(replayed.grads, replayed)
-
-    def fields(self, replayed: Replayed) -> dict[str, Any]:
-        if not self.recipe.mutable:
+    def fields(self, replayed: Replayed) -> dict[str, PyTree]:
+        names = self.recipe.mutable
+        if not names:
             return {}
-        return split_fields(
-            averaged(replayed.aux, self.recipe.mutable), self.state, self.recipe.mutable
-        )[1]
+        return split_fields(averaged(replayed.aux, names), self.state, names)[1]
 
-    def update(self, grads: Any, right: Replayed) -> Any:
-        """The state after the update by other gradients; the rest as in `right`."""
-        return self.update_of(self.state, grads, right)
-
-    def update_of(self, state: Any, grads: Any, right: Replayed) -> Any:
-        """The same, of any state: of the shards of one device, say."""
+    def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
+        """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
+        state = self.state if state is None else state
         params = _state.get_params(state)
-        grads = jax.tree.map(lambda g, p: g if _is_key(p) else g.astype(p.dtype), grads, params)
-        return self._update(state, grads, self.fields(right), np.isfinite(right.loss))
+        typed = jax.tree.map(
+            lambda g, p: g if _move.is_key(p) else g.astype(p.dtype), grads, params
+        )
+        return self._update(state, typed, self.fields(right), np.isfinite(right.loss))
 
-    def part_args(self, parts: Sequence[int], ways: int) -> Any:
-        """The arguments with these parts of `ways` put together as the batch."""
+    def part_args(self, parts: Sequence[int], ways: int) -> PyTree:
+        """Returns the arguments with these parts, out of `ways`, put together as the batch."""
         values, treedef = jax.tree.flatten(self.args)
 
-        def taken(value: Any, role: _batch.Role) -> Any:
+        def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
             if role.kind != _batch.BATCH:
                 return value
-            cut = _batch.split(value, role.dim, ways)
-            return jnp.concatenate([cut[i] for i in parts], axis=role.dim)
+            every = _batch.split(value, role.dim, ways)
+            return jnp.concatenate([every[i] for i in parts], axis=role.dim)
 
         return treedef.unflatten(map(taken, values, self.roles))
 
 
-def averaged(aux: Any, mutable: Sequence[str] = ()) -> Any:
-    """The mean over the parts, or the first one's where a field has none; integers as floats."""
+class Observed(NamedTuple):
+    """What a step gave, with its gradients where these are known."""
 
-    def mean(path: tuple, leaf: Any) -> Any:
+    state: PyTree
+    metrics: dict[str, PyTree]
+    grads: PyTree
+    by_hand: bool  # not from `train_step`
+
+    @property
+    def loss(self) -> PyTree:
+        return self.metrics.get("loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a step gave, with what is right: the replay of the batch's parts on one device."""
+
+    reference: Reference
+    right: Replayed
+    observed: Observed
+    tolerance: float
+
+    @functools.cached_property
+    def limits(self) -> PyTree:
+        """How far rounding may put each gradient from the right one."""
+        return _compare.gradient_limits(self.right.grads, self.tolerance)
+
+    @functools.cached_property
+    def wanted(self) -> tuple[PyTree, list[np.ndarray]]:
+        """The right new state, and how far rounding may put each of its elements from it."""
+        return self.led_to(self.right.grads, self.limits)
+
+    def led_to(self, grads: PyTree, limits: PyTree) -> tuple[PyTree, list[np.ndarray]]:
+        """Returns the new state that these gradients lead to, and how far rounding moves it."""
+        update = functools.partial(self.reference.update, right=self.right)
+        new = update(grads)
+        return new, _compare.spread(update, new, grads, limits)
+
+    def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
+        """Compares the step's new state with another one."""
+        return _compare.compare_states(
+            _state.leaves_of(self.observed.state),
+            jax.tree.leaves(self.reference.state),
+            _state.leaves_of(new),
+            spreads,
+            self.tolerance,
+        )
+
+    def gradient_checks(self, grads: PyTree, limits: PyTree) -> Iterator[Check]:
+        """Compares the step's gradients, where they are known, with others."""
+        if self.observed.grads is None:
+            return iter(())
+        return _compare.compare_trees("grads", "gradient", self.observed.grads, grads, limits)
+
+
+def averaged(aux: PyTree, mutable: Sequence[str] = ()) -> PyTree:
+    """Returns the mean over the parts, or the first part's value of a field that has no mean."""
+
+    def mean(path: tuple, leaf: jax.Array) -> jax.Array:
         if has_no_mean(path, leaf, mutable):
             return leaf[0]
-        return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))
+        return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))  # floats, of integers too
 
     return jax.tree_util.tree_map_with_path(mean, aux)
 
 
-def aux_like(aux: Any, like: Any) -> Any:
-    """The aux of all parts as a step gives it back: averaged, or put together row by row."""
+def aux_like(aux: PyTree, like: PyTree) -> PyTree:
+    """Returns the aux of all parts as a step does: averaged, or put together row by row."""
 
-    def joined(stacked: Any, mean: Any, value: Any) -> Any:
+    def joined(stacked: jax.Array, mean: jax.Array, value: jax.Array) -> jax.Array:
         rows = stacked.reshape(-1, *stacked.shape[2:]) if stacked.ndim > 1 else mean
         fits = rows.shape == np.shape(value) != mean.shape
         return rows if fits else mean
 
     return jax.tree.map(joined, aux, averaged(aux), like)
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -1,7 +1,6 @@
-"""What a verification found, and how it prints."""
+"""The result of `zerojax.verify`, and how it prints."""
 
 import dataclasses
-from typing import Any
 
 from zerojax import _text
 from zerojax._verify.compare import NOT_FINITE, UNSEEN, Check
@@ -14,8 +13,8 @@ class Verification:
     """What `zerojax.verify` found; print it to see.
 
     `losses` are the step's, the mean over the parts of the batch on one device, and that of the
-    whole batch at once; `checks` one for each leaf, worst first; `causes` what is likely wrong and
-    how to mend it; `notes` what could not be compared.
+    whole batch at once; `checks` has one for each leaf, worst first; `causes` says what is likely
+    wrong and how to fix it; `notes` what could not be compared.
     """
 
     losses: dict[str, float]
@@ -35,7 +34,7 @@ class Verification:
 
     @property
     def not_finite(self) -> list[Check]:
-        """What is NaN or infinite on both sides, so that nothing was compared."""
+        """The checks that compared nothing, because both sides are NaN or infinite."""
         return [check for check in self.checks if check.verdict == NOT_FINITE]
 
     def raise_if_wrong(self) -> None:
@@ -43,8 +42,8 @@ class Verification:
         if not self.ok:
             raise AssertionError(str(self))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same in plain Python types, as `json` takes them."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the same in plain Python types, as `json` takes them."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
