@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.reference import assert_equal_bits
-from tests.test_checkpoint import (
+from tests.checkpoint.test_checkpoint import (
     BATCH,
     DAMAGE,
     loss_fn,
@@ -21,6 +20,7 @@ from tests.test_checkpoint import (
     trained,
     words,
 )
+from tests.reference import assert_equal_bits
 
 
 def run(directory, steps, every=2, state=None, stop_at=None, **options):

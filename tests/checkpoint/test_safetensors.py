@@ -13,8 +13,8 @@ import safetensors.numpy
 from etils import epath
 
 import zerojax
+from tests.checkpoint.test_checkpoint import make_state, place, plan_of
 from tests.reference import assert_equal_bits
-from tests.test_checkpoint import make_state, place, plan_of
 from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
 

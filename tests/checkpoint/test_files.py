@@ -14,8 +14,8 @@ import pytest
 from etils import epath
 
 import zerojax
+from tests.checkpoint.test_checkpoint import DAMAGE, damage_all
 from tests.reference import assert_equal_bits
-from tests.test_checkpoint import DAMAGE, damage_all
 from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}

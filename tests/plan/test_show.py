@@ -21,7 +21,7 @@ from zerojax._plan import show as _show
 from zerojax._plan.show import COLOURS
 
 matplotlib.use("agg")
-ROOT = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def make_state():

@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from zerojax._hlo import groups as _groups, module as _module
 
-HERE = pathlib.Path(__file__).parent / "programs"
+HERE = pathlib.Path(__file__).parents[1] / "programs"
 BF16, F32 = 2, 4
 LAYER = 256 * 256  # elements of one weight
 ROWS = 64 * 256  # elements of a device's rows
