@@ -148,6 +148,7 @@ def test_rows_and_text():
     assert header.split("  ")[-2:] == ["stage 1, GB", "stage 3, GB"]
     assert first.split() == ["7.5B", "4", "52.50", "30.00"]
     assert last.split() == ["1000B", "64", "4,187.50", "250.00"]
+    assert "<td>31.41</td>" in zerojax.memory_table(7.5e9, 64)._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
-from tests.reference import assert_close
+from tests import linear
+from tests.conftest import make_mesh
+from tests.models import mlp
+from tests.placed import place
+from tests.reference import assert_close, assert_equal_bits
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (12, 16)) / 4, "out": jnp.ones((16, 4)) / 8}
 DRAWN = np.random.default_rng(0)
@@ -110,3 +114,67 @@ def test_verify_says_that_a_table_belongs_to_the_whole_batch():
     assert "batch_specs={'ids': P('data'), 'table': P()}" in report.causes[0]
     specs = {"ids": P("data"), "table": P()}
     assert zerojax.verify(zerojax.train_step(loss, batch_specs=specs), placed(), batch).ok
+
+
+def test_batch_that_does_not_divide():
+    made = mlp(False)
+    batch = jax.tree.map(lambda x: x[:60], made.batch)
+    message = r"batch leaf x has a leading dimension of 60.*8 devices.*Use 56 or 64 examples"
+    with pytest.raises(ValueError, match=message):
+        zerojax.train_step(made.loss)(place(made), batch)
+    with pytest.raises(ValueError, match=message):
+        zerojax.shard_batch(batch)
+    with pytest.raises(ValueError, match=r"64.*8 devices x 3 microbatches.*Use 48 or 72"):
+        zerojax.train_step(made.loss, accumulate=3)(place(made), made.batch)
+    with pytest.raises(ValueError, match=r"leading dimension of 0.*Use 8 examples"):
+        zerojax.shard_batch(np.ones((0, 2)))
+
+
+def test_batch_leaves_that_disagree():
+    made = mlp(False)
+    batch = {"x": made.batch["x"], "y": made.batch["y"][:8]}
+    message = r"batch leaf x has 64 and batch leaf y has 8. Give every leaf one row"
+    with pytest.raises(ValueError, match=message):
+        zerojax.train_step(made.loss)(place(made), batch)
+    with pytest.raises(ValueError, match=message):
+        zerojax.shard_batch(batch)
+
+
+def test_two_labels_are_not_taken_for_a_key():
+    params = {"w": jnp.ones((16, 16))}
+    plan = zerojax.plan({"params": params}, mesh=make_mesh(2))
+    grad = zerojax.value_and_grad(lambda p, x, y: jnp.mean(x @ p["w"]) + jnp.mean(1.0 * y), plan)
+    x, labels = np.ones((2, 16), np.float32), np.array([3, 5], np.uint32)
+    message = r"argument 3 of the loss is uint32\[2\] beside no longer batch.*jax.random.key"
+    with pytest.raises(ValueError, match=message):
+        grad(params, x, labels)
+    assert float(grad(params, x, labels.astype(np.int32))[0]) == 20
+    both = zerojax.value_and_grad(lambda p, b: jnp.mean(b[0] @ p["w"]) + jnp.mean(1.0 * b[1]), plan)
+    assert float(both(params, (x, labels))[0]) == 20
+
+
+def test_keys_for_each_example_are_not_called_a_batch():
+    state, _, batch = linear.start()
+    step = zerojax.train_step(lambda params, batch, keys: jnp.mean(batch @ params["w"]))
+    with pytest.raises(ValueError, match=r"batch has 8 and argument 3 of the loss has 4"):
+        step(state, batch, jax.random.split(jax.random.key(0), 4))
+
+
+def test_host_batches_and_placed_ones_give_the_same():
+    made = mlp(False)
+    host = jax.tree.map(np.asarray, made.batch)
+    step = zerojax.train_step(made.loss, donate=False)
+    state = place(made)
+    a, _ = step(state, host)
+    b, _ = step(state, zerojax.shard_batch(host))
+    assert_equal_bits(a.params, b.params)
+    assert zerojax.shard_batch(host)["x"].sharding.spec == P("data")
+
+
+def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():
+    with pytest.raises(ValueError, match=r"30 rows does not divide over 8.*a multiple of 8"):
+        zerojax.process_slice(30)
+    two = Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+    )
+    assert zerojax.process_slice(6, two) == slice(0, 6)

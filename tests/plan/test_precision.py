@@ -294,3 +294,8 @@ def test_float8_parameters(master, mesh, tmp_path):
     zerojax.save(tmp_path / "c", state)
     restored = zerojax.restore(tmp_path / "c", like=state)
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+def test_precision_that_is_none():
+    with pytest.raises(TypeError, match=r"precision must be.*got 'bfloat16'. Pass for example"):
+        zerojax.plan({"params": {"w": jnp.ones((16, 16))}}, precision="bfloat16")

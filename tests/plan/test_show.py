@@ -1,64 +1,25 @@
-"""Pictures show what is there, stay within their frame, and ask for matplotlib by name."""
+"""A plan as text, as a table in notebooks, and as a picture."""
 
-import dataclasses
-import pathlib
-import sys
+import re
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
 
 import zerojax
-from zerojax._forecast import forecast as _forecast
-from zerojax._hlo import gpus as _gpus
+from tests import reference
+from tests.models import mlp
+from tests.pictures import filled, overlapping
 from zerojax._plan import show as _show
 from zerojax._plan.show import COLOURS
-
-matplotlib.use("agg")
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def make_state():
     params = {"w": jnp.ones((64, 32)), "b": jnp.ones(3)}
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-
-
-def filled(figure):
-    """(x, y, width, height) of every filled box of the first axes, and its colour."""
-    patches = [patch for patch in figure.axes[0].patches if patch.get_fill()]
-    return [
-        (patch.get_x(), patch.get_y(), patch.get_width(), patch.get_height(),
-         to_hex(patch.get_facecolor()))
-        for patch in patches
-    ]  # fmt: skip
-
-
-def overlapping(figure):
-    """Pairs of texts that lie on each other, and texts that leave the figure."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    texts = [t for t in figure.findobj(matplotlib.text.Text) if t.get_text() and t.get_visible()]
-    boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
-    width, height = canvas.get_width_height()
-    outside = [  # numbers: matplotlib keeps, and does not draw, ticks beyond the axis
-        name for name, box in boxes
-        if not name.isdigit()
-        and (box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1)
-    ]  # fmt: skip
-    pairs = [
-        (one, other)
-        for i, (one, a) in enumerate(boxes)
-        for other, b in boxes[i + 1 :]
-        if min(a.x1, b.x1) - max(a.x0, b.x0) > 2 and min(a.y1, b.y1) - max(a.y0, b.y0) > 2
-    ]
-    return outside + pairs
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -120,46 +81,15 @@ def test_show_tells_which_device_holds_what(capsys):
         plan.show("params/x")
 
 
-def case(stage, peak):
-    numbers = dict.fromkeys((f.name for f in _forecast.dataclasses.fields(_forecast.Case)), 0)
-    gib = 2**30
-    numbers |= {
-        "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib,
-        "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
-        "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
-    }  # fmt: skip
-    return _forecast.Case(**numbers)
-
-
-def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
-    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100), case(3, 30)))
-    figure = made.plot()
-    memory, times = figure.axes
-    for axes, ends in ((memory, [100, 30]), (times, [600, 600])):
-        for row, end in enumerate(ends):
-            bars = [bar for bar in axes.patches if round(bar.get_y() + 0.4) == row]
-            assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(end)
-    assert [t.get_text() for t in memory.texts] == [" 100.0, does not fit", " 30.0"]
-    assert not overlapping(figure)
-
-
-def test_notebooks_get_tables():
-    plan = zerojax.plan(make_state, stage=3)
-    assert "<td>params/w</td>" in plan._repr_html_()
-    assert "<td>31.41</td>" in zerojax.memory_table(7.5e9, 64)._repr_html_()
-    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
-    assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
-
-
-def test_audits_in_notebooks_name_cells_by_their_lines():
-    hlo = (ROOT / "programs" / "layers-cpu8-jax0.12.hlo").read_text()
-    report = zerojax.audit(hlo)
-    assert f"<td>{report.traffic[0].serves}</td>" in report._repr_html_()
-    one = dataclasses.replace(report.traffic[0], parts=(), source="/tmp/ipykernel_12/34.py:5")
-    assert one.serves == "cell line 5"
-
-
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ModuleNotFoundError, match="Run: pip install matplotlib"):
-        zerojax.plan(make_state, stage=3).plot()
+def test_plan_prints_leaves_bytes_and_totals():
+    state = reference.make_state(mlp(False), optax.adam(1e-3))
+    text = str(zerojax.plan(state, stage=3, min_shard_size=1))
+    assert "ZeRO stage 3 over data=8 (cpu); sharded: opt_state, grads, params" in text
+    row = next(line for line in text.splitlines() if line.startswith("params/in/w"))
+    assert row.split() == ["params/in/w", "float32[24,", "64]", "(data)", "6.0", "KiB", "768", "B"]
+    assert re.search(r"parameters +8.3 KiB +1.0 KiB", text)
+    assert re.search(r"optimizer state +16.6 KiB +2.1 KiB", text)
+    title = "ZeRO stage 3 over data=8 (cpu); sharded: opt_state, grads, params"
+    assert repr(zerojax.plan(state)) == f"<Plan of 14 leaves: {title}>"
+    html = zerojax.plan(state)._repr_html_()
+    assert html.count("<tr>") == 1 + 14 + 4 and "<td>params/in/w</td>" in html

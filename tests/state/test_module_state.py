@@ -1,4 +1,4 @@
-"""What Equinox does that other libraries do not: it compares types, and has loops of its own."""
+"""`ModuleState`, with Equinox's modules: their statistics, what is no array, and their loops."""
 
 from typing import Any
 
@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.families import tx
+from tests.reference import assert_close
 
 eqx = pytest.importorskip("equinox", reason="the Equinox tests need equinox")
 
@@ -72,3 +75,52 @@ def test_checkpointed_loops_fail_with_a_note(mesh):
     with pytest.raises(ValueError, match="Closure-converted") as caught:
         zerojax.value_and_grad(loss, plan)({"w": jnp.ones((8, 8))}, BATCH)
     assert "diffrax.DirectAdjoint()" in " ".join(caught.value.__notes__)
+
+
+def test_equinox_keeps_what_is_no_array():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        activation: object
+        table: np.ndarray
+        key: jax.Array
+        order: jax.Array
+        keep: jax.Array
+        name: str = "model"
+
+        def __call__(self, x):
+            x = self.activation(self.linear(x * self.table))[self.order]
+            x = jnp.where(self.keep, x, 0.0)  # wants its arrays to be of the same mesh
+            return x + jax.random.uniform(self.key)
+
+    key = jax.random.key(0)
+    model = Model(
+        eqx.nn.Linear(16, 16, key=key), jnp.tanh, np.ones(16, np.float32), key,
+        jnp.arange(16)[::-1], jnp.arange(16) > 1,
+    )  # fmt: skip
+    seen = []
+
+    def loss(model, batch):
+        seen.append(type(model))
+        assert model.activation is jnp.tanh and model.name == "model"
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+    state = zerojax.shard_train_state(zerojax.ModuleState.create(model, tx()), stage=3)
+    assert [leaf.path for leaf in state.tx.plan.params] == [
+        "params/linear/weight",
+        "params/linear/bias",
+    ]
+    step = zerojax.train_step(loss)
+    batch = jax.random.normal(key, (16, 16))
+    zerojax.verify(step, state, batch).raise_if_wrong()
+    new, _ = step(state, batch)
+    trained = new.model
+    assert set(seen) == {Model} and isinstance(trained, Model)
+    assert trained.activation is jnp.tanh
+    np.testing.assert_array_equal(trained.order, model.order)
+    assert trained.linear.weight.sharding.spec == P("data")
+    opt_state = tx().init(eqx.filter(model, eqx.is_inexact_array))
+    grads = eqx.filter_grad(loss)(model, batch)
+    updates, _ = tx().update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    assert_close(trained.linear.weight, eqx.apply_updates(model, updates).linear.weight, 1e-5)
+    evaluated = zerojax.eval_step(loss)(new, batch)["loss"]
+    assert float(evaluated) == pytest.approx(float(loss(trained, batch)), rel=1e-5)

@@ -11,6 +11,7 @@ import pytest
 import zerojax
 from tests.models import mlp
 from tests.reference import assert_equal_bits, make_state
+from tests.shapes import params_plan, shape
 
 
 class Layer(NamedTuple):
@@ -100,3 +101,27 @@ def test_leaves_of_one_name_are_refused(tmp_path, key):
     if key == "a/b":
         with pytest.raises(ValueError, match=r"both named params/a/b. Rename one"):
             zerojax.plan({"params": params})
+
+
+def test_class_whose_fields_jax_cannot_name():
+    class State:
+        def __init__(self, params, opt_state):
+            self.params, self.opt_state = params, opt_state
+
+    jax.tree_util.register_pytree_node(
+        State, lambda s: ((s.params, s.opt_state), None), lambda _, parts: State(*parts)
+    )
+    with pytest.raises(ValueError, match=r"fields of State. Register it with.*register_dataclass"):
+        zerojax.plan(State({"w": jnp.ones((16, 16))}, ()))
+
+
+def test_state_without_parameters():
+    with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
+        zerojax.plan({"weights": shape(16, 16)})
+    for empty in (None, {}, {"params": {}}, {"params": {"empty": ()}}):
+        with pytest.raises(ValueError, match=r"no parameters.*Pass a flax TrainState"):
+            zerojax.shard_train_state(empty)
+    with pytest.raises(TypeError, match=r"params/name is the string 'x'.*static field"):
+        params_plan({"name": "x"})
+    with pytest.raises(TypeError, match=r"params/f is a builtin.*static field"):
+        params_plan({"f": len})

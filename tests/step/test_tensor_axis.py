@@ -5,47 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import zerojax
+from tests.step.tensor import (
+    BATCH,
+    DIM,
+    INNER,
+    LAYERS,
+    cpu_mesh,
+    layer,
+    make_state,
+    placed,
+    scanned,
+)
 
-LAYERS, DIM, INNER = 4, 32, 64
-SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
-SHAPES = {"up": (LAYERS, DIM, INNER), "down": (LAYERS, INNER, DIM)}
-BATCH = np.random.default_rng(0).normal(size=(32, DIM)).astype(np.float32)
 PART = LAYERS * DIM * INNER * 4 * 2 // 2  # bytes of both stacks on one of two tensor devices
 SENT = PART * 3 // 4  # by each of four data devices, in one gather or one reduce-scatter
-
-
-def cpu_mesh():
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-
-
-def make_state():
-    keys = jax.random.split(jax.random.key(0), 2)
-    params = {
-        name: jax.random.normal(key, shape) / 8
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-
-
-def placed(mesh, stage):
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    state = make_state()
-    state = state.replace(params={k: put(v, SPECS[k]) for k, v in state.params.items()})
-    return zerojax.shard_train_state(state, stage, mesh=mesh)
-
-
-def layer(x, p):
-    return x + jnp.tanh(x @ p["up"]) @ p["down"], None
-
-
-def scanned(params, x):
-    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
 
 
 def indexed(params, x):
@@ -161,48 +138,3 @@ def test_gathers_by_hand_keep_the_axis_where_it_is_xlas(manual):
     if "tensor" not in manual:
         report = zerojax.audit(run.lower(state.params, BATCH).compile(), plan=plan)
         assert weights_sent(report)["reduce-scatter"] == SENT
-
-
-def along_tensor(params, x):
-    x = jax.lax.with_sharding_constraint(x, P(None, "tensor"))
-    return jnp.mean((x @ params["up"][0]) ** 2)
-
-
-def manual_along_tensor(params, x):
-    total = jax.shard_map(
-        lambda part: jax.lax.psum(jnp.sum(part**2), "tensor"), in_specs=P(None, "tensor"),
-        out_specs=P(), axis_names={"tensor"}, check_vma=False,
-    )  # fmt: skip
-    return total(x @ params["up"][0])
-
-
-def test_an_axis_that_nothing_lies_along_is_refused():
-    """Every replica would compute the same batch, and nobody would see."""
-    mesh = cpu_mesh()
-    remedy = (
-        r"mesh axes {'tensor': 2}.*Each of 2 replicas would compute the same batch.*"
-        r"axis=\('data', 'tensor'\), or pass a mesh without"
-    )
-    state = zerojax.shard_train_state(make_state(), mesh=mesh)
-    step = zerojax.train_step(scanned, donate=False)
-    for use in (step, step.lower, step.trace):
-        with pytest.raises(ValueError, match=remedy):
-            use(state, BATCH)
-    with pytest.raises(ValueError, match=remedy):
-        zerojax.eval_step(scanned)(state, BATCH)
-
-    def tensor(params, batch):  # a function's name is no axis
-        return scanned(params, batch)
-
-    with pytest.raises(ValueError, match=remedy):
-        zerojax.train_step(jax.jit(tensor))(state, BATCH)
-    whole = zerojax.shard_train_state(make_state(), mesh=mesh, axis=("data", "tensor"))
-    step(whole, BATCH)
-    # What the model uses by itself is its own affair.
-    step.trace(placed(mesh, 3), BATCH)
-    step.trace(state, jax.device_put(BATCH, NamedSharding(mesh, P("data", "tensor"))))
-    table = jax.device_put(jnp.eye(DIM), NamedSharding(mesh, P(None, "tensor")))
-    zerojax.train_step(lambda p, x: scanned(p, x @ table)).trace(state, BATCH)
-    with jax.set_mesh(mesh):
-        zerojax.train_step(along_tensor).trace(state, BATCH)
-    zerojax.train_step(manual_along_tensor).trace(state, BATCH)
