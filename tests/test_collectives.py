@@ -1,11 +1,10 @@
 """The ZeRO paper's traffic: 2 times the parameters at stages 0 to 2, 3 times at stage 3."""
 
-import jax
 import optax
 import pytest
 
 import zerojax
-from tests.collectives import collectives
+from tests.collectives import collectives, scans_of
 from tests.models import MODELS, gpt, transformer
 from tests.reference import make_state
 
@@ -92,20 +91,11 @@ def test_accumulator_is_whole_at_stage_1_and_sharded_from_2_on(stage):
     state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), stage)
     step = zerojax.train_step(made.loss, accumulate=4)
     jaxpr = step.trace(state, made.batch).jaxpr
-    carried = [e for e in scans(jaxpr) if e.params["length"] == 4 and len(e.outvars) > 5]
+    # The loop over microbatches is the outermost.
+    carried = [e for e in scans_of(jaxpr) if e.params["length"] == 4 and len(e.outvars) > 5]
     shapes = {v.aval.shape for eqn in carried for v in eqn.outvars}
     full, shard = (3, 32, 96), (3, 4, 96)
     assert (full in shapes, shard in shapes) == ((True, False) if stage < 2 else (False, True))
-
-
-def scans(jaxpr):
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        else:  # the microbatch loop is the outermost
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from scans(inner)
 
 
 @pytest.mark.parametrize("stage", STAGES)
