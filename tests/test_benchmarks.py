@@ -209,3 +209,21 @@ def test_rivals_are_those_that_are_named():
     llama = _presets.Llama(2, 64, 4, kv_heads=2, inner=96)
     with pytest.raises(ValueError, match="a GPT here, and Llama is not"):
         compiled.STEPS[compiled.LINEN](llama, make_mesh(), "full", 1)
+
+
+def stored(path):
+    return json.loads(path.read_text())
+
+
+def keys_of_ours():
+    newest = sorted(BENCHMARKS.glob("compiled_jax*.json"))[-1]
+    return list(stored(newest)["rows"][0])
+
+
+@pytest.mark.parametrize("rival", ("maxtext", "levanter"))
+def test_rows_have_the_same_keys_and_name_what_was_measured(rival):
+    result = stored(BENCHMARKS / f"rivals_{rival}.json")
+    assert result["packages"] and result["jax"]
+    assert result["rows"]
+    for row in result["rows"]:
+        assert list(row) == keys_of_ours() and row["date"]

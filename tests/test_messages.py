@@ -1,7 +1,5 @@
 """What is passed, and what is said: the leaf, the value and the remedy. Nothing compiles."""
 
-import pathlib
-
 import jax
 import numpy as np
 import optax
@@ -9,9 +7,10 @@ import pytest
 
 import zerojax
 from tests.linear import BATCH, STEP, loss, made, placed
+from tests.stored import stored
 
 PLAN = zerojax.plan(made())
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "step3-8xH100-jax0.12.hlo"
+PROGRAM = stored("step3-8xH100-jax0.12")
 
 
 def train(**options):
@@ -19,11 +18,11 @@ def train(**options):
 
 
 def audit(**options):
-    return lambda: zerojax.audit(PROGRAM.read_text(), **options)
+    return lambda: zerojax.audit(PROGRAM, **options)
 
 
 def check(**limits):
-    return lambda: zerojax.audit(PROGRAM.read_text(), gpu="H100").findings(**limits)
+    return lambda: zerojax.audit(PROGRAM, gpu="H100").findings(**limits)
 
 
 def forecast(batch=BATCH, **options):
@@ -113,8 +112,3 @@ def test_what_is_said_of(case):
     use, message = SAID[case]
     with pytest.raises((TypeError, ValueError), match=message):
         use()
-
-
-def test_numpy_numbers_make_a_memory_table():
-    found = zerojax.memory_table(np.float32(1e9), np.int64(8))
-    assert found.to_dict() == zerojax.memory_table(1e9, 8).to_dict()

@@ -1,115 +1,18 @@
 """Audits of real steps on CPU devices: traffic and memory to the byte."""
 
-import functools
-import json
+import os
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from tests import audits
+from tests.audit.models import audited
 from tests.models import MODELS
 from tests.reference import make_state
-
-STAGES = (0, 1, 2, 3)
-N = 8
-SCALAR = 2 * 4 * (N - 1) // N  # bytes that each device sends to sum one float32
-
-
-@functools.cache
-def audited(model, stage):
-    """(report, plan, compiled): models with remat, so that stage 3 gathers twice."""
-    made = MODELS[model](True)
-    state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), stage)
-    plan = state.tx.plan
-    compiled = zerojax.train_step(made.loss).lower(state, made.batch).compile()
-    return zerojax.audit(compiled, plan=plan), plan, compiled
-
-
-def sent_for(report, kind):
-    """Bytes by parameter; of joined operations each array has its own."""
-    found = {}
-    for one in report.traffic:
-        for part in one.parts if one.kind == kind else ():
-            factor = {"all-gather": N - 1, "all-reduce": 2 * (N - 1) / N}.get(kind, (N - 1) / N)
-            path = ", ".join(part.paths)
-            found[path] = found.get(path, 0) + part.nbytes * factor * one.trips
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_traffic_is_the_papers_to_the_byte(model, stage):
-    report, plan, _ = audited(model, stage)
-    psi = sum(leaf.nbytes for leaf in plan.params if leaf.dim is not None) * (N - 1) / N
-    whole = sum(leaf.nbytes for leaf in plan.params if leaf.dim is None) * 2 * (N - 1) / N
-    scalars = report.totals["all-reduce"] - whole
-    assert scalars % SCALAR == 0 and 1 <= scalars / SCALAR < 10  # the loss, and parts of the norm
-    if stage == 0:  # everything is whole: 2 psi
-        assert psi == 0 and set(report.totals) == {"all-reduce"}
-        return
-    assert report.totals["reduce-scatter"] == psi
-    if stage < 3:
-        assert report.totals["all-gather"] == psi
-    assert report.wire_bytes == sum(report.totals.values())
-    assert report.check() is report
-
-
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_stage_3_gathers_every_weight_at_most_twice(model):
-    """Exactly twice in loops; XLA may spare itself the second gather of what is used once."""
-    report, plan, _ = audited(model, 3)
-    gathered = sent_for(report, "all-gather")
-    cut = {leaf.path: leaf for leaf in plan.params if leaf.dim is not None}
-    assert set(gathered) == set(cut)
-    for path, leaf in cut.items():
-        times = gathered[path] / (leaf.nbytes * (N - 1) / N)
-        assert times == 2 if leaf.stacked else 1 <= times <= 2, path
-    layers = [t for t in report.traffic if "blocks" in t.serves and t.kind != "all-reduce"]
-    assert {(t.trips, len(t.loops)) for t in layers} <= {(3, 1)}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_every_collective_is_traced_to_what_it_serves(model, stage):
-    report, plan, _ = audited(model, stage)
-    cut = {leaf.path: leaf.nbytes for leaf in plan.params if leaf.dim is not None}
-    whole = {leaf.path for leaf in plan.params if leaf.dim is None}
-    assert sent_for(report, "reduce-scatter") == {p: size * 7 / 8 for p, size in cut.items()}
-    assert set(sent_for(report, "all-gather")) == set(cut)
-    assert set(sent_for(report, "all-reduce")) - {""} == whole
-    assert {t.axes for t in report.traffic} == {("data",)}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_memory_is_the_plans_and_the_compilers(model, stage):
-    report, plan, compiled = audited(model, stage)
-    state, memory = plan.bytes_per_device(), report.memory
-    found = (memory.parameters, memory.optimizer, memory.other_state)
-    assert found == (state["params"], state["opt_state"], state["other"])
-    stats = compiled.memory_analysis()
-    assert memory.state + memory.batch == stats.argument_size_in_bytes
-    assert memory.temporary == stats.temp_size_in_bytes
-    assert memory.donated == stats.alias_size_in_bytes == memory.state
-    assert report.not_donated == report.placement == report.kept == ()
-    # The loss and the norm; CPU programs count a pointer for each output beside it.
-    assert memory.outputs == 8
-    outputs = stats.output_size_in_bytes - 8 * len(report.module.root(report.module.entry).arrays)
-    assert outputs == memory.donated + memory.outputs
-    assert memory.peak == memory.state + memory.batch + memory.temporary + 8
-
-
-def test_gradients_are_whole_at_stage_1_and_shards_at_3():
-    """At the fullest moment; stage 1 sums those of microbatches whole."""
-    gradients = {
-        stage: audits.audited(audits.planned("cpu", stage), accumulate=2).memory.gradients
-        for stage in (1, 3)
-    }
-    stack = audits.LAYERS * audits.DIM**2 * 4
-    assert gradients[1] > stack > gradients[3] > 0
+from zerojax._audit.audit import heard
 
 
 def test_arrays_shapes_programs_and_text_are_audited_alike():
@@ -131,29 +34,6 @@ def test_arrays_shapes_programs_and_text_are_audited_alike():
     assert not state.params["in"]["w"].is_deleted()
 
 
-def test_to_dict_is_plain_and_whole():
-    report = audited("gpt", 3)[0]
-    found = json.loads(json.dumps(report.to_dict()))
-    assert found["stage"] == 3 and found["devices"] == 8
-    assert len(found["traffic"]) == len(report.traffic)
-    assert sum(t["total_bytes"] for t in found["traffic"]) == report.wire_bytes
-    assert found["memory"]["parameters"] == report.memory.parameters
-    assert found["step_seconds"] is None, "no times are modelled for CPUs"
-
-
-def test_it_prints_as_a_table():
-    report = audited("gpt", 3)[0]
-    text = str(report)
-    assert text.startswith("ZeRO stage 3, 8 devices (cpu)\nmemory per device  ")
-    assert "donated and reused" in text and "modelled step" not in text
-    assert "all-gather 26" in text and ", reduce-scatter 134.8 KiB, all-reduce 1.6 KiB" in text
-    header, _, *rows = text.split("\n\n")[1].splitlines()
-    assert " ".join(header.split()) == "collective dtype sent times loops group when serves"
-    (row,) = (r for r in rows if r.endswith("params/blocks/qkv") and r.startswith("reduce"))
-    # (32, 96) in fp32: 12 KiB, less the own eighth
-    assert " ".join(row.split()) == "reduce-scatter f32 10.5 KiB 3 1 data sync params/blocks/qkv"
-
-
 def test_a_modelled_gpu_adds_times():
     compiled = audited("gpt", 3)[2]
     report = zerojax.audit(compiled, gpu="H100")
@@ -167,48 +47,6 @@ def test_a_modelled_gpu_adds_times():
         zerojax.audit(compiled, gpu="X1")
 
 
-def test_long_tables_say_how_much_is_left_out():
-    mesh = audits.mesh_of("cpu")
-
-    def run(xs):
-        return [jax.lax.all_gather(x * (i + 1), "data") for i, x in enumerate(xs)]
-
-    p = jax.sharding.PartitionSpec
-    xs = [jnp.ones((8, i + 1)) for i in range(43)]
-    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=p("data"), out_specs=p("data")))
-    report = zerojax.audit(run.lower(xs).compile())
-    assert len(report.traffic) >= 41
-    assert str(report).endswith(f"... and {len(report.traffic) - 40} smaller ones")
-
-
-def test_plots_need_times():
-    report = audited("mlp", 3)[0]
-    with pytest.raises(ValueError, match=r"no times to plot: .* for cpu. Pass gpu='H100' to audit"):
-        report.plot()
-
-
-def test_plot_writes_a_picture(tmp_path):
-    pytest.importorskip("matplotlib").use("agg")
-    import matplotlib.pyplot as plt
-
-    report = zerojax.audit(audited("gpt", 3)[2], gpu="H100")
-    figure = report.plot(str(tmp_path / "step.png"))
-    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
-    (axes,) = figure.axes
-    labels = {t.get_text() for t in axes.get_legend().get_texts()}
-    assert labels >= {"compute", "all-gather", "reduce-scatter", "exposed"}
-    assert any(t.get_text() == "x 3" for t in axes.texts), "loops say how often they run"
-    assert "on 8 x H100" in axes.get_title()
-    plt.close(figure)
-
-
-def test_plot_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    report = zerojax.audit(audited("mlp", 3)[2], gpu="H100")
-    with pytest.raises(ModuleNotFoundError, match="Run: pip install matplotlib"):
-        report.plot()
-
-
 def test_a_state_without_its_batch_is_refused():
     made = MODELS["mlp"](False)
     step = zerojax.train_step(made.loss)
@@ -216,3 +54,65 @@ def test_a_state_without_its_batch_is_refused():
         zerojax.audit(step)
     with pytest.raises(TypeError, match=r"audit\(step, state, batch\)"):
         zerojax.audit(step, make_state(made, optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "needs something compiled or to compile, got a int"),
+        ((len,), "got a builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_audited(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        zerojax.audit(*arguments)
+
+
+@pytest.mark.gpu_code
+def test_audits_know_the_hosts_and_the_convolutions():
+    """The mesh says that hosts have 4 GPUs; convolutions are calls of cuDNN on GPUs."""
+    mesh = zerojax.aot.mesh("8xH100", per_host=4)
+    spec = NamedSharding(mesh, PartitionSpec("data"))
+    images = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.bfloat16, sharding=spec)
+    whole = NamedSharding(mesh, PartitionSpec())
+    kernel = jax.ShapeDtypeStruct((3, 3, 64, 128), jnp.bfloat16, sharding=whole)
+
+    def loss(kernel, images):
+        dims = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    plan = zerojax.plan({"params": {"k": jnp.ones((64, 64))}}, stage=3, mesh=mesh)
+    step = jax.jit(jax.grad(loss))
+    if jax.__version_info__ >= (0, 12):
+        step = jax.jit(
+            jax.grad(loss), compiler_options={"xla_gpu_experimental_use_collective_kernels": ""}
+        )
+    report = zerojax.audit(step.lower(kernel, images).compile(), plan=plan)
+    forward = 2 * 8 * 32 * 32 * 128 * 3 * 3 * 64
+    assert report.replay.flops == 2 * forward  # forward, and the gradient of the kernel
+    assert {(one.group, one.on_host) for one in report.traffic} == {(8, 4)}
+
+
+LOG = {
+    "alarm": "E1122 10:00:00.0 7 slow_operation_alarm.cc:73] \n****\n[Compiling module jit_step] "
+    "Very slow compile?\n****\n",
+    "absl": "WARNING: All log messages before absl::InitializeLog() is called go to STDERR\n",
+    "information": "I0000 00:00:17.0 7 service.cc:152] XLA service initialized\n",
+    "older": "2026-11-22 10:00:00.0: W xla/service/hlo_rematerialization.cc:3] Can't reduce use\n",
+}
+SERIOUS = "E1122 10:00:01.0 7 spmd_partitioner.cc:5] Involuntary full rematerialization.\n  %dot\n"
+
+
+def test_harmless_lines_of_the_compiler_are_heard_and_not_passed_on(capfd):
+    with heard() as lines:
+        os.write(2, "".join([LOG["absl"], LOG["alarm"], SERIOUS, *LOG.values()]).encode())
+    assert capfd.readouterr().err == SERIOUS
+    assert lines.count("[Compiling module jit_step] Very slow compile?") == 2
+
+
+def test_where_compiling_fails_all_of_it_is_passed_on(capfd):
+    with pytest.raises(RuntimeError), heard():
+        os.write(2, LOG["alarm"].encode())
+        raise RuntimeError
+    assert capfd.readouterr().err == LOG["alarm"]

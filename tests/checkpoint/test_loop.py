@@ -1,8 +1,13 @@
 """The checkpoints of a loop: when, which are kept, and where a run goes on."""
 
+import json
 import multiprocessing
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +15,21 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.checkpoint.test_checkpoint import (
+from tests.checkpoint.damage import DAMAGE, damage_all, right_or_named
+from tests.checkpoint.states import (
     BATCH,
-    DAMAGE,
+    STATE,
+    filled,
     loss_fn,
     make_state,
     place,
     plan_of,
+    save_steps,
     trained,
     words,
 )
 from tests.reference import assert_equal_bits
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
 
 
 def run(directory, steps, every=2, state=None, stop_at=None, **options):
@@ -36,10 +45,6 @@ def run(directory, steps, every=2, state=None, stop_at=None, **options):
     return state
 
 
-def filled(n):
-    return {"params": {name: jnp.full((64, 64), n, jnp.float32) for name in "abcd"}}
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_a_loop_saves_every_so_many_steps_and_keeps_the_newest(tmp_path, background):
     run(tmp_path, 9, every=2, keep=2, background=background)
@@ -52,34 +57,6 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path):
     run(tmp_path / "b", 5)
     assert_equal_bits(words(run(tmp_path / "b", 7)), want)
     assert zerojax.read_extras(tmp_path / "b" / "6").data == {"at": 6}
-
-
-def test_the_best_is_kept_beside_the_newest(tmp_path):
-    state = place()
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 5.0}
-    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
-        for n, loss in losses.items():
-            checkpoints.save(n, state, metrics={"loss": np.float32(loss), "aux": {"x": [1]}})
-        checkpoints.wait()
-        assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
-        with pytest.raises(ValueError, match=r"best='loss' is not among .*Pass metrics="):
-            checkpoints.save(6, state, metrics={"accuracy": 1.0})
-    with zerojax.Checkpoints(tmp_path / "max", keep=1, best="loss", mode="max") as checkpoints:
-        for n, loss in losses.items():
-            checkpoints.save(n, state, metrics={"loss": -loss})
-        checkpoints.wait()
-        assert checkpoints.steps() == [2, 5] and checkpoints.best() == 2
-
-
-@pytest.mark.parametrize("mode, losses", [("min", [3, 1, np.nan]), ("max", [-3, -1, np.nan]),
-                                          ("min", [np.nan, 1, 5])])  # fmt: skip
-def test_nan_never_takes_the_place_of_the_best(tmp_path, mode, losses):
-    state = filled(0)
-    with zerojax.Checkpoints(tmp_path, keep=1, best="loss", mode=mode) as checkpoints:
-        for n, loss in enumerate(losses, 1):
-            checkpoints.save(n, state, metrics={"loss": loss})
-        checkpoints.wait()
-        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
 
 
 def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
@@ -228,3 +205,109 @@ def test_while_one_process_writes_others_read_and_do_not_write(tmp_path):
     with zerojax.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() >= max(newest)
         assert_equal_bits(checkpoints.resume(filled(0))[0], filled(checkpoints.latest()))
+
+
+def test_a_failed_write_takes_nothing_with_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    save_steps(tmp_path, 1)
+    with zerojax.Checkpoints(tmp_path, keep=1, background=False) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(_checkpoint.Handler, "finalize", fail)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(2, STATE)
+            with pytest.raises(OSError, match="no space"):
+                zerojax.save(tmp_path / "one", STATE)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1"]
+        assert checkpoints.steps() == [1] and checkpoints.latest() == 1
+        with pytest.raises(ValueError, match="step 1 is saved"):
+            checkpoints.save(1, STATE)
+        checkpoints.save(2, STATE)
+        assert checkpoints.steps() == [2]
+
+
+def test_an_interrupted_wait_does_not_end_the_write(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    go, real = threading.Event(), _checkpoint.Handler.finalize
+    monkeypatch.setattr(
+        _checkpoint.Handler, "finalize", lambda *args: (go.wait(60), real(*args))[1]
+    )
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(checkpoints._manager, "wait_until_finished", interrupt)
+            checkpoints.wait()
+        go.set()
+    assert_equal_bits(zerojax.restore(tmp_path / "1", STATE), STATE)
+
+
+def test_a_leaf_that_cannot_be_read_leaves_nothing_behind(tmp_path):
+    donated = {"a": jnp.ones(4), "z": jnp.ones(3)}
+    donated["z"].delete()
+    with zerojax.Checkpoints(tmp_path / "loop") as checkpoints:
+        for save in (
+            lambda: checkpoints.save(1, donated),
+            lambda: zerojax.save(tmp_path / "one", donated),
+            lambda: zerojax.export_safetensors(tmp_path / "two", donated),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+                save()
+        assert [p.name for p in (tmp_path / "loop").iterdir()] == [".lock"]
+        assert not checkpoints.busy()
+    assert [p.name for p in tmp_path.iterdir()] == ["loop"]
+
+
+EXIT = """
+import sys, jax.numpy as jnp, zerojax
+checkpoints = zerojax.Checkpoints(sys.argv[1])
+for n in (1, 2):
+    checkpoints.save(n, {"w": jnp.full((500, 500), n)})
+raise SystemExit(3)
+"""
+
+
+def test_without_a_with_block_the_last_checkpoint_is_finished_at_exit(tmp_path):
+    root = str(pathlib.Path(zerojax.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    back = zerojax.restore(tmp_path / "2", {"w": jnp.zeros((500, 500), int)})
+    assert np.all(back["w"] == 2)
+
+
+def test_without_a_with_block_save_waits_and_dropping_it_lets_another_in(tmp_path):
+    checkpoints = zerojax.Checkpoints(tmp_path)
+    checkpoints.save(1, STATE)
+    assert not checkpoints.busy() and checkpoints.steps() == [1]
+    del checkpoints
+    assert not (tmp_path / ".lock").exists()
+    save_steps(tmp_path, 2)
+
+
+HOW = {**DAMAGE, "emptied": lambda file, whole: file.write_bytes(b"")}
+
+
+@pytest.mark.filterwarnings("ignore:.*metrics cannot be read")
+@pytest.mark.parametrize("how", HOW)
+def test_damage_to_a_loop_is_never_read(tmp_path, how):
+    def resumed():
+        with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+            assert checkpoints.best() in (1, None)
+            back, saved = checkpoints.resume({"w": jnp.zeros((3, 4))})
+            assert saved.step == 1 and saved.data == {"at": 1}
+            return back
+
+    with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+        checkpoints.save(1, STATE, metrics={"loss": 1.0}, data={"at": 1})
+    state = tmp_path / "1" / "default"
+    noted = {state / name for name in json.loads((state / _files.CHECKSUMS).read_text())}
+    damaged = damage_all(tmp_path / "1", HOW[how])
+    right = {file: right_or_named(tmp_path, resumed) for file in damaged}
+    wrong = {file for file, is_right in right.items() if not is_right}
+    assert wrong == noted | {state / _files.CHECKSUMS} and len(right) > len(wrong) >= 6

@@ -13,7 +13,8 @@ import safetensors.numpy
 from etils import epath
 
 import zerojax
-from tests.checkpoint.test_checkpoint import make_state, place, plan_of
+from tests.checkpoint.damage import right_or_named
+from tests.checkpoint.states import STATE, make_state, place, plan_of
 from tests.reference import assert_equal_bits
 from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
@@ -241,3 +242,17 @@ def test_names_of_others_are_told_of_rename(tmp_path):
         zerojax.import_safetensors(tmp_path / "w", like, rename={"fc.weight": "dense.kernel"})
     with pytest.raises(ValueError, match=r"nothere.safetensors does not exist"):
         zerojax.import_safetensors(tmp_path / "nothere.safetensors", like)
+
+
+def test_damage_to_an_export_is_never_read_but_in_its_data(tmp_path):
+    """The format has no checksums."""
+    zerojax.export_safetensors(tmp_path / "w", {"w": STATE["w"], "b": jnp.ones(3)})
+    like = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(3)}
+    read = lambda: {"w": zerojax.import_safetensors(tmp_path / "w", like)["w"]}
+    file = next((tmp_path / "w").glob("*.safetensors"))
+    whole = file.read_bytes()
+    for at in range(0, len(whole) - 60, 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        right_or_named(tmp_path / "w", read)
+        file.write_bytes(whole[:at])
+        assert not right_or_named(tmp_path / "w", read)

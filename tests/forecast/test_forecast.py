@@ -6,15 +6,13 @@ import time
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import zerojax
 from tests import audits
 from zerojax._audit.audit import heard
-from zerojax._forecast import forecast as _progress, mfu as _mfu, presets as _presets
+from zerojax._forecast import forecast as _progress
 from zerojax._forecast.forecast import Forecast
-from zerojax._hlo import gpus as _gpus
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
@@ -153,79 +151,6 @@ def test_a_ready_step_brings_what_it_was_made_of():
     assert found.cases[0].report.accumulate == 2
 
 
-def test_flops_of_matmuls_and_convolutions():
-    a, b = jnp.ones((4, 8)), jnp.ones((8, 16))
-    assert _mfu.matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 8 * 16
-    batched = lambda x: jnp.einsum("bij,bjk->bik", x, x)
-    assert _mfu.matmul_flops(batched, jnp.ones((3, 8, 8))) == 3 * 2 * 8**3
-    image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
-    conv = lambda x, k: jax.lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    # Each of 2 * 8 * 8 * 16 outputs adds 3 * 3 * 3 products.
-    assert _mfu.matmul_flops(conv, image, kernel) == 2 * 2 * 8 * 8 * 16 * 27
-    assert _mfu.matmul_flops(jnp.tanh, a) == 0
-
-
-def test_flops_in_loops_branches_and_remat():
-    x = jnp.ones((8, 8))
-    one = 2 * 8**3
-    scan = lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
-    assert _mfu.matmul_flops(scan, x) == 5 * one
-    assert _mfu.matmul_flops(jax.checkpoint(lambda x: jnp.sin(x @ x)), x) == one
-    cond = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
-    assert _mfu.matmul_flops(cond, x) == 2 * one
-    loop = lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ c, x)
-    assert _mfu.matmul_flops(loop, x) == one
-    assert _mfu.matmul_flops(jax.jit(lambda x: x @ x), x) == one
-
-
-# -- presets
-
-
-@pytest.mark.parametrize("name", _presets.PRESETS)
-def test_presets_have_the_size_of_their_name(name):
-    size = name.removeprefix("llama-")
-    number, unit = float(size[:-1]), {"m": 1e6, "b": 1e9, "t": 1e12}[size[-1]]
-    # The paper's own names are loose: 40 layers of 1536 are no 1.38B.
-    assert _presets.preset(name.upper()).n_params == pytest.approx(number * unit, rel=0.13)
-
-
-def test_a_preset_counts_six_flops_for_each_parameter_and_token():
-    """Kaplan's rule, less the table of positions, plus attention: 12 n d t."""
-    gpt = dataclasses.replace(_presets.preset("124m"), tokens=256)
-    params = gpt.shapes()
-    forward = _mfu.matmul_flops(gpt.loss, params, gpt.batch(2))
-    blocks = 12 * gpt.layers * gpt.hidden**2 + gpt.vocab * gpt.hidden
-    attention = 4 * gpt.layers * gpt.hidden * 256  # q k and the values, for each token
-    assert forward == pytest.approx(2 * 256 * (2 * blocks + attention), rel=1e-3)
-
-
-def test_presets_train():
-    gpt = _presets.Gpt(layers=2, hidden=32, heads=2, vocab=64, tokens=8)
-    keys = jax.random.key(0)
-    params = jax.tree.map(lambda s: 0.1 * jax.random.normal(keys, s.shape, s.dtype), gpt.shapes())
-    tokens = jnp.arange(16).reshape(2, 8)
-    losses = gpt.losses()
-    assert list(losses) == ["none", "dots", "full"]
-    step = jax.jit(jax.value_and_grad(losses["full"]))
-    for remat in ("none", "dots"):
-        grad = jax.value_and_grad(losses[remat])
-        assert jax.eval_shape(grad, params, tokens) == jax.eval_shape(step, params, tokens)
-    value, grads = step(params, tokens)
-    new = optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
-    assert float(step(new, tokens)[0]) < float(value)
-    state = jax.eval_shape(gpt.make_state)
-    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, params)
-
-
-def test_unknown_presets():
-    with pytest.raises(ValueError, match=r"no preset '3x'. Name one of 124m, 350m"):
-        _presets.preset("3x")
-    with pytest.raises(ValueError, match=r"no remat 'some'. Name one of none, dots, full"):
-        _presets._rematted(lambda x: x, "some")
-
-
 # -- progress
 
 
@@ -264,8 +189,3 @@ def test_what_compiles_twice_compiles_once(monkeypatch):
             audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=[3, 3], accumulate=[1, 1]
         )
     assert stopped.value.value == [(3, 1, "compiling stage 3 for 8xH100")]
-
-
-def test_gpus_by_rates():
-    gpu = dataclasses.replace(_gpus.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
-    assert gpu.rates.flops == 1 and gpu.usable == _gpus.GPUS["H100"].usable

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import zerojax
@@ -169,3 +170,8 @@ def test_bad_input(arguments, options, message):
 def test_a_row_that_is_not_there():
     with pytest.raises(KeyError, match="no row for 2e\\+09 parameters, 8 devices, stage 3"):
         zerojax.memory_table(1e9, 8).bytes_per_device(2e9, 8, 3)
+
+
+def test_numpy_numbers_make_a_memory_table():
+    found = zerojax.memory_table(np.float32(1e9), np.int64(8))
+    assert found.to_dict() == zerojax.memory_table(1e9, 8).to_dict()

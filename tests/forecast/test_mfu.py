@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zerojax
+from zerojax._forecast import mfu as _mfu
 
 ROWS, DIM, LAYERS = 16, 64, 3
 BATCH = np.ones((ROWS, DIM), np.float32)
@@ -50,3 +51,30 @@ def test_peak_flops_is_of_all_devices_or_unknown():
     assert zerojax.peak_flops(devices(h100, h100)) == 2 * 989e12
     assert zerojax.peak_flops(devices(h100, t4)) == 989e12 + 65e12
     assert zerojax.peak_flops(devices(h100, "another")) is None
+
+
+def test_flops_of_matmuls_and_convolutions():
+    a, b = jnp.ones((4, 8)), jnp.ones((8, 16))
+    assert _mfu.matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 8 * 16
+    batched = lambda x: jnp.einsum("bij,bjk->bik", x, x)
+    assert _mfu.matmul_flops(batched, jnp.ones((3, 8, 8))) == 3 * 2 * 8**3
+    image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
+    conv = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    # Each of 2 * 8 * 8 * 16 outputs adds 3 * 3 * 3 products.
+    assert _mfu.matmul_flops(conv, image, kernel) == 2 * 2 * 8 * 8 * 16 * 27
+    assert _mfu.matmul_flops(jnp.tanh, a) == 0
+
+
+def test_flops_in_loops_branches_and_remat():
+    x = jnp.ones((8, 8))
+    one = 2 * 8**3
+    scan = lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
+    assert _mfu.matmul_flops(scan, x) == 5 * one
+    assert _mfu.matmul_flops(jax.checkpoint(lambda x: jnp.sin(x @ x)), x) == one
+    cond = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+    assert _mfu.matmul_flops(cond, x) == 2 * one
+    loop = lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ c, x)
+    assert _mfu.matmul_flops(loop, x) == one
+    assert _mfu.matmul_flops(jax.jit(lambda x: x @ x), x) == one

@@ -3,18 +3,11 @@
 import pytest
 
 import zerojax
-from zerojax._audit.timeline import drawn_once
+from tests.hlo.modules import RATES, module
 from zerojax._hlo import (
-    groups as _groups,
-    liveness as _liveness,
-    module as _module,
     schedule as _schedule,
 )
-from zerojax._hlo.cost import CostModel
-from zerojax._hlo.module import Instruction
 
-# Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us.
-RATES = zerojax.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)
 MATRIX = 1024 * 1024 * 4  # bytes of a (1024, 1024) in fp32
 US = 1e-6
 
@@ -42,11 +35,6 @@ LOOP = """
   ROOT %yes = pred[] constant(true)
 }
 """  # noqa: E501
-
-
-def module(entry, before="", devices=16):
-    header = f"HloModule tiny, is_scheduled=true, num_partitions={devices}\n"
-    return _module.Module(f"{header}{before}\nENTRY %main (a: f32[64,1024]) -> f32[] {{{entry}}}\n")
 
 
 def loop(trips):
@@ -89,15 +77,6 @@ def test_a_loop_of_unknown_length_counts_once():
     found = _schedule.replay(loop(None), RATES)
     assert found.unknown_loops == ["loop"]
     assert found.step == pytest.approx(GATHER + ADD + SCALAR)
-
-
-@pytest.mark.parametrize(
-    ("group", "on_host", "bandwidth"),
-    # within a host over its links; across hosts, as many cards as members stand on one
-    [(8, 8, 1e11), (16, 8, 8e10), (2, 1, 1e10), (64, 4, 4e10), (32, 16, 1e11)],
-)
-def test_bandwidth_of_a_group(group, on_host, bandwidth):
-    assert RATES.bandwidth(group, on_host) == bandwidth
 
 
 @pytest.mark.parametrize(
@@ -163,119 +142,3 @@ def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen
                                         '%a = f32[64,1024]{1,0} parameter(0), metadata={op_name='
                                         "\"state.params['w']\"}")).traffic  # fmt: skip
     assert one.paths == ("params/w",)
-
-
-# -- what one instruction costs
-
-SLICE = """
-%sliced (stack: f32[8,256,256], i: s32[]) -> f32[256,256] {
-  %stack = f32[8,256,256]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %one = f32[1,256,256]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,256,256}
-  ROOT %flat = f32[256,256]{1,0} bitcast(%one)
-}
-
-%updated (stack: f32[8,256,256], new: f32[1,256,256], i: s32[]) -> f32[8,256,256] {
-  %stack = f32[8,256,256]{2,1,0} parameter(0)
-  %new = f32[1,256,256]{2,1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  ROOT %put = f32[8,256,256]{2,1,0} dynamic-update-slice(%stack, %new, %i, %zero, %zero)
-}
-"""  # noqa: E501
-ARGUMENTS = """
-  %a = f32[8,256,256]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %n = f32[1,256,256]{2,1,0} parameter(2)
-"""
-LAYER = 256 * 256 * 4
-
-
-@pytest.mark.parametrize(
-    ("instruction", "touched"),
-    [
-        # The index is 4 bytes more.
-        ("f32[256,256]{1,0} fusion(%a, %i), kind=kLoop, calls=%sliced", 2 * LAYER + 4),
-        ("f32[8,256,256]{2,1,0} fusion(%a, %n, %i), kind=kLoop, calls=%updated", 2 * LAYER + 4),
-        ("f32[1,256,256]{2,1,0} dynamic-slice(%a, %i, %i, %i)", 2 * LAYER),
-        ("f32[8,256,256]{2,1,0} dynamic-update-slice(%a, %n, %i, %i, %i)", 2 * LAYER),
-        ("f32[8,256,256]{2,1,0} negate(%a)", 16 * LAYER),
-        ("f32[2048,256]{1,0} bitcast(%a)", 0),
-        (
-            "((f32[8,256,256]{2,1,0}, s32[]), f32[256,256]{1,0}, u32[]) fusion-start(%a, %i), "
-            "kind=kLoop, calls=%sliced",
-            2 * LAYER + 4,
-        ),
-    ],
-)
-def test_bytes_touched(instruction, touched):
-    made = module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE)
-    found = CostModel(made, RATES).touched("main", made.root("main"))
-    assert found == pytest.approx(touched, abs=4)
-
-
-@pytest.mark.parametrize(
-    ("instruction", "flops"),
-    [
-        (
-            "f32[8,256,256]{2,1,0} dot(%a, %a), lhs_batch_dims={0}, lhs_contracting_dims={2}",
-            2 * 8 * 256**3,
-        ),
-        (
-            '(f32[256,256]{1,0}, s8[64]{0}) custom-call(%n, %n), custom_call_target="__cublas$gemm"'
-            ', backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}',
-            2 * 256 * 256 * 256,
-        ),
-        # 3 x 3 kernels from 16 to 32 features: each output element takes 9 * 16 products.
-        (
-            "f32[4,8,8,32]{3,2,1,0} convolution(%x, %k), window={size=3x3}, "
-            "dim_labels=b01f_01io->b01f",
-            2 * 4 * 8 * 8 * 32 * 9 * 16,
-        ),
-        ("f32[8,256,256]{2,1,0} add(%a, %a)", 0),
-    ],
-)
-def test_flops_of_an_instruction(instruction, flops):
-    more = "  %x = f32[4,8,8,16]{3,2,1,0} parameter(3)\n  %k = f32[3,3,16,32]{3,2,1,0} parameter(4)"
-    made = module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")
-    assert CostModel(made, RATES).flops("main", made.root("main")) == flops
-
-
-# -- what lives at the fullest moment
-
-
-def test_buffers_of_asynchronous_fusions_and_copies():
-    """The result of a start is one buffer, whichever place it has in the start's type."""
-    made = module(
-        f"""{ARGUMENTS}
-  %s = ((f32[8,256,256]{{2,1,0}}, s32[]), f32[256,256]{{1,0}}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%sliced
-  %slice = f32[256,256]{{1,0}} fusion-done(%s)
-  %c = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}, u32[]) copy-start(%slice)
-  %copied = f32[256,256]{{1,0}} copy-done(%c)
-  %pair = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}) tuple(%copied, %slice)
-  %second = f32[256,256]{{1,0}} get-tuple-element(%pair), index=1
-  ROOT %loss = f32[] reduce(%second, %copied), to_apply=%sliced
-""",  # noqa: E501
-        SLICE,
-    )
-    live = {(b.name, b.index): b.nbytes for b in _liveness.peak(made)}
-    assert {key: size for key, size in live.items() if size > 8} == {
-        ("s", 2): LAYER, ("c", 0): LAYER,
-    }  # fmt: skip
-
-
-def test_the_timeline_leaves_no_room_for_later_runs_of_a_loop():
-    spans = [
-        _schedule.Span(0.0, 1.0, "a", "compute", 4),
-        _schedule.Span(4.0, 5.0, "b", "compute", 1),
-        _schedule.Span(4.5, 6.0, "all-gather", "collectives", 1),
-    ]
-    moved = [(s.start, s.end) for s in drawn_once(spans)]
-    assert moved == [(0.0, 1.0), (1.0, 2.0), (1.5, 3.0)]
-
-
-def test_permutations_group_those_who_exchange():
-    text = "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,4}}"
-    permute = Instruction("p", "f32[8]", "collective-permute", "%x", text)
-    assert _groups.group_of(permute, 8).members == (0, 1, 2, 3)
