@@ -91,5 +91,19 @@ def assert_equal_bits(actual: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def divided(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name, the arrays that eight devices share and the others, read off their shapes alone.
+
+    Arrays of fewer than 128 elements are not worth a collective; `blocks` are stacks of layers.
+    """
+    shared, others = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        dims = leaf.shape["blocks/" in name :]
+        divides = leaf.size >= 128 and any(dim % 8 == 0 for dim in dims)
+        (shared if divides else others)[name] = leaf
+    return shared, others
+
+
 def tree_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "size"))

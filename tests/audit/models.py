@@ -6,7 +6,7 @@ import optax
 
 import zerojax
 from tests.models import MODELS
-from tests.reference import make_state
+from tests.reference import divided, make_state
 
 STAGES = (0, 1, 2, 3)
 N = 8
@@ -20,6 +20,11 @@ def audited(model, stage):
     plan = state.tx.plan
     compiled = zerojax.train_step(made.loss).lower(state, made.batch).compile()
     return zerojax.audit(compiled, plan=plan), plan, compiled
+
+
+def params_of(model):
+    """By name: the parameters that the devices share, and the others."""
+    return divided({"params": MODELS[model](True).params})
 
 
 def sent_for(report, kind):

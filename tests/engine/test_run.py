@@ -67,7 +67,8 @@ def test_weights_are_gathered_at_most_twice_and_reduced_once(name):
     reduced = sum(c.moved for c in found if c.kind == "reduce-scatter")
     assert 0 < reduced <= gathered <= 2 * reduced
     assert reduced <= sum(x.size for x in jax.tree.leaves(PARAMS))
-    assert not [c for c in found if c.kind == "all-reduce" and c.elements > DIM]
+    summed = [c.elements for c in found if c.kind == "all-reduce"]
+    assert summed and max(summed) <= DIM  # the loss among them
 
 
 def test_fully_unrolled_layers_are_gathered_again_in_backward():

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.models import OPTIMIZERS, gpt_params
+from tests.reference import tree_bytes
 from tests.shapes import params_plan, shape, specs
 
 
@@ -27,8 +28,13 @@ def test_optimizer_that_was_not_called():
 def test_optimizer_state_is_cut_by_sharding_types(optimizer):
     tx = OPTIMIZERS[optimizer]()
     params = jax.eval_shape(gpt_params)
-    plan = zerojax.plan((params, jax.eval_shape(tx.init, params)), stage=1, tx=tx)
-    whole = [leaf for leaf in plan.leaves if leaf.kind == "opt_state" and not any(leaf.spec)]
+    opt_state = jax.eval_shape(tx.init, params)
+    plan = zerojax.plan((params, opt_state), stage=1, tx=tx)
+    leaves = [leaf for leaf in plan.leaves if leaf.kind == "opt_state"]
+    shared = sum(leaf.nbytes for leaf in leaves if any(leaf.spec))
+    # `masked` has no state; Adafactor's moments are rows and columns.
+    assert shared >= {"masked": 0, "adafactor": 0.3}.get(optimizer, 0.99) * tree_bytes(opt_state)
+    whole = [leaf for leaf in leaves if not any(leaf.spec)]
     large = [leaf.path for leaf in whole if np.prod(leaf.shape) >= 128]
     # A factored moment whose own dimensions are not the cut one has nothing to be cut along.
     assert all("v_row" in path or "v_col" in path for path in large), large

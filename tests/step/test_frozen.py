@@ -133,7 +133,7 @@ def test_gradients_of_what_is_frozen_do_not_travel(loss, stage, prefetch):
     whole = sum(p.size for p in jax.tree.leaves(lora_params()))
     moved = lambda kind: sum(c.moved for c in found if c.kind == kind)
     assert moved("reduce-scatter") == (lora if stage else 0)
-    assert moved("all-reduce") - (0 if stage else 2 * lora) < 256
+    assert 0 < moved("all-reduce") - (0 if stage else 2 * lora) < 256
     # Prefetching backward starts with the layer that forward ended with, and with the head.
     once = sum(p.size for p in jax.tree.leaves(layers)) // LAYERS if loss != "unrolled" else 0
     once += lora_params()["embed"].size

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import time
+import sys
 
 import flax.linen as nn
 import jax
@@ -119,6 +119,7 @@ def test_one_device_is_no_stage_at_all():
     state = place(made, 3, mesh=make_mesh(1))
     step = zerojax.train_step(made.loss)
     text = step.lower(state, made.batch).compile().as_text()
+    assert " dot(" in text
     assert not any(op in text for op in ("all-gather", "all-reduce", "reduce-scatter"))
     step(state, made.batch)
 
@@ -146,39 +147,31 @@ def test_failed_step_leaves_the_state_alone():
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def test_dispatch_costs_what_plain_jit_costs():
-    """Against the same step written with plain JAX: annotations, and XLA's own collectives."""
-    params = {"w": jnp.ones((16, 16))}
-    loss = lambda p, b: jnp.mean((b @ p["w"]) ** 2)
-    batch = zerojax.shard_batch(np.ones((16, 16), np.float32))
+def python_calls(function, *args):
+    """How many Python functions run in a call."""
+    seen, before = [], sys.getprofile()
+    sys.setprofile(lambda frame, event, _: seen.append(frame) if event == "call" else None)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(before)
+    return len(seen)
+
+
+@pytest.mark.parametrize("options", [None, {"xla_cpu_enable_fast_math": False}])
+@pytest.mark.parametrize("count", [1, 40])
+def test_dispatch_is_cheap(count, options):
+    """JAX's own dispatch is C++: what is added is a few functions, and two for each array."""
+    params = {f"w{n}": jnp.ones((16, 16)) for n in range(count)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    ours = zerojax.train_step(loss, donate=False)
-    placed_state = zerojax.shard_train_state(state)
-    plain = placed_state.replace(tx=state.tx)
-    places = jax.tree.map(lambda x: x.sharding, plain)
-
-    @jax.jit
-    def users(state, batch):
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
-        new_state = state.apply_gradients(grads=grads)
-        new_state = jax.tree.map(jax.lax.with_sharding_constraint, new_state, places)
-        return new_state, {"loss": value, "grad_norm": optax.tree.norm(grads)}
-
-    states = {ours: placed_state, users: plain}
-
-    def seconds(step):
-        start = time.perf_counter()
-        for _ in range(20):
-            out = step(states[step], batch)
-        jax.block_until_ready(out)
-        return time.perf_counter() - start
-
-    # Others share this machine: the best of several tries is what the step itself costs.
-    ratios = []
-    while len(ratios) < 6 and min(ratios, default=2) >= 1.10:
-        pairs = np.array([(seconds(ours), seconds(users)) for _ in range(20)])
-        ratios.append(np.median(pairs[:, 0]) / np.median(pairs[:, 1]))
-    assert min(ratios) < 1.10, f"{ratios} times plain jit"
+    state = zerojax.shard_train_state(state)
+    batch = zerojax.shard_batch(np.ones((16, 16), np.float32))
+    loss = lambda params, batch: jnp.mean((batch @ params["w0"]) ** 2)
+    step = zerojax.train_step(loss, donate=False, compiler_options=options)
+    for _ in range(2):  # compiles, and JAX remembers
+        step(state, batch)
+    calls, arrays = python_calls(step, state, batch), len(jax.tree.leaves((state, batch)))
+    assert arrays < calls < 40 + 2 * arrays
 
 
 # -- compositions
