@@ -117,6 +117,9 @@ def test_at_every_depth(stage, mesh):
 def test_however_it_is_written(act, kind, mesh):
     plan = zerojax.plan((params(), ()), stage=0, mesh=mesh)
     loss_and_grads = jax.jit(zerojax.value_and_grad(loss_of(in_a_scan, act), plan))
+    with jax.set_mesh(MESH):
+        written = specs(jax.jit(loss_of(in_a_scan, act)).trace(params(), BATCH))
+    assert [spec for spec in written if "data" in spec]
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))):
         found = specs(loss_and_grads.trace(params(), BATCH))
     assert not [spec for spec in found if "data" in spec]
