@@ -1,4 +1,4 @@
-"""What is in a figure: filled boxes, and texts that overlap or leave it."""
+"""Readings of a figure: its filled boxes, and the texts that overlap or leave it."""
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""What one device computes, without zerojax: the truth that every stage is held to."""
+"""One device's numbers, without zerojax: the truth that every stage is compared with."""
 
 from typing import Any
 

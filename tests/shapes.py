@@ -1,4 +1,4 @@
-"""Plans of shapes alone, and where they put each leaf."""
+"""Plans of shapes alone, and the spec of each leaf."""
 
 import jax
 

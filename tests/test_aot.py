@@ -68,7 +68,7 @@ def test_hosts_without_gpus(per_host):
         zerojax.aot.mesh("8xH100", per_host=per_host)
 
 
-def test_a_batch_is_cut_by_its_first_dimension():
+def test_a_batch_is_sharded_along_its_first_dimension():
     plan = audits.planned("cpu", 3)
     key = jax.eval_shape(lambda: jax.random.key(0))
     made = zerojax.aot.batch({"x": jnp.ones((16, 3)), "n": jnp.int32(2), "key": key}, plan)

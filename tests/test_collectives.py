@@ -99,7 +99,7 @@ def test_stages_0_and_1_reduce_once_a_step_and_2_and_3_each_microbatch(stage, ti
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_accumulator_is_whole_at_stage_1_and_sharded_from_2_on(stage):
+def test_accumulator_is_full_up_to_stage_1_and_sharded_from_2_on(stage):
     made = gpt(False)
     state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), stage)
     step = zerojax.train_step(made.loss, accumulate=4)
@@ -112,7 +112,7 @@ def test_accumulator_is_whole_at_stage_1_and_sharded_from_2_on(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_compute_travels_as_bf16(stage):
+def test_bf16_compute_is_gathered_and_reduced_in_bf16(stage):
     found = traced(gpt(True), stage, precision=zerojax.Precision(compute="bfloat16"))
     large = [c for c in found if c.elements > SMALL]
     in_step = [c for c in large if stage == 3 or c.kind != "all-gather"]
@@ -130,7 +130,7 @@ def test_gradients_are_reduced_in_the_chosen_dtype(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_accumulated_gradients_travel_in_the_compute_dtype_too(stage):
+def test_accumulated_gradients_are_reduced_in_the_compute_dtype_too(stage):
     precision = zerojax.Precision(compute="bfloat16")
     found = traced(gpt(True), stage, precision=precision, accumulate=2)
     kind = "reduce-scatter" if stage else "all-reduce"

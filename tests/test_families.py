@@ -84,8 +84,8 @@ def check_placement(state, plan):
 
 
 def check_traffic(found, plan, scans):
-    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it; of what
-    lies along a `tensor` axis, each device its own part."""
+    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it; each device
+    moves its own part of what is sharded over a `tensor` axis."""
     part = lambda leaf: NamedSharding(plan.mesh, P(*leaf.others(plan.axes))).shard_shape(leaf.shape)
     size = lambda leaves: sum(int(np.prod(part(leaf))) for leaf in leaves)
     cut = [leaf for leaf in plan.params if leaf.dim is not None]

@@ -1,4 +1,4 @@
-"""What is passed, and what is said: the leaf, the value and the remedy. Nothing compiles."""
+"""Bad arguments and their messages: the leaf, the value and the remedy. Nothing compiles."""
 
 import jax
 import numpy as np

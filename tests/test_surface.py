@@ -1,4 +1,4 @@
-"""The package as others see it: names, layers, sizes, what importing it costs."""
+"""The package seen from outside: names, ranks, sizes, and what importing it costs."""
 
 import ast
 import collections

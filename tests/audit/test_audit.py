@@ -1,4 +1,4 @@
-"""Audits of real steps on CPU devices: traffic and memory to the byte."""
+"""Audits of arrays, shapes, programs and text, and what they pass on from the compiler."""
 
 import os
 

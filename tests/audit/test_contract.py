@@ -1,4 +1,4 @@
-"""`report.check()` passes where the stage's promise is kept, and names who breaks it."""
+"""The contract of each stage: `report.check()` passes where it is kept, and names who breaks it."""
 
 import dataclasses
 import functools
@@ -137,7 +137,7 @@ def test_fp32_gathers_where_bf16_was_meant():
     assert report.findings()
 
 
-def test_a_stack_gathered_whole_outside_its_loop():
+def test_a_stack_gathered_at_once_outside_its_loop():
     def hoisted(params, tokens):
         whole = params["layers"] | {"w": params["layers"]["w"] * params["layers"]["w"].mean()}
         return loss(params | {"layers": whole}, tokens)

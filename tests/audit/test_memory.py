@@ -25,7 +25,7 @@ def test_memory_is_the_plans_and_the_compilers(model, stage):
     assert memory.peak == memory.state + memory.batch + memory.temporary + 8
 
 
-def test_gradients_are_whole_at_stage_1_and_shards_at_3():
+def test_gradients_are_full_at_stage_1_and_shards_at_3():
     """At the fullest moment; stage 1 sums those of microbatches whole."""
     gradients = {
         stage: audits.audited(audits.planned("cpu", stage), accumulate=2).memory.gradients

@@ -19,7 +19,7 @@ def test_audits_in_notebooks_name_cells_by_their_lines():
     assert one.serves == "cell line 5"
 
 
-def test_to_dict_is_plain_and_whole():
+def test_to_dict_is_plain_and_complete():
     report = audited("gpt", 3)[0]
     found = json.loads(json.dumps(report.to_dict()))
     assert found["stage"] == 3 and found["devices"] == 8

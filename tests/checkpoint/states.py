@@ -1,4 +1,4 @@
-"""States to save and where to restore them, and what is equal in two of them."""
+"""States to save, places to restore them to, and the words that two of them are compared by."""
 
 import jax
 import jax.numpy as jnp

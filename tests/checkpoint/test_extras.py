@@ -1,4 +1,4 @@
-"""What is saved beside a state: step, key, data and metadata, and nothing that runs code."""
+"""Step, key, data and metadata saved with a state, as data that runs no code."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.reference import assert_equal_bits
 from zerojax._checkpoint import files as _files
 
 
-def test_step_rng_data_and_metadata_travel_along(tmp_path):
+def test_step_rng_data_and_metadata_are_saved_with_a_state(tmp_path):
     class Iterator:
         def get_state(self):
             return b"\x00at 12"

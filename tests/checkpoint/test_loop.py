@@ -1,4 +1,4 @@
-"""The checkpoints of a loop: when, which are kept, and where a run goes on."""
+"""Checkpoints of a loop: when they are saved, and where a run goes on."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Which saved leaf goes where: strict by default, and how to allow a difference."""
+"""Saved leaves matched by name: strict by default, with options to allow differences."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which checkpoints of a loop count, which is best, and which are kept."""
+"""Checkpoints of a loop: which of them count, which is best, and which are kept."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What scopes and loops keep for backward, and side effects inside of them."""
+"""Scopes and loops: residuals that they keep for backward, and side effects inside of them."""
 
 import jax
 import pytest

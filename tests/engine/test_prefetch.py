@@ -48,7 +48,7 @@ def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
 
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("name", ["plain_scan", "remat_in_the_middle", "reverse_unrolled_scan"])
-def test_prefetching_loops_scatter_what_the_turn_before_left(name, in_turn, monkeypatch):
+def test_prefetching_loops_scatter_what_the_iteration_before_left(name, in_turn, monkeypatch):
     monkeypatch.setattr(_xla_options, "knows_wires", lambda mesh: in_turn)
     grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
     jaxpr = grad.trace(params, BATCH).jaxpr

@@ -1,4 +1,4 @@
-"""What comes from weights alone: frozen weights, and stacks that are sharded along their layers."""
+"""Values that come from weights alone: frozen weights, and stacks sharded along their layers."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_what_is_frozen_is_gathered_by_layers_and_not_reduced(stage, prefetch):
     assert sum(c.moved for c in found if c.kind == "reduce-scatter") == PARAMS["a"]["b"].size
 
 
-def test_stack_sharded_along_its_layers_is_gathered_whole_with_a_warning():
+def test_stack_sharded_along_its_layers_is_gathered_at_once_with_a_warning():
     params = {"w": jnp.ones((8, DIM, DIM)) / DIM}  # one leaf alone: not known for a stack
     loss = lambda p, batch: end(scan(lambda x, w: x @ w, batch["x"], p["w"]))
     plan = zerojax.plan({"params": params}, stage=3, mesh=make_mesh())

@@ -19,7 +19,7 @@ from tests.engine.losses import BATCH, DIM, PROGRAMS, sharded_grad
         ("unstacked", {0}, {"bfloat16", "float32"}),
     ],
 )
-def test_stacks_are_never_gathered_whole(name, depths, dtypes):
+def test_stacks_are_gathered_layer_by_layer(name, depths, dtypes):
     grad, params = sharded_grad(PROGRAMS[name], 3)
     found = list(collectives(grad.trace(params, BATCH).jaxpr))
     assert {c.depth for c in found if c.kind == "all-gather"} == depths

@@ -20,7 +20,7 @@ def test_steps_on_older_gpus_ask_xla_to_hide_communication():
         assert _xla_options.options_for(jaxpr, zerojax.aot.mesh(gpus), ahead=False) == wanted, gpus
 
 
-def test_a_layer_travels_in_one_unless_it_is_too_large_for_the_scheduler():
+def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
     gathers, scatters = _xla_options.COMBINE_GATHERS, _xla_options.COMBINE_SCATTERS
     layer = lambda size: [_xla_options.Turn(size, size // 8, size), _xla_options.Turn(8, 1, 8)]
     most = 2**32 - 1

@@ -1,4 +1,4 @@
-"""What the doctor finds in an environment."""
+"""The doctor's findings in an environment."""
 
 import socket
 

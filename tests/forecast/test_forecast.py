@@ -1,4 +1,4 @@
-"""Forecasts: what is formula, what is compiled, what is modelled, and which case wins."""
+"""Forecasts: the formula, the compiler's memory, modelled times, and the case that wins."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a step must compute, over what the devices could."""
+"""The FLOPs that a step needs, and the peak of its devices."""
 
 import types
 

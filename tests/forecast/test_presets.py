@@ -1,4 +1,4 @@
-"""Models by size: they have it, and they train."""
+"""Models by size: their parameters, their FLOPs, and that they train."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What one instruction costs: the bytes it touches and its arithmetic."""
+"""The cost of one instruction: the bytes it touches, and its arithmetic."""
 
 import pytest
 

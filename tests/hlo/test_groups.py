@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, in each of XLA's notations."""
+"""The devices that take part in a collective, in each of XLA's notations."""
 
 import pytest
 

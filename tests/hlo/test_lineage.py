@@ -1,4 +1,4 @@
-"""Where the values of a stored program come from: arguments, lines, leaves of the state."""
+"""The lineage of values in stored programs: arguments, source lines, leaves of the state."""
 
 import pytest
 

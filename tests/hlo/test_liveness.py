@@ -1,4 +1,4 @@
-"""What lives in memory at the fullest moment."""
+"""Buffers that live at the peak of memory."""
 
 from tests.hlo.modules import ARGUMENTS, LAYER, SLICE, module
 from zerojax._hlo import (

@@ -1,4 +1,4 @@
-"""What a step is called with: arguments in another's place, on one device, or too large."""
+"""Arguments of a step: swapped, left out, on one device, or too large."""
 
 import functools
 import re
@@ -62,7 +62,7 @@ class Exhausted:
 
 
 @pytest.mark.parametrize(("stage", "less"), [(2, "stage=3, more"), (3, "more devices, more")])
-def test_out_of_memory_says_what_is_held_and_what_needs_less(stage, less, monkeypatch):
+def test_out_of_memory_says_what_fills_it_and_what_needs_less(stage, less, monkeypatch):
     state, step = placed(stage=stage), zerojax.train_step(loss)
     monkeypatch.setattr(step, "for_args", lambda *_: Exhausted())
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as raised:

@@ -1,4 +1,4 @@
-"""Batches whose leaves count examples along other dimensions, or belong to all of them."""
+"""Batches: how they are split, rows that do not divide, and leaves that all examples share."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def test_gradients_and_evaluation_take_specs_too():
     assert zerojax.aot.batch(shapes, plan, batch_specs=SPECS)["x"].sharding.spec[:1] == (None,)
 
 
-def test_a_key_that_is_said_to_be_whole_is_not_folded():
+def test_a_key_that_is_said_to_be_replicated_is_not_folded():
     batch = {"x": np.ones((8, 12), np.float32), "key": jax.random.key(1)}
     loss = lambda params, batch: (
         jnp.mean(batch["x"] @ params["w"]), jax.random.uniform(batch["key"], (batch["x"].shape[0],))

@@ -1,4 +1,4 @@
-"""Fields in `mutable=`: what a step makes of integers, keys and queues that a loss updates."""
+"""Fields in `mutable=`: integers, keys, means and queues that a loss updates."""
 
 from typing import Any
 

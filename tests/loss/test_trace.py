@@ -37,7 +37,7 @@ def test_has_aux_without_a_pair():
         zerojax.value_and_grad(made.loss, plan, has_aux=True)(made.params, made.batch)
 
 
-def test_what_the_loss_closes_over_is_passed_on_whole():
+def test_what_the_loss_closes_over_is_replicated():
     made = mlp(False)
     scale = jax.device_put(jnp.linspace(0.5, 2, 8), jax.devices()[3])
     shift = make_mesh()

@@ -61,7 +61,7 @@ def test_master_copies_give_the_papers_2_and_12_bytes(stage, bytes_per_parameter
     assert held / count == pytest.approx(bytes_per_parameter, rel=0.01)
 
 
-def test_state_born_sharded_is_never_whole_anywhere():
+def test_state_born_sharded_is_never_full_on_any_device():
     make = lambda: gpt_state(layers=8, dim=128, vocab=1024)
     plan = zerojax.plan(make, stage=3)
     memory = plan.born_sharded(make).lower().compile().memory_analysis()
@@ -101,7 +101,7 @@ def test_end_of_step_gather_needs_no_second_copy_of_a_stack():
     assert 0 < compiled.memory_analysis().temp_size_in_bytes < 0.6 * stack
 
 
-def test_layers_are_not_all_whole_at_once():
+def test_layers_are_not_all_gathered_at_once():
     """Peak temporary memory of stage 3 grows by less than the weights it adds."""
 
     def temp(layers):

@@ -25,7 +25,7 @@ def test_optimizer_that_was_not_called():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_state_is_cut_by_sharding_types(optimizer):
+def test_optimizer_state_is_sharded_by_sharding_types(optimizer):
     tx = OPTIMIZERS[optimizer]()
     params = jax.eval_shape(gpt_params)
     opt_state = jax.eval_shape(tx.init, params)

@@ -62,7 +62,7 @@ def test_stage_outside_0_to_3(stage):
         params_plan({"w": shape(16, 16)}, stage=stage)
 
 
-def test_large_whole_leaves_are_warned_about():
+def test_large_replicated_leaves_are_warned_about():
     with pytest.warns(UserWarning, match=r"params/table .*pad dimension 0 to 50264.*Pad those"):
         params_plan({"table": shape(50257, 13)})
 

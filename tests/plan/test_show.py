@@ -51,7 +51,7 @@ def test_long_paths_and_many_leaves_keep_their_frame():
     assert len(filled(figure)) == 16 * 8
 
 
-def test_two_cut_dimensions_are_a_rectangle():
+def test_two_sharded_dimensions_are_a_rectangle():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     plan = zerojax.plan(
         make_state, stage=3, mesh=mesh, overrides={"w": PartitionSpec("data", "tensor")}

@@ -1,4 +1,4 @@
-"""The dimension that each leaf is sharded along, the reason where there is none, and overrides."""
+"""The rule for one leaf: its sharded dimension, the reason where there is none, and overrides."""
 
 import jax
 import pytest
@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from tests.shapes import params_plan, shape, specs
 
 
-def test_first_divisible_dimension_is_cut():
+def test_first_divisible_dimension_is_sharded():
     found = specs(params_plan({"a": shape(16, 24), "b": shape(3, 64), "c": shape(2, 2, 64)}))
     assert found == {
         "params/a": P("data"), "params/b": P(None, "data"), "params/c": P(None, None, "data"),

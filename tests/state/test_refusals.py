@@ -31,7 +31,7 @@ def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
     STEP(new, BATCH)
 
 
-def test_a_state_of_which_one_leaf_is_gone_is_refused_whole():
+def test_a_state_with_one_deleted_leaf_is_refused():
     state = placed()
     w = state.params["w"]
     w.delete()

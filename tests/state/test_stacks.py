@@ -9,7 +9,7 @@ import zerojax
 from tests.shapes import params_plan, shape, specs
 
 
-def test_layer_dimension_of_a_stack_is_never_cut():
+def test_layer_dimension_of_a_stack_is_never_sharded():
     stack = {"w": shape(8, 16, 16), "b": shape(8, 16), "gain": shape(8)}
     plan = params_plan({"blocks": stack, "w": shape(24, 16)}, min_shard_size=1)
     assert specs(plan) == {
@@ -19,7 +19,7 @@ def test_layer_dimension_of_a_stack_is_never_cut():
     assert "layers" in {leaf.path: leaf.reason for leaf in plan.leaves}["params/blocks/gain"]
 
 
-def test_of_loops_within_loops_neither_layer_dimension_is_cut():
+def test_neither_layer_dimension_of_nested_loops_is_sharded():
     stack = {"w": shape(4, 8, 16, 24), "b": shape(4, 8, 24)}
     plan = params_plan({"groups": stack, "blocks": {"w": shape(6, 8, 24), "v": shape(6, 8, 16)}})
     assert [leaf.dim for leaf in plan.params] == [1, 1, 2, 2]

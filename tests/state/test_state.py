@@ -1,4 +1,4 @@
-"""What a state is, what is parameters alone, and what is neither."""
+"""States told from parameters, and trees that are neither."""
 
 from typing import NamedTuple
 

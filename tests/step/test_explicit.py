@@ -81,7 +81,7 @@ def test_equals_jax_grad(prefetch, options):
     assert grads["layers"]["w"].addressable_shards[0].data.shape == (LAYERS, DIM // 8, DIM)
 
 
-def test_gathers_and_scatters_each_layer_in_its_turn():
+def test_gathers_and_scatters_each_layer_in_its_iteration():
     plan, params = placed()
     found = list(collectives(grad_by_hand(plan, prefetch=0).trace(params, TOKENS).jaxpr))
     size = PARAMS["layers"]["w"].size
@@ -116,7 +116,7 @@ def test_shards_need_stage_3():
         zerojax.shards(PARAMS, plan)
 
 
-def test_a_stack_cut_along_its_layers_is_refused():
+def test_a_stack_sharded_along_its_layers_is_refused():
     stack = {"w": jnp.ones((8, 3))}
     spec = {"w": P("data")}
     plan = zerojax.plan({"params": stack}, stage=3, overrides=spec)

@@ -72,7 +72,7 @@ def test_finite_steps_are_those_of_a_plain_step(stage):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
-def test_mutable_fields_are_held_too():
+def test_mutable_fields_are_kept_too():
     def loss(params, batch, seen):
         return loss_fn(params, batch), {"seen": seen + jnp.sum(batch)}
 

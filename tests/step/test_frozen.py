@@ -126,7 +126,7 @@ def traced(loss, stage, **options):
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_what_is_frozen_do_not_travel(loss, stage, prefetch):
+def test_gradients_of_frozen_parameters_are_not_reduced(loss, stage, prefetch):
     found = traced(LOSSES[loss], stage, prefetch=prefetch)
     layers = lora_params()["layers"]
     lora = sum(p.size for k, p in layers.items() if "lora" in k)

@@ -22,7 +22,7 @@ def manual_along_tensor(params, x):
     return total(x @ params["up"][0])
 
 
-def test_an_axis_that_nothing_lies_along_is_refused():
+def test_an_axis_that_nothing_is_sharded_over_is_refused():
     """Every replica would compute the same batch, and nobody would see."""
     mesh = cpu_mesh()
     remedy = (

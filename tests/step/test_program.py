@@ -1,4 +1,4 @@
-"""What each device runs: means over the mesh, rows in order, a key of its own for each device."""
+"""The program of one device: means over the mesh, rows in order, keys folded by device."""
 
 import jax
 import jax.numpy as jnp

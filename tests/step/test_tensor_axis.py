@@ -1,4 +1,4 @@
-"""A `tensor` axis of the user's own beside ZeRO's: parameters travel along the latter alone."""
+"""A `tensor` axis of the user's own beside ZeRO's: parameters are gathered over ZeRO's alone."""
 
 import functools
 
@@ -59,7 +59,7 @@ def weights_sent(report):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_travel_along_data_alone(stage, accumulate):
+def test_parameters_are_gathered_and_reduced_over_data_alone(stage, accumulate):
     state = placed(cpu_mesh(), stage)
     step = zerojax.train_step(scanned, accumulate=accumulate)
     report = zerojax.audit(step, state, BATCH)

@@ -1,4 +1,4 @@
-"""Why a step differs: each mistake is named with its remedy, and the remedies pass."""
+"""Causes of a difference: each mistake is named with its remedy, and the remedies pass."""
 
 import functools
 

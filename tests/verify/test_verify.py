@@ -53,7 +53,7 @@ def test_layer_loops_pass():
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_dropout_passes_and_is_not_held_against_the_whole_batch(accumulate):
+def test_dropout_passes_and_is_not_compared_with_the_whole_batch(accumulate):
     step = zerojax.train_step(dropping, accumulate=accumulate)
     report = zerojax.verify(step, placed(W), X, jax.random.key(7))
     assert report.ok, report
@@ -131,7 +131,7 @@ def test_gradients_that_a_step_returns_are_compared():
     assert "nor a sum, nor those of one part" in wrong.causes[0]
 
 
-def test_a_step_that_leaves_splitting_to_the_compiler_is_held_against_the_whole_batch():
+def test_a_step_that_leaves_splitting_to_the_compiler_is_compared_with_the_whole_batch():
     state = placed(W, stage=0)
 
     @jax.jit
