@@ -147,10 +147,10 @@ def test_failed_step_leaves_the_state_alone():
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def python_calls(function, *args):
-    """How many Python functions run in a call."""
+def calls_in(function, *args):
+    """How many functions Python calls, those in C among them."""
     seen, before = [], sys.getprofile()
-    sys.setprofile(lambda frame, event, _: seen.append(frame) if event == "call" else None)
+    sys.setprofile(lambda _, event, __: seen.append(event) if "call" in event else None)
     try:
         function(*args)
     finally:
@@ -158,10 +158,13 @@ def python_calls(function, *args):
     return len(seen)
 
 
-@pytest.mark.parametrize("options", [None, {"xla_cpu_enable_fast_math": False}])
+@pytest.mark.parametrize(
+    ("options", "looks"), [(None, 3), ({"xla_cpu_enable_fast_math": False}, 5)]
+)
 @pytest.mark.parametrize("count", [1, 40])
-def test_dispatch_is_cheap(count, options):
-    """JAX's own dispatch is C++: what is added is a few functions, and two for each array."""
+def test_dispatch_is_cheap(count, options, looks):
+    """JAX's own dispatch is C++. A step adds a few calls, and for each array those that look
+    whether it is gone and, with compiler options, whether it is traced."""
     params = {f"w{n}": jnp.ones((16, 16)) for n in range(count)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     state = zerojax.shard_train_state(state)
@@ -170,8 +173,8 @@ def test_dispatch_is_cheap(count, options):
     step = zerojax.train_step(loss, donate=False, compiler_options=options)
     for _ in range(2):  # compiles, and JAX remembers
         step(state, batch)
-    calls, arrays = python_calls(step, state, batch), len(jax.tree.leaves((state, batch)))
-    assert arrays < calls < 40 + 2 * arrays
+    calls, arrays = calls_in(step, state, batch), len(jax.tree.leaves((state, batch)))
+    assert arrays < calls < 60 + looks * arrays
 
 
 # -- compositions
