@@ -42,7 +42,6 @@ ELSEWHERE = {
     "_jaxpr": "engine/test_run.py",
     "_plan.layout": "plan/test_plan.py",
     "_plan.move": "plan/test_place.py",
-    "_state.nnx_state": "test_nnx.py",
     "_step.parameter": "test_collectives.py",
     "_text": "plan/test_show.py",
     "_verify.field_checks": "loss/test_fields.py",
