@@ -141,9 +141,6 @@ def test_bad_input(options, message):
         zerojax.forecast(**arguments)
 
 
-# -- needed FLOPs
-
-
 @pytest.mark.gpu_code
 def test_a_ready_step_brings_what_it_was_made_of():
     step = zerojax.train_step(audits.loss, stage=3, accumulate=2)

@@ -177,9 +177,6 @@ def test_dispatch_is_cheap(count, options, looks):
     assert arrays < calls < 60 + looks * arrays
 
 
-# -- compositions
-
-
 def boxed_state(names):
     class Net(nn.Module):
         @nn.compact

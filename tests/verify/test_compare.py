@@ -8,7 +8,7 @@ import pytest
 import zerojax
 from tests.models import ROWS, mlp
 from tests.reference import make_state
-from tests.verify.steps import ADAM, MASKED, W, X, check_by_hand, masked_loss, placed
+from tests.verify.steps import ADAM, MASKED, W, X, check_by_hand, masked_loss, placed, roots
 
 
 def attention(params, x):
@@ -53,10 +53,6 @@ def test_a_dropped_reduction_shows_on_later_devices():
     report = check_by_hand("dropped", tx=optax.sgd(0.1))
     assert {c.path for c in report.checks if c.copies_differ} == {"loss", "params/w"}
     assert report.checks[0].verdict == "wrong" and report.checks[0].excess > 100
-
-
-def roots(params, x):
-    return jnp.sqrt(jnp.sum((x @ params["w"]) ** 2))  # no gradient at 0
 
 
 @pytest.mark.parametrize("x", [

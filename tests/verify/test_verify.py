@@ -20,13 +20,11 @@ from tests.verify.steps import (
     dropping,
     masked_loss,
     placed,
+    roots,
     squares,
     verified,
 )
-from tests.verify.test_compare import roots
 from zerojax._step import parameter as _parameter
-
-# -- steps that are right
 
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 4), (2, 4), (3, 1)])
