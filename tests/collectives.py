@@ -1,4 +1,4 @@
-"""Counts collectives in a jaxpr, by loop nesting: what the program says, before XLA."""
+"""Collectives and loops of a jaxpr: what the program says, before XLA."""
 
 import math
 from collections.abc import Iterator
@@ -39,3 +39,14 @@ def collectives(jaxpr: Any, depth: int = 0, times: int = 1) -> Iterator[Collecti
             yield from collectives(
                 inner, depth + loop, times * (eqn.params["length"] if loop else 1)
             )
+
+
+def scans_of(jaxpr: Any, nested: bool = False) -> Iterator[jex_core.JaxprEqn]:
+    """The outermost scans, with `nested` also those inside of them."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        is_scan = eqn.primitive.name == "scan"
+        if is_scan:
+            yield eqn
+        if nested or not is_scan:
+            for inner in jex_core.jaxprs_in_params(eqn.params):
+                yield from scans_of(inner, nested)

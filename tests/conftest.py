@@ -108,3 +108,17 @@ def make_mesh(count: int = NUM_DEVICES) -> Mesh:
 @pytest.fixture
 def mesh() -> Mesh:
     return make_mesh()
+
+
+@pytest.fixture
+def compiled():
+    """The names of what XLA compiles from here on. (JAX's own cache has an entry more at times.)"""
+    names = []
+
+    def listen(event, _, fun_name="", **about):
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

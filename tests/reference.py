@@ -1,4 +1,4 @@
-"""What one device computes, without zerojax: the truth that every stage is held to."""
+"""One device's numbers, without zerojax: the truth that every stage is compared with."""
 
 from typing import Any
 
@@ -89,6 +89,20 @@ def assert_close(actual: Any, wanted: Any, tolerance: float = 1e-5, what: str = 
 def assert_equal_bits(actual: Any, wanted: Any) -> None:
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def divided(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name, the arrays that eight devices share and the others, read off their shapes alone.
+
+    Arrays of fewer than 128 elements are not worth a collective; `blocks` are stacks of layers.
+    """
+    shared, others = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        dims = leaf.shape["blocks/" in name :]
+        divides = leaf.size >= 128 and any(dim % 8 == 0 for dim in dims)
+        (shared if divides else others)[name] = leaf
+    return shared, others
 
 
 def tree_bytes(tree: Any) -> int:

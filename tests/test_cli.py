@@ -2,9 +2,7 @@
 
 import json
 import os
-import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,11 +10,10 @@ import textwrap
 import pytest
 
 import zerojax
+from tests import stored
 from zerojax import __main__ as cli
-from zerojax._forecast import doctor as _doctor
 
-PROGRAMS = pathlib.Path(__file__).parent / "programs"
-STEP = str(PROGRAMS / "step3-8xH100-jax0.12.hlo")
+STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 
 
@@ -115,7 +112,7 @@ def test_audit_fails_where_the_contract_is_broken(run):
 
 
 def test_audit_of_activations_that_move(run):
-    code, out, _ = run("audit", str(PROGRAMS / "exchange-8xH100-jax0.12.hlo"))
+    code, out, _ = run("audit", str(stored.HERE / "exchange-8xH100-jax0.12.hlo"))
     assert code == NOT_OK and out.count("broken: ") == 2
     assert "broken: all-to-all all_to_all" in out and "collective-permute" in out
 
@@ -270,13 +267,6 @@ def test_as_a_process():
     assert done.stderr.startswith("zerojax: ") and len(done.stderr.splitlines()) == 1
 
 
-# -- doctor
-
-
-def statuses(**environ):
-    return {check.name: (check.status, check.text) for check in _doctor.doctor(environ)}
-
-
 def test_doctor_on_this_machine(run):
     code, out, _ = run("doctor")
     assert code == OK and "versions" in out and "8 (cpu)" in out
@@ -284,55 +274,6 @@ def test_doctor_on_this_machine(run):
     checks = json.loads(out)
     assert {check["status"] for check in checks} <= {"ok", "note", "warn"}
     assert {"name", "status", "text"} == set(checks[0])
-
-
-def test_doctor_finds_nothing_in_a_clean_environment():
-    found = statuses()
-    assert found["flags"] == ("ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
-    assert found["processes"][0] == "ok" and found["memory"][0] == "note"
-    assert found["versions"][0] == "ok" and "optax" in found["versions"][1]
-
-
-@pytest.mark.parametrize(
-    ("environ", "name", "status", "message"),
-    [
-        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "warn", "host memory. Unset it."),
-        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE", "warn", "talk over TCP"),
-        ({"JAX_DISABLE_JIT": "True"}, "JAX_DISABLE_JIT", "warn", "nothing is compiled"),
-        (
-            {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}, "XLA_FLAGS", "warn",
-            "no collective hides behind compute. Take it out of XLA_FLAGS",
-        ),
-        (
-            {"XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1"}, "XLA_FLAGS", "warn",
-            "steps set it by what a layer needs",
-        ),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "memory", "warn", "allocator is slow"),
-        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "memory", "warn", "which fragments"),
-        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, "memory", "ok", "takes 90% of each GPU"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, "memory", "ok", "takes 92% of each GPU"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, "memory", "fail", "'most' is no share of a"),
-        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
-        ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
-    ],
-)  # fmt: skip
-def test_doctor_finds_what_hurts(environ, name, status, message):
-    found = statuses(**environ)
-    assert found[name][0] == status and message in found[name][1]
-
-
-@pytest.mark.parametrize("off", ["", "0", "false"])
-def test_doctor_knows_what_is_off(off):
-    assert statuses(NCCL_P2P_DISABLE=off)["flags"][0] == "ok"
-
-
-def test_doctor_reaches_the_coordinator():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        there = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
-    gone = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
-    assert there["processes"] == ("ok", f"the coordinator 127.0.0.1:{port} answers")
-    assert gone["processes"][0] == "warn" and "open the port" in gone["processes"][1]
 
 
 def test_doctor_fails_scripts_where_something_is_wrong(run, monkeypatch):

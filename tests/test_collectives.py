@@ -1,13 +1,15 @@
 """The ZeRO paper's traffic: 2 times the parameters at stages 0 to 2, 3 times at stage 3."""
 
-import jax
+import dataclasses
+
+import jax.numpy as jnp
 import optax
 import pytest
 
 import zerojax
-from tests.collectives import collectives
+from tests.collectives import collectives, scans_of
 from tests.models import MODELS, gpt, transformer
-from tests.reference import make_state
+from tests.reference import divided, make_state
 
 STAGES = (0, 1, 2, 3)
 SMALL = 256  # elements: 1 KiB of float32
@@ -15,41 +17,52 @@ SMALL = 256  # elements: 1 KiB of float32
 
 def traced(made, stage, **options):
     state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), stage)
-    plan = zerojax.plan(make_state(made, optax.adamw(1e-3)), stage=stage)
     step = zerojax.train_step(made.loss, mutable=tuple(made.fields), **options)
     args = (state, made.batch) if made.rng is None else (state, made.batch, made.rng)
-    return list(collectives(step.trace(*args).jaxpr)), plan
+    return list(collectives(step.trace(*args).jaxpr))
+
+
+def sizes(params):
+    """Elements of the leaves that the devices share, and of the others."""
+    return [sum(leaf.size for leaf in leaves.values()) for leaves in divided(params)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_traffic_is_the_papers(model, remat, stage):
-    found, plan = traced(MODELS[model](remat), stage)
-    size = lambda leaves: sum(leaf.nbytes // 4 for leaf in leaves)
-    cut = size(leaf for leaf in plan.params if leaf.dim is not None)
-    whole = size(leaf for leaf in plan.params if leaf.dim is None)
+    made = MODELS[model](remat)
+    found = traced(made, stage)
+    shared, others = sizes(made.params)
+    assert shared > 0.9 * (shared + others)
     moved = {k: sum(c.moved for c in found if c.kind == k) for k in {c.kind for c in found}}
-    scalars = moved.get("all-reduce", 0) - 2 * (whole if stage else whole + cut)
-    assert 0 <= scalars < SMALL, "more is all-reduced than the leaves that the plan keeps whole"
-    gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage] * cut
-    assert moved.get("all-gather", 0) == gathers
-    assert moved.get("reduce-scatter", 0) == (cut if stage else 0)
+    scalars = moved["all-reduce"] - 2 * (others if stage else others + shared)
+    assert 0 < scalars < SMALL, "besides gradients, the loss and the like are all-reduced"
+    assert moved.get("all-gather", 0) == {0: 0, 1: 1, 2: 1, 3: 2}[stage] * shared
+    assert moved.get("reduce-scatter", 0) == (shared if stage else 0)
+
+
+def with_an_indivisible_leaf(made):
+    def loss(params, batch):
+        return made.loss(params["made"], batch) + jnp.mean(params["odd"] ** 2)
+
+    params = {"made": made.params, "odd": jnp.ones((21, 31))}
+    return dataclasses.replace(made, params=params, loss=loss)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_nothing_large_is_all_reduced_but_what_the_plan_names(stage):
-    for model in MODELS:
-        found, plan = traced(MODELS[model](False), stage)
-        named = sorted(leaf.nbytes // 4 for leaf in plan.params if leaf.reason)
-        large = [c.elements for c in found if c.kind == "all-reduce" and c.elements > SMALL]
-        assert sorted(large) == [size for size in named if size > SMALL]
+def test_nothing_large_is_all_reduced_but_what_does_not_divide(stage):
+    odd = with_an_indivisible_leaf(MODELS["mlp"](False))
+    for made in [odd, *(model(False) for model in MODELS.values())]:
+        summed = [c.elements for c in traced(made, stage) if c.kind == "all-reduce"]
+        wanted = [21 * 31] if made is odd else []
+        assert summed and [size for size in summed if size > SMALL] == wanted
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_are_gathered_and_reduced_inside_their_loops(remat):
     made = gpt(remat)
-    found, _ = traced(made, 3)
+    found = traced(made, 3)
     layers = made.params["blocks"]["qkv"].shape[0]
     in_loop = [c for c in found if c.depth == 1]
     assert {c.times for c in in_loop} == {layers}
@@ -67,7 +80,7 @@ def test_layers_are_gathered_and_reduced_inside_their_loops(remat):
 
 @pytest.mark.parametrize("stage", [1, 2])  # stage 1 keeps whole gradients to sum microbatches only
 def test_gradients_are_reduced_inside_the_backward_loop(stage):
-    found, _ = traced(gpt(True), stage)
+    found = traced(gpt(True), stage)
     outside = {c.elements for c in found if c.kind == "reduce-scatter" and c.depth == 0}
     inside = {c.elements for c in found if c.kind == "reduce-scatter" and c.depth == 1}
     assert outside == {64 * 32, 16 * 32}  # the table and the positions
@@ -77,40 +90,30 @@ def test_gradients_are_reduced_inside_the_backward_loop(stage):
 @pytest.mark.parametrize(("stage", "times"), [(0, 1), (1, 1), (2, 4), (3, 4)])
 def test_stages_0_and_1_reduce_once_a_step_and_2_and_3_each_microbatch(stage, times):
     made = transformer(False)
-    found, _ = traced(made, stage, accumulate=4)
-    plan = zerojax.plan(make_state(made, optax.adamw(1e-3)), stage=3)
-    cut = sum(leaf.nbytes // 4 for leaf in plan.params if leaf.dim is not None)
+    found = traced(made, stage, accumulate=4)
+    shared, _ = sizes(made.params)
     kind = "reduce-scatter" if stage else "all-reduce"
     reduced = [c for c in found if c.kind == kind and c.elements > SMALL]
-    assert sum(c.elements * c.times for c in reduced) == pytest.approx(times * cut, rel=0.02)
+    assert sum(c.elements * c.times for c in reduced) == pytest.approx(times * shared, rel=0.02)
     assert {c.depth for c in reduced} == {int(times > 1)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_accumulator_is_whole_at_stage_1_and_sharded_from_2_on(stage):
+def test_accumulator_is_full_up_to_stage_1_and_sharded_from_2_on(stage):
     made = gpt(False)
     state = zerojax.shard_train_state(make_state(made, optax.adamw(1e-3)), stage)
     step = zerojax.train_step(made.loss, accumulate=4)
     jaxpr = step.trace(state, made.batch).jaxpr
-    carried = [e for e in scans(jaxpr) if e.params["length"] == 4 and len(e.outvars) > 5]
+    # The loop over microbatches is the outermost.
+    carried = [e for e in scans_of(jaxpr) if e.params["length"] == 4 and len(e.outvars) > 5]
     shapes = {v.aval.shape for eqn in carried for v in eqn.outvars}
     full, shard = (3, 32, 96), (3, 4, 96)
     assert (full in shapes, shard in shapes) == ((True, False) if stage < 2 else (False, True))
 
 
-def scans(jaxpr):
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        else:  # the microbatch loop is the outermost
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from scans(inner)
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_compute_travels_as_bf16(stage):
-    found, _ = traced(gpt(True), stage, precision=zerojax.Precision(compute="bfloat16"))
+def test_bf16_compute_is_gathered_and_reduced_in_bf16(stage):
+    found = traced(gpt(True), stage, precision=zerojax.Precision(compute="bfloat16"))
     large = [c for c in found if c.elements > SMALL]
     in_step = [c for c in large if stage == 3 or c.kind != "all-gather"]
     assert {c.dtype for c in in_step} == {"bfloat16"}
@@ -119,7 +122,7 @@ def test_bf16_compute_travels_as_bf16(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_reduced_in_the_chosen_dtype(stage):
     precision = zerojax.Precision(compute="bfloat16", reduce="float32")
-    found, _ = traced(gpt(True), stage, precision=precision)
+    found = traced(gpt(True), stage, precision=precision)
     large = [c for c in found if c.elements > SMALL]
     assert {c.dtype for c in large if c.kind != "all-gather"} == {"float32"}
     if stage == 3:
@@ -127,9 +130,9 @@ def test_gradients_are_reduced_in_the_chosen_dtype(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_accumulated_gradients_travel_in_the_compute_dtype_too(stage):
+def test_accumulated_gradients_are_reduced_in_the_compute_dtype_too(stage):
     precision = zerojax.Precision(compute="bfloat16")
-    found, _ = traced(gpt(True), stage, precision=precision, accumulate=2)
+    found = traced(gpt(True), stage, precision=precision, accumulate=2)
     kind = "reduce-scatter" if stage else "all-reduce"
     assert {c.dtype for c in found if c.kind == kind and c.elements > SMALL} == {"bfloat16"}
 

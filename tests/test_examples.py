@@ -212,6 +212,24 @@ def test_convnet_learns():
     assert start < 30 and end > 85
 
 
+@pytest.mark.parametrize(
+    "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
+)
+def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
+    small = ["--layers=2", "--dim=32", "--tokens=16", "--batch=16", "--lr=2e-2"]
+    program = [f"examples/{script}.py", *small, "--save-every=10", "--checkpoints", tmp_path]
+    first, _ = run(*program, "--steps", 10)
+    assert "1 process, 8 devices" in first and "starts anew" in first
+    assert re.search(r"up-projections .*\((2, 4, 128|2, 16, 32)\) a device", first)
+    more, bar = run(*program, "--steps", 100, "--stage", 1, "--accumulate", 2)
+    assert "goes on from step 10" in more
+    assert losses(first)[-1] < 5.4  # ln 256, nothing learned, is 5.5
+    assert losses(more)[-1] < 2.9  # the bytes' frequencies alone give 3.2
+    # The loss of one small batch, of another text with each version of Python.
+    assert re.search(r"100/100 .*loss=[23]\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+    assert re.search(r"up-projections .*\((2, 32, 128|2, 128, 32)\) a device", more)
+
+
 @pytest.mark.slow
 def test_stages_compare_as_zero_says():
     said, _ = run("examples/compare_stages.py", *SMALL, "--steps", 1)

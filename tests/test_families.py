@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -13,7 +12,7 @@ import zerojax
 import zerojax.nnx
 from tests.collectives import collectives
 from tests.conftest import mostly_slow
-from tests.families import BATCH, FAMILIES, LAYERS, Run, family_of, one_device, tx
+from tests.families import BATCH, FAMILIES, LAYERS, Run, family_of, one_device
 from tests.reference import assert_close
 
 STAGES = (0, 1, 2, 3)
@@ -73,9 +72,8 @@ def check_values(run, wanted):
 
 def check_placement(state, plan):
     """Whatever is large is cut, at its stage, and its bytes are those of a part."""
-    assert all(leaf.dim is not None for leaf in plan.params if leaf.nbytes > 4 * SMALL) or (
-        plan.stage == 0
-    )
+    large = [leaf for leaf in plan.params if leaf.nbytes > 4 * SMALL]
+    assert large and (plan.stage == 0 or all(leaf.dim is not None for leaf in large))
     placed = jax.tree.leaves(state)
     for value, leaf in zip(placed, plan.leaves, strict=True):
         assert value.addressable_shards[0].data.nbytes == leaf.bytes_per_device(plan.mesh)
@@ -86,8 +84,8 @@ def check_placement(state, plan):
 
 
 def check_traffic(found, plan, scans):
-    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it; of what
-    lies along a `tensor` axis, each device its own part."""
+    """The ZeRO paper's, with the layers of a loop gathered and reduced inside of it; each device
+    moves its own part of what is sharded over a `tensor` axis."""
     part = lambda leaf: NamedSharding(
         plan.mesh, P(*leaf.update.others(len(leaf.shape)))
     ).shard_shape(leaf.shape)
@@ -97,7 +95,7 @@ def check_traffic(found, plan, scans):
     moved = lambda kind: sum(c.moved for c in found if c.kind == kind)
     assert moved("all-gather") == {0: 0, 1: 1, 2: 1, 3: 2}[plan.stage] * size(cut)
     assert moved("reduce-scatter") == size(cut)
-    assert 0 <= moved("all-reduce") - 2 * size(whole) < SMALL
+    assert 0 < moved("all-reduce") - 2 * size(whole) < SMALL
     if plan.stage == 3 and scans:
         in_loop = [c for c in found if c.depth == 1]
         assert {c.times for c in in_loop} == {LAYERS}
@@ -120,76 +118,6 @@ def test_tensor_parallel_blocks_keep_their_axis(stage):
     along = {one.axes for one in report.traffic if one.kind == "all-reduce" and one.loops}
     assert ("tensor",) in along
     report.check()
-
-
-def test_equinox_keeps_what_is_no_array():
-    eqx = pytest.importorskip("equinox", reason="the Equinox tests need equinox")
-
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        activation: object
-        table: np.ndarray
-        key: jax.Array
-        order: jax.Array
-        keep: jax.Array
-        name: str = "model"
-
-        def __call__(self, x):
-            x = self.activation(self.linear(x * self.table))[self.order]
-            x = jnp.where(self.keep, x, 0.0)  # wants its arrays to be of the same mesh
-            return x + jax.random.uniform(self.key)
-
-    key = jax.random.key(0)
-    model = Model(
-        eqx.nn.Linear(16, 16, key=key), jnp.tanh, np.ones(16, np.float32), key,
-        jnp.arange(16)[::-1], jnp.arange(16) > 1,
-    )  # fmt: skip
-    seen = []
-
-    def loss(model, batch):
-        seen.append(type(model))
-        assert model.activation is jnp.tanh and model.name == "model"
-        return jnp.mean(jax.vmap(model)(batch) ** 2)
-
-    state = zerojax.shard_train_state(zerojax.ModuleState.create(model, tx()), stage=3)
-    assert [leaf.path for leaf in state.tx.plan.params] == [
-        "params/linear/weight",
-        "params/linear/bias",
-    ]
-    step = zerojax.train_step(loss)
-    batch = jax.random.normal(key, (16, 16))
-    zerojax.verify(step, state, batch).raise_if_wrong()
-    new, _ = step(state, batch)
-    trained = new.model
-    assert set(seen) == {Model} and isinstance(trained, Model)
-    assert trained.activation is jnp.tanh
-    np.testing.assert_array_equal(trained.order, model.order)
-    assert trained.linear.weight.sharding.spec == P("data")
-    opt_state = tx().init(eqx.filter(model, eqx.is_inexact_array))
-    grads = eqx.filter_grad(loss)(model, batch)
-    updates, _ = tx().update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-    assert_close(trained.linear.weight, eqx.apply_updates(model, updates).linear.weight, 1e-5)
-    evaluated = zerojax.eval_step(loss)(new, batch)["loss"]
-    assert float(evaluated) == pytest.approx(float(loss(trained, batch)), rel=1e-5)
-
-
-def test_modules_of_a_haiku_stack_are_one_stack():
-    """Eight layers of norms alone would be taken for a matrix, and cut along the layers."""
-    shapes = {
-        "stack/norm": {"scale": (8, 256), "offset": (8, 256)},
-        "stack/linear": {"w": (8, 256, 256)},
-        "head": {"w": (256, 256)},
-    }
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    plan = zerojax.plan({"params": params, "opt_state": ()})
-    assert {leaf.path: leaf.dim for leaf in plan.params} == {
-        "params/head/w": 0, "params/stack/linear/w": 1, "params/stack/norm/offset": 1,
-        "params/stack/norm/scale": 1,
-    }  # fmt: skip
 
 
 def test_the_guide_lists_the_families():

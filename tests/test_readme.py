@@ -123,25 +123,35 @@ def test_commands_run(command, tmp_path):
         assert (tmp_path / name).stat().st_size > 5000
 
 
+TARGET = r"`(?:PYTHON=\S+ )?make ([\w-]+)`"
+EXTRA = r"pip install '\.\[(\w+)\]'"
+LINK = r"\]\((?!http)([^)#]+)"
+FILE = r"`((?:tests|examples|benchmarks|zerojax|docs)/[\w/.]+)`"
+
+
+def test_the_pages_have_some_of_all_that_is_checked():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [p for p in (TARGET, EXTRA, LINK, FILE) if len(re.findall(p, text)) < 2] == []
+    assert sum(len(list(options_named(page))) for page in PAGES) > 20
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_commands_in_the_text_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     text = page.read_text()
-    for target in re.findall(r"`(?:PYTHON=\S+ )?make ([\w-]+)`", text):
+    for target in re.findall(TARGET, text):
         assert f"\n{target}:" in makefile, target
-    for extra in re.findall(r"pip install '\.\[(\w+)\]'", text):
+    for extra in re.findall(EXTRA, text):
         assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(), extra
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_links_lead_somewhere(page):
     text = page.read_text()
-    links = re.findall(r"\]\((?!http)([^)#]+)", text) + re.findall(
-        r'(?:src|srcset)="([^"]+)"', text
-    )
+    links = re.findall(LINK, text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for target in links:
         assert (page.parent / target).exists(), target
-    for file in re.findall(r"`((?:tests|examples|benchmarks|zerojax|docs)/[\w/.]+)`", text):
+    for file in re.findall(FILE, text):
         assert (ROOT / file).exists(), file
 
 

@@ -1,12 +1,12 @@
-"""The package as others see it: names, layers, sizes, what importing it costs."""
+"""The package seen from outside: names, ranks, sizes, and what importing it costs."""
 
 import ast
+import collections
 import doctest
 import graphlib
 import importlib
 import inspect
 import pathlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -19,6 +19,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
@@ -30,38 +31,23 @@ PUBLIC = {
     "value_and_grad", "verify",
 }  # fmt: skip
 
-# Each package may import those of the lines above its own, and within itself without circles.
-RANKS = [
-    {"_agreement", "_collectives", "_compat", "_figures", "_fingerprint", "_jaxpr", "_processes",
-     "_text", "_types"},
-    {"_state", "_hlo"},
-    {"_plan", "_engine"},
-    {"_loss"},
-    {"_step"},
-    {"_checkpoint", "_audit", "aot"},
-    {"_verify", "_forecast", "nnx"},
-    {"__main__"},
-]  # fmt: skip
-MOST_FILES = 12  # in a folder
-
-
-def modules():
-    found = pkgutil.walk_packages([str(ROOT)], "zerojax.")
-    return [m.name.removeprefix("zerojax.") for m in found if not m.ispkg]
-
-
-def source(name):
-    return (ROOT / f"{name.replace('.', '/')}.py").read_text()
-
-
-def imports_of(name):
-    """Modules of the package that one imports, be it in a function or for type checking only."""
-    every = set(modules())
-    for node in ast.walk(ast.parse(source(name))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerojax":
-            module = (node.module or "").removeprefix("zerojax").removeprefix(".")
-            names = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names}
-            yield from every & ({module} | names)
+MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
+MOST_FILES, MOST_LINES = 12, 350  # files of a folder, lines of a file
+# Each module's tests are in the file of its name, as tests/audit/test_contract.py; these are not.
+ELSEWHERE = {
+    "__main__": "test_cli.py",
+    "_audit.measured": "audit/test_audit.py",
+    "_audit.reading": "audit/test_audit.py",
+    "_engine.ir": "engine/test_split.py",
+    "_forecast.case": "forecast/test_forecast.py",
+    "_forecast.result": "forecast/test_forecast.py",
+    "_jaxpr": "engine/test_run.py",
+    "_plan.layout": "plan/test_plan.py",
+    "_plan.move": "plan/test_place.py",
+    "_step.parameter": "test_collectives.py",
+    "_verify.field_checks": "loss/test_fields.py",
+    "_verify.reference": "verify/test_verify.py",
+}
 
 
 def test_public_names():
@@ -83,31 +69,38 @@ def test_names_are_imported_from_where_type_checkers_see_them():
 
 
 def test_imports_point_down():
-    rank = {package: number for number, packages in enumerate(RANKS) for package in packages}
-    assert {name.split(".")[0] for name in modules()} == rank.keys()
-    for name in modules():
-        package = name.split(".")[0]
-        for imported in imports_of(name):
-            other = imported.split(".")[0]
-            below = rank[other] < rank[package] or (other == package and package != name)
-            ground = rank[other] == rank[package] == 0
-            assert below or ground, f"{name} imports {imported}"
+    assert {name.split(".")[0] for name in MODULES} == house.RANK.keys()
+    assert sum(map(len, house.imports(MODULES).values())) > 2 * len(MODULES)
+    assert house.upward(MODULES) == []
 
 
 def test_no_imports_go_in_a_circle():
-    order = graphlib.TopologicalSorter({name: set(imports_of(name)) for name in modules()})
-    assert len(list(order.static_order())) == len(modules())  # CycleError names a circle
+    order = graphlib.TopologicalSorter(house.imports(MODULES))
+    assert len(list(order.static_order())) == len(MODULES)  # CycleError names a circle
 
 
-def test_no_folder_is_crowded():
-    for folder in [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]:
-        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MOST_FILES, folder
+def test_no_folder_and_no_file_is_crowded():
+    folders = collections.Counter(name.rpartition(".")[0] for name in MODULES)
+    assert max(folders.values()) <= MOST_FILES, folders
+    lines = {name: len(text.splitlines()) for name, text in MODULES.items()}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+def test_the_formatter_formats_everything():
+    assert not [name for name, text in MODULES.items() if "fmt: skip" in text or "fmt: off" in text]
+
+
+def test_each_module_says_where_its_tests_are():
+    for name in [name for name, text in MODULES.items() if "def " in text]:
+        *folder, module = (part.strip("_") for part in name.split("."))
+        file = ROOT.parent.joinpath("tests", *folder, f"test_{module}.py")
+        assert file.exists() != (name in ELSEWHERE), file
+    for name, file in ELSEWHERE.items():
+        assert name in MODULES and (ROOT.parent / "tests" / file).exists(), name
 
 
 def test_only_public_jax_is_imported():
-    for name in modules():
-        text = source(name)
+    for name, text in MODULES.items():
         assert "jax._src" not in text, name
         assert "jax.interpreters" not in text or name == "_compat", name
 
@@ -166,7 +159,7 @@ COMPILE_FOR_GPUS = ("aot", "_forecast.forecast")
 
 
 def test_docstring_examples_run():
-    assert examples_run([n for n in modules() if n not in COMPILE_FOR_GPUS]) >= 10
+    assert examples_run([n for n in MODULES if n not in COMPILE_FOR_GPUS]) >= 10
 
 
 @pytest.mark.gpu_code

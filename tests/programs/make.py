@@ -1,4 +1,4 @@
-"""Compiles the programs that tests/test_hlo.py and tests/test_schedule.py count by hand.
+"""Compiles the programs that tests/hlo counts by hand.
 
     python tests/programs/make.py
 

@@ -1,0 +1,326 @@
+"""The contract of each stage: `report.check()` passes where it is kept, and names who breaks it."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from tests import audits
+from tests.audits import DIM, LAYERS, audited, loss, planned
+from tests.models import MODELS
+from tests.reference import make_state as model_state
+from zerojax._audit import contract as _contract
+
+P = PartitionSpec
+WHERE = ("cpu", pytest.param("8xH100", marks=pytest.mark.gpu_code))
+FAST = ("convnet", 3)
+
+
+def user_step(plan, loss_fn=loss, donate=True, constrain=True, change_grads=None, **options):
+    """What a user who writes the step without train_step writes, with room for mistakes."""
+    grad = zerojax.value_and_grad(loss_fn, plan, **options)
+
+    def step(state, batch):
+        value, grads = grad(state.params, batch)
+        grads = change_grads(grads) if change_grads else grads
+        new = plan.scatter(state).apply_gradients(grads=grads)
+        return (plan.constrain(new, into=state) if constrain else new), value
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def broken(report, *patterns, **limits):
+    """The one finding that matches every pattern."""
+    found = report.findings(**limits)
+    hits = [line for line in found if all(re.search(p, line) for p in patterns)]
+    assert len(hits) == 1, "\n".join(found) or "nothing found"
+    with pytest.raises(AssertionError) as raised:
+        report.check(**limits)
+    assert hits[0] in str(raised.value)
+    return hits[0]
+
+
+# -- kept
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("where", WHERE)
+def test_layers_keep_the_contract(where, stage):
+    report = audits.plain(where, stage)
+    assert report.check(max_peak_bytes=2**30) is report
+    assert report.backend == ("cpu" if where == "cpu" else "gpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        # Those of mlp and gpt are audited in test_audit.py.
+        pytest.param(model, stage, marks=() if (model, stage) == FAST else pytest.mark.slow)
+        for model in ("transformer", "convnet")
+        for stage in (1, 2, 3)
+    ],
+)
+def test_models_keep_the_contract_on_cpu(model, stage):
+    made = MODELS[model](True)
+    tx = optax.sgd(0.1)
+    plan = zerojax.plan(lambda: model_state(made, tx), stage=stage, mesh=audits.mesh_of("cpu"))
+    batch, rng = zerojax.aot.batch((made.batch, made.rng), plan)
+    step = zerojax.train_step(made.loss, mutable=tuple(made.fields))
+    assert zerojax.audit(step, plan.abstract(), batch, rng).findings() == []
+
+
+def test_microbatches_keep_the_contract():
+    """A step says itself how many it has."""
+    report = audited(planned("cpu", 3), accumulate=2)
+    assert report.accumulate == 2 and report.findings() == []
+
+
+@pytest.mark.gpu_code
+def test_two_hosts_keep_the_contract():
+    report = audited(planned("16xH100", 3))
+    assert report.findings() == []
+    assert {(t.group, t.on_host) for t in report.traffic} == {(16, 8)}
+
+
+@pytest.mark.gpu_code
+def test_small_leaves_that_are_summed_in_one_piece_keep_the_contract():
+    """XLA:GPU joins their gradients in an array larger than each of them."""
+
+    def make_state():
+        params = {f"bias{i}": jnp.zeros(3000) for i in range(4)} | {"w": jnp.zeros((DIM, DIM))}
+        return audits.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def small(params, tokens):
+        sums = sum(jnp.mean(jnp.sin(b * tokens[0])) for k, b in params.items() if k != "w")
+        return sums + jnp.mean(jnp.tanh(tokens[:DIM, None] @ params["w"][:1]))
+
+    mesh = audits.mesh_of("8xH100")
+    plan = zerojax.plan(make_state, stage=2, mesh=mesh, min_shard_size=2**13)
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), jnp.float32), plan)
+    report = zerojax.audit(zerojax.train_step(small, plan=plan), plan.abstract(), batch)
+    sums = {t.parts[0].elements: len(t.paths) for t in report.traffic if t.kind == "all-reduce"}
+    assert sums == {9000: 3, 3002: 1}, "three of them, and one with the loss and the norm"
+    assert report.findings() == []
+
+
+def test_user_written_steps_keep_the_contract():
+    plan = planned("cpu", 2)
+    assert audited(plan, step=user_step(plan)).findings() == []
+
+
+# -- broken
+
+
+@pytest.mark.gpu_code
+def test_fp32_gathers_where_bf16_was_meant():
+    """The layer casts x up instead of its weight down; 0.9 of the matmuls stay narrow."""
+
+    def wide(x, p):
+        gathered = p["w"] + jnp.zeros((), jnp.float32)  # used in fp32: gathered in fp32
+        return jnp.tanh(x @ (gathered * jnp.cos(gathered)).astype(x.dtype)), None
+
+    def wide_loss(params, tokens):
+        x = params["embed"].astype(jnp.bfloat16)[tokens]
+        x, _ = jax.lax.scan(jax.checkpoint(wide), x, params["layers"])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    report = audited(planned("8xH100", 3), wide_loss)
+    for line in report.findings():
+        assert re.search(r"all-gather \S+ moves params/layers/w in f32, twice the bytes", line)
+        assert "precision=Precision(compute='bfloat16')" in line
+    assert report.findings()
+
+
+def test_a_stack_gathered_at_once_outside_its_loop():
+    def hoisted(params, tokens):
+        whole = params["layers"] | {"w": params["layers"]["w"] * params["layers"]["w"].mean()}
+        return loss(params | {"layers": whole}, tokens)
+
+    report = audited(planned("cpu", 3), hoisted)
+    found = [line for line in report.findings() if "gathers all 4 layers" in line]
+    assert found and all("params/layers/w at once (f32[4,16,128]" in line for line in found)
+    assert all("zerojax.plan(..., stacked=" in line for line in found)
+    assert "outside of the loop over them. Scan over the stack itself" in found[0]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_all_reduced_instead_of_scattered(where):
+    """Data parallelism by hand: every device sums whole gradients, then keeps its part."""
+    plan = planned(where, 1)
+
+    def summed(params, tokens):
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.lax.pmean(value, "data"), jax.lax.pmean(grads, "data")
+
+    def step(state, tokens):
+        grad = jax.shard_map(
+            summed, mesh=plan.mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )
+        value, grads = grad(state.params, tokens)
+        # Whole until the update, as a clip by global norm may keep them.
+        grads = jax.lax.optimization_barrier(grads)
+        return plan.constrain(plan.scatter(state).apply_gradients(grads=grads), into=state), value
+
+    report = audited(plan, step=jax.jit(step, donate_argnums=0))
+    line = broken(report, "full gradient of params/layers/w ", "promises a reduce-scatter")
+    assert re.match(r"all-reduce \S+ sums", line) and "no psum or pmean of gradients" in line
+
+
+@pytest.mark.gpu_code
+def test_weights_kept_for_backward():
+    save = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
+    report = audited(planned("8xH100", 3), functools.partial(loss, wrap=save), regather=False)
+    line = broken(report, "gathered weights of params/layers/w are kept for backward")
+    assert f"[{LAYERS},{DIM},{DIM}]" in line and "regather=True" in line
+
+
+def test_a_state_that_is_not_donated():
+    line = broken(audited(planned("cpu", 3), donate=False), "leaves of the state are not donated")
+    # step; norm, w and embed; adam's count and two moments of each
+    assert line.startswith("11 leaves of the state are not donated (step, params/embed, params/")
+    assert "and 8 more" in line and "donate_argnums=0" in line
+
+
+def test_an_optimizer_leaf_that_is_replicated():
+    plan = planned("cpu", 3)
+    state = plan.abstract()
+    whole = NamedSharding(plan.mesh, P())
+
+    def unsharded(path, leaf):
+        hit = "mu" in jax.tree_util.keystr(path) and "embed" in jax.tree_util.keystr(path)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole) if hit else leaf
+
+    state = jax.tree_util.tree_map_with_path(unsharded, state)
+    line = broken(audited(plan, state=state), "opt_state/0/mu/embed reaches the step as")
+    assert "f32[256,128] per device of [256, 128], not as the plan shards it" in line
+    assert "zerojax.shard_train_state or plan.place" in line
+
+
+def test_activations_that_change_their_layout():
+    def turned(params, tokens):
+        x = params["embed"][tokens]
+        x = jax.lax.all_to_all(x, "data", 1, 0, tiled=True)  # rows for columns
+        return jnp.mean(jnp.tanh(x) ** 2)
+
+    report = audited(planned("cpu", 3), turned)
+    found = [line for line in report.findings() if "all-to-all" in line]
+    assert found and "no stage needs one, so activations or weights change their" in found[0]
+    assert "with_sharding_constraint" in found[0]
+
+
+def test_parameters_gathered_too_often():
+    """In a loop that should not have them: four microbatches where one was promised."""
+    plan = planned("cpu", 3)
+    step = zerojax.train_step(loss, accumulate=4)
+    compiled = step.lower(plan.abstract(), audits.tokens(plan)).compile()
+    assert zerojax.audit(compiled, plan=plan, accumulate=4).findings() == []
+    # Twice for each microbatch; promised are two gathers and a prefetching loop's two layers.
+    line = broken(zerojax.audit(compiled, plan=plan), "params/layers/w is gathered [678]")
+    assert "times a step; stage 3 promises at most 2.5. Look for uses in several jax.ch" in line
+    assert "or a gather inside a loop that does not need it there" in line
+
+
+def test_a_big_all_reduce_of_activations():
+    def pooled(params, tokens):
+        x = params["embed"][tokens]
+        everywhere = jax.lax.psum(jnp.tanh(jnp.tile(x, (1, 16))), "data")
+        return jnp.mean(everywhere**2)
+
+    report = audited(planned("cpu", 3), pooled)
+    found = [line for line in report.findings() if "larger than any statistic" in line]
+    assert found and re.match(r"all-reduce \S+ sums f32\[\d+,2048\], 256.0 KiB", found[0])
+    assert "activations summed over the data axis" in found[0]
+
+
+def test_involuntary_full_rematerialization():
+    """XLA says it on standard error while it compiles, and nowhere else."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, columns = (NamedSharding(mesh, spec) for spec in (P(("a", "b")), P(None, "b")))
+    step = jax.jit(lambda x, batch: jax.lax.with_sharding_constraint(jnp.sin(x), columns) * batch)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+    report = zerojax.audit(step, x, jax.ShapeDtypeStruct((), jnp.float32))
+    line = broken(report, "XLA gathers a full array to change its sharding: Involuntary full re")
+    assert "The compiler cannot go from sharding" in line and "with_sharding_constraint" in line
+    assert "warning: Involuntary full rematerialization" in str(report)
+
+
+def test_a_peak_above_the_limit():
+    report = audits.plain("cpu", 3)
+    assert report.findings(max_peak_bytes=report.memory.peak) == []
+    line = broken(report, "the peak is", max_peak_bytes=report.memory.peak - 1)
+    assert "per device, above max_peak_bytes=" in line and "Use a higher stage" in line
+
+
+@pytest.mark.gpu_code
+def test_a_gather_in_a_loop_that_nothing_hides():
+    report = audits.plain("8xH100", 3)
+    one = next(t for t in report.traffic if t.kind == "all-gather" and t.loops)
+    slow = dataclasses.replace(one, asynchronous=False, wire_bytes=_contract.BIG_GATHER + 1)
+    with_it = lambda what: dataclasses.replace(report, traffic=(what,))
+    line = broken(with_it(slow), "is synchronous inside a loop: nothing hides its time")
+    assert line.startswith(f"all-gather {one.name} (params/layers/") and "prefetch=1" in line
+    for fine in ({"asynchronous": True}, {"wire_bytes": _contract.BIG_GATHER}, {"loops": ()}):
+        found = with_it(dataclasses.replace(slow, **fine)).findings()
+        assert not any("synchronous" in line for line in found)
+
+
+@pytest.mark.gpu_code
+def test_an_overlap_below_the_limit():
+    report = audits.plain("8xH100", 3)
+    assert report.findings(min_overlap=report.overlap) == []
+    line = broken(report, r"below min_overlap=0.999", min_overlap=0.999)
+    assert line.startswith(f"compute is {report.overlap:.3f} of the modelled step")
+    assert "of communication are exposed" in line
+    cpu = audits.plain("cpu", 3)
+    assert "Pass gpu='H100' to audit" in broken(cpu, "needs modelled times", min_overlap=0.5)
+
+
+def test_all_findings_are_told_at_once():
+    report = audited(planned("cpu", 3), donate=False)
+    with pytest.raises(AssertionError) as raised:
+        report.check(max_peak_bytes=1)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "the compiled program breaks the contract of stage 3:"
+    assert [line[:4] for line in lines[1:]] == ["  - ", "  - "]
+
+
+def test_without_a_plan_only_what_no_stage_does_is_wrong():
+    text = audited(planned("cpu", 3), donate=False).module.text
+    assert zerojax.audit(text).findings() == []
+
+
+def test_gradients_that_nobody_reduces():
+    plan = planned("cpu", 1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        grads = jax.shard_map(
+            jax.grad(loss), mesh=plan.mesh, in_specs=(P(), P("data")), out_specs=P(),
+            check_vma=False,
+        )(state.params, batch)  # fmt: skip
+        return plan.constrain(plan.scatter(state).apply_gradients(grads=grads))
+
+    found = zerojax.audit(step, plan.abstract(), audits.tokens(plan)).findings()
+    assert any("no collective reduces the gradient of params/" in line for line in found)
+
+
+def test_a_state_that_cannot_be_recognized():
+    plan = planned("cpu", 3)
+    step = zerojax.train_step(loss)
+    args = (plan.abstract(), audits.tokens(plan))
+    found = zerojax.audit(jax.jit(lambda *given: step(*given)), *args).findings()
+    assert any("Let the step take the state as one argument" in line for line in found)
+
+
+def test_statistics_of_wide_batch_norms_may_be_reduced():
+    """What the README advises: flax's `axis_name` for the statistics of the whole batch."""
+    plan = zerojax.plan(
+        {"params": {"w": jnp.ones((64, 64))}, "batch_stats": {"mean": jnp.zeros(4096)}}, stage=3
+    )
+    assert _contract._largest_replicated(plan) == 2 * 4 * 4096

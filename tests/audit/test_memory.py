@@ -1,0 +1,35 @@
+"""Memory of real steps on CPU devices, to the byte."""
+
+import pytest
+
+from tests import audits
+from tests.audit.models import STAGES, audited
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_memory_is_the_plans_and_the_compilers(model, stage):
+    report, plan, compiled = audited(model, stage)
+    state, memory = plan.bytes_per_device(), report.memory
+    found = (memory.parameters, memory.optimizer, memory.other_state)
+    assert found == (state["params"], state["opt_state"], state["other"])
+    stats = compiled.memory_analysis()
+    assert memory.state + memory.batch == stats.argument_size_in_bytes
+    assert memory.temporary == stats.temp_size_in_bytes
+    assert memory.donated == stats.alias_size_in_bytes == memory.state
+    assert report.not_donated == report.placement == report.kept == ()
+    # The loss and the norm; CPU programs count a pointer for each output beside it.
+    assert memory.outputs == 8
+    outputs = stats.output_size_in_bytes - 8 * len(report.module.root(report.module.entry).arrays)
+    assert outputs == memory.donated + memory.outputs
+    assert memory.peak == memory.state + memory.batch + memory.temporary + 8
+
+
+def test_gradients_are_full_at_stage_1_and_shards_at_3():
+    """At the fullest moment; stage 1 sums those of microbatches whole."""
+    gradients = {
+        stage: audits.audited(audits.planned("cpu", stage), accumulate=2).memory.gradients
+        for stage in (1, 3)
+    }
+    stack = audits.LAYERS * audits.DIM**2 * 4
+    assert gradients[1] > stack > gradients[3] > 0

@@ -1,0 +1,56 @@
+"""An audit as text, as a dictionary and in a notebook."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+
+import zerojax
+from tests import audits
+from tests.audit.models import audited
+from tests.stored import stored
+
+
+def test_audits_in_notebooks_name_cells_by_their_lines():
+    report = zerojax.audit(stored("layers-cpu8-jax0.12"))
+    assert f"<td>{report.traffic[0].serves}</td>" in report._repr_html_()
+    one = dataclasses.replace(report.traffic[0], parts=(), source="/tmp/ipykernel_12/34.py:5")
+    assert one.serves == "cell line 5"
+
+
+def test_to_dict_is_plain_and_complete():
+    report = audited("gpt", 3)[0]
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["stage"] == 3 and found["devices"] == 8
+    assert len(found["traffic"]) == len(report.traffic)
+    assert sum(t["total_bytes"] for t in found["traffic"]) == report.wire_bytes
+    assert found["memory"]["parameters"] == report.memory.parameters
+    assert found["step_seconds"] is None, "no times are modelled for CPUs"
+
+
+def test_it_prints_as_a_table():
+    report = audited("gpt", 3)[0]
+    text = str(report)
+    assert text.startswith("ZeRO stage 3, 8 devices (cpu)\nmemory per device  ")
+    assert "donated and reused" in text and "modelled step" not in text
+    assert "all-gather 26" in text and ", reduce-scatter 134.8 KiB, all-reduce 1.6 KiB" in text
+    header, _, *rows = text.split("\n\n")[1].splitlines()
+    assert " ".join(header.split()) == "collective dtype sent times loops group when serves"
+    (row,) = (r for r in rows if r.endswith("params/blocks/qkv") and r.startswith("reduce"))
+    # (32, 96) in fp32: 12 KiB, less the own eighth
+    assert " ".join(row.split()) == "reduce-scatter f32 10.5 KiB 3 1 data sync params/blocks/qkv"
+
+
+def test_long_tables_say_how_much_is_left_out():
+    mesh = audits.mesh_of("cpu")
+
+    def run(xs):
+        return [jax.lax.all_gather(x * (i + 1), "data") for i, x in enumerate(xs)]
+
+    p = jax.sharding.PartitionSpec
+    xs = [jnp.ones((8, i + 1)) for i in range(43)]
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=p("data"), out_specs=p("data")))
+    report = zerojax.audit(run.lower(xs).compile())
+    assert len(report.traffic) >= 41
+    assert str(report).endswith(f"... and {len(report.traffic) - 40} smaller ones")

@@ -1,0 +1,42 @@
+"""Damage to the files of a checkpoint, one after the other."""
+
+import pathlib
+
+from tests.checkpoint.states import STATE
+from tests.reference import assert_equal_bits
+
+
+def files_of(path):
+    return sorted(p for p in pathlib.Path(path).rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def damage_all(path, how):
+    """Each file in turn: damaged, given to the caller, and put back."""
+    for file in files_of(path):
+        whole = file.read_bytes()
+        how(file, whole)
+        yield file
+        file.write_bytes(whole)
+
+
+def flip(file, whole):
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+
+
+DAMAGE = {
+    "truncated": lambda file, whole: file.write_bytes(whole[:-1]),
+    "flipped": flip,
+    "deleted": lambda file, whole: file.unlink(),
+}
+
+
+def right_or_named(path, read):
+    """Whether `read()` gives STATE; where it does not, it names the path."""
+    try:
+        back = read()
+    except ValueError as error:
+        assert str(path) in str(error)
+        return False
+    assert_equal_bits(back, STATE)
+    return True

@@ -1,0 +1,117 @@
+"""Files of a checkpoint: one writer at a time, and damage to any of them is an error."""
+
+import errno
+import fcntl
+import json
+import resource
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+
+import zerojax
+from tests.checkpoint.damage import DAMAGE, damage_all, files_of
+from tests.checkpoint.states import STATE, place, plan_of, words
+from tests.reference import assert_equal_bits
+from zerojax._checkpoint import files as _files
+
+
+def test_a_missing_list_of_checksums_is_an_error_until_it_is_accepted(tmp_path):
+    zerojax.save(tmp_path / "c", STATE, step=3)
+    listing = tmp_path / "c" / "zerojax_checksums.json"
+    listing.unlink()
+    for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
+        with pytest.raises(
+            ValueError, match=r"/zerojax_checksums.json is missing.*write {} into it"
+        ):
+            read(tmp_path / "c")
+    listing.write_text("{}")
+    assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
+    assert zerojax.read_extras(tmp_path / "c").step == 3
+
+
+@pytest.mark.parametrize(
+    "listing",
+    ["[" * 10**5, '{"../x": [1, 2]}', '{"/dev/zero": [1, 2]}', "[1]",
+     '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', "3"],
+)  # fmt: skip
+def test_a_hostile_list_of_checksums_is_an_error(tmp_path, listing):
+    zerojax.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / "zerojax_checksums.json").write_text(listing)
+    with pytest.raises(ValueError, match=r"zerojax_checksums.json is not the list.*Restore anoth"):
+        zerojax.restore(tmp_path / "c", STATE)
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_to_any_file_is_an_error_that_names_it(tmp_path, how):
+    state, plan = place(), plan_of(3, 8)
+    zerojax.save(tmp_path / "c", state)
+    noted = json.loads((tmp_path / "c" / "zerojax_checksums.json").read_text())
+    seen = 0
+    for file in damage_all(tmp_path / "c", DAMAGE[how]):
+        name = file.relative_to(tmp_path / "c").as_posix()
+        if name in noted:
+            seen += 1
+            with pytest.raises(ValueError, match=rf"{name} (is damaged|is missing|has)"):
+                zerojax.restore(tmp_path / "c", plan)
+    assert seen == len(noted) >= 6
+    assert_equal_bits(words(zerojax.restore(tmp_path / "c", plan)), words(state))
+
+
+def test_a_damaged_list_of_checksums_is_named(tmp_path):
+    zerojax.save(tmp_path / "c", place())
+    listing = tmp_path / "c" / "zerojax_checksums.json"
+    listing.write_text(listing.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"zerojax_checksums.json is not the list of checksums"):
+        zerojax.restore(tmp_path / "c", plan_of(3, 8))
+
+
+def test_a_second_writer_to_one_path_is_refused(tmp_path):
+    target, lock = epath.Path(tmp_path / "c"), epath.Path(tmp_path / ".c.lock")
+    with _files.only_writer(target, lock):
+        with pytest.raises(ValueError, match=r"something else is writing to .*/c. Give each"):
+            zerojax.save(tmp_path / "c", place())
+        assert not (tmp_path / "c").exists()
+    zerojax.save(tmp_path / "c", place())
+    assert not lock.exists()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(match=r"c.lock cannot be locked \(Function not.*nothing else writes"):
+        zerojax.save(tmp_path / "c", place())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # threads, failing
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    """As a limit on the size of files: to the writer both are a write that fails."""
+    small = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 64))}})
+    noise = jax.random.normal(jax.random.key(0), (1024, 1024))
+    large = zerojax.shard_train_state({"params": {"w": noise}})
+    with zerojax.Checkpoints(tmp_path / "loop") as checkpoints:
+        checkpoints.save(1, small)
+        checkpoints.wait()
+        before = {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")}
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(ValueError, match=r"Failed writing: .*/one.*/d/\w+.*too large"):
+                zerojax.save(tmp_path / "one", large)
+            checkpoints.save(2, large)
+            with pytest.raises(ValueError, match=r"Failed writing: .*/loop/2.*/d/\w+.*too large"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert checkpoints.steps() == [1] and not (tmp_path / "one").exists()
+        assert {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")} == before
+        assert_equal_bits(checkpoints.resume(small)[0], small)
+        checkpoints.save(3, large)  # with room again, it goes on
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+    zerojax.save(tmp_path / "one", large)

@@ -1,0 +1,313 @@
+"""Checkpoints of a loop: when they are saved, and where a run goes on."""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from tests.checkpoint.damage import DAMAGE, damage_all, right_or_named
+from tests.checkpoint.states import (
+    BATCH,
+    STATE,
+    filled,
+    loss_fn,
+    make_state,
+    place,
+    plan_of,
+    save_steps,
+    trained,
+    words,
+)
+from tests.reference import assert_equal_bits
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
+
+
+def run(directory, steps, every=2, state=None, stop_at=None, **options):
+    """A training loop; sends itself a SIGTERM before `stop_at`."""
+    step = zerojax.train_step(loss_fn)
+    with zerojax.Checkpoints(directory, every=every, **options) as checkpoints:
+        state, saved = checkpoints.resume(place() if state is None else state)
+        for n in range(saved.step or 0, steps):
+            state, _ = jax.block_until_ready(step(state, BATCH * (n + 1)))
+            if n + 1 == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpoints.save(n + 1, state, data={"at": n + 1})
+    return state
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_loop_saves_every_so_many_steps_and_keeps_the_newest(tmp_path, background):
+    run(tmp_path, 9, every=2, keep=2, background=background)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [6, 8] and checkpoints.latest() == 8
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path):
+    want = words(run(tmp_path / "a", 7))
+    run(tmp_path / "b", 5)
+    assert_equal_bits(words(run(tmp_path / "b", 7)), want)
+    assert zerojax.read_extras(tmp_path / "b" / "6").data == {"at": 6}
+
+
+def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
+    state = filled(0)
+    with zerojax.Checkpoints(tmp_path, every=2, keep=1, best="loss") as checkpoints:
+        checkpoints.save(2, state, metrics={"loss": 1.0})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(zerojax.Preempted):
+            checkpoints.save(3, state)
+    with zerojax.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
+
+
+def test_sigterm_saves_before_exiting(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=r"143|SIGTERM; step 3 is saved") as stopped:
+        run(tmp_path, 9, every=100, stop_at=3)
+    assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert zerojax.read_extras(tmp_path / "3").data == {"at": 3}
+    want = words(run(tmp_path / "undisturbed", 5))
+    assert_equal_bits(words(run(tmp_path, 5, every=100)), want)
+
+
+def test_an_unfinished_write_is_not_resumed_from(tmp_path):
+    run(tmp_path, 4, every=2)
+    leftover = tmp_path / "6.orbax-checkpoint-tmp"
+    leftover.mkdir()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 4
+        checkpoints.save(8, place())
+    assert not leftover.exists()
+
+
+def test_a_damaged_newest_is_an_error_and_the_one_before_opens(tmp_path):
+    run(tmp_path, 4, every=2)
+    file = next(p for p in (tmp_path / "4").rglob("d/*") if p.stat().st_size)
+    DAMAGE["flipped"](file, file.read_bytes())
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged.*Restore another"):
+            checkpoints.resume(plan_of(3, 8))
+        _, saved = checkpoints.resume(plan_of(3, 8), step=2)
+    assert saved.step == 2
+
+
+def test_a_saved_step_is_not_overwritten(tmp_path):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, place())
+        checkpoints.wait()
+        with pytest.raises(ValueError, match=r"step 1 is saved .* already.*resume\(\)"):
+            checkpoints.save(1, place())
+
+
+def test_saving_after_the_end_is_an_error_at_once(tmp_path):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        pass
+    with pytest.raises(ValueError, match=r"step 1 cannot be saved: .*closed. Save inside of"):
+        checkpoints.save(1, filled(0))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, 2.0, "3"])
+def test_a_step_is_a_count(tmp_path, step):
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"step is a dict, not a count of steps. Pass an int"):
+            checkpoints.save({"w": jnp.ones(4)}, 10)  # type: ignore
+        with pytest.raises(ValueError, match=r"not a count of steps. Pass an integer from 0"):
+            checkpoints.save(step, filled(0))
+        assert checkpoints.save(jnp.int32(2), filled(0)) is True  # JAX's, as in a state
+        checkpoints.save(np.int64(4), filled(0))
+        checkpoints.wait()
+        assert [type(n) for n in checkpoints.steps()] == [int, int]
+
+
+def test_with_nothing_saved_a_plan_says_what_to_do(tmp_path):
+    with (
+        zerojax.Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"no complete checkpoint.*resume\(plan, make_state\)"),
+    ):
+        checkpoints.resume(plan_of(3, 8))
+
+
+def test_a_plan_resumes_without_a_second_state(tmp_path):
+    made = []
+    make = lambda: made.append(1) or make_state()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        state, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved == zerojax.Extras() and made == [1]
+        assert state.params["layer"]["w"].addressable_shards[0].data.shape == (2, 64)
+        checkpoints.save(1, trained(state))
+        checkpoints.wait()
+        again, saved = checkpoints.resume(plan_of(3, 8), make)
+        assert saved.step == 1 and int(again.step) == 2 and made == [1]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"every": "3"}, {"every": 0}, {"mode": "least"},
+     {"best": 3}, {"background": 1}],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(tmp_path, option):
+    ((name, value),) = option.items()
+    remedy = r"every and keep are positive \(keep=None keeps all\)|best is the name of one of"
+    with pytest.raises(ValueError, match=rf"{name}={value!r}.*({remedy})"):
+        zerojax.Checkpoints(tmp_path / "c", **option)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 3, b"c"])
+def test_a_path_is_a_path(path):
+    refused = pytest.raises(TypeError, match=r"(None|3|b'c') is no path. Pass a str or a pathlib")
+    for call in (zerojax.Checkpoints, zerojax.read_extras):
+        with refused:
+            call(path)
+    for call in (zerojax.save, zerojax.restore, zerojax.export_safetensors):
+        with refused:
+            call(path, {"w": jnp.ones(3)})
+
+
+def write(directory, ready):
+    with zerojax.Checkpoints(directory, keep=None) as checkpoints:
+        for n in range(10_000):
+            checkpoints.save(n, filled(n))
+            if n == 1:
+                ready.set()
+
+
+def test_while_one_process_writes_others_read_and_do_not_write(tmp_path):
+    """Until it is gone: killed, without a chance to clean up."""
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    writer = spawn.Process(target=write, args=(str(tmp_path), ready))
+    writer.start()
+    try:
+        assert ready.wait(60)
+        newest = set()
+        for _ in range(10):
+            newest.add(max(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()))
+            back = zerojax.restore(tmp_path / str(max(newest)), filled(0))
+            assert_equal_bits(back, filled(max(newest)))
+        assert len(newest) > 1 and writer.is_alive()  # it did write meanwhile
+        with pytest.raises(ValueError, match=r"something else is writing to .*path of its own"):
+            zerojax.Checkpoints(tmp_path)
+    finally:
+        writer.kill()
+        writer.join()
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() >= max(newest)
+        assert_equal_bits(checkpoints.resume(filled(0))[0], filled(checkpoints.latest()))
+
+
+def test_a_failed_write_takes_nothing_with_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    save_steps(tmp_path, 1)
+    with zerojax.Checkpoints(tmp_path, keep=1, background=False) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(_checkpoint.Handler, "finalize", fail)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(2, STATE)
+            with pytest.raises(OSError, match="no space"):
+                zerojax.save(tmp_path / "one", STATE)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1"]
+        assert checkpoints.steps() == [1] and checkpoints.latest() == 1
+        with pytest.raises(ValueError, match="step 1 is saved"):
+            checkpoints.save(1, STATE)
+        checkpoints.save(2, STATE)
+        assert checkpoints.steps() == [2]
+
+
+def test_an_interrupted_wait_does_not_end_the_write(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    go, real = threading.Event(), _checkpoint.Handler.finalize
+    monkeypatch.setattr(
+        _checkpoint.Handler, "finalize", lambda *args: (go.wait(60), real(*args))[1]
+    )
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(checkpoints._manager, "wait_until_finished", interrupt)
+            checkpoints.wait()
+        go.set()
+    assert_equal_bits(zerojax.restore(tmp_path / "1", STATE), STATE)
+
+
+def test_a_leaf_that_cannot_be_read_leaves_nothing_behind(tmp_path):
+    donated = {"a": jnp.ones(4), "z": jnp.ones(3)}
+    donated["z"].delete()
+    with zerojax.Checkpoints(tmp_path / "loop") as checkpoints:
+        for save in (
+            lambda: checkpoints.save(1, donated),
+            lambda: zerojax.save(tmp_path / "one", donated),
+            lambda: zerojax.export_safetensors(tmp_path / "two", donated),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+                save()
+        assert [p.name for p in (tmp_path / "loop").iterdir()] == [".lock"]
+        assert not checkpoints.busy()
+    assert [p.name for p in tmp_path.iterdir()] == ["loop"]
+
+
+EXIT = """
+import sys, jax.numpy as jnp, zerojax
+checkpoints = zerojax.Checkpoints(sys.argv[1])
+for n in (1, 2):
+    checkpoints.save(n, {"w": jnp.full((500, 500), n)})
+raise SystemExit(3)
+"""
+
+
+def test_without_a_with_block_the_last_checkpoint_is_finished_at_exit(tmp_path):
+    root = str(pathlib.Path(zerojax.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    back = zerojax.restore(tmp_path / "2", {"w": jnp.zeros((500, 500), int)})
+    assert np.all(back["w"] == 2)
+
+
+def test_without_a_with_block_save_waits_and_dropping_it_lets_another_in(tmp_path):
+    checkpoints = zerojax.Checkpoints(tmp_path)
+    checkpoints.save(1, STATE)
+    assert not checkpoints.busy() and checkpoints.steps() == [1]
+    del checkpoints
+    assert not (tmp_path / ".lock").exists()
+    save_steps(tmp_path, 2)
+
+
+HOW = {**DAMAGE, "emptied": lambda file, whole: file.write_bytes(b"")}
+
+
+@pytest.mark.filterwarnings("ignore:.*metrics cannot be read")
+@pytest.mark.parametrize("how", HOW)
+def test_damage_to_a_loop_is_never_read(tmp_path, how):
+    def resumed():
+        with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+            assert checkpoints.best() in (1, None)
+            back, saved = checkpoints.resume({"w": jnp.zeros((3, 4))})
+            assert saved.step == 1 and saved.data == {"at": 1}
+            return back
+
+    with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+        checkpoints.save(1, STATE, metrics={"loss": 1.0}, data={"at": 1})
+    state = tmp_path / "1" / "default"
+    noted = {state / name for name in json.loads((state / _files.CHECKSUMS).read_text())}
+    damaged = damage_all(tmp_path / "1", HOW[how])
+    right = {file: right_or_named(tmp_path, resumed) for file in damaged}
+    wrong = {file for file, is_right in right.items() if not is_right}
+    assert wrong == noted | {state / _files.CHECKSUMS} and len(right) > len(wrong) >= 6

@@ -1,0 +1,80 @@
+"""Saved leaves matched by name: strict by default, with options to allow differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from tests.checkpoint.states import make_state, place
+from tests.reference import assert_equal_bits
+
+
+def test_a_missing_leaf_is_an_error_that_names_it(tmp_path):
+    state = {"params": {"a": jnp.ones((8, 8))}}
+    more = {"params": {"a": jnp.zeros((8, 8)), "b": jnp.full(3, 5.0)}}
+    zerojax.save(tmp_path / "c", state)
+    with pytest.raises(ValueError, match=r"not in the checkpoint: params/b \(keep=<path regex>"):
+        zerojax.restore(tmp_path / "c", more)
+    back = zerojax.restore(tmp_path / "c", more, keep="params/b$")
+    assert back["params"]["a"].sum() == 64 and back["params"]["b"].sum() == 15
+    with pytest.raises(ValueError, match=r"no value for it, only a shape. Give a placed state"):
+        zerojax.restore(tmp_path / "c", jax.eval_shape(lambda: more), keep="b$")
+    with pytest.raises(ValueError, match=r"keep= has .*'\(', which is no regular.*Escape"):
+        zerojax.restore(tmp_path / "c", more, keep="(")
+
+
+def test_an_extra_leaf_is_an_error_that_names_it(tmp_path):
+    zerojax.save(tmp_path / "c", place())
+    like = {"params": make_state().params}
+    with pytest.raises(ValueError, match=r"only in the checkpoint: .* and \d+ more \(ignore=<path"):
+        zerojax.restore(tmp_path / "c", like)
+    back = zerojax.restore(tmp_path / "c", like, ignore="^(opt_state|step|key)")
+    assert_equal_bits(back, like)
+
+
+def test_a_reshaped_leaf_is_an_error_that_names_it(tmp_path):
+    zerojax.save(tmp_path / "c", {"params": {"w": jnp.ones((8, 4))}})
+    like = {"params": {"w": jnp.zeros((4, 8))}}
+    with pytest.raises(
+        ValueError, match=r"another shape: params/w: \[8, 4\] saved, \[4, 8\] wanted \(keep="
+    ):
+        zerojax.restore(tmp_path / "c", like)
+    assert_equal_bits(zerojax.restore(tmp_path / "c", like, keep="params/w"), like)
+
+
+def test_a_retyped_leaf_is_an_error_that_names_it(tmp_path):
+    zerojax.save(tmp_path / "c", {"params": {"w": jnp.full((8, 4), 1.5), "n": jnp.arange(3)}})
+    like = {"params": {"w": jnp.zeros((8, 4), jnp.bfloat16), "n": jnp.arange(3)}}
+    with pytest.raises(ValueError, match=r"params/w: float32 saved, bfloat16 wanted \(cast=True"):
+        zerojax.restore(tmp_path / "c", like)
+    back = zerojax.restore(tmp_path / "c", like, cast=True)["params"]["w"]
+    assert back.dtype == jnp.bfloat16 and np.all(np.asarray(back, np.float32) == 1.5)
+    like["params"]["n"] = jnp.zeros(3)
+    with pytest.raises(ValueError, match=r"params/n: int32 saved, float32 wanted"):
+        zerojax.restore(tmp_path / "c", like, cast=True)
+
+
+def test_leaves_without_elements_come_back(tmp_path):
+    """Orbax refuses them; some models train with them all the same."""
+    rows = jnp.arange(8.0)
+    state = {"params": {"none": jnp.zeros((0, 3), "bfloat16"), "w": rows}}
+    placed = zerojax.shard_train_state(state, min_shard_size=1)
+    zerojax.save(tmp_path / "one", placed)
+    with zerojax.Checkpoints(tmp_path / "many") as checkpoints:
+        checkpoints.save(1, placed)
+    for path in (tmp_path / "one", tmp_path / "many" / "1"):
+        for like in (zerojax.plan(state, stage=1), placed):
+            back = zerojax.restore(path, like=like)
+            none = back["params"]["none"]
+            assert none.shape == (0, 3) and none.dtype == jnp.bfloat16
+            assert isinstance(none.sharding, jax.sharding.NamedSharding)
+            np.testing.assert_array_equal(back["params"]["w"], rows)
+    with pytest.raises(ValueError, match=r"not in the checkpoint: params/none"):
+        filled = {"none": jnp.zeros((2, 3), "bfloat16"), "w": rows}
+        zerojax.restore(tmp_path / "one", like={"params": filled})
+    zerojax.save(tmp_path / "full", {"params": filled})
+    with pytest.raises(ValueError, match=r"params/none: \[2, 3\] saved, \[0, 3\] wanted"):
+        zerojax.restore(tmp_path / "full", like=placed)
+    zerojax.save(tmp_path / "empty", {"none": jnp.zeros((0, 3))})
+    assert zerojax.restore(tmp_path / "empty", {"none": jnp.ones((0, 3))})["none"].shape == (0, 3)

@@ -1,0 +1,341 @@
+"""Losses of every shape, each written for one device, and their gradients on eight."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import zerojax
+from tests.collectives import scans_of
+from tests.conftest import make_mesh
+
+LAYERS, DIM = 4, 16
+KEYS = jax.random.split(jax.random.key(0), 20)
+
+
+def stack(i, *shape):
+    return jax.random.normal(KEYS[i], (LAYERS, *shape)) / DIM**0.5
+
+
+PARAMS = {
+    "a": {"w": stack(0, DIM, DIM), "b": stack(1, DIM)},
+    "c": {"w": stack(2, DIM, 2 * DIM), "v": stack(3, 2 * DIM, DIM)},
+    "shared": jax.random.normal(KEYS[4], (DIM, DIM)) / DIM**0.5,
+    "table": jax.random.normal(KEYS[5], (32, DIM)),
+    "single": {"w": jax.random.normal(KEYS[6], (DIM, DIM)) / DIM**0.5},
+    "odd": {"w": stack(7, DIM, DIM), "gain": 1 + stack(8, 3)},
+}
+BATCH = {
+    "x": jax.random.normal(KEYS[9], (16, DIM)),
+    "t": jax.random.randint(KEYS[10], (16,), 0, 5),
+}
+
+
+def dense(x, p):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def scan(body, x, xs, **kwargs):
+    return lax.scan(lambda x, p: (body(x, p), None), x, xs, **kwargs)[0]
+
+
+def end(x):
+    return jnp.mean(x**2)
+
+
+def plain_scan(p, batch):
+    return end(scan(dense, batch["x"], p["a"]))
+
+
+def reverse_unrolled_scan(p, batch):
+    return end(scan(dense, batch["x"], p["a"], reverse=True, unroll=2))
+
+
+def scan_with_outputs(p, batch):
+    def body(x, layer_and_noise):
+        layer, noise = layer_and_noise
+        x = dense(x, layer) + noise
+        return x, (x.sum(-1), layer["w"].sum())
+
+    noise = jnp.linspace(0, 1, LAYERS)
+    x, (sums, norms) = lax.scan(body, batch["x"], (p["a"], noise))
+    return end(x) + jnp.mean(sums**2) + jnp.sum(norms**2)
+
+
+def several_stacks(p, batch):
+    encoded = scan(dense, batch["x"], p["a"])
+
+    def cross(x, layer):
+        return x + jax.nn.relu((x * encoded) @ layer["w"]) @ layer["v"]
+
+    return end(scan(cross, batch["x"], p["c"]))
+
+
+def constants_with_gradients(p, batch):
+    def body(x, layer):
+        return dense(x, layer) @ p["shared"] + scale * batch["x"]
+
+    scale = jnp.sum(p["table"])
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def groups_of_layers(p, batch):
+    grouped = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), p["a"])
+    return end(scan(lambda x, group: scan(dense, x, group), batch["x"], grouped))
+
+
+def groups_under_remat(p, batch):
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a * 0.5]), p["a"])
+    group = jax.checkpoint(lambda x, g: scan(jax.checkpoint(dense), x, g))
+    return end(scan(group, batch["x"], stacked))
+
+
+def remat_body(policy, p, batch):
+    def body(x, layer):
+        hidden = checkpoint_name(jax.nn.gelu(x @ layer["w"]), "hidden")
+        return x + hidden @ layer["v"]
+
+    return end(scan(jax.checkpoint(body, policy=policy), batch["x"], p["c"]))
+
+
+def remat_in_the_middle(p, batch):
+    def body(x, layer):
+        x = x + jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w.T)(x, layer["w"])
+        return jax.checkpoint(dense)(x * 0.5, layer)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def remat_around_the_scan(p, batch):
+    return end(jax.checkpoint(lambda x, a: scan(dense, x, a))(batch["x"], p["a"]))
+
+
+def jitted_inside(p, batch):
+    layer = jax.jit(dense)
+    body = jax.jit(lambda x, q: layer(layer(x, q), q))
+    return end(jax.jit(functools.partial(scan, body))(batch["x"], p["a"]))
+
+
+def call_returns_what_it_got(p, batch):
+    w, x, one, again = jax.jit(lambda w, x: (w, x * 2, 1.0, w))(p["shared"], batch["x"])
+    return end(x @ w @ again) * one
+
+
+def control_flow_inside(p, batch):
+    def body(x, layer):
+        x = lax.cond(layer["b"].sum() > 0, dense, lambda x, q: x @ q["w"], x, layer)
+        return lax.fori_loop(0, 2, lambda _, y: jnp.sin(y @ layer["w"]), x)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+@jax.custom_vjp
+def twice_the_gradient(x, w):
+    return x @ w
+
+
+twice_the_gradient.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda res, g: (2 * g @ res[1].T, 2 * res[0].T @ g)
+)
+
+
+def custom_derivative_inside(p, batch):
+    body = lambda x, layer: jax.nn.silu(twice_the_gradient(x, layer["w"]))
+    return end(scan(body, batch["x"], p["a"]) + twice_the_gradient(batch["x"], p["shared"]))
+
+
+def weight_normalisation(p, batch):
+    def body(x, layer):
+        w = layer["w"] / jnp.linalg.norm(layer["w"], axis=0)
+        return jnp.tanh(x @ w.T + layer["b"])
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def mixed_dtypes(p, batch):
+    def body(x, layer):
+        h = x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16)
+        return x + jnp.tanh(h.astype(jnp.float32) + layer["b"])
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def frozen_layers(p, batch):
+    frozen = lax.stop_gradient(p["a"])
+    return end(scan(dense, scan(dense, batch["x"], frozen), p["a"]) @ p["shared"])
+
+
+def tied_everywhere(p, batch):
+    x = p["table"][batch["t"]]
+    x = jax.checkpoint(lambda x, e: x @ e.T @ e)(x, p["table"])
+    logits = scan(dense, x, p["a"]) @ p["table"].T
+    return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+
+def python_loop(p, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = dense(x, jax.tree.map(lambda a: a[i], p["a"]))
+    return end(x)
+
+
+def recurrent(p, batch):
+    def cell(h, x):
+        h = jnp.tanh(h @ p["shared"] + x)
+        return h, h
+
+    _, hs = lax.scan(cell, jnp.zeros_like(batch["x"]), jnp.stack([batch["x"]] * 3))
+    return end(hs)
+
+
+def weights_in_the_carry(p, batch):
+    def body(carry, _):
+        x, w = carry
+        return (jnp.tanh(x @ w), w * 0.9), None
+
+    (x, _), _ = lax.scan(body, (batch["x"], p["shared"]), None, length=3)
+    return end(x)
+
+
+def dropout_keys(p, batch):
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+
+    def body(x, layer_and_key):
+        layer, key = layer_and_key
+        return dense(x, layer) * jax.random.bernoulli(key, 0.9, (DIM,))
+
+    return end(scan(body, batch["x"], (p["a"], keys)))
+
+
+def mask_made_in_the_body(p, batch):
+    def body(x, layer):
+        mask = jnp.tril(jnp.ones((DIM, DIM)))
+        return dense(x @ mask, layer)
+
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def layers_that_do_not_all_shard(p, batch):
+    body = lambda x, layer: jnp.tanh(x @ layer["w"]) * layer["gain"].mean()
+    return end(scan(body, batch["x"], p["odd"]))
+
+
+def vmapped(p, batch):
+    return end(jax.vmap(lambda x: scan(dense, x, p["a"]))(batch["x"]))
+
+
+def psum_in_the_loss(p, batch):
+    x = scan(dense, batch["x"], p["a"])
+    if "data" in jax.sharding.get_abstract_mesh().manual_axes:
+        return end(lax.pmean(x.mean(0), "data"))
+    return end(x.mean(0))
+
+
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
+    "all_but_names": jax.checkpoint_policies.save_anything_except_these_names("hidden"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+
+def constant_outputs(p, batch):
+    def body(x, layer):
+        return dense(x, layer), (True, 3)
+
+    x, (flags, _) = lax.scan(jax.checkpoint(body), batch["x"], p["a"])
+    return end(x) * flags.all().astype(x.dtype)
+
+
+def two_encoders(p, batch):
+    encode = jax.checkpoint(lambda x, a: scan(jax.checkpoint(dense), x, a))
+    return end(encode(batch["x"], p["a"]) * encode(batch["x"] * 2, p["a"]))
+
+
+def wider_before_the_scan(p, batch):
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p["a"])
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
+    return end(scan(dense, batch["x"], wide))
+
+
+def halves(p, batch):
+    encoder, decoder = (jax.tree.map(lambda a, at=at: a[at : at + 2], p["a"]) for at in (0, 2))
+    return end(scan(dense, scan(dense, batch["x"], encoder), decoder))
+
+
+def split_and_flipped(p, batch):
+    first, second = jax.tree.transpose(
+        jax.tree.structure(p["a"]), None, jax.tree.map(lambda a: jnp.split(a[::-1], 2), p["a"])
+    )
+    return end(scan(dense, scan(dense, batch["x"], first), second))
+
+
+def unstacked(p, batch):
+    x = batch["x"]
+    for w, b in zip(p["a"]["w"].astype(jnp.bfloat16), p["a"]["b"], strict=True):
+        x = dense(x, {"w": w.astype(jnp.float32), "b": b})
+    return end(x)
+
+
+def frozen_where_used_once(p, batch):
+    frozen = lax.stop_gradient({"a": p["a"], "shared": p["shared"]})
+    grouped = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), frozen["a"])
+    x = scan(lambda x, group: scan(dense, x, group), batch["x"], grouped)
+    return end(
+        scan(
+            dense,
+            x @ frozen["shared"],
+            jax.tree.map(lambda v: v, {"w": p["c"]["w"][:, :, :DIM], "b": p["c"]["v"][:, 0]}),
+        )
+    )  # cut dimensions: whole
+
+
+def frozen_inside(p, batch):
+    body = lambda x, layer: dense(x, {"w": lax.stop_gradient(layer["w"]), "b": layer["b"]})
+    return end(scan(body, batch["x"], p["a"]))
+
+
+def fully_unrolled(p, batch):
+    return end(scan(jax.checkpoint(dense), batch["x"], p["a"], unroll=True))
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        plain_scan, reverse_unrolled_scan, scan_with_outputs, several_stacks,
+        constants_with_gradients, groups_of_layers, groups_under_remat, remat_in_the_middle,
+        remat_around_the_scan, jitted_inside, call_returns_what_it_got, control_flow_inside,
+        custom_derivative_inside, weight_normalisation, mixed_dtypes, frozen_layers,
+        tied_everywhere, python_loop, recurrent, weights_in_the_carry, dropout_keys,
+        mask_made_in_the_body, layers_that_do_not_all_shard, vmapped, psum_in_the_loss,
+        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled, halves,
+        split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
+    )
+}  # fmt: skip
+PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}
+
+
+def sharded_grad(loss, stage, **options):
+    plan = zerojax.plan({"params": PARAMS}, stage=stage, mesh=make_mesh(), min_shard_size=1)
+    params = plan.place({"params": PARAMS})["params"]
+    return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params
+
+
+def kept_by_loops(jaxpr, least):
+    """How many loops over layers there are, and the shapes of what they stack up: those with at
+    least that many elements a layer."""
+    # Loops that prefetch have a layer of forward, two of backward, outside.
+    lengths = (LAYERS, LAYERS - 1, LAYERS - 2)
+    loops = [eqn for eqn in scans_of(jaxpr, nested=True) if eqn.params["length"] in lengths]
+    shapes = [v.aval.shape for loop in loops for v in loop.outvars]
+    stacked = [shape for shape in shapes if shape and shape[0] in lengths]
+    return len(loops), [shape for shape in stacked if math.prod(shape[1:]) >= least]

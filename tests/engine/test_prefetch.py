@@ -1,0 +1,227 @@
+"""Loops that prefetch: what they gather ahead, reduce behind, and keep."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from tests.collectives import collectives, scans_of
+from tests.conftest import make_mesh
+from tests.engine.losses import (
+    BATCH,
+    DIM,
+    LAYERS,
+    PARAMS,
+    PROGRAMS,
+    dense,
+    end,
+    kept_by_loops,
+    scan,
+    sharded_grad,
+)
+from tests.reference import assert_close
+from zerojax import _compat
+from zerojax._engine import xla_options as _xla_options
+
+
+@pytest.mark.parametrize("name", ["plain_scan", "reverse_unrolled_scan", "remat_in_the_middle"])
+def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
+    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
+    jaxpr = grad.trace(params, BATCH).jaxpr
+    gathers = [c for c in collectives(jaxpr) if c.kind == "all-gather"]
+    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
+    # Each direction's first outside of its loop; backward begins with forward's last layer.
+    assert sum(c.elements for c in gathers if c.depth == 0) == 2 * layer
+    assert sum(c.moved for c in gathers) == (2 * LAYERS - 1) * layer
+    loops = list(scans_of(jaxpr))
+    assert len(loops) == 2
+    for loop in loops:
+        body = loop.params["jaxpr"].jaxpr
+        made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+        carried = body.outvars[: sum(_compat.scan_counts(loop.params)[1:])]
+        # In forward the gather may still be wrapped in its custom derivative.
+        assert sum(made.get(v) in ("all_gather", "custom_vjp_call") for v in carried) == 2
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("name", ["plain_scan", "remat_in_the_middle", "reverse_unrolled_scan"])
+def test_prefetching_loops_scatter_what_the_iteration_before_left(name, in_turn, monkeypatch):
+    monkeypatch.setattr(_xla_options, "knows_wires", lambda mesh: in_turn)
+    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
+    jaxpr = grad.trace(params, BATCH).jaxpr
+    scatters = [c for c in collectives(jaxpr) if c.kind == "reduce-scatter"]
+    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
+    assert sum(c.moved for c in scatters) == LAYERS * layer
+    assert sum(c.elements for c in scatters if c.depth == 1) == layer
+    _, backward = scans_of(jaxpr)
+    body = backward.params["jaxpr"].jaxpr
+    reduced = [e.invars[0] for e in body.eqns if e.primitive.name == "reduce_scatter"]
+    assert len(reduced) == 2 and set(reduced) <= set(body.invars)
+    # The next layer's weights may have to wait for that: its memory is free by then.
+    made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+    # A gather may still be wrapped in its custom derivative.
+    names = ("all_gather", "custom_vjp_call")
+    gathers = [e for e in body.eqns if e.primitive.name in names]
+    assert len(gathers) == 2
+    for gather in gathers:
+        assert (made[gather.invars[0]] == "optimization_barrier") == in_turn
+
+
+HEADED = {
+    "layers": PARAMS["a"], "scale": jnp.ones(DIM), "head": PARAMS["c"]["w"][0],
+    "down": PARAMS["c"]["v"][0], "bias": jnp.linspace(-1, 1, 2 * DIM),
+}  # fmt: skip
+
+
+def head(p, batch):
+    x = scan(dense, batch["x"], p["layers"])
+    return end((x * p["scale"]) @ p["head"])
+
+
+def tied_head(p, batch):
+    x = scan(dense, p["head"].T[batch["t"]], p["layers"])
+    return end((x * p["scale"]) @ p["head"])
+
+
+def head_after_remats(p, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jax.checkpoint(dense)(x, jax.tree.map(lambda a: a[i], p["layers"]))
+    return end((x * p["scale"]) @ p["head"])
+
+
+def two_heads(p, batch):
+    """Together larger than the largest weight: the second one stays."""
+    return end(scan(dense, batch["x"], p["layers"]) @ p["head"] @ p["down"])
+
+
+def head_with_a_bias(p, batch):
+    return end(scan(dense, batch["x"], p["layers"]) @ p["head"] + p["bias"])
+
+
+def head_and_a_penalty(p, batch):
+    return head(p, batch) + 1e-3 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+
+
+def small_layers_after_the_head(p, batch):
+    """Only the last layer stays, however large the head is."""
+    x = (batch["x"] @ p["head"])[:, :DIM]
+    for i in range(LAYERS):
+        x = dense(x, jax.tree.map(lambda a: a[i], p["layers"]))
+    return end(x)
+
+
+def computed_head(p, batch):
+    """Its sine would stay too."""
+    return end(scan(dense, batch["x"], p["layers"]) @ jnp.sin(p["head"]))
+
+
+def frozen_head(p, batch):
+    return head({**p, "head": jax.lax.stop_gradient(p["head"])}, batch)
+
+
+def head_before_the_loop(p, batch):
+    x = (batch["x"] * p["scale"]) @ p["head"] @ p["down"]
+    return end(scan(dense, x, p["layers"]))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(
+    ("loss", "used", "kept"),
+    [(head, 1, 1), (tied_head, 1, 1), (head_after_remats, 1, 1), (two_heads, 2, 1),
+     (head_before_the_loop, 2, 0), (head_with_a_bias, 1, 1), (head_and_a_penalty, 2, 1),
+     (small_layers_after_the_head, 1, 0), (frozen_head, 1, 1),
+     (computed_head, 1, 0)],
+)  # fmt: skip
+def test_prefetching_backward_starts_with_what_forward_read_last(loss, used, kept, prefetch):
+    plan = zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=prefetch))
+    params = plan.place({"params": HEADED})["params"]
+    assert_close(grad(params, BATCH)[1], jax.grad(loss)(HEADED, BATCH), 1e-6)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    of_heads = [c for c in found if c.kind == "all-gather" and c.elements == 2 * DIM * DIM]
+    assert len(of_heads) == 2 * used - kept * prefetch
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_prefetch_in_short_loops(length, reverse):
+    params = {"params": {"a": jax.tree.map(lambda a: a[:length], PARAMS["a"])}}
+
+    def loss(p, batch):
+        scale = jnp.arange(1.0, length + 1)  # an ordinary scanned input beside the weights
+        body = lambda x, layer: (dense(x, layer[0]) * layer[1], x.mean())
+        x, means = jax.lax.scan(body, batch["x"], (p["a"], scale), reverse=reverse)
+        return end(x) + (means * scale).sum()
+
+    plan = zerojax.plan(params, stage=3, mesh=make_mesh(), stacked="a/")
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
+    got = grad(plan.place(params)["params"], BATCH)
+    parts = [jax.tree.map(lambda a: a[i * 2 : i * 2 + 2], BATCH) for i in range(8)]
+    want = jax.grad(lambda p: sum(loss(p, part) for part in parts) / 8)(params["params"])
+    assert_close(got[1], want, 1e-6)
+
+
+def test_on_cpus_loops_that_prefetch_are_unrolled():
+    """XLA:CPU runs collectives that follow a loop in the midst of it: `mixes_up_collectives`."""
+    loops = []
+    for prefetch in (0, 1):
+        grad, params = sharded_grad(PROGRAMS["plain_scan"], 3, prefetch=prefetch)
+        loops.append(grad.lower(params, BATCH).compile().as_text().count(" while("))
+    assert loops[0] > 0 and loops[1] == 0
+
+
+@pytest.mark.slow
+def test_prefetch_of_large_layers_on_cpus():
+    """NaN or a segmentation fault on JAX 0.12, therefore in a process of its own."""
+    command = [sys.executable, "-c", LARGE_LAYERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    plain, prefetched = map(float, done.stdout.split())
+    assert prefetched == pytest.approx(plain, rel=1e-5)
+
+
+LARGE_LAYERS = """
+import jax, numpy as np, optax, zerojax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+from flax.training.train_state import TrainState
+from zerojax._forecast import presets
+model = presets.Gpt(4, 256, 4, vocab=512, tokens=64, compute="float32")
+
+def make_state():
+    leaves, treedef = jax.tree.flatten(model.shapes())
+    draw = lambda i, s: jax.random.normal(jax.random.key(i), s.shape) * 0.05
+    params = treedef.unflatten([draw(i, s) for i, s in enumerate(leaves)])
+    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+batch = np.random.default_rng(0).integers(0, 512, (64, 64)).astype(np.int32)
+plan = zerojax.plan(make_state, stage=3)
+for prefetch in (0, 1):
+    step = zerojax.train_step(model.loss, prefetch=prefetch)
+    print(step(plan.place(make_state), batch)[1]["grad_norm"])
+"""
+
+
+@pytest.mark.parametrize("value", [2, -1, "yes", None])
+def test_bad_prefetch(value):
+    with pytest.raises(ValueError, match=r"prefetch must be 0, 1 or 'auto'"):
+        zerojax.train_step(end, prefetch=value)
+
+
+def test_prefetch_keeps_no_weights_of_nested_loops():
+    grouped = jax.tree.map(lambda a: jnp.stack([a] * LAYERS), PARAMS["a"])
+    loss = lambda p, b: end(scan(lambda x, g: scan(dense, x, g), b["x"], p))
+    plan = zerojax.plan({"params": grouped}, stage=3, mesh=make_mesh(), stacked=".", overrides={
+        "w": jax.sharding.PartitionSpec(None, None, "data"),
+        "b": jax.sharding.PartitionSpec(None, None, "data"),
+    })  # fmt: skip
+    params = plan.place({"params": grouped})["params"]
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
+    assert_close(grad(params, BATCH)[1], jax.grad(loss)(grouped, BATCH), 1e-6)
+    loops, kept = kept_by_loops(grad.trace(params, BATCH).jaxpr, least=DIM * DIM)
+    assert loops >= 4, "two nested ones of forward, two of backward"
+    assert kept == []

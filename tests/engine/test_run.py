@@ -1,0 +1,115 @@
+"""Programs of every shape: gradients equal jax.grad's, and no full weight outlives its use."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from tests.collectives import collectives
+from tests.conftest import make_mesh, mostly_slow
+from tests.engine.losses import (
+    BATCH,
+    DIM,
+    LAYERS,
+    PARAMS,
+    PROGRAMS,
+    dense,
+    end,
+    fully_unrolled,
+    plain_scan,
+    sharded_grad,
+)
+from tests.reference import assert_close
+
+NARROW = {"mixed_dtypes", "wider_before_the_scan", "unstacked"}  # bfloat16 somewhere
+
+
+# Stage 2 is the same engine with weights that are there already: a program of each kind tells.
+AT_STAGE_2 = {"plain_scan", "remat_in_the_middle", "tied_everywhere", "frozen_layers", "halves"}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "prefetch"),
+    mostly_slow(
+        [(name, *case) for name in PROGRAMS for case in ((2, 0), (3, 0), (3, 1))],
+        lambda name, stage, prefetch: stage == 3 or name in AT_STAGE_2,
+    ),
+)
+def test_gradients_match_jax_grad(name, stage, prefetch):
+    loss = PROGRAMS[name]
+    wanted_loss, wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
+    grad, params = sharded_grad(loss, stage, prefetch=prefetch)
+    value, grads = grad(params, BATCH)
+    tolerance = 2e-2 if name in NARROW else 1e-6
+    assert float(value) == pytest.approx(float(wanted_loss), rel=tolerance)
+    assert_close(grads, wanted, tolerance)
+
+
+SEVERAL_GATHERS = {
+    "frozen_layers",  # two loops over one stack
+    "remat_around_the_scan",  # a third forward pass, which the user asked for
+    "groups_under_remat",  # a stack made of two is gathered whole
+    "frozen_where_used_once",  # what is frozen is not reduced
+    "frozen_inside",
+    "two_encoders",  # two loops, each under a remat of its own
+    "tied_everywhere",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - SEVERAL_GATHERS))
+def test_weights_are_gathered_at_most_twice_and_reduced_once(name):
+    """What the layer loops and scopes owe: three trips over the wire for each parameter."""
+    grad, params = sharded_grad(PROGRAMS[name], 3)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    gathered = sum(c.moved for c in found if c.kind == "all-gather")
+    reduced = sum(c.moved for c in found if c.kind == "reduce-scatter")
+    assert 0 < reduced <= gathered <= 2 * reduced
+    assert reduced <= sum(x.size for x in jax.tree.leaves(PARAMS))
+    summed = [c.elements for c in found if c.kind == "all-reduce"]
+    assert summed and max(summed) <= DIM  # the loss among them
+
+
+def test_fully_unrolled_layers_are_gathered_again_in_backward():
+    grad, params = sharded_grad(fully_unrolled, 3)
+    assert sum(c.times for c in collectives(grad.trace(params, BATCH).jaxpr)
+               if c.kind == "all-gather") == 2 * 2 * LAYERS  # fmt: skip
+    times = 2 if KEEPS_BARRIERS else 1
+    assert gathers_compiled(grad, params) == times * 2 * LAYERS
+
+
+def test_regather_false_gathers_once_and_keeps():
+    grad, params = sharded_grad(plain_scan, 3, regather=False)
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    size = sum(x.size for x in jax.tree.leaves(PARAMS["a"]))
+    assert sum(c.moved for c in found if c.kind == "all-gather") == size
+
+
+# XLA:CPU of JAX 0.10 drops optimization barriers, and jax.checkpoint's with them. XLA:GPU of
+# both versions keeps them.
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+
+
+def gathers_compiled(grad, params):
+    assert "optimization_barrier" in grad.lower(params, BATCH).as_text()
+    return grad.lower(params, BATCH).compile().as_text().count(" all-gather(")
+
+
+def test_unrolled_layers_are_gathered_again_in_backward():
+    layers = [{"w": PARAMS["a"]["w"][i], "b": jnp.ones(DIM)} for i in range(LAYERS)]
+
+    def loss(layers, batch):
+        return end(functools.reduce(dense, layers, batch["x"]))
+
+    plan = zerojax.plan({"params": layers}, stage=3, mesh=make_mesh(), min_shard_size=1)
+    grad = jax.jit(zerojax.value_and_grad(loss, plan))
+    params = plan.place({"params": layers})["params"]
+    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+    size = sum(x.size for x in jax.tree.leaves(layers))
+    assert sum(c.moved for c in found if c.kind == "all-gather") == 2 * size
+    assert sum(c.moved for c in found if c.kind == "reduce-scatter") == size
+    # Biases are not needed again, nor the first matrix: nobody asks for the batch's gradient.
+    again = LAYERS - 1 if KEEPS_BARRIERS else 0
+    assert gathers_compiled(grad, params) == 2 * LAYERS + again
+    assert_close(grad(params, BATCH)[1], jax.grad(loss)(layers, BATCH), 1e-6)

@@ -1,0 +1,57 @@
+"""The XLA options of a step: which GPUs need them, and what is combined."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import zerojax
+from tests.conftest import make_mesh
+from zerojax._engine import xla_options as _xla_options
+
+
+@pytest.mark.gpu_code
+def test_steps_on_older_gpus_ask_xla_to_hide_communication():
+    jaxpr = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
+    for gpus, wanted in (
+        ("8xA100-80GB", {_xla_options.HIDE_LATENCY: True}), ("1xA100-80GB", {}), ("8xH100", {}),
+        ("2xL4", {_xla_options.HIDE_LATENCY: True}), ("8xB200", {}),
+    ):  # fmt: skip
+        assert _xla_options.options_for(jaxpr, zerojax.aot.mesh(gpus), ahead=False) == wanted, gpus
+
+
+def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
+    gathers, scatters = _xla_options.COMBINE_GATHERS, _xla_options.COMBINE_SCATTERS
+    layer = lambda size: [
+        _xla_options.LoopBytes(size, size // 8, size),
+        _xla_options.LoopBytes(8, 1, 8),
+    ]
+    most = 2**32 - 1
+    assert _xla_options.combined(layer(3 * 2**30), most) == {
+        gathers: 3 * 2**30 + 3 * 2**26, scatters: (3 * 2**30 + 3 * 2**26) // 8,
+    }  # fmt: skip
+    assert _xla_options.combined(layer(6 * 2**30), most) == {
+        gathers: most, scatters: most // 8, _xla_options.MEMORY_SLOP: 150,
+    }  # fmt: skip
+
+
+def test_what_a_loop_gathers_and_reduces_is_counted():
+    """A gather's thresholds count what comes out; a reduce-scatter moves what goes in."""
+
+    def turn(total, shard):
+        whole = jax.lax.all_gather(shard, "data", tiled=True)
+        return total + jax.lax.psum_scatter(whole, "data", tiled=True).sum(), None
+
+    specs = {"in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
+    loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
+    mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
+    jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
+    assert _xla_options.loops_of(jaxpr) == [_xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4)]
+
+
+@pytest.mark.gpu_code
+def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
+    for gpus, wanted in [
+        ("8xH100", False), ("16xH100", True), ("16xB200", True), ("16xA100-80GB", False),
+    ]:  # fmt: skip
+        assert _xla_options.knows_wires(zerojax.aot.mesh(gpus)) == wanted, gpus

@@ -1,0 +1,60 @@
+"""The doctor's findings in an environment."""
+
+import socket
+
+import pytest
+
+from zerojax._forecast import doctor as _doctor
+
+
+def statuses(**environ):
+    return {check.name: (check.status, check.text) for check in _doctor.doctor(environ)}
+
+
+def test_doctor_finds_nothing_in_a_clean_environment():
+    found = statuses()
+    assert found["flags"] == ("ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
+    assert found["processes"][0] == "ok" and found["memory"][0] == "note"
+    assert found["versions"][0] == "ok" and "optax" in found["versions"][1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "status", "message"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "warn", "host memory. Unset it."),
+        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE", "warn", "talk over TCP"),
+        ({"JAX_DISABLE_JIT": "True"}, "JAX_DISABLE_JIT", "warn", "nothing is compiled"),
+        (
+            {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}, "XLA_FLAGS", "warn",
+            "no collective hides behind compute. Take it out of XLA_FLAGS",
+        ),
+        (
+            {"XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1"}, "XLA_FLAGS", "warn",
+            "steps set it by what a layer needs",
+        ),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "memory", "warn", "allocator is slow"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "memory", "warn", "which fragments"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, "memory", "ok", "takes 90% of each GPU"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, "memory", "ok", "takes 92% of each GPU"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, "memory", "fail", "'most' is no share of a"),
+        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
+    ],
+)  # fmt: skip
+def test_doctor_finds_what_hurts(environ, name, status, message):
+    found = statuses(**environ)
+    assert found[name][0] == status and message in found[name][1]
+
+
+@pytest.mark.parametrize("off", ["", "0", "false"])
+def test_doctor_knows_what_is_off(off):
+    assert statuses(NCCL_P2P_DISABLE=off)["flags"][0] == "ok"
+
+
+def test_doctor_reaches_the_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        there = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
+    gone = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
+    assert there["processes"] == ("ok", f"the coordinator 127.0.0.1:{port} answers")
+    assert gone["processes"][0] == "warn" and "open the port" in gone["processes"][1]

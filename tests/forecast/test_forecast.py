@@ -1,0 +1,189 @@
+"""Forecasts: the formula, the compiler's memory, modelled times, and the case that wins."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from tests import audits
+from zerojax._audit.audit import heard
+from zerojax._forecast import forecast as _progress
+from zerojax._forecast.forecast import Forecast
+
+N = 8
+PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
+ROWS, LENGTH = 32, 16
+BATCH = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+# A row's token meets every layer's weight: two FLOPs each, and twice that in backward.
+NEEDED = 3 * 2 * ROWS * LENGTH * audits.LAYERS * audits.DIM**2
+
+
+@pytest.fixture(scope="module")
+def made(gpu_code):
+    return zerojax.forecast(audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=(0, 2, 3))
+
+
+def test_bytes_are_the_formulas(made):
+    """fp32 Adam: 4 of parameter, 8 of moments, 4 of gradient; two counters of 4 bytes."""
+    assert [case.stage for case in made.cases] == [0, 2, 3]
+    zero, two, three = made.cases
+    assert zero.formula == 16 * PSI + 8
+    assert two.formula == 4 * PSI + 12 * PSI // N + 8
+    assert three.formula == 16 * PSI // N + 8
+    assert (zero.parameters, two.parameters, three.parameters) == (4 * PSI, 4 * PSI, PSI // 2)
+    assert (zero.optimizer, two.optimizer) == (8 * PSI + 4, PSI + 4)
+
+
+def test_peaks_are_the_compilers(made):
+    for case in made.cases:
+        memory = case.report.memory
+        assert case.peak == memory.peak > case.parameters + case.optimizer
+        assert case.activations == memory.activations + memory.gathered
+        assert case.gradients == memory.gradients
+        assert case.fits and case.spare == made.gpu.usable - case.peak
+
+
+def test_traffic_stays_on_the_host(made):
+    for case in made.cases:
+        assert case.network_bytes == 0
+        assert case.wire_bytes == case.link_bytes == case.report.wire_bytes
+    zero, two, three = made.cases
+    stack = audits.LAYERS * audits.DIM**2  # reduced in its loop, as computed: in bfloat16
+    reduced = 2 * 7 / 8 * (2 * stack + 4 * (PSI - stack))
+    assert zero.report.totals["all-reduce"] == pytest.approx(reduced, rel=1e-3)
+    assert two.report.totals["all-gather"] == 4 * PSI * 7 / 8
+    narrow = 2 * PSI * 7 / 8  # reduced as computed
+    assert three.report.totals["reduce-scatter"] == pytest.approx(narrow, rel=0.01)
+
+
+def test_speed_follows_from_the_modelled_step(made):
+    for case in made.cases:
+        step = case.step_seconds
+        assert step == case.report.step_seconds
+        assert step == pytest.approx(case.compute_seconds + case.exposed_seconds)
+        assert case.examples_per_second == ROWS / step
+        assert case.tokens_per_second == ROWS * LENGTH / step
+        assert case.mfu == pytest.approx(NEEDED / N / (step * 989e12))
+        assert case.compile_seconds > 0
+
+
+def test_the_fastest_that_fits_wins(made):
+    gpu, (zero, two, three) = made.gpu, made.cases
+    cases = tuple(
+        dataclasses.replace(case, step_seconds=seconds, fits=fits)
+        for case, seconds, fits in ((zero, 1.0, False), (two, 3.0, True), (three, 2.0, True))
+    )
+    found = Forecast("8xH100", gpu, cases)
+    assert found.best is cases[2]
+    assert "Fastest that fits: stage=3, 2.0 s a step" in str(found)
+    assert found.to_dict()["best"] == 2
+
+
+def test_nothing_fits(made):
+    cases = tuple(dataclasses.replace(case, fits=False) for case in made.cases)
+    found = Forecast("8xH100", made.gpu, cases)
+    assert found.best is None and found.to_dict()["best"] is None
+    least = min(case.peak for case in cases)
+    stage = next(case.stage for case in cases if case.peak == least)
+    assert f"at stage {stage}: use more GPUs, more microbatches" in str(found)
+    assert "Nothing fits. The least is " in str(found)
+
+
+def test_it_prints_and_exports(made):
+    lines = str(made).splitlines()
+    assert lines[0].startswith("8xH100, 72.8 GiB usable of 79.1 GiB each; bytes per GPU")
+    assert lines[1].split()[:3] == ["stage", "accumulate", "remat"]
+    assert len(lines) == 3 + len(made.cases) + 1 and lines[-1].startswith("Fastest that fits")
+    found = json.loads(json.dumps(made.to_dict()))
+    assert found["usable_bytes"] == made.gpu.usable
+    assert [case["formula"] for case in found["cases"]] == [c.formula for c in made.cases]
+    assert "report" not in found["cases"][0]
+
+
+@pytest.mark.gpu_code
+def test_hosts_microbatches_variants_rates_and_tokens():
+    rates = zerojax.Rates(flops=1e15, memory=1e13, link=1e12, network=1e6)
+    losses = {"remat": audits.loss}
+    found = zerojax.forecast(
+        losses, audits.make_state, BATCH, gpus="8xH100", stages=[3], accumulate=[2],
+        rates=rates, per_host=4, tokens=7,
+    )  # fmt: skip
+    (case,) = found.cases
+    assert (case.variant, case.accumulate, case.stage) == ("remat", 2, 3)
+    assert case.report.accumulate == 2 and case.report.findings() == []
+    assert case.link_bytes == 0 and case.network_bytes == case.report.wire_bytes
+    # Four cards of 1 MB/s carry everything: nothing else takes time.
+    assert case.step_seconds == pytest.approx(case.network_bytes / 4e6, rel=0.01)
+    assert case.tokens_per_second == 7 / case.step_seconds
+    assert "accumulate=2, remat 'remat'" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": "64xV1"}, "no facts about a GPU 'V1'. Name one of T4"),
+        ({"gpus": "0xH100"}, "does not say how many of which GPU"),
+        ({"stages": ()}, "nothing to try: stages="),
+        ({"accumulate": []}, "nothing to try: .*accumulate="),
+        ({"loss_fn": {}}, "nothing to try: "),
+        pytest.param({"stages": [7]}, "stage", marks=pytest.mark.gpu_code),
+        ({"batch": {}}, "the batch has no arrays"),
+    ],
+)
+def test_bad_input(options, message):
+    arguments = {"loss_fn": audits.loss, "make_state": audits.make_state, "batch": BATCH,
+                 "gpus": "8xH100"} | options  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        zerojax.forecast(**arguments)
+
+
+@pytest.mark.gpu_code
+def test_a_ready_step_brings_what_it_was_made_of():
+    step = zerojax.train_step(audits.loss, stage=3, accumulate=2)
+    found = zerojax.forecast(step, audits.make_state, BATCH, gpus="8xH100")
+    assert [(case.stage, case.accumulate) for case in found.cases] == [(3, 2)]
+    assert found.cases[0].report.accumulate == 2
+
+
+# -- progress
+
+
+def test_progress_is_silent_where_nobody_watches(capfd, monkeypatch):
+    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
+    for _ in _progress.progress([1, 2], str):
+        time.sleep(0.05)
+    assert capfd.readouterr().err == ""
+
+
+def test_progress_on_a_terminal(capfd, monkeypatch):
+    """A line for each item that takes long, however few there are; wiped when done."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
+    for items, lines in (("a", ["doing a ... 0 s"]), ("ab", ["doing a (1/2) ... 0 s",
+                         "doing b (2/2, about 0 s left) ... 0 s"])):  # fmt: skip
+        for _ in _progress.progress(items, lambda item: f"doing {item}"):
+            with heard():  # what the compiler says meanwhile goes elsewhere
+                time.sleep(0.05)
+        said = capfd.readouterr().err
+        shown = list(dict.fromkeys(line for line in said.split(_progress.WIPE) if line))
+        assert shown == lines and said.endswith(_progress.WIPE)
+    for _ in _progress.progress("quick", str):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_what_compiles_twice_compiles_once(monkeypatch):
+    def stop(choices, doing):
+        raise StopIteration([(*choice[1:], doing(choice)) for choice in choices])
+
+    monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
+    monkeypatch.setattr("zerojax._forecast.forecast.aot.mesh", lambda *_, **__: None)
+    with pytest.raises(StopIteration) as stopped:
+        zerojax.forecast(
+            audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=[3, 3], accumulate=[1, 1]
+        )
+    assert stopped.value.value == [(3, 1, "compiling stage 3 for 8xH100")]

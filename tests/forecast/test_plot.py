@@ -1,0 +1,35 @@
+"""A forecast as a picture and in a notebook."""
+
+import pytest
+
+from tests.pictures import overlapping
+from zerojax._forecast import forecast as _forecast
+from zerojax._hlo import gpus as _gpus
+
+
+def case(stage, peak):
+    numbers = dict.fromkeys((f.name for f in _forecast.dataclasses.fields(_forecast.Case)), 0)
+    gib = 2**30
+    numbers |= {
+        "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib,
+        "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
+        "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
+    }  # fmt: skip
+    return _forecast.Case(**numbers)
+
+
+def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
+    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100), case(3, 30)))
+    figure = made.plot()
+    memory, times = figure.axes
+    for axes, ends in ((memory, [100, 30]), (times, [600, 600])):
+        for row, end in enumerate(ends):
+            bars = [bar for bar in axes.patches if round(bar.get_y() + 0.4) == row]
+            assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(end)
+    assert [t.get_text() for t in memory.texts] == [" 100.0, does not fit", " 30.0"]
+    assert not overlapping(figure)
+
+
+def test_notebooks_get_a_table():
+    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
+    assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()

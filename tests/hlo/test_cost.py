@@ -1,0 +1,56 @@
+"""The cost of one instruction: the bytes it touches, and its arithmetic."""
+
+import pytest
+
+from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, module
+from zerojax._hlo.cost import CostModel
+
+
+@pytest.mark.parametrize(
+    ("instruction", "touched"),
+    [
+        # The index is 4 bytes more.
+        ("f32[256,256]{1,0} fusion(%a, %i), kind=kLoop, calls=%sliced", 2 * LAYER + 4),
+        ("f32[8,256,256]{2,1,0} fusion(%a, %n, %i), kind=kLoop, calls=%updated", 2 * LAYER + 4),
+        ("f32[1,256,256]{2,1,0} dynamic-slice(%a, %i, %i, %i)", 2 * LAYER),
+        ("f32[8,256,256]{2,1,0} dynamic-update-slice(%a, %n, %i, %i, %i)", 2 * LAYER),
+        ("f32[8,256,256]{2,1,0} negate(%a)", 16 * LAYER),
+        ("f32[2048,256]{1,0} bitcast(%a)", 0),
+        (
+            "((f32[8,256,256]{2,1,0}, s32[]), f32[256,256]{1,0}, u32[]) fusion-start(%a, %i), "
+            "kind=kLoop, calls=%sliced",
+            2 * LAYER + 4,
+        ),
+    ],
+)
+def test_bytes_touched(instruction, touched):
+    made = module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE)
+    found = CostModel(made, RATES).touched("main", made.root("main"))
+    assert found == pytest.approx(touched, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "flops"),
+    [
+        (
+            "f32[8,256,256]{2,1,0} dot(%a, %a), lhs_batch_dims={0}, lhs_contracting_dims={2}",
+            2 * 8 * 256**3,
+        ),
+        (
+            '(f32[256,256]{1,0}, s8[64]{0}) custom-call(%n, %n), custom_call_target="__cublas$gemm"'
+            ', backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}',
+            2 * 256 * 256 * 256,
+        ),
+        # 3 x 3 kernels from 16 to 32 features: each output element takes 9 * 16 products.
+        (
+            "f32[4,8,8,32]{3,2,1,0} convolution(%x, %k), window={size=3x3}, "
+            "dim_labels=b01f_01io->b01f",
+            2 * 4 * 8 * 8 * 32 * 9 * 16,
+        ),
+        ("f32[8,256,256]{2,1,0} add(%a, %a)", 0),
+    ],
+)
+def test_flops_of_an_instruction(instruction, flops):
+    more = "  %x = f32[4,8,8,16]{3,2,1,0} parameter(3)\n  %k = f32[3,3,16,32]{3,2,1,0} parameter(4)"
+    made = module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")
+    assert CostModel(made, RATES).flops("main", made.root("main")) == flops

@@ -1,0 +1,51 @@
+"""Facts about GPUs: names, memory, rates."""
+
+import dataclasses
+
+import pytest
+
+import zerojax
+from tests.hlo.modules import RATES
+from zerojax._hlo import gpus as _gpus
+
+MEMORY_GB = {
+    "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
+    "B200": 180,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [("64xH100", 64, "H100"), (" 8 X h200 ", 8, "H200"), ("16*A100", 16, "A100-80GB"),
+     ("1024xA100-40GB", 1024, "A100-40GB"), ("2xh100-80gb", 2, "H100")],
+)  # fmt: skip
+def test_counts_and_names(text, count, name):
+    assert _gpus.parse_count(text) == (count, _gpus.GPUS[name])
+
+
+def test_facts_of_gpus():
+    assert {name: round(gpu.memory / 1e9) for name, gpu in _gpus.GPUS.items()} == {
+        name: pytest.approx(size, rel=0.08) for name, size in MEMORY_GB.items()
+    }
+    h100 = _gpus.GPUS["H100"]
+    assert h100.rates.flops == pytest.approx(600e12)
+    assert h100.rates.memory == pytest.approx(2.7e12)
+    assert h100.rates.link == pytest.approx(350e9)
+    assert h100.rates.network == 50e9 and h100.usable == int(0.92 * h100.memory)
+    for gpu in _gpus.GPUS.values():
+        assert _gpus.of_device_kind(gpu.device_kind) is gpu
+    assert _gpus.of_device_kind("TPU v5") is None
+
+
+def test_gpus_by_rates():
+    gpu = dataclasses.replace(_gpus.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
+    assert gpu.rates.flops == 1 and gpu.usable == _gpus.GPUS["H100"].usable
+
+
+@pytest.mark.parametrize(
+    ("group", "on_host", "bandwidth"),
+    # within a host over its links; across hosts, as many cards as members stand on one
+    [(8, 8, 1e11), (16, 8, 8e10), (2, 1, 1e10), (64, 4, 4e10), (32, 16, 1e11)],
+)
+def test_bandwidth_of_a_group(group, on_host, bandwidth):
+    assert RATES.bandwidth(group, on_host) == bandwidth

@@ -1,0 +1,119 @@
+"""How the library is filed and written: a line for each package, and one for all of it.
+
+    python tests/house.py            # this checkout
+    python tests/house.py f66407e    # a revision of it
+
+Functions are measured without their docstrings.
+"""
+
+import ast
+import io
+import itertools
+import pathlib
+import subprocess
+import sys
+import tarfile
+import tokenize
+from collections import Counter
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Each package may import those of the lines above its own, and within itself without circles.
+RANKS = (
+    "_agreement _collectives _compat _figures _fingerprint _jaxpr _processes _text _types",
+    "_state _hlo",
+    "_plan _engine",
+    "_loss",
+    "_step",
+    "_checkpoint _audit aot",
+    "_verify _forecast nnx",
+    "__main__",
+)
+RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources(revision: str | None = None) -> dict[str, str]:
+    """The text of each module: {"_audit.contract": text, "_audit.__init__": text, ...}."""
+    if revision is None:
+        files = {path.relative_to(ROOT): path.read_text() for path in ROOT.glob("zerojax/**/*.py")}
+    else:
+        command = ["git", "archive", revision, "zerojax"]
+        archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            members = [member for member in tar if member.name.endswith(".py")]
+            files = {pathlib.Path(m.name): tar.extractfile(m).read().decode() for m in members}
+    return {".".join(path.with_suffix("").parts[1:]): files[path] for path in sorted(files)}
+
+
+def imports(modules: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules each one imports, be it in a function or for type checking only."""
+    found = {name: set() for name in modules}
+    for name, text in modules.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerojax":
+                module = node.module.removeprefix("zerojax").removeprefix(".")
+                names = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names}
+                found[name] |= modules.keys() & (names | {module})
+    return found
+
+
+def upward(modules: dict[str, str]) -> list[tuple[str, str]]:
+    """The imports that do not point down: (module, what it imports)."""
+    pairs = [(name, other) for name, found in imports(modules).items() for other in found]
+    return [pair for pair in pairs if not _points_down(*pair)]
+
+
+def _points_down(module: str, imported: str) -> bool:
+    package, other = module.split(".")[0], imported.split(".")[0]
+    if package == "__init__":  # the public names, imported when they are asked for
+        return True
+    within = package == other != module or RANK[package] == RANK[other] == 0
+    return within or RANK[other] < RANK[package]
+
+
+def measured(text: str) -> tuple[Counter[str], list[int]]:
+    """What is counted in a module, and the lines of each of its functions."""
+    tree = ast.parse(text)
+    nodes = [n for n in ast.walk(tree) if isinstance(n, FUNCTIONS | ast.ClassDef)]
+    length = lambda node: node.end_lineno - node.lineno + 1
+    docstrings = {n: length(n.body[0]) if ast.get_docstring(n) else 0 for n in [tree, *nodes]}
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    counts = Counter({"files": 1, "lines": len(text.splitlines())})
+    counts["Any"] = sum(token.string == "Any" for token in tokens)
+    counts["fmt: skip"] = sum("fmt: skip" in token.string for token in comments)
+    counts["docstrings"] = sum(docstrings.values())
+    counts["comments"] = sum(token.line.lstrip().startswith("#") for token in comments)
+    counts["trailing"] = len(comments) - counts["comments"]  # comments after code
+    return counts, [length(n) - docstrings[n] for n in nodes if isinstance(n, FUNCTIONS)]
+
+
+def row(modules: list[str]) -> dict[str, object]:
+    """What is printed of some modules; p50, p90 and max are lines of functions."""
+    found = [measured(text) for text in modules]
+    counts = sum((counts for counts, _ in found), Counter())
+    functions = sorted(itertools.chain.from_iterable(lengths for _, lengths in found)) or [0]
+    cells = {"files": counts["files"], "lines": counts["lines"]}
+    cells |= {"longest": max(c["lines"] for c, _ in found), "functions": len(functions)}
+    for title, share in (("p50", 0.5), ("p90", 0.9), ("max", 1)):
+        cells[title] = functions[round(share * (len(functions) - 1))]
+    for name in ("Any", "docstrings", "comments", "trailing"):
+        cells[f"{name} %"] = f"{100 * counts[name] / counts['lines']:.1f}"
+    return cells | {"fmt: skip": counts["fmt: skip"]}
+
+
+def main() -> None:
+    modules = sources(*sys.argv[1:2])
+    folders = {name: name.rpartition(".")[0] or "top level" for name in modules}
+    filed = {name.split(".")[0] for name in modules} <= RANK.keys() | {"__init__"}
+    up = [folders[name] for name, _ in upward(modules)] if filed else []
+    print(" " * 12, *row(list(modules.values())), "imports up", sep="  ")
+    for folder in [*sorted(set(folders.values())), "all"]:
+        inside = [modules[name] for name in modules if folder in (folders[name], "all")]
+        count = len(up) if folder == "all" else up.count(folder)
+        cells = row(inside) | {"imports up": count if filed else "-"}
+        print(f"{folder:12}", *(f"{c:>{len(title)}}" for title, c in cells.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Fields in `mutable=`: integers, keys, means and queues that a loss updates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+
+import zerojax
+from tests.conftest import make_mesh
+
+W = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4}
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+BIG = 2**24  # the first integer whose successor float32 does not hold
+
+
+class State(TrainState):
+    c: Any = None
+
+
+def placed(c, stage=3, **options):
+    make = lambda: State.create(apply_fn=None, params=W, tx=optax.sgd(0.1), c=c)
+    return zerojax.shard_train_state(make, stage=stage, **options)
+
+
+def errors(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def updating(new):
+    return lambda params, x, c: (errors(params, x), {"c": new(params, x, c)})
+
+
+def exact_fields():
+    return {
+        "tokens": jnp.int32(BIG),
+        "large": jnp.uint32(2**32 - 100),
+        "small": jnp.int8(-5),
+        "flag": jnp.array([True, False]),
+        "raw": jax.random.PRNGKey(123456789),
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(8), 3),
+        "mean": jnp.float32(0),
+    }
+
+
+def moved_on(c):
+    return {
+        "tokens": c["tokens"] + 1,
+        "large": c["large"] + 3,
+        "small": c["small"] - 1,
+        "flag": ~c["flag"],
+        "raw": jax.random.split(c["raw"])[0],
+        "key": jax.random.split(c["key"])[0],
+        "keys": jax.vmap(lambda key: jax.random.fold_in(key, 1))(c["keys"]),
+    }
+
+
+def bits(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def assert_same_everywhere(actual, wanted):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        for shard in bits(a).addressable_shards:
+            np.testing.assert_array_equal(shard.data, bits(b))
+
+
+@pytest.mark.parametrize(("stage", "accumulate", "devices"), [(0, 1, 8), (1, 2, 6), (3, 2, 8)])
+def test_integers_booleans_and_keys_are_those_of_one_device(stage, accumulate, devices):
+    new = lambda params, x, c: {**moved_on(c), "mean": c["mean"] + x.mean()}
+    step = zerojax.train_step(updating(new), mutable="c", accumulate=accumulate)
+    state, wanted = placed(exact_fields(), stage, mesh=make_mesh(devices)), exact_fields()
+    x = np.resize(X, (devices * accumulate, 16))
+    for _ in range(3):
+        state, _ = step(state, x)
+        wanted = jax.jit(moved_on)(wanted) | {"mean": wanted["mean"] + x.mean()}
+    mean = wanted.pop("mean")
+    assert float(state.c["mean"]) == pytest.approx(float(mean), rel=1e-5)
+    assert_same_everywhere({k: v for k, v in state.c.items() if k != "mean"}, wanted)
+    report = zerojax.verify(step, state, x)
+    assert report.ok, report
+
+
+def test_where_devices_disagree_the_first_one_decides_for_all():
+    new = lambda params, x, c: {
+        "count": c["count"] + x[0, 0].astype(jnp.int32),
+        "key": jax.random.fold_in(c["key"], x[0, 0]),
+    }
+    step = zerojax.train_step(updating(new), mutable="c", accumulate=2)
+    x = np.arange(16.0, dtype=np.float32)[:, None] + np.ones(16, np.float32)
+    c = {"count": jnp.int32(BIG), "key": jax.random.key(1)}
+    state, _ = step(placed(c), x)
+    assert_same_everywhere(state.c, {
+        "count": jnp.int32(BIG + 1), "key": jax.random.fold_in(c["key"], 1)
+    })  # fmt: skip
+    report = zerojax.verify(step, placed(c), x)
+    wrong = {"c/count on every part", "c/key on every part"}
+    assert {check.path for check in report.wrong} >= wrong
+    message = (
+        r"parts of the batch disagree on c/count, .* no mean \(16777217, 16777218, .*first one "
+        r"makes. Make it from what all devices share: jax.lax.psum\(x, 'data'\)"
+    )
+    with pytest.raises(AssertionError, match=message):
+        report.raise_if_wrong()
+
+
+def test_steps_that_are_left_out_keep_integers_and_keys():
+    step = zerojax.train_step(
+        updating(lambda params, x, c: moved_on(c) | {"mean": x.mean()}),
+        mutable="c", skip_nonfinite=True, donate=False,
+    )  # fmt: skip
+    state = placed(exact_fields())
+    skipped, metrics = step(state, np.where(X > 1, np.nan, X))
+    assert int(metrics["skipped"]) == 1
+    assert_same_everywhere(skipped.c, exact_fields())
+    taken, _ = step(state, X)
+    assert int(taken.c["tokens"]) == BIG + 1
+
+
+@pytest.mark.parametrize(("new", "message"), [
+    (lambda c: {"n": c["n"]}, r"without c/key, which the state has. Return every leaf.*as None"),
+    (lambda c: {**c, "m": c["n"]}, r"with c/m, which the state has not. Return every leaf"),
+    (lambda c: {**c, "n": 0.5 * c["n"]},
+     r"returned c/n, .* as float32\[\], and the state has it as int32\[\].*yours to round"),
+    (lambda c: {**c, "n": jnp.zeros(2, int)}, r"c/n, .*int32\[2\], and .*int32\[\]"),
+    (lambda c: {**c, "key": jax.random.key_data(c["key"])}, r"c/key, .* as uint32\[2\], and .*key"),
+], ids=["left out", "added", "float", "shape", "words"])  # fmt: skip
+def test_fields_that_come_back_otherwise_are_named(new, message):
+    step = zerojax.train_step(updating(lambda params, x, c: new(c)), mutable="c")
+    with pytest.raises(TypeError, match=message):
+        step(placed({"n": jnp.int32(0), "key": jax.random.key(0)}), X)
+
+
+def test_what_is_none_stays():
+    step = zerojax.train_step(updating(lambda params, x, c: {"n": c["n"] + 1, "key": None}),
+                              mutable="c")  # fmt: skip
+    state, _ = step(placed({"n": jnp.int32(0), "key": jax.random.key(5)}), X)
+    assert_same_everywhere(state.c, {"n": jnp.int32(1), "key": jax.random.key(5)})
+
+
+def test_evaluation_may_return_a_key():
+    c = {"key": jax.random.key(5)}
+    metrics = zerojax.eval_step(updating(lambda params, x, c: c), mutable="c")(placed(c), X)
+    assert_same_everywhere(metrics["aux"]["c"], c)
+
+
+# -- what belongs to a part of the batch
+
+
+def enqueued(gather):
+    def new(params, x, c):
+        keys = gather(lax.stop_gradient(x @ params["w"]))
+        queue = lax.dynamic_update_slice(c["queue"], keys, (c["at"], 0))
+        return {"queue": queue, "at": (c["at"] + len(keys)) % len(queue)}
+
+    return updating(new)
+
+
+QUEUE = {"queue": jnp.zeros((32, 8)), "at": jnp.int32(0)}
+
+
+def test_a_queue_that_gathers_is_that_of_one_device():
+    step = zerojax.train_step(enqueued(lambda x: lax.all_gather(x, "data", tiled=True)),
+                              mutable="c")  # fmt: skip
+    state = placed(QUEUE)
+    report = zerojax.verify(step, state, X)
+    assert report.ok and not report.notes, report
+    state, _ = step(state, X)
+    wanted = enqueued(lambda x: x)(W, X, QUEUE)[1]["c"]
+    np.testing.assert_allclose(state.c["queue"], wanted["queue"], atol=1e-6)
+    assert int(state.c["at"]) == int(wanted["at"]) == 16
+
+
+def test_verify_tells_what_counts_a_part_alone():
+    step = zerojax.train_step(enqueued(lambda x: x), mutable="c")
+    report = zerojax.verify(step, placed(QUEUE), X)
+    assert [check.path for check in report.wrong] == ["c/at on the whole batch"]
+    assert "becomes 2 by a part of the batch and 16 by all of it. Count over" in report.causes[0]
+    assert "c/queue, a field in mutable=, becomes the mean" in report.notes[0]
+    assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
+    assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok

@@ -1,0 +1,70 @@
+"""Meshes: which are accepted, which axes ZeRO uses, and the order of devices in the default one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import zerojax
+from tests.shapes import params_plan, shape, specs
+from zerojax._plan.mesh import default_mesh
+
+
+@pytest.mark.parametrize("axis", [(), ("data", "data"), 3, (3,)])
+def test_axes_are_different_and_some(axis):
+    with pytest.raises(ValueError, match=r"must name one mesh axis.*leave axis= out"):
+        params_plan({"w": shape(16, 3)}, axis=axis)
+
+
+def test_mesh_without_the_axis():
+    with pytest.raises(ValueError, match=r"no axis 'model'.*Pass axis="):
+        params_plan({"w": shape(16, 16)}, axis="model")
+    two = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"no axis 'data'.*\('x', 'y'\).*Pass axis="):
+        params_plan({"w": shape(16, 16)}, mesh=two)
+    with pytest.raises(TypeError, match=r"Make one with jax.make_mesh"):
+        params_plan({"w": shape(16, 16)}, mesh=8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "what"),
+    [([0] * 4, r"names 3 of its 4 devices again"), ([], r"'data': 0} has no devices")],
+)
+def test_mesh_of_no_or_the_same_devices(devices, what):
+    mesh = Mesh(np.array([jax.devices()[i] for i in devices]), ("data",))
+    with pytest.raises(ValueError, match=rf"mesh.*{what}.*jax.make_mesh\(\(8,\)"):
+        zerojax.shard_train_state({"params": {"w": jnp.ones((16, 16))}}, mesh=mesh)
+
+
+def test_explicit_mesh_is_explained():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"Explicit.*axis_types=\(jax.sharding.AxisType.Auto,\)"):
+        params_plan({"w": shape(16, 16)}, mesh=mesh)
+
+
+def test_two_zero_axes_are_one():
+    axes = ("host", "gpu")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), axes, axis_types=(AxisType.Auto,) * 2)
+    plan = params_plan({"w": shape(16, 30)}, mesh=mesh, axis=axes)
+    assert plan.size == 8 and specs(plan)["params/w"] == P(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a mesh asks of a device. Where there are several hosts, JAX gives each a slice."""
+
+    id: int
+    process_index: int
+    slice_index: int
+    platform = "gpu"
+    device_kind = "NVIDIA H100"
+
+
+def test_the_mesh_goes_along_the_links_of_a_host_first(monkeypatch):
+    """Devices of two hosts in turn; `jax.make_mesh` refuses more than one slice."""
+    gpus = [Gpu(n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert [gpu.id for gpu in default_mesh().devices] == [0, 1, 4, 5, 2, 3, 6, 7]

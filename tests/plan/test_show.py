@@ -1,0 +1,95 @@
+"""A plan as text, as a table in notebooks, and as a picture."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import zerojax
+from tests import reference
+from tests.models import mlp
+from tests.pictures import filled, overlapping
+from zerojax._plan import show as _show
+from zerojax._plan.show import COLOURS
+
+
+def make_state():
+    params = {"w": jnp.ones((64, 32)), "b": jnp.ones(3)}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_draws_what_each_device_holds(stage, tmp_path):
+    plan = zerojax.plan(make_state, stage=stage)
+    figure = plan.plot(str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+    boxes = filled(figure)
+    rows = [leaf.path for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.nbytes)]
+    for path, kind, cut in (("params/w", "params", stage == 3),
+                            ("opt_state/0/mu/w", "opt_state", True)):  # fmt: skip
+        row = rows.index(path)
+        mine = [box for box in boxes if abs(box[1] - (row - 0.38)) < 1e-6]
+        assert len(mine) == 8 and {box[4] for box in mine} == {COLOURS[kind]}
+        for device, (x, _, width, _, _) in enumerate(mine):
+            share = 0.92 / 8 if cut else 0.92
+            assert width == pytest.approx(share)
+            assert x == pytest.approx(device + (share * device if cut else 0))
+    assert not overlapping(figure)
+
+
+def test_long_paths_and_many_leaves_keep_their_frame():
+    kernel = jax.ShapeDtypeStruct((640, 64), jnp.float32)
+    params = {f"encoder_{n}/a_rather_long_name_of_a_module/kernel": kernel for n in range(30)}
+    plan = zerojax.plan((params, ()), stage=3)
+    figure = plan.plot()
+    assert not overlapping(figure)
+    assert "14 smaller leaves" in figure.axes[0].get_xlabel()
+    assert len(filled(figure)) == 16 * 8
+
+
+def test_two_sharded_dimensions_are_a_rectangle():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    plan = zerojax.plan(
+        make_state, stage=3, mesh=mesh, overrides={"w": PartitionSpec("data", "tensor")}
+    )
+    leaf = next(leaf for leaf in plan.leaves if leaf.path == "params/w")
+    found = _show.parts(plan, leaf, list(mesh.devices.flat))
+    index = NamedSharding(mesh, leaf.spec).devices_indices_map((64, 32))
+    for device, (rows, columns) in zip(mesh.devices.flat, found, strict=True):
+        a, b = index[device]
+        assert rows == (a.start / 64, a.stop / 64)
+        assert columns == (b.start / 32, b.stop / 32)
+    box = filled(plan.plot())[3]  # device 3: second rows, second half of the columns
+    assert box[:4] == pytest.approx((3.46, -0.38 + 0.76 / 4, 0.46, 0.76 / 4))
+
+
+def test_show_tells_which_device_holds_what(capsys):
+    plan = zerojax.plan(make_state, stage=3)
+    plan.show("params/w")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "params/w: float32[64, 32], 1.0 KiB of 8.0 KiB on each device"
+    assert lines[1].split() == ["[0:8,", ":]", "device", "0"] and len(lines) == 9
+    plan.show("params/b")
+    assert "on each device, replicated: " in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"no leaf 'params/x' in this plan. Paths are such as para"
+    ):
+        plan.show("params/x")
+
+
+def test_plan_prints_leaves_bytes_and_totals():
+    state = reference.make_state(mlp(False), optax.adam(1e-3))
+    text = str(zerojax.plan(state, stage=3, min_shard_size=1))
+    assert "ZeRO stage 3 over data=8 (cpu); sharded: opt_state, grads, params" in text
+    row = next(line for line in text.splitlines() if line.startswith("params/in/w"))
+    assert row.split() == ["params/in/w", "float32[24,", "64]", "(data)", "6.0", "KiB", "768", "B"]
+    assert re.search(r"parameters +8.3 KiB +1.0 KiB", text)
+    assert re.search(r"optimizer state +16.6 KiB +2.1 KiB", text)
+    title = "ZeRO stage 3 over data=8 (cpu); sharded: opt_state, grads, params"
+    assert repr(zerojax.plan(state)) == f"<Plan of 14 leaves: {title}>"
+    html = zerojax.plan(state)._repr_html_()
+    assert html.count("<tr>") == 1 + 14 + 4 and "<td>params/in/w</td>" in html

@@ -1,0 +1,43 @@
+"""A stack of layers beside a `tensor` axis of the user's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import zerojax
+
+LAYERS, DIM, INNER = 4, 32, 64
+SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor", None)}
+SHAPES = {"up": (LAYERS, DIM, INNER), "down": (LAYERS, INNER, DIM)}
+BATCH = np.random.default_rng(0).normal(size=(32, DIM)).astype(np.float32)
+
+
+def cpu_mesh():
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def make_state():
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        name: jax.random.normal(key, shape) / 8
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+
+def placed(mesh, stage):
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    state = make_state()
+    state = state.replace(params={k: put(v, SPECS[k]) for k, v in state.params.items()})
+    return zerojax.shard_train_state(state, stage, mesh=mesh)
+
+
+def layer(x, p):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+
+def scanned(params, x):
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)

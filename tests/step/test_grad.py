@@ -1,0 +1,47 @@
+"""`value_and_grad`: in a loop of the user's own, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from tests.models import mlp
+from tests.placed import place, shardings
+from tests.reference import assert_close, make_state, reference_run
+
+
+def test_drop_in_for_a_loop_of_ones_own():
+    made = mlp(False)
+    state = make_state(made, optax.adam(1e-2, eps=1e-4))
+    plan = zerojax.plan(state, stage=3)
+    state = plan.place(state)
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = zerojax.value_and_grad(made.loss, plan)(state.params, batch)
+        return plan.constrain(state.apply_gradients(grads=grads)), loss
+
+    before = shardings(state)
+    for _ in range(3):
+        state, _ = train_step(state, made.batch)
+    assert shardings(state) == before and train_step._cache_size() == 1
+    assert_close(state.params, reference_run(made, optax.adam(1e-2, eps=1e-4), 3)[0].params)
+
+
+def test_value_and_grad_without_a_plan():
+    with pytest.raises(TypeError, match=r"takes a plan, got 3. Make one: zerojax.plan"):
+        zerojax.value_and_grad(lambda p, b: 0.0, 3)
+    with pytest.raises(TypeError, match=r"plan=.*takes a plan, got 3. Make one: zerojax.plan"):
+        zerojax.train_step(lambda p, b: 0.0, plan=3)
+    with pytest.raises(TypeError, match=r"plan=.*takes a plan, got 3. Make one: zerojax.plan"):
+        zerojax.eval_step(lambda p, b: 0.0, plan=3)
+    with pytest.raises(TypeError, match=r"takes a plan, got a State. Make one: zerojax.plan"):
+        zerojax.param_specs(place(mlp(False)))
+
+
+def test_parameters_that_are_not_the_plans():
+    made = mlp(False)
+    plan = zerojax.plan({"params": made.params})
+    with pytest.raises(ValueError, match=r"params/in/b is missing.*zerojax.plan"):
+        zerojax.value_and_grad(made.loss, plan)({"in": {"w": jnp.ones(3)}}, made.batch)

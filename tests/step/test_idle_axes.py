@@ -1,0 +1,54 @@
+"""Mesh axes that nothing is sharded over."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import zerojax
+from tests.step.tensor import BATCH, DIM, cpu_mesh, make_state, placed, scanned
+
+
+def along_tensor(params, x):
+    x = jax.lax.with_sharding_constraint(x, P(None, "tensor"))
+    return jnp.mean((x @ params["up"][0]) ** 2)
+
+
+def manual_along_tensor(params, x):
+    total = jax.shard_map(
+        lambda part: jax.lax.psum(jnp.sum(part**2), "tensor"), in_specs=P(None, "tensor"),
+        out_specs=P(), axis_names={"tensor"}, check_vma=False,
+    )  # fmt: skip
+    return total(x @ params["up"][0])
+
+
+def test_an_axis_that_nothing_is_sharded_over_is_refused():
+    """Every replica would compute the same batch, and nobody would see."""
+    mesh = cpu_mesh()
+    remedy = (
+        r"mesh axes {'tensor': 2}.*Each of 2 replicas would compute the same batch.*"
+        r"axis=\('data', 'tensor'\), or pass a mesh without"
+    )
+    state = zerojax.shard_train_state(make_state(), mesh=mesh)
+    step = zerojax.train_step(scanned, donate=False)
+    for use in (step, step.lower, step.trace):
+        with pytest.raises(ValueError, match=remedy):
+            use(state, BATCH)
+    with pytest.raises(ValueError, match=remedy):
+        zerojax.eval_step(scanned)(state, BATCH)
+
+    def tensor(params, batch):  # a function's name is no axis
+        return scanned(params, batch)
+
+    with pytest.raises(ValueError, match=remedy):
+        zerojax.train_step(jax.jit(tensor))(state, BATCH)
+    whole = zerojax.shard_train_state(make_state(), mesh=mesh, axis=("data", "tensor"))
+    step(whole, BATCH)
+    # What the model uses by itself is its own affair.
+    step.trace(placed(mesh, 3), BATCH)
+    step.trace(state, jax.device_put(BATCH, NamedSharding(mesh, P("data", "tensor"))))
+    table = jax.device_put(jnp.eye(DIM), NamedSharding(mesh, P(None, "tensor")))
+    zerojax.train_step(lambda p, x: scanned(p, x @ table)).trace(state, BATCH)
+    with jax.set_mesh(mesh):
+        zerojax.train_step(along_tensor).trace(state, BATCH)
+    zerojax.train_step(manual_along_tensor).trace(state, BATCH)

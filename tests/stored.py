@@ -1,0 +1,17 @@
+"""Stored programs: the text of compiled steps, of two JAX versions and several kinds of GPU."""
+
+import pathlib
+
+import zerojax
+
+HERE = pathlib.Path(__file__).parent / "programs"
+BF16, F32 = 2, 4  # bytes
+LAYER = 256 * 256  # elements of one weight
+
+
+def stored(name):
+    return (HERE / f"{name}.hlo").read_text()
+
+
+def report(name, **options):
+    return zerojax.audit(stored(name), gpu="H100", **options)

@@ -1,0 +1,127 @@
+"""Causes of a difference: each mistake is named with its remedy, and the remedies pass."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import zerojax
+from tests.models import ROWS, Model
+from tests.verify.steps import (
+    MASKED,
+    W,
+    X,
+    check_by_hand,
+    dropping,
+    masked_loss,
+    placed,
+    squares,
+    verified,
+)
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    ("dropped", r"hold the same \S+ and 2 more hold different .*before the update.*pmean"),
+    ("loss", r"step's loss is what the first device's part alone gives. Take the mean"),
+    ("sum", r"gradients are 8 times too large: a sum over the devices. Take the mean"),
+    ("twice", r"no gradients, so two causes are left.*another than tx.*return them"),
+])  # fmt: skip
+def test_faults_of_steps_of_ones_own_are_named(fault, message):
+    report = check_by_hand(fault)
+    assert not report.ok
+    with pytest.raises(AssertionError, match=message):
+        report.raise_if_wrong()
+    wrong = {check.path for check in report.wrong}
+    assert ("loss" in wrong) == (fault != "twice")
+    assert any(path.startswith(("params", "opt_state")) for path in wrong) == (fault != "loss")
+
+
+def test_an_unfolded_key_is_named():
+    report = check_by_hand("unfolded", loss=dropping, rng=jax.random.key(7))
+    text = str(report)
+    assert "loss is what one and the same key gives on every device. Fold it: jax.random." in text
+    assert "gradients are what one and the same key gives" in text
+
+
+def test_an_optimizer_on_local_shards_is_named():
+    tx = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
+    report = check_by_hand(tx=tx, stage=3)
+    assert {check.kind for check in report.wrong} == {"opt_state", "params"}
+    assert "Each device ran the optimizer on its own shards alone" in report.causes[0]
+    assert "outside of shard_map" in report.causes[0]
+
+
+def contrastive(params, batch, gather=lambda x: x, first=lambda: 0):
+    mine, others = batch["x"] @ params["w"], gather(batch["y"] @ params["w"])
+    labels = jnp.arange(len(mine)) + first() * len(mine)
+    return optax.softmax_cross_entropy_with_integer_labels(mine @ others.T, labels).mean()
+
+
+def empty_parts(params, batch):
+    return masked_loss(params, {**batch, "mask": jnp.arange(len(batch["x"])) < batch["few"]})
+
+
+PAIRS = {"x": X, "y": jnp.roll(X, 3, 1)}
+
+
+@pytest.mark.parametrize(("loss", "batch", "message"), [
+    (masked_loss, MASKED, r"Most likely a masked mean: use zerojax.mean\(values, where=mask\)"),
+    (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
+    (lambda p, x: squares(p, x).sum(), X, r"sum over the batch: .* is 8 times its.*Use a mean"),
+    (masked_loss, {"x": X, "mask": jnp.arange(ROWS) < 13},
+     r"6 of 8 parts.*not finite: a mean over no true element. Use zerojax.mean"),
+], ids=["masked", "contrastive", "sum", "empty"])  # fmt: skip
+def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, message):
+    step, state = zerojax.train_step(loss), placed(W)
+    report = zerojax.verify(step, state, batch)
+    assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
+    with pytest.raises(AssertionError, match=message):
+        report.raise_if_wrong()
+    assert report.losses["the whole batch at once"] == pytest.approx(
+        float(loss(W, batch)), rel=1e-5
+    )
+    assert zerojax.verify(step, state, batch, whole_batch=False).ok
+
+
+def test_the_remedy_for_in_batch_negatives_passes():
+    gather = lambda x: lax.all_gather(x, "data", tiled=True)
+    loss = functools.partial(contrastive, gather=gather, first=lambda: lax.axis_index("data"))
+    report = zerojax.verify(zerojax.train_step(loss), placed(W), PAIRS)
+    assert report.ok, report
+    assert report.losses["the step"] == pytest.approx(float(contrastive(W, PAIRS)), rel=1e-5)
+
+
+class Normalised(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(nn.Dense(16)(x))
+        return nn.Dense(4)(nn.relu(x))
+
+
+def normalised(axis_name=None):
+    model = Normalised(axis_name)
+    fields = Normalised().init(jax.random.key(2), X)
+
+    def loss(params, x, batch_stats):
+        variables = {"params": params, "batch_stats": batch_stats}
+        out, new = model.apply(variables, x, mutable=["batch_stats"])
+        return (out**2).mean(), {**new, "out": out.mean()}
+
+    return Model(fields["params"], loss, X, fields={"batch_stats": fields["batch_stats"]})
+
+
+def test_batchnorm_is_named_and_its_remedy_passes():
+    report = verified(normalised())
+    assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
+    assert "Most likely BatchNorm: give it axis_name='data'" in report.causes[0]
+    assert any(c.path.startswith("batch_stats/") for c in report.checks)
+    assert "aux/out" in {c.path for c in report.checks}
+    assert verified(normalised("data")).ok
+    split = verified(normalised("data"), accumulate=4)
+    assert "with accumulate=1 it is the same" in split.causes[0]
