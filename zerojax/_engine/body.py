@@ -1,15 +1,4 @@
-"""The two halves of a split as functions, and their derivative by hand.
-
-[Note: what is kept for backward]
-JAX keeps for backward whatever the derivative needs, full weights among it: with plain
-differentiation a gathered weight would stay alive from its use in forward to its use in
-backward, and stage 3 would save nothing. So every scope that gathers is differentiated by
-hand, the same way: run the prefix (gathers and whatever comes from weights alone), take
-`jax.vjp` of the rest, and drop from the residuals every array that the prefix made or that
-came in as an input. Backward runs the prefix again and puts them back. (With prefetching, what
-was gathered last stays: backward wants it first.) Which other values are kept is JAX's and the
-user's affair: their `jax.checkpoint` policies apply inside the rest.
-"""
+"""The two halves of a split as functions, and their derivative by hand."""
 
 import dataclasses
 import functools
@@ -37,6 +26,16 @@ from zerojax._engine.vary import (
 )
 from zerojax._jaxpr import Atom, Var, is_var, type_of
 from zerojax._types import TreeDef
+
+# [Note: what is kept for backward]
+# JAX keeps for backward whatever the derivative needs, full weights among it: with plain
+# differentiation a gathered weight would stay alive from its use in forward to its use in
+# backward, and stage 3 would save nothing. So every scope that gathers is differentiated by hand,
+# the same way: run the prefix (gathers and whatever comes from weights alone), take `jax.vjp` of
+# the rest, and drop from the residuals every array that the prefix made or that came in as an
+# input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
+# last stays: backward wants it first.) Which other values are kept is JAX's and the user's
+# affair: their `jax.checkpoint` policies apply inside the rest.
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Step], Env, "How"], None]

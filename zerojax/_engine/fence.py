@@ -1,17 +1,4 @@
-"""Orders backward's all-gathers after forward.
-
-[Note: why backward waits] Backward gathers the same shards as forward. Left to itself, XLA takes
-the two for one computation, merges them, and keeps full weights in between. On GPUs an optimization
-barrier over the shards and the cotangents keeps them apart.
-
-XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
-nothing of a loop in the midst of that loop: collectives are held to the order in which they start,
-and a loop counts as started as soon as one iteration waits for another thread. All collectives have
-the same channel, so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several
-emulated devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the
-fault in plain JAX. There the shards are made to depend on what forward returned, in a way that XLA
-cannot see through.
-"""
+"""Orders backward's all-gathers after forward."""
 
 import math
 from typing import TypeVar
@@ -19,6 +6,19 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+# [Note: why backward waits]
+# Backward gathers the same shards as forward. Left to itself, XLA takes the two for one
+# computation, merges them, and keeps full weights in between. On GPUs an optimization barrier
+# over the shards and the cotangents keeps them apart.
+#
+# XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
+# nothing of a loop in the midst of that loop: collectives are held to the order in which they
+# start, and a loop counts as started as soon as one iteration waits for another thread. All
+# collectives have the same channel, so devices pair the wrong ones: a crash, NaN, or wrong
+# numbers (JAX 0.12, several emulated devices; 0.10 expands barriers before it schedules).
+# `tests/engine/test_fence.py` has the fault in plain JAX. There the shards are made to depend on
+# what forward returned, in a way that XLA cannot see through.
 
 T = TypeVar("T")
 

@@ -1,16 +1,5 @@
 """The layer loop that prefetches: in both directions, a layer's weights are all-gathered while the
 layer before it computes.
-
-[Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
-f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
-
-    forward     g(0) | g(1) f(0) | g(2) f(1) | ... | g(L-1) f(L-2) | f(L-1)
-    backward    g(L-2) b(L-1) | r(L-1) g(L-3) b(L-2) | ... | r(2) g(0) b(1) | r(1) b(0) | r(0)
-
-What stands between two bars is independent, so that the collectives run beside the compute. The
-middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
-The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
-the weights that f(L-1) ended with.
 """
 
 import functools
@@ -25,6 +14,17 @@ from zerojax._collectives import Held
 from zerojax._engine.body import Saved
 from zerojax._engine.layers import Layers
 from zerojax._engine.vary import Gradient, Value, add
+
+# [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
+# f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
+#
+#     forward     g(0) | g(1) f(0) | g(2) f(1) | ... | g(L-1) f(L-2) | f(L-1)
+#     backward    g(L-2) b(L-1) | r(L-1) g(L-3) b(L-2) | ... | r(2) g(0) b(1) | r(1) b(0) | r(0)
+#
+# What stands between two bars is independent, so that the collectives run beside the compute. The
+# middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
+# The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
+# the weights that f(L-1) ended with.
 
 
 class PrefetchedLayers(Layers):

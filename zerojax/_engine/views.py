@@ -1,10 +1,4 @@
-"""Views: what may be done to a stack of layers that stays sharded.
-
-[Note: views] Frozen (`stop_gradient`), sliced, indexed or reshaped into groups, a stack is still a
-stack of the same layers. Such an equation is not run on the full stack, which would have to be
-gathered for it. It becomes a view of the shard, and the loop over the result gathers layer by
-layer. A view may change only the dimensions before `fixed`, the sharded one.
-"""
+"""Views: what may be done to a stack of layers that stays sharded."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,6 +7,12 @@ from jax.extend.core import JaxprEqn
 
 from zerojax._engine.ir import Dims, Kind, Shard, View, unique
 from zerojax._jaxpr import Atom, Var, is_var, type_of
+
+# [Note: views]
+# Frozen (`stop_gradient`), sliced, indexed or reshaped into groups, a stack is still a stack of
+# the same layers. Such an equation is not run on the full stack, which would have to be gathered
+# for it. It becomes a view of the shard, and the loop over the result gathers layer by layer. A
+# view may change only the dimensions before `fixed`, the sharded one.
 
 Rule = Callable[[JaxprEqn, int], list[View] | None]
 

@@ -38,6 +38,11 @@ class Sharded:
     how: How
 
     @property
+    def dim(self) -> int | None:
+        """The sharded dimension."""
+        return self.cut.dim
+
+    @property
     def full(self) -> jax.ShapeDtypeStruct:
         """The full parameter, as a shape."""
         size = lax.axis_size(self.how.wire.gather.axes)
