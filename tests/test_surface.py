@@ -45,6 +45,7 @@ ELSEWHERE = {
     "_plan.layout": "plan/test_plan.py",
     "_plan.move": "plan/test_place.py",
     "_step.parameter": "test_collectives.py",
+    "_types": "test_surface.py",  # protocols
     "_verify.field_checks": "loss/test_fields.py",
     "_verify.reference": "verify/test_verify.py",
 }

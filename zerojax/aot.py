@@ -85,11 +85,13 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
     def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         leaf = _state.shape_dtype(leaf)
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        spec = PartitionSpec() if key else _batch.spec(role, plan.axes)
+        spec = PartitionSpec() if key else _batch.spec(role, plan.batch_axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
 
     leaves, treedef = jax.tree.flatten(shapes)
-    return treedef.unflatten(map(placed, leaves, _batch.roles((shapes,), batch_specs, plan.axes)))
+    return treedef.unflatten(
+        map(placed, leaves, _batch.roles((shapes,), batch_specs, plan.batch_axes))
+    )
 
 
 @functools.cache

@@ -35,6 +35,8 @@ from tests.reference import assert_close
                 lambda m, b: 1 / m,
                 lambda m, b: m / zerojax.mean(b["x"], where=b["x"] > 0),
                 lambda m, b: jax.jit(jnp.sin)(m),
+                lambda m, b: zerojax.mean((b["x"] - m) ** 2),
+                lambda m, b: zerojax.mean(b["x"] - m, where=b["mask"][:, None]),
                 lambda m, b: jnp.where(m > 0, m, 0),
                 lambda m, b: (m, {"perplexity": jnp.exp(m)}),
             )

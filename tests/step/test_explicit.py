@@ -53,7 +53,7 @@ def grad_by_hand(plan, **options):
         value, grads = jax.value_and_grad(loss, allow_int=True)(parts)
         grads["layers"]["odd"] = jax.lax.psum(grads["layers"]["odd"], "data")
         grads["step"] = jnp.zeros_like(params["step"])
-        marked = lambda g: hasattr(g, "cut")
+        marked = lambda g: hasattr(g, "dim")
         plain = jax.tree.map(lambda g: g.data if marked(g) else g, grads, is_leaf=marked)
         return jax.lax.psum(value, "data"), plain
 

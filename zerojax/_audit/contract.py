@@ -42,13 +42,12 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
     At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
     may gather one layer more, at its end.
     """
-    sharded = plan.sharded
     found = {}
     for leaf in plan.params:
-        if leaf.dim is None or not sharded["opt_state"]:
+        if leaf.update.dim is None:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
-        gathers = accumulate * (2 + 2 / layers) if sharded["params"] else 1
+        gathers = 1 if leaf.rest.dim is None else accumulate * (2 + 2 / layers)
         found[leaf.path] = Promise(leaf, gathers)
     return found
 
@@ -248,7 +247,7 @@ def _stage(report: Measured) -> int:
 
 
 def _shards_params(report: Measured) -> bool:
-    return report.plan is not None and report.plan.sharded["params"]
+    return report.plan is not None and bool(report.plan.groups.params)
 
 
 def _size(report: Measured) -> int:
@@ -259,7 +258,7 @@ def _is_ours(one: Traffic, plan: Plan | None) -> bool:
     """Whether a collective spans ZeRO's axes; those over other axes are the user's own."""
     if OPTIMIZER_SCOPE in one.scope.split("/"):
         return False
-    return plan is None or one.axes is None or bool(set(one.axes) & set(plan.axes))
+    return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
 
 
 def _largest_replicated(plan: Plan) -> float:

@@ -98,7 +98,7 @@ class Reading:
 
     def kept(self) -> Iterator[tuple[str, str]]:
         """Yields stacks of full weights, all layers of them, that a loop passes on."""
-        if self.plan is None or not self.plan.sharded[_state.PARAMS]:
+        if self.plan is None or not self.plan.groups.params:
             return
         stacked = {leaf.path: leaf for leaf in self.plan.params if leaf.stacked}
         for (computation, name), labels in self.weights.values.items():

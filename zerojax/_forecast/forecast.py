@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import sys
 import threading
@@ -29,7 +28,6 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals
-from zerojax._state.state import PARAMS
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 
@@ -210,13 +208,7 @@ class _Workload:
 def _formula(plan: Plan) -> int:
     """Counts the bytes alive between backward and update: the state, and gradients in the
     parameters' dtypes."""
-    shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
-    grads = (
-        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in zip(plan.leaves, shardings, strict=True)
-        if leaf.kind == PARAMS
-    )
-    return sum(plan.bytes_per_device().values()) + sum(grads)
+    return sum(plan.bytes_per_device().values()) + plan.gradient_bytes()
 
 
 def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:

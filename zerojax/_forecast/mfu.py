@@ -72,7 +72,7 @@ def needed_flops(
         return with_fields(loss_fn, state, mutable)(_state.get_params(state), *args)
 
     args = (batch,) if rng is None else (batch, rng)
-    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.axes]
+    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
     with _mesh.seen_as(plan.mesh.abstract_mesh):  # for constraints by bare specs
         return 3 * matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)
 

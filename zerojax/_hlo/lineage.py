@@ -101,6 +101,8 @@ class Lineage(Generic[L]):
         if opcode in _MOVES:
             moved = operands[0] if operands else []
             return moved if len(moved) == count else [_union(moved)] * count
+        if opcode == "select" and not self.arithmetic:
+            return [_union(operands[1] + operands[2])]
         if self.arithmetic:
             return [self._same_size(instructions, instruction, operands)] * count
         return [NONE] * count

@@ -6,7 +6,6 @@ an argument of an inner function; these errors name the leaf, and what to do.
 
 import contextlib
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -193,19 +192,10 @@ def out_of_memory(plan: Plan | None) -> str:
     largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:LARGEST]
     named = ", ".join(f"{path} {human_bytes(sizes[path])}" for path in largest)
     kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
-    kinds.append(f"gradients {human_bytes(_gradient_bytes(plan))}")
+    kinds.append(f"gradients {human_bytes(plan.gradient_bytes())}")
     higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "
     return (
         f"Out of memory. By the plan, each device has {', '.join(kinds)}; the largest leaves are "
         f"{named}. Activations and gathered weights come on top. Less is needed with {higher}more "
         f"microbatches (accumulate=) or jax.checkpoint around layers. {look}"
     )
-
-
-def _gradient_bytes(plan: Plan) -> int:
-    total = 0
-    for leaf, sharding in zip(plan.leaves, plan.shard_shardings, strict=True):
-        if leaf.kind == PARAMS:
-            shape = sharding.shard_shape(leaf.shape) if plan.sharded["grads"] else leaf.shape
-            total += math.prod(shape) * leaf.dtype.itemsize
-    return total

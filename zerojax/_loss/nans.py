@@ -74,13 +74,13 @@ def explain(
         )
     replicated = PartitionSpec()
     treedef = jax.tree.structure(tuple(args))
-    specs = treedef.unflatten([_batch.spec(role, plan.axes) for role in roles])
+    specs = treedef.unflatten([_batch.spec(role, plan.batch_axes) for role in roles])
     jax.shard_map(
         lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0],
         mesh=plan.mesh,
         in_specs=(replicated, specs),
         out_specs=replicated,
-        axis_names=set(plan.axes),
+        axis_names=set(plan.batch_axes),
         check_vma=False,
     )(params, tuple(args))
     raise FloatingPointError(

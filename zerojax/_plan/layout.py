@@ -121,3 +121,8 @@ class Layout:
         for leaf in self.leaves:
             totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
+
+    def gradient_bytes(self) -> int:
+        """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
+        places = [(leaf, leaf.grad.sharding(self.mesh)) for leaf in self.leaves if leaf.grad]
+        return sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in places)

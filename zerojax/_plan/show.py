@@ -140,7 +140,7 @@ def _range_text(bounds: tuple[int, int, int], size: int) -> str:
 
 
 def plan_title(plan: Layout) -> str:
-    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.axes)
+    over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes)
     kind = plan.mesh.devices.flat[0].device_kind
     what = [k for k, on in plan.sharded.items() if on]
     shards = ", ".join(what) if what else "nothing"

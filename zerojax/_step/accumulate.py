@@ -97,8 +97,8 @@ def _check_linear(eqns: list[JaxprEqn], means: dict[Var, int], outvars: list[Ato
     if max(degrees(eqns, means, outvars), default=0) > 1:
         raise ValueError(
             "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
-            "quotient of two means, ...), so microbatches cannot be averaged exactly. Apply it to "
-            "the metrics outside of the loss, or use accumulate=1."
+            "quotient of two means, a mean of a mean, ...), so microbatches cannot be averaged "
+            "exactly. Apply it to the metrics outside of the loss, or use accumulate=1."
         )
 
 
@@ -155,8 +155,9 @@ def degrees(
             outputs = degrees(jaxpr.eqns, inside, jaxpr.outvars)
         else:
             outputs = [_output_degree(name, inputs)] * len(eqn.outvars)
-        # Where an output was given a degree, that is what its equation is known to do.
-        found.update({v: known.get(v, d) for v, d in zip(eqn.outvars, outputs, strict=True)})
+        # A mean of what depends on a mean is one of two numbers that differ by microbatch.
+        pairs = zip(eqn.outvars, outputs, strict=True)
+        found.update({v: NOT_LINEAR if v in known else d for v, d in pairs})
     return [degree(v) for v in outvars]
 
 

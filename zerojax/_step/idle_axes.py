@@ -19,7 +19,9 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     `trace` makes the step's jaxpr, where the state and the arguments leave the question open.
     Returns whether it could look: inside of another `jax.jit`, nothing says where the batch is.
     """
-    sizes = {name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.axes}
+    sizes = {
+        name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.batch_axes
+    }
     values = jax.tree.leaves(args)
     idle = sizes.keys() - _axes_in([leaf.spec for leaf in plan.leaves]) - _axes_of(values)
     if idle and any(isinstance(value, Tracer) for value in values):
@@ -32,7 +34,7 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
         return True
     named = {name: sizes[name] for name in sizes if name in idle}
     count = math.prod(named.values())
-    wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.axes)
+    wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.batch_axes)
     raise ValueError(
         f"nothing is sharded over the mesh axes {named}: no leaf of the state, no part of the "
         f"batch, and the loss does not name them. Each of {count} replicas would compute the same "

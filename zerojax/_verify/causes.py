@@ -119,7 +119,7 @@ def _of_the_update(found: Comparison, gradients_are_wrong: bool) -> str:
 def _is_updated_on_shards(found: Comparison) -> bool:
     """Whether updating each device's shards by themselves gives what the step gave."""
     reference, plan = found.reference, found.reference.plan
-    if reference.recipe.mutable or not plan.sharded[_state.OPT_STATE]:
+    if reference.recipe.mutable or not plan.groups.opt_state:
         return False
     shardings = jax.tree.structure(reference.state).unflatten(plan.shard_shardings)
     places = shardings, _state.get_params(shardings)

@@ -39,14 +39,14 @@ class Reference:
     ) -> None:
         self.recipe, self.plan = recipe, plan
         self.device = plan.mesh.devices.flat[0] if device is None else device
-        self.roles = _batch.roles(args, recipe.options.batch_specs, plan.axes)
+        self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
         _replay.check_fits(plan, self.device)
         self.state = on_one_device(state, self.device)
         self.args = on_one_device(tuple(args), self.device)
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
-        sizes = {a: n if a in plan.axes else 1 for a, n in plan.mesh.shape.items()}
+        sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
         self.split = BatchSplit(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
@@ -77,7 +77,7 @@ class Reference:
     @property
     def axis_name(self) -> str:
         """The ZeRO axes as a loss names them in its collectives."""
-        axes = self.plan.axes
+        axes = self.plan.batch_axes
         return repr(axes[0] if len(axes) == 1 else axes)
 
     @property
