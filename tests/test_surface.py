@@ -91,6 +91,14 @@ def test_the_formatter_formats_everything():
     assert not [name for name, text in MODULES.items() if "fmt: skip" in text or "fmt: off" in text]
 
 
+def test_functions_are_short_and_typed():
+    found = {name: house.measured(text) for name, text in MODULES.items()}
+    longest = {name: max(lengths, default=0) for name, (_, lengths) in found.items()}
+    assert {name: length for name, length in longest.items() if length > 40} == {}
+    counts = sum((counts for counts, _ in found.values()), collections.Counter())
+    assert 100 * counts["Any"] / counts["lines"] < 2
+
+
 def test_each_module_says_where_its_tests_are():
     for name in [name for name, text in MODULES.items() if "def " in text]:
         *folder, module = (part.strip("_") for part in name.split("."))

@@ -47,13 +47,13 @@ class HoistedCounts(NamedTuple):
     constants: list[ArrayLike]
 
 
+# [Note: counts before microbatches]
+# A mean over microbatches is exact if each microbatch divides its sum by the count of all of them.
+# That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
+# and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
+# enters it linearly.
 def hoist_counts(jaxpr: Jaxpr, from_batch: Sequence[bool]) -> HoistedCounts:
     """Takes the calls of `zerojax.mean` that count over the devices out of a loss.
-
-    [Note: counts before microbatches] A mean over microbatches is exact if each microbatch divides
-    its sum by the count of all of them. That count must exist before the first one runs, so what
-    computes it becomes a jaxpr of its own, and the loss takes it as an input. Then the parts of the
-    loss add up, provided that each mean enters it linearly.
 
     `from_batch` says which inputs are known before any microbatch runs (not the parameters).
     """

@@ -27,6 +27,8 @@ def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callab
     if scale is None:
         return loss_fn
 
+    # The scale is held by a Partial rather than closed over: it is a tracer of the step, and the
+    # loss is traced once more for one device.
     def loss(loss_fn: Callable[..., PyTree], scale: jax.Array, *args: PyTree) -> PyTree:
         result = loss_fn(*args)
         if isinstance(result, tuple):

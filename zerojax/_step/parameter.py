@@ -34,7 +34,7 @@ class Parameter:
         nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
         if self.accumulates and not self.plan.groups.grads:
-            return False
+            return False  # else every microbatch would reduce, for the same sum
         if self.plan.groups.opt_state or self.plan.size == 1:
             return self.leaf.update.dim is not None
         return len(self.leaf.shape) > 2
@@ -92,6 +92,7 @@ class Parameter:
 
     def reduced(self, grad: Array, route: Route) -> Array:
         """Returns the gradient summed over the devices, where the loss did not do so itself."""
+        # A parameter that is held was disposed of where the loss used it, layer by layer.
         if self.plan.size > 1 and not self.is_held:
             # What is accumulated in a wider dtype is sent in the one it was computed in.
             grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, route)

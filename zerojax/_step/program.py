@@ -130,6 +130,8 @@ class Program:
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
             return loss * share, (loss, aux)
 
+        # JAX differentiates by what has a gradient only: integers, keys and frozen parameters reach
+        # the loss as they are.
         floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
@@ -157,6 +159,8 @@ class Program:
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
             return (loss, grads), aux
 
+        # One microbatch needs no scan and no accumulators, and its keys are not folded: the numbers
+        # are those of a loop that never heard of microbatches.
         if self.options.accumulate == 1:
             sums, aux = microbatch(None, self.batch_args(args))
             return sums, jax.tree.map(lambda leaf: leaf[None], aux)

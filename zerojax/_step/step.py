@@ -43,15 +43,14 @@ class Recipe:
     skip_nonfinite: bool = False
 
 
+# [Note: when a step is compiled]
+# A step is compiled with XLA options that depend on its loops, on the bytes of a layer and on the
+# GPUs. Nothing of that is known when a loss becomes a step: the plan comes with the state. So
+# `jax.jit` is applied when the step first sees a state, once for each plan, after a trace has told
+# what its loops gather. `without_options` is the same function jitted without any: for CPUs, and
+# inside another `jax.jit`, where JAX allows none.
 class Step:
-    """A jitted step, used like what `jax.jit` returns.
-
-    [Note: when a step is compiled] A step is compiled with XLA options that depend on its loops,
-    on the bytes of a layer and on the GPUs. Nothing of that is known when a loss becomes a step:
-    the plan comes with the state. So `jax.jit` is applied when the step first sees a state, once
-    for each plan, after a trace has told what its loops gather. `without_options` is the same
-    function jitted without any: for CPUs, and inside another `jax.jit`, where JAX allows none.
-    """
+    """A jitted step, used like what `jax.jit` returns."""
 
     def __init__(
         self,

@@ -149,10 +149,8 @@ def evaluate(
     # (JAX caches inner calls). Arrays of two meshes cannot be added.
     aux, grads = on_one_device((aux, grads), device)
     if grads is not None:
-        every = [
-            grads[i] * factor if i in grads else zero_gradient(v) for i, v in enumerate(values)
-        ]
-        grads = treedef.unflatten(every)
+        found = {i: grad * factor for i, grad in grads.items()}
+        grads = treedef.unflatten([found.get(i, zero_gradient(v)) for i, v in enumerate(values)])
     aux = jax.tree.structure(traced.aux).unflatten(aux)
     return Replayed(np.asarray(losses) / share, aux, grads, narrowest(traced.jaxpr))
 
