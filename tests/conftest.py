@@ -77,21 +77,23 @@ def pytest_make_collect_report(collector: pytest.Collector):
     return without_skips((yield), collector.config)
 
 
-@pytest.fixture(autouse=True)
-def compiled_as_users_would(request: pytest.FixtureRequest):
-    """What is compiled for GPUs is looked at. And JAX cannot load it: it warns, and compiles."""
-    if not request.node.get_closest_marker("gpu_code"):
-        yield
-        return
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """What is compiled for GPUs is looked at, so it is compiled as users would, be it by the test
+    or by a fixture. And not from the cache: JAX warns that it cannot load it."""
+    if not item.get_closest_marker("gpu_code"):
+        return (yield)
     ours = ("jax_disable_most_optimizations", "jax_compilation_cache_dir")
     given = {name: jax.config.values[name] for name in ours}
     for name, value in zip(ours, (False, None), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    yield
-    for name, value in given.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    try:
+        return (yield)
+    finally:
+        for name, value in given.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def mostly_slow(cases, quick):

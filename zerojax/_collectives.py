@@ -20,7 +20,11 @@ Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
 class Codec(Protocol):
-    """How an array is written on the wire: as one array or several, each of them all-gathered."""
+    """A way to write an array on the wire: as one array or several of its rank, sharded alike.
+
+    A weight may be written in any way. A gradient is summed as it is written, so its codec may only
+    change the dtype. Codecs are static arguments, so they are hashable.
+    """
 
     def encode(self, array: Array) -> tuple[Array, ...]: ...
 
@@ -44,10 +48,12 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The mesh axes that an array crosses, encoded, and those that it crosses `then`, decoded.
+    """The mesh axes that an array crosses, and those that it crosses `then`, encoded all the way.
 
-    A weight is all-gathered over both. A gradient is reduce-scattered over `axes` and summed over
-    `then`, whose devices are replicas of each other.
+    A weight is all-gathered over both. In its spec `then` are the major axes: gathered first over
+    the minor ones, each part is contiguous for the next hop; the other way round its rows would be
+    permuted. A gradient is reduce-scattered over `axes` and summed over `then`, whose devices are
+    replicas of each other.
     """
 
     axes: tuple[str, ...]
@@ -206,7 +212,9 @@ def reduced(grad: Array, cut: Cut, route: Route) -> Array:
         return lax.psum_scatter(x, route.axes, scatter_dimension=dim, tiled=True)
 
     grad = _each_part(scatter, grad, cut.others)
-    return _each_part(lambda x: lax.psum(x, route.then), grad, cut.others) if route.then else grad
+    if route.then:
+        grad = _each_part(lambda x: lax.psum(x, route.then), grad, cut.others)
+    return route.codec.decode((grad,))
 
 
 def gather_rested(shard: Array, old: Array | None, cut: Cut, stacked: bool, route: Route) -> Array:

@@ -100,7 +100,7 @@ def from_matching_shapes(
             return spec, None
     if rule is None:
         return PartitionSpec(), "neither a parameter nor optimizer state"
-    spec, reason = rule(leaf.name, shape, PartitionSpec(), False)
+    spec, reason = rule(leaf.name, shape, PartitionSpec(), 0)
     return spec, "; ".join(
         filter(None, (reason, why and f"sharded by its shape alone: {why}"))
     ) or None

@@ -132,7 +132,7 @@ def _leaf_plan(leaf: Leaf, found: _Spec, groups: Groups, axes: Axes, frozen: boo
         shape=tuple(struct.shape),
         dtype=struct.dtype,
         rest=over(groups.params if is_param else groups.opt_state),
-        grad=over(groups.grads) if is_param else None,
+        grad=over(groups.grads) if is_param and not frozen else None,
         update=over(groups.opt_state),
         stacked=stacked,
         reason=reason,
