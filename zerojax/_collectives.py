@@ -114,6 +114,7 @@ class Cut:
         return dataclasses.replace(self, dim=dim, rank=len(dims), others=others)
 
 
+# The shard is the last leaf: `_engine/vary.py` differentiates by it.
 @functools.partial(register_dataclass, data_fields=["full", "shard"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 Atom = Var | Literal
 
 
-class Step(_compat.HasEffects, Protocol):
+class HasOutputs(_compat.HasEffects, Protocol):
     """An equation, or something that stands for several."""
 
     @property
     def outvars(self) -> list[Var]: ...
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=HasOutputs)
 
 
 def is_var(atom: Atom | None) -> "TypeIs[Var]":

@@ -86,6 +86,10 @@ def test_what_waits_is_unchanged(dtype):
     np.testing.assert_array_equal(poisoned["w"], values["w"])
 
 
+def test_what_has_no_bits_to_count_is_no_mark():
+    assert fence.mark([jnp.zeros(3, bool), jnp.zeros(0), jnp.zeros((), complex)]) is None
+
+
 def loss(params, batch):
     x = jnp.tanh(batch @ params["inner"])
     x, _ = lax.scan(lambda x, layer: (jnp.tanh(x @ layer["w"] + layer["b"]), None), x, params["s"])

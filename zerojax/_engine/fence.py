@@ -23,10 +23,15 @@ from jax import Array, lax
 T = TypeVar("T")
 
 
-def mark(outs: list[Array]) -> Array:
-    """Returns a boolean that is there once all `outs` are. It is false, which XLA cannot know."""
+def mark(outs: list[Array]) -> Array | None:
+    """Returns a boolean that is there once all `outs` are. It is false, which XLA cannot know.
+
+    None where no output has bits to count.
+    """
     counts = [jnp.max(lax.population_count(_bits(x))) for x in outs if _is_countable(x)]
-    return jnp.any(jnp.asarray([count.astype(jnp.int32) > 64 for count in counts] or [False]))
+    if not counts:
+        return None
+    return jnp.any(jnp.asarray([count.astype(jnp.int32) > 64 for count in counts]))
 
 
 def wait(values: T, done: Array) -> T:

@@ -105,7 +105,7 @@ def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
-class _Spec(NamedTuple):
+class _Found(NamedTuple):
     """The spec that a leaf can have, the reason for no other, and whether it is stacked layers."""
 
     spec: PartitionSpec
@@ -113,7 +113,7 @@ class _Spec(NamedTuple):
     stacked: bool
 
 
-def _leaf_plan(leaf: Leaf, found: _Spec, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
+def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
     spec, reason, stacked = found
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         spec, reason = _rest_spec(spec, axes), FROZEN
@@ -146,7 +146,7 @@ def _shard_specs(
     rule: _spec.Rule,
     stacked: str | None,
     tx: optax.GradientTransformation | None,
-) -> list[_Spec]:
+) -> list[_Found]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
     bases = _state.base_specs(state, rule.axes, [name for name, _ in rule.axis_sizes])
     pairs = list(zip(leaves, bases, strict=True))
@@ -156,29 +156,29 @@ def _shard_specs(
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
         if leaf.kind == OPT_STATE and typed is not None:
-            specs[leaf.path] = _Spec(*_typed_spec(next(inferred)), False)
+            specs[leaf.path] = _Found(*_typed_spec(next(inferred)), False)
         elif leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
             spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
-            specs[leaf.path] = _Spec(spec if tuple(spec) else base, reason, False)
+            specs[leaf.path] = _Found(spec if tuple(spec) else base, reason, False)
     return [specs[leaf.path] for leaf in leaves]
 
 
 def _param_specs(
     state: PyTree, params: list[tuple[Leaf, PartitionSpec]], rule: _spec.Rule, stacked: str | None
-) -> dict[tuple, _Spec]:
+) -> dict[tuple, _Found]:
     """Returns how the parameters can be sharded, by path; `params` has what their user says."""
     for pattern, _ in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
     stacks = layer_dims(_state.get_params(state), stacked)
-    specs: dict[tuple, _Spec] = {}
+    specs: dict[tuple, _Found] = {}
     for leaf, base in params:
         layers = stacks.get(leaf.path[1:], 0)
         if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
-            specs[leaf.path] = _Spec(base, "a PRNG key", layers > 0)
+            specs[leaf.path] = _Found(base, "a PRNG key", layers > 0)
             continue
         shape = _state.shape_dtype(leaf.value).shape
-        specs[leaf.path] = _Spec(*rule(leaf.name, shape, base, layers), layers > 0)
+        specs[leaf.path] = _Found(*rule(leaf.name, shape, base, layers), layers > 0)
     return specs
 
 
