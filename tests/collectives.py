@@ -20,6 +20,7 @@ class Collective(NamedTuple):
     elements: int  # of the whole (gathered, or to be reduced) value
     depth: int
     times: int
+    axes: tuple[str, ...]
 
     @property
     def moved(self) -> int:
@@ -32,8 +33,11 @@ def collectives(jaxpr: Any, depth: int = 0, times: int = 1) -> Iterator[Collecti
     for eqn in jaxpr.eqns:
         if kind := KINDS.get(eqn.primitive.name):
             side = eqn.outvars if kind == "all-gather" else eqn.invars
+            named = eqn.params.get("axis_name", eqn.params.get("axes"))
+            axes = (named,) if isinstance(named, str) else tuple(named)
             for var in side:
-                yield Collective(kind, str(var.aval.dtype), math.prod(var.aval.shape), depth, times)
+                dtype, size = str(var.aval.dtype), math.prod(var.aval.shape)
+                yield Collective(kind, dtype, size, depth, times, axes)
         loop = eqn.primitive.name == "scan"
         for inner in jex_core.jaxprs_in_params(eqn.params):
             yield from collectives(

@@ -48,44 +48,43 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The mesh axes that an array crosses, and those that it crosses `then`, encoded all the way.
+    """The mesh axes that an array crosses, in two hops, encoded all the way.
 
-    A weight is all-gathered over both. In its spec `then` are the major axes: gathered first over
-    the minor ones, each part is contiguous for the next hop; the other way round its rows would be
-    permuted. A gradient is reduce-scattered over `axes` and summed over `then`, whose devices are
-    replicas of each other.
+    `near` are the axes within a node, say, and `far` those between nodes. A weight is all-gathered
+    over `far` and then over `near`; its gradient is reduce-scattered over `near`, then over `far`,
+    and summed over `replicas`. In the spec of what is sharded `near` are the major axes: gathered
+    over the minor ones first, each part is contiguous for the next hop.
     """
 
-    axes: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    far: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
     codec: Codec = Exact()
-    then: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
     """The routes of a parameter: of its weight to the devices, of its gradient back to shards."""
 
-    gather: Route
-    reduce: Route
-
-
-def wire_over(axes: tuple[str, ...], reduce_dtype: DTypeLike | None = None) -> Wire:
-    """Returns the wire that is exact but for the dtype that gradients are reduced in."""
-    return Wire(Route(axes), Route(axes, Exact(reduce_dtype)))
+    gather: Route = Route()
+    reduce: Route = Route()
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a parameter of `rank` dimensions is sharded, and the dtypes in which it is wanted.
+    """The sharding of a parameter of `rank` dimensions, its dtypes, and how it is communicated.
 
-    `others` names, for each dimension, mesh axes of the user's own that it is sharded over (a
-    `tensor` axis); it is empty where there are none.
+    `padding` elements at the end of the sharded dimension are not the parameter's. `others` names,
+    for each dimension, mesh axes of the user's own that it is sharded over (a `tensor` axis); it is
+    empty where there are none.
     """
 
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
     rank: int
-    dtype: DTypeLike  # on the wire
-    use_dtype: DTypeLike | None = None  # as it is used, where that is wider
+    dtype: DTypeLike  # of what is sent
+    wire: Wire = Wire()
+    use_dtype: DTypeLike | None = None  # of the weight as it is used, where that is wider
+    padding: int = 0
     others: tuple[Entry, ...] = ()
 
     @property
@@ -107,135 +106,129 @@ class Cut:
         return self.moved(range(1, self.rank))
 
     def moved(self, dims: Sequence[int | None]) -> "Cut":
-        """Returns how a view is sharded whose dimension k is dimension `dims[k]` of this array
+        """Returns the sharding of a view whose dimension k is dimension `dims[k]` of this array
         (None: a new one)."""
         others = tuple(None if d is None else self.others[d] for d in dims) if self.others else ()
         dim = None if self.dim is None else list(dims).index(self.dim)
         return dataclasses.replace(self, dim=dim, rank=len(dims), others=others)
 
 
-# The shard is the last leaf: `_engine/vary.py` differentiates by it.
-@functools.partial(register_dataclass, data_fields=["full", "shard"], meta_fields=[])
+@functools.partial(register_dataclass, data_fields=["shard", "rest"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a device has of a parameter: its shard, and the full weight where that is replicated.
+    """What a device has of a parameter: the shard that its gradient leaves through, and what rests.
 
-    The gradient always leaves through the shard. Beside a full weight the shard has no other use;
-    at stage 0 it is as large.
+    Where the two are sharded alike `rest` is None and the shard is what rests. Otherwise (at stages
+    below 3 the full weight rests) the shard's value is never read; at stage 0 it is as large.
     """
 
     shard: Array
-    full: Array | None = None
+    rest: Array | None = None
+
+    @property
+    def source(self) -> Array:
+        """What the full weight is obtained from."""
+        return self.shard if self.rest is None else self.rest
 
     def map(self, change: Callable[[Array], Array]) -> "Held":
-        return Held(change(self.shard), None if self.full is None else change(self.full))
+        return Held(change(self.shard), None if self.rest is None else change(self.rest))
 
 
-def obtain(held: Held, cut: Cut, wire: Wire) -> Array:
+def obtain(held: Held, cut: Cut) -> Array:
     """Returns the full weight, whose gradient is disposed of through the shard."""
     if not jax.dtypes.issubdtype(held.shard.dtype, jnp.inexact):
-        route = Route(wire.gather.axes, then=wire.gather.then)
-        return _gathered(held.shard, cut, route) if held.full is None else held.full
-    if held.full is None:
-        return _all_gather(held.shard, cut, wire)
-    return _route(held.full.astype(cut.dtype).astype(cut.final_dtype), held.shard, cut, wire)
+        return gathered(held.source, cut)
+    return _obtained(held.source, held.shard, cut)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gather(shard: Array, cut: Cut, wire: Wire) -> Array:
-    return _gathered(shard.astype(cut.dtype), cut, wire.gather).astype(cut.final_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _obtained(source: Array, shard: Array, cut: Cut) -> Array:
+    del shard
+    return gathered(source.astype(cut.dtype), cut).astype(cut.final_dtype)
 
 
-def _all_gather_fwd(shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
-    return _all_gather(shard, cut, wire), _like(shard)
+def _obtained_fwd(source: Array, shard: Array, cut: Cut) -> tuple[Array, Array]:
+    return _obtained(source, shard, cut), _like(shard)
 
 
-def _all_gather_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[Array]:
-    return (dispose(grad, like.dtype, cut, wire),)
+def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, Array]:
+    return None, dispose(grad, like.dtype, cut)
 
 
-_all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
+_obtained.defvjp(_obtained_fwd, _obtained_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _route(full: Array, shard: Array, cut: Cut, wire: Wire) -> Array:
-    del shard, cut, wire
-    return full
+def gathered(shard: Array, cut: Cut) -> Array:
+    """Returns the full array in the dtype of its shard: far, near, open."""
+    return opened(near(far(shard, cut), cut), cut)
 
 
-def _route_fwd(full: Array, shard: Array, cut: Cut, wire: Wire) -> tuple[Array, Array]:
-    return full, _like(shard)
+def far(shard: Array, cut: Cut) -> tuple[Array, ...]:
+    """Encodes a shard, and all-gathers it over the far axes of its route."""
+    route = cut.wire.gather
+    return tuple(_collected(part, cut, route.far) for part in route.codec.encode(shard))
 
 
-def _route_bwd(cut: Cut, wire: Wire, like: Array, grad: Array) -> tuple[None, Array]:
-    return None, dispose(grad, like.dtype, cut, wire)
+def near(parts: tuple[Array, ...], cut: Cut) -> tuple[Array, ...]:
+    """All-gathers what `far` returned over the near axes."""
+    return tuple(_collected(part, cut, cut.wire.gather.near) for part in parts)
 
 
-_route.defvjp(_route_fwd, _route_bwd)
+def opened(parts: tuple[Array, ...], cut: Cut) -> Array:
+    """Decodes what was gathered, and drops the padding."""
+    full = cut.wire.gather.codec.decode(parts)
+    if cut.dim is None or not cut.padding:
+        return full
+    return lax.slice_in_dim(full, 0, full.shape[cut.dim] - cut.padding, axis=cut.dim)
 
 
-def _gathered(shard: Array, cut: Cut, route: Route) -> Array:
-    return opened(near(far(shard, cut, route), cut, route), route)
+def dispose(grad: Array, dtype: DTypeLike, cut: Cut) -> Array:
+    """Returns the gradient of a shard, in `dtype`, from that of the full weight."""
+    return reduced(padded(grad.astype(cut.dtype), cut), cut, cut.wire.reduce).astype(dtype)
 
 
-def far(shard: Array, cut: Cut, route: Route) -> tuple[Array, ...]:
-    """Encodes a shard and all-gathers it over the axes of the route."""
-    encoded = route.codec.encode(shard)
-    return tuple(_collected(part, cut, route.axes) for part in encoded)
-
-
-def near(parts: tuple[Array, ...], cut: Cut, route: Route) -> tuple[Array, ...]:
-    """All-gathers what came from far over the axes that are left."""
-    return tuple(_collected(part, cut, route.then) for part in parts) if route.then else parts
-
-
-def opened(parts: tuple[Array, ...], route: Route) -> Array:
-    """Decodes what was gathered."""
-    return route.codec.decode(parts)
-
-
-def dispose(grad: Array, dtype: DTypeLike, cut: Cut, wire: Wire) -> Array:
-    """Returns the gradient of a shard, in the shard's dtype, from that of the full weight."""
-    return reduced(grad.astype(cut.dtype), cut, wire.reduce).astype(dtype)
+def padded(grad: Array, cut: Cut) -> Array:
+    """Adds zeros for the padding, which `opened` dropped."""
+    if cut.dim is None or not cut.padding:
+        return grad
+    ends = [(0, cut.padding if d == cut.dim else 0) for d in range(grad.ndim)]
+    return jnp.pad(grad, ends)
 
 
 def reduced(grad: Array, cut: Cut, route: Route) -> Array:
-    """Sums a gradient over the devices. Each keeps its shard of it, or all if it is replicated.
+    """Sums a gradient over the devices of a route: near, far, replicas.
 
-    The codec must encode to one array, which the collective can sum.
+    Each device keeps its shard of the sum, or all if the parameter is replicated. The codec must
+    encode to one array, which the collectives can sum.
     """
     (grad,) = route.codec.encode(grad)
-    dim = cut.dim
-    if dim is None:
-        return _each_part(lambda x: lax.psum(x, (*route.axes, *route.then)), grad, cut.others)
-
-    def scatter(x: Array) -> Array:
-        return lax.psum_scatter(x, route.axes, scatter_dimension=dim, tiled=True)
-
-    grad = _each_part(scatter, grad, cut.others)
-    if route.then:
-        grad = _each_part(lambda x: lax.psum(x, route.then), grad, cut.others)
+    for axes in (route.near, route.far):
+        grad = _scattered(grad, cut, axes)
+    if route.replicas:
+        grad = _each_part(lambda x: lax.psum(x, route.replicas), grad, cut.others)
     return route.codec.decode((grad,))
 
 
-def gather_rested(shard: Array, old: Array | None, cut: Cut, stacked: bool, route: Route) -> Array:
-    """Returns a parameter that rests replicated (stages 1 and 2), from its updated shard.
+def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> Array:
+    """Returns a parameter as it rests, from its updated shard.
 
     A stack goes layer by layer into `old`, the donated parameter that it replaces: gathered
     at once, or into new memory, it would need a second full copy.
     """
     if old is None or not stacked or cut.dim == 0:
-        return _gathered(shard, cut, route)
+        return gathered(shard, cut)
 
     def put(stack: Array, layer: tuple[Array, Array]) -> tuple[Array, None]:
         index, shard = layer
-        full = _gathered(shard, cut.of_one_layer(), route)
+        full = gathered(shard, cut.of_one_layer())
         return lax.dynamic_update_index_in_dim(stack, full, index, 0), None
 
     return lax.scan(put, old, (jnp.arange(len(shard)), shard))[0]
 
 
 def _collected(part: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
+    if not axes:
+        return part
     dim = cut.dim
     assert dim is not None, "only what is sharded can be gathered"
 
@@ -243,6 +236,18 @@ def _collected(part: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     return _each_part(collect, part, cut.others)
+
+
+def _scattered(grad: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
+    if not axes:
+        return grad
+    dim = cut.dim
+    assert dim is not None, "only what is sharded can be reduce-scattered"
+
+    def scatter(x: Array) -> Array:
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    return _each_part(scatter, grad, cut.others)
 
 
 def _each_part(

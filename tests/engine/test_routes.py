@@ -1,5 +1,7 @@
 """Routes of two hops: weights gathered within and then between, gradients summed over replicas."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from zerojax._collectives import Cut, Exact, Held, Route, Wire, dispose, obtain
 ROWS, COLUMNS = 16, 3
 FULL = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
 EACH = np.arange(8, dtype=np.float32).reshape(2, 4)  # a factor for each device
-CUT = Cut(0, 2, jnp.dtype("float32"))
 
 
 @pytest.fixture
@@ -34,26 +35,32 @@ def on_devices(function, mesh, spec, out_specs):
     return jax.jit(mapped)
 
 
-def weighted(wire):
+def cut(wire, dim=0, padding=0):
+    return Cut(dim, 2, jnp.dtype("float32"), wire, padding=padding)
+
+
+def weighted(wire, padding=0):
     """A loss whose gradient by the full weight is the weight times the device's factor."""
 
     def loss(shard, factor):
-        return jnp.sum(obtain(Held(shard), CUT, wire) ** 2) * factor / 2
+        return jnp.sum(obtain(Held(shard), cut(wire, padding=padding)) ** 2) * factor / 2
 
     return loss
 
 
-IN_TWO_HOPS = Route(("b",), then=("a",))
+# The near axis is the major one of the spec: what the first, far, hop gathers are neighbours.
+IN_TWO_HOPS = Route(near=("a",), far=("b",))
+OVER_REPLICAS = Route(near=("b",), replicas=("a",))
 WIRES = {
-    # `then` is the major axis of the spec: what the first hop gathers are neighbours.
-    "sharded over both": ((("a", "b"),), Wire(IN_TWO_HOPS, Route(("a", "b")))),
-    "replicas": (("b",), Wire(Route(("b",)), IN_TWO_HOPS)),
+    "sharded over both": ((("a", "b"),), Wire(Route(("a", "b")), Route(("a", "b")))),
+    "sharded over both, two hops": ((("a", "b"),), Wire(IN_TWO_HOPS, IN_TWO_HOPS)),
+    "replicas": (("b",), Wire(Route(("b",)), OVER_REPLICAS)),
 }
 
 
 @pytest.mark.parametrize(("spec", "wire"), WIRES.values(), ids=list(WIRES))
 def test_every_device_obtains_the_full_weight(spec, wire, mesh):
-    full = lambda shard, factor: obtain(Held(shard), CUT, wire)[None]
+    full = lambda shard, factor: obtain(Held(shard), cut(wire))[None]
     got = on_devices(full, mesh, spec, (("a", "b"),))(FULL, EACH)
     assert got.shape == (8, ROWS, COLUMNS)
     for each in np.asarray(got):
@@ -71,21 +78,20 @@ def test_each_shard_gets_its_part_of_the_gradient_of_all_devices(spec, wire, mes
 
 def test_dispose_is_the_gradients_route(mesh):
     _, wire = WIRES["replicas"]
-    shard = lambda _, factor: dispose(FULL * factor, jnp.dtype("float32"), CUT, wire)
+    shard = lambda _, factor: dispose(FULL * factor, jnp.dtype("float32"), cut(wire))
     got = on_devices(shard, mesh, ("b",), ("b",))(FULL, EACH)
     np.testing.assert_array_equal(got, FULL * EACH.sum())
 
 
 def test_a_replicated_parameter_is_all_reduced_over_both(mesh):
-    cut = Cut(None, 2, jnp.dtype("float32"))
-    wire = Wire(Route(()), IN_TWO_HOPS)
-    grad = lambda _, factor: dispose(FULL * factor, jnp.dtype("float32"), cut, wire)
+    everywhere = cut(Wire(reduce=Route(replicas=("a", "b"))), dim=None)
+    grad = lambda _, factor: dispose(FULL * factor, jnp.dtype("float32"), everywhere)
     got = on_devices(grad, mesh, (), ())(FULL, EACH)
     np.testing.assert_array_equal(got, FULL * EACH.sum())
 
 
 def test_gradients_are_reduced_in_the_dtype_of_their_route(mesh):
-    wire = Wire(Route(("b",)), Route(("b",), Exact("bfloat16"), then=("a",)))
+    wire = Wire(Route(("b",)), dataclasses.replace(OVER_REPLICAS, codec=Exact("bfloat16")))
     run = on_devices(jax.grad(weighted(wire)), mesh, ("b",), ("b",))
     found = [(c.kind, c.dtype, c.elements) for c in collectives(run.trace(FULL, EACH).jaxpr)]
     assert found == [
@@ -96,3 +102,38 @@ def test_gradients_are_reduced_in_the_dtype_of_their_route(mesh):
     got = run(FULL, EACH)
     assert got.dtype == jnp.float32  # the shard's own
     np.testing.assert_allclose(got, FULL * EACH.sum(), rtol=2**-6)
+
+
+def test_what_rests_over_fewer_axes_is_gathered_over_those_and_reduced_over_all(mesh):
+    wire = Wire(Route(("a",)), IN_TWO_HOPS)
+
+    def loss(shard, rest, factor):
+        return jnp.sum(obtain(Held(shard, rest), cut(wire)) ** 2) * factor / 2
+
+    def grad(rest, factor):
+        unread = jnp.full((ROWS // 8, COLUMNS), jnp.nan)
+        return jax.grad(loss)(unread, rest, factor)
+
+    run = on_devices(grad, mesh, ("a",), (("a", "b"),))
+    np.testing.assert_array_equal(run(FULL, EACH), FULL * EACH.sum())
+    found = [(c.kind, c.axes, c.elements) for c in collectives(run.trace(FULL, EACH).jaxpr)]
+    assert found == [
+        ("all-gather", ("a",), ROWS * COLUMNS),
+        ("reduce-scatter", ("a",), ROWS * COLUMNS),
+        ("reduce-scatter", ("b",), ROWS * COLUMNS // 2),
+    ]
+
+
+@pytest.mark.parametrize("route", [Route(("a", "b")), IN_TWO_HOPS], ids=["one hop", "two hops"])
+def test_padding_is_dropped_after_the_gather_and_added_before_the_reduction(route, mesh):
+    rows = ROWS - 3
+    full, wire = (
+        np.concatenate([FULL[:rows], np.full((3, COLUMNS), np.nan, "float32")]),
+        Wire(route, route),
+    )
+    obtained = lambda shard, _: obtain(Held(shard), cut(wire, padding=3))[None]
+    got = on_devices(obtained, mesh, (("a", "b"),), (("a", "b"),))(full, EACH)
+    np.testing.assert_array_equal(got, np.broadcast_to(FULL[:rows], (8, rows, COLUMNS)))
+    grad = on_devices(jax.grad(weighted(wire, padding=3)), mesh, (("a", "b"),), (("a", "b"),))
+    wanted = np.concatenate([FULL[:rows] * EACH.sum(), np.zeros((3, COLUMNS), "float32")])
+    np.testing.assert_array_equal(grad(full, EACH), wanted)

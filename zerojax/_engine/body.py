@@ -11,7 +11,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from zerojax import _compat
-from zerojax._collectives import Held, Wire, dispose, obtain
+from zerojax._collectives import Held, dispose, obtain
 from zerojax._engine.ir import Split, Step
 from zerojax._engine.vary import (
     Gradient,
@@ -43,14 +43,13 @@ Run = Callable[[Sequence[Step], Env, "How"], None]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How a loss runs: over which wire, whether backward gathers again, how loops prefetch.
+    """The schedule of a loss: whether backward gathers again, how loops prefetch.
 
     `prefetch` is the number of layers gathered ahead. `in_turn` delays the next layer's all-gather
     until the previous layer's reduce-scatter has finished. `by_data` orders collectives by data
     dependence where a barrier does not. `in_loop` says that a loop over layers is around.
     """
 
-    wire: Wire
     regather: bool
     prefetch: int
     in_turn: bool = False
@@ -127,7 +126,7 @@ class Body:
         """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
         held, kept = self._by_var(weights), kept or {}
         return [
-            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, self.how.wire)
+            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut)
             for var, s in self.split.gathers.items()
         ]
 
@@ -282,7 +281,7 @@ class Body:
         for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
             if grad is not None:
                 seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
-                (mine,) = to_root(dispose(grad, seen.dtype, shard.cut, self.how.wire))
+                (mine,) = to_root(dispose(grad, seen.dtype, shard.cut))
                 totals[shard.root] = Held(add(totals[shard.root].shard, mine))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from zerojax import _compat
-from zerojax._collectives import Held, Wire
+from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
 from zerojax._engine.body import Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import InputKind, Loop, Scope, Shard, Split, Step
@@ -20,14 +20,13 @@ from zerojax._engine.vary import Value, by_hand, instantiated, is_float, merge, 
 from zerojax._jaxpr import Atom, Var
 
 
-def how_on(mesh: Mesh, wire: Wire, *, regather: bool, prefetch: int | str) -> How:
+def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str) -> How:
     """Returns how a loss runs on these devices.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
     ahead = int(_compat.is_gpu(mesh.devices.flat[0])) if prefetch == "auto" else int(prefetch)
     return How(
-        wire,
         regather,
         ahead,
         in_turn=_xla_options.knows_wires(mesh),

@@ -1,5 +1,6 @@
 """Selects the arrays to differentiate by, and gives gradients the structure of their primals."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -39,11 +40,14 @@ def gradients(
 
 def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
     """Whether each array of `values` is differentiated by."""
-    mask: list[bool] = []
-    for value, want in zip(values, wanted, strict=True):
-        *full, varied = jax.tree.leaves(value)  # the shard is the last
-        mask += [False] * len(full) + [want and is_float(varied)]
-    return mask
+
+    def mask(value: Value, want: bool) -> Held | bool:
+        if isinstance(value, Held):
+            rest = None if value.rest is None else False
+            return dataclasses.replace(value, shard=want and is_float(value.shard), rest=rest)
+        return want and is_float(value)
+
+    return jax.tree.leaves(list(map(mask, values, wanted)))
 
 
 def by_hand(

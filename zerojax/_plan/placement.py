@@ -14,6 +14,11 @@ from zerojax._plan import spec as _spec
 Axes = tuple[str, ...]
 
 
+def beyond(axes: Axes, inner: Axes) -> Axes:
+    """Returns the axes that are not among `inner`, in order."""
+    return tuple(axis for axis in axes if axis not in inner)
+
+
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The mesh axes over which each kind of array is sharded; () where it is replicated."""

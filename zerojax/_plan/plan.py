@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from zerojax import _agreement, _collectives, _fingerprint
-from zerojax._collectives import Cut, Route
+from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
+from zerojax._plan.placement import beyond
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
@@ -113,18 +114,20 @@ class Plan(Layout):
     ) -> list[Array]:
         """Gathers the leaves at `indices`. By hand: XLA would choose when, and in which dtype."""
         plans = [self.leaves[i] for i in indices]
+        rest = [leaf.rest.local for leaf in plans]
 
         def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
             rank = len(leaf.shape)
-            cut = Cut(leaf.update.dim, rank, leaf.dtype, others=leaf.update.others(rank))
-            route = Route(leaf.update.axes)  # exact: parameters would drift
-            return _collectives.gather_rested(shard, stack, cut, leaf.stacked, route)
+            axes = beyond(leaf.update.axes, leaf.rest.axes)
+            wire = Wire(gather=Route(axes))  # exact: parameters would drift
+            cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=leaf.update.others(rank))
+            return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
 
         return jax.shard_map(
             lambda shards, old: list(map(gather_one, shards, old, plans)),
             mesh=self.mesh,
-            in_specs=([leaf.update.local for leaf in plans], PartitionSpec()),
-            out_specs=PartitionSpec(),
+            in_specs=([leaf.update.local for leaf in plans], rest),
+            out_specs=rest,
             axis_names=set(self.batch_axes),
             check_vma=False,
         )([shards[i] for i in indices], [old[i] for i in indices])

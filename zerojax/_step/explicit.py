@@ -17,12 +17,13 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._collectives import Cut, Held, names_in, obtain, wire_over
+from zerojax._collectives import Cut, Held, Route, Wire, names_in, obtain
 from zerojax._engine.body import How
 from zerojax._engine.ir import InputKind
 from zerojax._engine.run import evaluate, how_on
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
+from zerojax._plan.placement import beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
 from zerojax._types import PyTree, TreeDef
@@ -45,7 +46,7 @@ class Sharded:
     @property
     def full(self) -> jax.ShapeDtypeStruct:
         """The full parameter, as a shape."""
-        size = lax.axis_size(self.how.wire.gather.axes)
+        size = lax.axis_size(self.cut.wire.gather.near)
         shape = (n * size if d == self.cut.dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
@@ -91,7 +92,7 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
             f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
-    how = how_on(plan.mesh, wire_over(plan.batch_axes), regather=True, prefetch="auto")
+    how = how_on(plan.mesh, regather=True, prefetch="auto")
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
 
     def marked(value: Array, leaf: LeafPlan) -> Array | Sharded:
@@ -99,7 +100,10 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
             return value
         others = leaf.rest.others(value.ndim)
         others = () if names_in(others) & by_hand else others
-        return Sharded(value, Cut(leaf.rest.dim, value.ndim, value.dtype, others=others), how)
+        axes = leaf.rest.axes
+        wire = Wire(Route(axes), Route(axes, replicas=beyond(plan.batch_axes, axes)))
+        cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others)
+        return Sharded(value, cut, how)
 
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
@@ -128,7 +132,7 @@ def gather(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         is_float = jnp.issubdtype(leaf.data.dtype, jnp.floating)
         wanted = dtype if dtype is not None and is_float else leaf.data.dtype
         cut = dataclasses.replace(leaf.cut, dtype=jnp.dtype(wanted))
-        return obtain(Held(leaf.data), cut, leaf.how.wire)
+        return obtain(Held(leaf.data), cut)
 
     return jax.tree.map(full, tree, is_leaf=_is_sharded)
 
@@ -179,7 +183,7 @@ def scan(
             "stacked= with its path to zerojax.plan."
         )
     ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
-    # All weights of a plan have the same wire, so the first tells how the loop runs.
+    # All weights of a plan have the same schedule, so the first tells how the loop runs.
     how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _collectives
-from zerojax._collectives import Cut, Held, Route
+from zerojax._collectives import Cut, Exact, Held, Route, Wire
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
+from zerojax._plan.placement import Axes, Placement, beyond
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted
 
@@ -33,11 +35,17 @@ class Parameter:
         Where full gradients are accumulated, they are reduced after the last microbatch. Where
         nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
-        if self.accumulates and not self.plan.groups.grads:
-            return False  # else every microbatch would reduce, for the same sum
-        if self.plan.groups.opt_state or self.plan.size == 1:
-            return self.leaf.update.dim is not None
+        if self.landing.dim is not None:
+            return True
+        if self.accumulates or self.plan.groups.opt_state or self.plan.size == 1:
+            return False
         return len(self.leaf.shape) > 2
+
+    @property
+    def landing(self) -> Placement:
+        """Where the loss leaves the gradient: where microbatches are summed, or updates it."""
+        grad = self.leaf.grad if self.accumulates else None
+        return self.leaf.update if grad is None else grad
 
     @property
     def is_varied(self) -> bool:
@@ -60,13 +68,27 @@ class Parameter:
 
     @property
     def cut(self) -> Cut:
+        """How the loss sees it, where it is held."""
         update, rank = self.leaf.update, len(self.leaf.shape)
-        return Cut(update.dim, rank, self.compute_dtype, others=update.others(rank))
+        reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
+        wire = Wire(Route(self.leaf.rest.axes), reduce)
+        return Cut(update.dim, rank, self.compute_dtype, wire, others=update.others(rank))
 
     @property
-    def shard_shape(self) -> tuple[int, ...]:
-        dim, size = self.leaf.update.dim, self.plan.size
-        return tuple(n // size if d == dim else n for d, n in enumerate(self.leaf.shape))
+    def replicas(self) -> Axes:
+        """The axes of the batch over which devices update the same shard."""
+        return beyond(self.plan.batch_axes, self.leaf.update.axes)
+
+    def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
+        """Returns the route of a gradient that is sharded over `start` to `end`."""
+        near = self.leaf.grad.axes if self.leaf.grad else ()
+        axes = beyond(end, start)
+        far = beyond(axes, near)
+        return Route(beyond(axes, far), far, replicas, Exact(self.precision.reduce))
+
+    def shard_shape(self, place: Placement) -> tuple[int, ...]:
+        """Returns the shape of one device's part, as a `shard_map` over ZeRO's axes has it."""
+        return NamedSharding(self.plan.mesh, place.local).shard_shape(self.leaf.shape)
 
     def kind(self) -> InputKind:
         return self.cut if self.is_held else WEIGHT
@@ -80,26 +102,29 @@ class Parameter:
         if not self.is_varied:
             return value
         # A shard is cast again as it is gathered; its gradient comes back in this dtype.
-        if self.leaf.rest.dim is not None:
+        if self.leaf.rest == self.landing:
             return value.astype(self.grad_dtype)
-        return jnp.zeros(self.shard_shape, self.grad_dtype)  # its value is unread: see `Held`
+        return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)  # unread: see `Held`
 
     def loss_input(self, value: Array, varied: Array) -> Value:
         """Returns the parameter as the engine takes it."""
         if not self.is_held:
             return varied
-        return Held(varied) if self.leaf.rest.dim is not None else Held(varied, full=value)
+        return Held(varied) if self.leaf.rest == self.landing else Held(varied, rest=value)
 
-    def reduced(self, grad: Array, route: Route) -> Array:
-        """Returns the gradient summed over the devices, where the loss did not do so itself."""
-        # A parameter that is held was disposed of where the loss used it, layer by layer.
-        if self.plan.size > 1 and not self.is_held:
+    def reduced(self, grad: Array) -> Array:
+        """Returns the gradient summed over the devices, as far as the loss did not do so itself."""
+        # A parameter that is held was disposed of where the loss used it, layer by layer; what
+        # microbatches need not send each time is left.
+        left = self.route(self.landing.axes, self.leaf.update.axes, self.replicas)
+        is_left = (self.accumulates or not self.is_held) and left != self.route((), (), ())
+        if self.plan.size > 1 and is_left:
             # What is accumulated in a wider dtype is sent in the one it was computed in.
-            grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, route)
+            grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, left)
         return grad.astype(self.grad_dtype)
 
     def no_gradient(self) -> Array | np.ndarray:
         """Returns zeros in a dtype that optax can add; keys get JAX's own zero."""
         if jnp.issubdtype(self.leaf.dtype, jax.dtypes.extended):
             return np.zeros(self.leaf.shape, jax.dtypes.float0)
-        return jnp.zeros(self.shard_shape, self.leaf.dtype)
+        return jnp.zeros(self.shard_shape(self.leaf.update), self.leaf.dtype)

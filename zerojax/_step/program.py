@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax import _collectives, _compat
+from zerojax import _compat
 from zerojax._engine import run as _run
 from zerojax._engine.ir import InputKind
 from zerojax._jaxpr import type_of
@@ -83,7 +83,6 @@ class Program:
         self.precision = precision_of(plan, options.precision)
         self.how = _run.how_on(
             plan.mesh,
-            _collectives.wire_over(plan.batch_axes, self.precision.reduce),
             regather=options.regather and options.differentiate,
             prefetch=options.prefetch if plan.groups.params else 0,
         )
@@ -274,7 +273,7 @@ class Program:
         def mean(p: Parameter) -> Array | np.ndarray:
             if not p.is_varied:
                 return p.no_gradient()
-            grad = p.reduced(next(found), self.how.wire.reduce)
+            grad = p.reduced(next(found))
             return grad if rest == 1 else (grad.astype(wide(grad.dtype)) * rest).astype(grad.dtype)
 
         return list(map(mean, self.params))
