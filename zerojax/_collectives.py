@@ -76,7 +76,7 @@ class Cut:
 
     `padding` elements at the end of the sharded dimension are not the parameter's. `others` names,
     for each dimension, mesh axes of the user's own that it is sharded over (a `tensor` axis); it is
-    empty where there are none.
+    empty where there are none. `path` is for messages.
     """
 
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
@@ -86,6 +86,7 @@ class Cut:
     use_dtype: DTypeLike | None = None  # of the weight as it is used, where that is wider
     padding: int = 0
     others: tuple[Entry, ...] = ()
+    path: str = "a parameter"
 
     @property
     def final_dtype(self) -> DTypeLike:

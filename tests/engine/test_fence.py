@@ -110,3 +110,31 @@ def test_collectives_of_a_step_are_ordered(prefetch, accumulate):
     step = zerojax.train_step(loss, prefetch=prefetch, accumulate=accumulate)
     batch = jnp.ones((64, DIM))
     assert unordered(step.lower(state, batch).compile().as_text()) == []
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_backward_gathers_again_on_gpus(layers):
+    """A loop that prefetches orders its gathers by itself, a short one too."""
+    shapes = {
+        "inner": jax.ShapeDtypeStruct((DIM, DIM), "float32"),
+        "s": {
+            "w": jax.ShapeDtypeStruct((layers, DIM, DIM), "float32"),
+            "b": jax.ShapeDtypeStruct((layers, DIM), "float32"),
+        },
+        "norm": jax.ShapeDtypeStruct((DIM,), "float32"),
+        "head": jax.ShapeDtypeStruct((DIM, DIM), "float32"),
+    }
+    tx = optax.sgd(0.1)
+    make = lambda: TrainState.create(
+        apply_fn=None, params=jax.tree.map(jnp.zeros_like, shapes), tx=tx
+    )
+    plan = zerojax.plan(make, mesh=zerojax.aot.mesh("8xH100"), min_shard_size=0)
+    step = zerojax.train_step(loss, plan=plan, prefetch=1)
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64, DIM), "float32"), plan)
+    traffic = zerojax.audit(step, plan.abstract(), batch).traffic
+    gathered = sum(t.wire_bytes * t.trips for t in traffic if t.kind == "all-gather")
+    # Forward gathers all of them, backward the stack again but for its last layer, and what the
+    # end of the loss read last is kept. Whether backward reads the biases is up to XLA.
+    wanted = (2 + 2 * layers - 1) * DIM * DIM
+    assert gathered == pytest.approx(wanted * 4 * 7 / 8, rel=0.03)

@@ -104,7 +104,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
         saved, done = residuals
-        if how.by_data or loop.unroll != 1:  # else the loop itself keeps forward and backward apart
+        if how.by_data or loop.unroll != 1:  # else the loop keeps them apart, a short one too
             shards = [x if isinstance(x, Held) else None for x in inputs]
             shards, cts = _tied(shards, layers.float_cts(cts), done)
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]

@@ -249,7 +249,7 @@ class _Splitter:
                 kinds.append(kind.cut.of_one_layer())
                 continue
             if isinstance(kind, Shard) and index >= first_x:
-                _warn_sharded_layers(atom)
+                _warn_sharded_layers(kind.cut.path, type_of(atom).shape)
             full = self.gathered_once(atom)
             is_carry = num_consts <= index < first_x
             operands.append(full)
@@ -291,11 +291,11 @@ def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]
     return eqn.params["policy"], eqn.params["prevent_cse"]
 
 
-def _warn_sharded_layers(stack: Atom) -> None:
+def _warn_sharded_layers(path: str, shape: Sequence[int]) -> None:
     warnings.warn(
-        f"a parameter stack of shape {type_of(stack).shape} is scanned along dimension 0 and "
-        "sharded along it too, so the full stack is gathered before the loop. Name it to the plan: "
-        "zerojax.plan(..., stacked='<its path>') shards the dimension after the layers. For loops "
-        "within loops, pass overrides={'<its path>': PartitionSpec(None, None, 'data')}.",
+        f"{path}, a stack of shape {tuple(shape)}, is scanned along dimension 0 and sharded along "
+        "it too, so the full stack is gathered before the loop. Name it to the plan: "
+        f"zerojax.plan(..., stacked={path!r}) shards the dimension after the layers. For loops "
+        f"within loops, pass overrides={{{path!r}: PartitionSpec(None, None, 'data')}}.",
         stacklevel=2,
     )

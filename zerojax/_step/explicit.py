@@ -102,7 +102,7 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         others = () if names_in(others) & by_hand else others
         axes = leaf.rest.axes
         wire = Wire(Route(axes), Route(axes, replicas=beyond(plan.batch_axes, axes)))
-        cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others)
+        cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
         return Sharded(value, cut, how)
 
     leaves, treedef = jax.tree.flatten(params)

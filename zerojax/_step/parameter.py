@@ -72,7 +72,8 @@ class Parameter:
         update, rank = self.leaf.update, len(self.leaf.shape)
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
         wire = Wire(Route(self.leaf.rest.axes), reduce)
-        return Cut(update.dim, rank, self.compute_dtype, wire, others=update.others(rank))
+        others, path = update.others(rank), self.leaf.path
+        return Cut(update.dim, rank, self.compute_dtype, wire, others=others, path=path)
 
     @property
     def replicas(self) -> Axes:
