@@ -53,13 +53,16 @@ class Route:
     `near` are the axes within a node, say, and `far` those between nodes. A weight is all-gathered
     over `far` and then over `near`; its gradient is reduce-scattered over `near`, then over `far`,
     and summed over `replicas`. In the spec of what is sharded `near` are the major axes: gathered
-    over the minor ones first, each part is contiguous for the next hop.
+    over the minor ones first, each part is contiguous for the next hop. The last `padding` elements
+    of the sharded dimension are none of the parameter's: dropped once it is gathered, added before
+    it is reduced.
     """
 
     near: tuple[str, ...] = ()
     far: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
     codec: Codec = Exact()
+    padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +77,8 @@ class Wire:
 class Cut:
     """The sharding of a parameter of `rank` dimensions, its dtypes, and how it is communicated.
 
-    `padding` elements at the end of the sharded dimension are not the parameter's. `others` names,
-    for each dimension, mesh axes of the user's own that it is sharded over (a `tensor` axis); it is
-    empty where there are none. `path` is for messages.
+    `others` names, for each dimension, mesh axes of the user's own that it is sharded over (a
+    `tensor` axis); it is empty where there are none. `path` is for messages.
     """
 
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
@@ -84,7 +86,6 @@ class Cut:
     dtype: DTypeLike  # of what is sent
     wire: Wire = Wire()
     use_dtype: DTypeLike | None = None  # of the weight as it is used, where that is wider
-    padding: int = 0
     others: tuple[Entry, ...] = ()
     path: str = "a parameter"
 
@@ -177,37 +178,37 @@ def near(parts: tuple[Array, ...], cut: Cut) -> tuple[Array, ...]:
 
 def opened(parts: tuple[Array, ...], cut: Cut) -> Array:
     """Decodes what was gathered, and drops the padding."""
-    full = cut.wire.gather.codec.decode(parts)
-    if cut.dim is None or not cut.padding:
+    route, dim = cut.wire.gather, cut.dim
+    full = route.codec.decode(parts)
+    if dim is None or not route.padding:
         return full
-    return lax.slice_in_dim(full, 0, full.shape[cut.dim] - cut.padding, axis=cut.dim)
+    return lax.slice_in_dim(full, 0, full.shape[dim] - route.padding, axis=dim)
 
 
 def dispose(grad: Array, dtype: DTypeLike, cut: Cut) -> Array:
     """Returns the gradient of a shard, in `dtype`, from that of the full weight."""
-    return reduced(padded(grad.astype(cut.dtype), cut), cut, cut.wire.reduce).astype(dtype)
-
-
-def padded(grad: Array, cut: Cut) -> Array:
-    """Adds zeros for the padding, which `opened` dropped."""
-    if cut.dim is None or not cut.padding:
-        return grad
-    ends = [(0, cut.padding if d == cut.dim else 0) for d in range(grad.ndim)]
-    return jnp.pad(grad, ends)
+    return reduced(grad.astype(cut.dtype), cut, cut.wire.reduce).astype(dtype)
 
 
 def reduced(grad: Array, cut: Cut, route: Route) -> Array:
-    """Sums a gradient over the devices of a route: near, far, replicas.
+    """Sums a gradient over the devices of a route: padded and encoded; near, far, replicas.
 
     Each device keeps its shard of the sum, or all if the parameter is replicated. The codec must
     encode to one array, which the collectives can sum.
     """
-    (grad,) = route.codec.encode(grad)
+    (grad,) = route.codec.encode(with_padding(grad, cut.dim, route.padding))
     for axes in (route.near, route.far):
         grad = _scattered(grad, cut, axes)
     if route.replicas:
         grad = _each_part(lambda x: lax.psum(x, route.replicas), grad, cut.others)
     return route.codec.decode((grad,))
+
+
+def with_padding(array: Array, dim: int | None, padding: int) -> Array:
+    """Returns `array` with zeros at the end of a dimension."""
+    if dim is None or not padding:
+        return array
+    return jnp.pad(array, [(0, padding if d == dim else 0) for d in range(array.ndim)])
 
 
 def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> Array:

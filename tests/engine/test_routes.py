@@ -35,15 +35,15 @@ def on_devices(function, mesh, spec, out_specs):
     return jax.jit(mapped)
 
 
-def cut(wire, dim=0, padding=0):
-    return Cut(dim, 2, jnp.dtype("float32"), wire, padding=padding)
+def cut(wire, dim=0):
+    return Cut(dim, 2, jnp.dtype("float32"), wire)
 
 
-def weighted(wire, padding=0):
+def weighted(wire):
     """A loss whose gradient by the full weight is the weight times the device's factor."""
 
     def loss(shard, factor):
-        return jnp.sum(obtain(Held(shard), cut(wire, padding=padding)) ** 2) * factor / 2
+        return jnp.sum(obtain(Held(shard), cut(wire)) ** 2) * factor / 2
 
     return loss
 
@@ -127,13 +127,12 @@ def test_what_rests_over_fewer_axes_is_gathered_over_those_and_reduced_over_all(
 @pytest.mark.parametrize("route", [Route(("a", "b")), IN_TWO_HOPS], ids=["one hop", "two hops"])
 def test_padding_is_dropped_after_the_gather_and_added_before_the_reduction(route, mesh):
     rows = ROWS - 3
-    full, wire = (
-        np.concatenate([FULL[:rows], np.full((3, COLUMNS), np.nan, "float32")]),
-        Wire(route, route),
-    )
-    obtained = lambda shard, _: obtain(Held(shard), cut(wire, padding=3))[None]
+    route = dataclasses.replace(route, padding=3)
+    wire = Wire(route, route)
+    full = np.concatenate([FULL[:rows], np.full((3, COLUMNS), np.nan, "float32")])
+    obtained = lambda shard, _: obtain(Held(shard), cut(wire))[None]
     got = on_devices(obtained, mesh, (("a", "b"),), (("a", "b"),))(full, EACH)
     np.testing.assert_array_equal(got, np.broadcast_to(FULL[:rows], (8, rows, COLUMNS)))
-    grad = on_devices(jax.grad(weighted(wire, padding=3)), mesh, (("a", "b"),), (("a", "b"),))
+    grad = on_devices(jax.grad(weighted(wire)), mesh, (("a", "b"),), (("a", "b"),))
     wanted = np.concatenate([FULL[:rows] * EACH.sum(), np.zeros((3, COLUMNS), "float32")])
     np.testing.assert_array_equal(grad(full, EACH), wanted)

@@ -5,6 +5,7 @@ optimizer state are sharded, and the planner gives each leaf the placements that
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -61,6 +62,10 @@ class Placement:
     def local(self) -> PartitionSpec:
         """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
         return _spec.only_axes(self.spec, self.axes) if self.axes else PartitionSpec()
+
+    def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape that an array of this logical shape has here."""
+        return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(shape))
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec, memory_kind=self.memory)

@@ -119,7 +119,8 @@ class Plan(Layout):
         def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
             rank = len(leaf.shape)
             axes = beyond(leaf.update.axes, leaf.rest.axes)
-            wire = Wire(gather=Route(axes))  # exact: parameters would drift
+            padding = leaf.update.padding - leaf.rest.padding
+            wire = Wire(gather=Route(axes, padding=padding))  # exact: parameters would drift
             cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=leaf.update.others(rank))
             return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
 

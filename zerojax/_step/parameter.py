@@ -70,8 +70,9 @@ class Parameter:
     def cut(self) -> Cut:
         """How the loss sees it, where it is held."""
         update, rank = self.leaf.update, len(self.leaf.shape)
+        rest = self.leaf.rest
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
-        wire = Wire(Route(self.leaf.rest.axes), reduce)
+        wire = Wire(Route(rest.axes, padding=rest.padding), reduce)
         others, path = update.others(rank), self.leaf.path
         return Cut(update.dim, rank, self.compute_dtype, wire, others=others, path=path)
 
@@ -85,11 +86,14 @@ class Parameter:
         near = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
         far = beyond(axes, near)
-        return Route(beyond(axes, far), far, replicas, Exact(self.precision.reduce))
+        padding = 0 if start else self.leaf.update.padding
+        codec = Exact(self.precision.reduce)
+        return Route(beyond(axes, far), far, replicas, codec, padding)
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
         """Returns the shape of one device's part, as a `shard_map` over ZeRO's axes has it."""
-        return NamedSharding(self.plan.mesh, place.local).shard_shape(self.leaf.shape)
+        full = place.padded(self.leaf.shape)
+        return NamedSharding(self.plan.mesh, place.local).shard_shape(full)
 
     def kind(self) -> InputKind:
         return self.cut if self.is_held else WEIGHT
@@ -118,7 +122,7 @@ class Parameter:
         # A parameter that is held was disposed of where the loss used it, layer by layer; what
         # microbatches need not send each time is left.
         left = self.route(self.landing.axes, self.leaf.update.axes, self.replicas)
-        is_left = (self.accumulates or not self.is_held) and left != self.route((), (), ())
+        is_left = (self.accumulates or not self.is_held) and (left.near + left.far + left.replicas)
         if self.plan.size > 1 and is_left:
             # What is accumulated in a wider dtype is sent in the one it was computed in.
             grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, left)
