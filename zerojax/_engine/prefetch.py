@@ -14,6 +14,7 @@ from zerojax._collectives import Held
 from zerojax._engine.body import Saved
 from zerojax._engine.layers import Layers
 from zerojax._engine.vary import Gradient, Value, add
+from zerojax._types import PyTree
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -25,6 +26,9 @@ from zerojax._engine.vary import Gradient, Value, add
 # middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
 # The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
 # the weights that f(L-1) ended with.
+
+
+Index = int | Array  # an iteration, or a layer of the stack
 
 
 class PrefetchedLayers(Layers):
@@ -39,12 +43,12 @@ class PrefetchedLayers(Layers):
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
 
-        def iteration(carry: list, gathered: list, at: Any) -> tuple[list, tuple[list, Saved]]:
+        def iteration(carry: list, gathered: list, at: Index) -> tuple[list, tuple[list, Saved]]:
             layer = [*consts, *carry, *layer_of(xs, self.index(at))]
             outs, saved = self.body.forward(layer, gathered, wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
-        def step(state: tuple[list, list], at: Any) -> tuple[Any, Any]:
+        def step(state: tuple[list, list], at: Index) -> tuple[Any, Any]:
             carry, gathered = state
             ahead = self.weights_at(inputs, at + 1)
             carry, kept = iteration(carry, gathered, at)
@@ -67,7 +71,7 @@ class PrefetchedLayers(Layers):
         compute = functools.partial(self.unreduced, inputs, d_ys)
         reduced = functools.partial(self.reduced, inputs)
 
-        def step(state: tuple, count: Any) -> tuple[tuple, None]:
+        def step(state: tuple, count: Array) -> tuple[tuple, None]:
             grads, gathered, left, stacks = state
             at = last - 1 - count
             done, shards = reduced(left, at + 1), self.shards_at(inputs, at - 1)
@@ -98,7 +102,7 @@ class PrefetchedLayers(Layers):
         grads: tuple[list, list],
         gathered: list[Array],
         saved: Saved,
-        at: Any,
+        at: Index,
     ) -> tuple[tuple[list, list], tuple[list, list]]:
         """Returns the gradients of carry and constants after one layer's backward, and what is
         left to reduce: the gradients of its shards and of its gathered weights."""
@@ -109,14 +113,16 @@ class PrefetchedLayers(Layers):
         more, d_carry, d_xs = self.parts(d_inputs)
         return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
 
-    def reduced(self, inputs: Sequence[Value], left: tuple[list, list], at: Any) -> list[Gradient]:
+    def reduced(
+        self, inputs: Sequence[Value], left: tuple[list, list], at: Index
+    ) -> list[Gradient]:
         """Returns one layer's gradients, reduce-scattered."""
         d_xs, d_gathered = left
         nothing = [None] * (len(inputs) - len(d_xs))
         layer = self.layer_at(inputs, at)
         return self.body.reduced(layer, [*nothing, *d_xs], d_gathered)[len(nothing) :]
 
-    def layer_at(self, inputs: Sequence[Value], at: Any) -> list[Any]:
+    def layer_at(self, inputs: Sequence[Value], at: Index) -> list[Any]:
         """Returns the inputs of one layer's body; its carry is lost, so as types."""
         consts, _, xs = self.parts(inputs)
         return [*consts, *self.carry_types(inputs), *layer_of(xs, self.index(at))]
@@ -124,25 +130,25 @@ class PrefetchedLayers(Layers):
     def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
 
-    def index(self, at: Any) -> Any:
+    def index(self, at: Index) -> Index:
         """Returns where in the stack the layer of an iteration is."""
         return self.loop.length - 1 - at if self.loop.reverse else at
 
-    def weights_at(self, inputs: Sequence[Value], at: Any) -> list[Array]:
+    def weights_at(self, inputs: Sequence[Value], at: Index) -> list[Array]:
         return self.gathered(inputs, self.shards_at(inputs, at))
 
-    def shards_at(self, inputs: Sequence[Value], at: Any) -> list[Value | None]:
+    def shards_at(self, inputs: Sequence[Value], at: Index) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
         # Only shards are gathered; the others stand in their places.
         shards = [x if isinstance(x, Held) else None for x in xs]
         return layer_of(shards, self.index(at))
 
 
-def layer_of(stacks: Any, index: Any) -> Any:
+def layer_of(stacks: PyTree, index: Index) -> PyTree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacks)
 
 
-def with_layer(stacks: Any, layer: Any, index: Any) -> Any:
+def with_layer(stacks: PyTree, layer: PyTree, index: Index) -> PyTree:
     """Writes a layer into its stacks, in place where a loop carries them."""
     return jax.tree.map(
         lambda stack, one: lax.dynamic_update_index_in_dim(stack, one, index, 0), stacks, layer
