@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 
 def of_shapes(tree: PyTree) -> str:
@@ -38,7 +38,7 @@ def of_value(value: PyTree) -> str:
         if not value.is_fully_replicated:
             return of_shapes(value)
         value = value.addressable_data(0)
-    if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
+    if is_key(value):
         value = jax.random.key_data(value)
     array = np.ascontiguousarray(value)
     if array.size == 1:

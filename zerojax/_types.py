@@ -1,7 +1,9 @@
-"""The types that signatures speak of, where JAX has no name for them."""
+"""The types that signatures speak of, where JAX has no name for them; and which values are keys."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
+
+import jax
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
 
@@ -23,3 +25,8 @@ class TreeDef(Protocol):
     """A `jax.tree_util.PyTreeDef`, which type checkers take for a variable too."""
 
     def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...
+
+
+def is_key(value: object) -> bool:
+    """Whether a value is a PRNG key, or an array of them; old-style keys are integers."""
+    return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)

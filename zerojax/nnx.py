@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import move as _move, place as _place, spec as _spec
+from zerojax._plan import dimension as _dimension, place as _place
 from zerojax._plan.precision import MasterState, Precision, master_weights
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.nnx_state import (
@@ -36,7 +36,7 @@ from zerojax._state.nnx_state import (
     update as update,
 )
 from zerojax._step import step as _step
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 
 def shard(
@@ -47,7 +47,7 @@ def shard(
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
 ) -> tuple[PyTree, nnx.Optimizer]:
@@ -154,7 +154,7 @@ class Step:
                 "zerojax.nnx.shard(model, optimizer, stage=3)."
             )
         keys = {} if rng is None else {"loss": rng}
-        if any(map(_move.is_key, jax.tree.leaves(placed.variables))):
+        if any(map(is_key, jax.tree.leaves(placed.variables))):
             keys["streams"] = _device_key()
         return self.functional, placed, batch, *([keys] if keys else [])
 

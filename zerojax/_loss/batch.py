@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _agreement, _fingerprint
 from zerojax._loss import fields as _fields
-from zerojax._plan import mesh as _mesh, move as _move, spec as _spec
+from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
@@ -210,14 +210,14 @@ def shard_batch(
     _refusals.check_values(batch, "batch")
     mesh, axes = _mesh.resolve(mesh, axis)
     found = roles((batch,), batch_specs, axes)
-    rows_first = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    rows_first = NamedSharding(mesh, PartitionSpec(axes))
     check((batch,), found, len(_local_parts(rows_first, _mesh.axes_size(mesh, axes))))
     leaves, treedef = jax.tree.flatten(batch)
     if not rows_first.is_fully_addressable:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
-        sharding = NamedSharding(mesh, _spec.normal(spec(role, axes)))
+        sharding = NamedSharding(mesh, spec(role, axes))
         move = _from_this_process if role.kind == BATCH else _move.moved
         return move(value, sharding)
 
@@ -256,7 +256,7 @@ def process_slice(
             f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
             f"{size}."
         )
-    split = NamedSharding(mesh, _spec.normal(PartitionSpec(axes)))
+    split = NamedSharding(mesh, PartitionSpec(axes))
     parts = _local_parts(split, size)
     first, last = min(parts), max(parts)
     if last - first + 1 != len(parts):

@@ -134,5 +134,5 @@ def check_runs(mesh: Mesh) -> None:
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Returns over how many devices these axes shard."""
+    """Returns the number of devices that these axes shard over."""
     return math.prod(mesh.shape[name] for name in axes)

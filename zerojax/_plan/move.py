@@ -10,6 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
+from zerojax._types import is_key
+
 
 def moved(value: ArrayLike, sharding: NamedSharding) -> Array:
     """Returns `value` at `sharding`, in memory of its own: a step will donate what comes out.
@@ -55,8 +57,3 @@ def whole(value: ArrayLike) -> np.ndarray:
         if shard.replica_id == 0:
             host[shard.index] = np.asarray(shard.data)
     return host
-
-
-def is_key(value: object) -> bool:
-    """Whether a value is a PRNG key, or an array of them; old-style keys are integers."""
-    return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)

@@ -9,77 +9,69 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend.core import Jaxpr, Var
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._jaxpr import Inliner, alive, is_var, reads
-from zerojax._plan.spec import Rule
+from zerojax._plan.dimension import Rule
 from zerojax._state import state as _state
-from zerojax._state.state import Leaf, path_name, shape_dtype
-from zerojax._types import PyTree
+from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
+from zerojax._types import PyTree, is_key
 
 
-def from_sharding_types(
-    tx: optax.GradientTransformation,
-    params: PyTree,
+def typed_state(
+    state: PyTree,
+    tx: optax.GradientTransformation | None,
     specs: Sequence[PartitionSpec],
-    axis_sizes: dict[str, int],
+    mesh: Mesh,
 ) -> tuple[PyTree, str | None]:
-    """Returns the shapes of `tx.init(params)`, each with its spec as `.sharding`.
+    """Returns the shapes of a state's optimizer state, each with its spec as `.sharding`.
 
-    Where JAX cannot say, returns None and the reason.
+    Where JAX cannot say, returns None and the reason. Raises where `tx.init` makes another tree.
     """
-    explicit = (AxisType.Explicit,) * len(axis_sizes)
-    mesh = AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=explicit)
-    values, treedef = jax.tree.flatten(params)
+    opt_state = _state.get_opt_state(state)
+    if tx is None or opt_state is None:
+        return None, None
+    params, treedef = jax.tree.flatten(jax.tree.map(shape_dtype, _state.get_params(state)))
+    try:
+        made = jax.eval_shape(tx.init, treedef.unflatten(params))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # a tracer was asked for a value
+        return None, "tx.init needs values"  # as will the update, which raises then
+    _check_match(opt_state, made)
+    explicit = dict.fromkeys(mesh.axis_names, AxisType.Explicit)
+    typed_mesh = mesh.abstract_mesh.update_axis_types(explicit)
     typed = [
-        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
-        for s, spec in zip(map(shape_dtype, values), specs, strict=True)
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(typed_mesh, spec))
+        for s, spec in zip(params, specs, strict=True)
     ]
     try:
-        with jax.sharding.use_abstract_mesh(mesh):
-            shapes = init_shapes(tx, treedef.unflatten(typed))
+        with jax.sharding.use_abstract_mesh(typed_mesh):
+            return jax.eval_shape(tx.init, treedef.unflatten(typed)), None
     except Exception as error:
-        init_shapes(tx, jax.tree.map(shape_dtype, params))  # raises an error of the optimizer's own
         return None, f"tx.init does what sharding types refuse ({type(error).__name__})"
-    return shapes, None if shapes is not None else "tx.init wants values"
 
 
-def init_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Returns the shapes of `tx.init(params)`, from shapes; None where it wants values."""
-    try:
-        return jax.eval_shape(tx.init, params)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # a tracer was asked for a value
-        return None
-
-
-def check_optimizer(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
-    """Raises where `opt_state` is not what `tx.init(params)` makes."""
-    wanted = init_shapes(tx, jax.tree.map(shape_dtype, params))
-    if wanted is None:
-        return  # the update itself will raise
-    remedy = "Make it anew: opt_state = tx.init(params)."
-    have, want = leaves_by_path(opt_state), leaves_by_path(wanted)
-    odd = sorted(have.keys() ^ want.keys())
-    if odd:
-        where = "only in the state" if odd[0] in have else "missing from the state"
+def _check_match(opt_state: PyTree, made: PyTree) -> None:
+    """Raises where an optimizer state is not what `tx.init(params)` has made."""
+    have, want = (
+        {leaf.name: tuple(shape_dtype(leaf.value).shape) for leaf in leaves_with_paths(tree)}
+        for tree in (opt_state, made)
+    )
+    for path in [*sorted(have.keys() ^ want.keys()), *have]:
+        if path not in want:
+            odd = "is only in the state"
+        elif path not in have:
+            odd = "is missing from the state"
+        elif have[path] != want[path]:
+            odd = f"has shape {have[path]}, and tx.init(params) makes {want[path]}"
+        else:
+            continue
         raise ValueError(
-            f"optimizer and parameters do not match: opt_state/{odd[0]} is {where}. {remedy}"
+            f"optimizer and parameters do not match: opt_state/{path} {odd}. "
+            "Make it anew: opt_state = tx.init(params)."
         )
-    for path, shape in have.items():
-        if shape != want[path]:
-            raise ValueError(
-                f"optimizer and parameters do not match: opt_state/{path} has shape {shape}, "
-                f"and tx.init(params) makes {want[path]}. {remedy}"
-            )
-
-
-def leaves_by_path(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {path_name(p): tuple(shape_dtype(v).shape) for p, v in flat}
 
 
 def from_matching_shapes(
@@ -138,18 +130,13 @@ def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> lis
     # A mesh of Explicit axes, as above, would refuse some updates.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         try:
-            jaxpr = jax.make_jaxpr(update)(list(map(_gradient_like, params)), state).jaxpr
+            grads = [zero_gradient(p) if is_key(p) else p for p in params]
+            jaxpr = jax.make_jaxpr(update)(grads, state).jaxpr
         except Exception:
             return [False] * len(params)
     read = _sources(jaxpr)
     pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
     return [jnp.issubdtype(p.dtype, jnp.inexact) and grad not in read for p, grad in pairs]
-
-
-def _gradient_like(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
-    if jnp.issubdtype(param.dtype, jax.dtypes.extended):
-        return np.zeros(param.shape, jax.dtypes.float0)
-    return param
 
 
 def _sources(jaxpr: Jaxpr) -> set[Var]:

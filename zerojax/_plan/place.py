@@ -7,10 +7,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._plan import move as _move, planner as _planner, spec as _spec
+from zerojax._plan import dimension as _dimension, move as _move, planner as _planner
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 
 def shard_train_state(
@@ -20,7 +20,7 @@ def shard_train_state(
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
     tx: optax.GradientTransformation | None = None,
@@ -79,6 +79,6 @@ def gather_params(state: PyTree) -> PyTree:
     _refusals.check_values(state)
 
     def to_host(leaf: jax.Array) -> jax.Array | np.ndarray:
-        return leaf if _move.is_key(leaf) else _move.whole(leaf)
+        return leaf if is_key(leaf) else _move.whole(leaf)
 
     return jax.tree.map(to_host, _state.params_in(state))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax._collectives import Entry
-from zerojax._plan import spec as _spec
+from zerojax._collectives import Entry, names_in
+from zerojax._plan import dimension as _dimension
 
 Axes = tuple[str, ...]
 
@@ -56,12 +56,13 @@ class Placement:
     @property
     def dim(self) -> int | None:
         """The dimension that ZeRO shards."""
-        return _spec.shard_dim(self.spec, self.axes) if self.axes else None
+        return _dimension.shard_dim(self.spec, self.axes) if self.axes else None
 
     @property
     def local(self) -> PartitionSpec:
         """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
-        return _spec.only_axes(self.spec, self.axes) if self.axes else PartitionSpec()
+        at = self.dim
+        return PartitionSpec(*(e if dim == at else None for dim, e in enumerate(self.spec)))
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that an array of this logical shape has here."""
@@ -72,4 +73,5 @@ class Placement:
 
     def others(self, rank: int) -> tuple[Entry, ...]:
         """Returns, for each dimension, the user's own axes that it is sharded over; () for none."""
-        return _spec.other_axes(self.spec, self.axes, rank)
+        entries = [None if dim == self.dim else entry for dim, entry in enumerate(self.spec)]
+        return (*entries, *[None] * (rank - len(entries))) if names_in(entries) else ()

@@ -2,14 +2,15 @@
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._plan import mesh as _mesh, optimizer as _optimizer, spec as _spec
+from zerojax._collectives import Entry
+from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, Groups, Placement, groups_of
 from zerojax._plan.plan import Plan, check_stage
@@ -17,7 +18,7 @@ from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.stacks import layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
@@ -31,7 +32,7 @@ def plan(
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _spec.DEFAULT_MIN_SHARD_SIZE,
+    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
     precision: Precision | None = None,
     tx: optax.GradientTransformation | None = None,
@@ -68,7 +69,8 @@ def plan(
     given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
     if given is None and stage >= 1 and mesh.devices.size == 1:
         _say_alone(mesh.devices.flat[0].platform)
-    rule = _spec.make_rule(axes, dict(mesh.shape), overrides, min_shard_size)
+    overrides = {} if overrides is None else overrides
+    rule = _dimension.Rule(mesh, axes, overrides, min_shard_size)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
     groups = groups_of(stage if rule.size > 1 else 0, axes)
@@ -115,11 +117,11 @@ class _Found(NamedTuple):
 
 def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
     spec, reason, stacked = found
+    dim = _dimension.shard_dim(spec, axes)
+    replicated = Placement(_normal(None if d == dim else entry for d, entry in enumerate(spec)))
+    sharded = replicated if dim is None else Placement(_normal(spec), axes)
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
-        spec, reason = _rest_spec(spec, axes), FROZEN
-    is_sharded = _spec.shard_dim(spec, axes) is not None
-    sharded = Placement(_spec.normal(spec), axes if is_sharded else ())
-    replicated = Placement(_spec.normal(_rest_spec(spec, axes)))
+        sharded, reason = replicated, FROZEN
 
     def over(group: Axes) -> Placement:
         return sharded if group else replicated
@@ -143,16 +145,16 @@ def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bo
 def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
-    rule: _spec.Rule,
+    rule: _dimension.Rule,
     stacked: str | None,
     tx: optax.GradientTransformation | None,
 ) -> list[_Found]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
-    bases = _state.base_specs(state, rule.axes, [name for name, _ in rule.axis_sizes])
+    bases = _state.base_specs(state, rule.axes, rule.mesh.axis_names)
     pairs = list(zip(leaves, bases, strict=True))
     specs = _param_specs(state, [pair for pair in pairs if pair[0].kind == PARAMS], rule, stacked)
     params = [(leaf, specs[leaf.path].spec) for leaf in leaves if leaf.kind == PARAMS]
-    typed, why = _typed_opt_state(state, tx, [spec for _, spec in params], rule)
+    typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule.mesh)
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
         if leaf.kind == OPT_STATE and typed is not None:
@@ -165,36 +167,24 @@ def _shard_specs(
 
 
 def _param_specs(
-    state: PyTree, params: list[tuple[Leaf, PartitionSpec]], rule: _spec.Rule, stacked: str | None
+    state: PyTree,
+    params: list[tuple[Leaf, PartitionSpec]],
+    rule: _dimension.Rule,
+    stacked: str | None,
 ) -> dict[tuple, _Found]:
     """Returns how the parameters can be sharded, by path; `params` has what their user says."""
-    for pattern, _ in rule.overrides:
+    for pattern in rule.overrides:
         _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
     stacks = layer_dims(_state.get_params(state), stacked)
     specs: dict[tuple, _Found] = {}
     for leaf, base in params:
         layers = stacks.get(leaf.path[1:], 0)
-        if jax.dtypes.issubdtype(getattr(leaf.value, "dtype", None), jax.dtypes.extended):
+        if is_key(leaf.value):
             specs[leaf.path] = _Found(base, "a PRNG key", layers > 0)
             continue
         shape = _state.shape_dtype(leaf.value).shape
         specs[leaf.path] = _Found(*rule(leaf.name, shape, base, layers), layers > 0)
     return specs
-
-
-def _typed_opt_state(
-    state: PyTree,
-    tx: optax.GradientTransformation | None,
-    specs: list[PartitionSpec],
-    rule: _spec.Rule,
-) -> tuple[PyTree, str | None]:
-    """Returns the optimizer state's shapes with their specs, or None and why JAX cannot say."""
-    opt_state = _state.get_opt_state(state)
-    if tx is None or opt_state is None:
-        return None, None
-    params = _state.get_params(state)
-    _optimizer.check_optimizer(tx, params, opt_state)
-    return _optimizer.from_sharding_types(tx, params, specs, dict(rule.axis_sizes))
 
 
 def _typed_spec(struct: jax.ShapeDtypeStruct) -> tuple[PartitionSpec, str | None]:
@@ -206,10 +196,15 @@ def _typed_spec(struct: jax.ShapeDtypeStruct) -> tuple[PartitionSpec, str | None
     return spec, "its own dimensions carry no shard of a parameter"
 
 
-def _rest_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns `spec` without the ZeRO axes."""
-    dim = _spec.shard_dim(spec, axes)
-    return PartitionSpec(*(None if d == dim else entry for d, entry in enumerate(spec)))
+def _normal(entries: Iterable[Entry]) -> PartitionSpec:
+    """Returns a spec without trailing Nones, as `jax.jit` writes the specs of its results.
+
+    An input spelled otherwise would compile the step a second time.
+    """
+    entries = list(entries)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 @functools.cache  # once in a process

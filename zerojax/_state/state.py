@@ -8,7 +8,7 @@ trees of parameters. No other package knows these container types.
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
-from zerojax._types import PyTree
+from zerojax._collectives import Entry
+from zerojax._types import PyTree, is_key
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
-
-Entry: TypeAlias = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
 class Leaf(NamedTuple):
@@ -78,15 +77,12 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     """Returns a state's leaves with their paths; raises where one of them is not an array."""
     leaves = named_leaves(state)
     for leaf in leaves:
-        if not _is_array(leaf.value) and not np.isscalar(leaf.value):
+        is_text = isinstance(leaf.value, str | bytes)
+        if is_text or not (_is_array(leaf.value) or np.isscalar(leaf.value)):
+            what = f"the string {leaf.value!r}" if is_text else f"a {type(leaf.value).__name__}"
             raise TypeError(
-                f"state leaf {leaf.name} is a {type(leaf.value).__name__}, not an array. Make it "
-                "an array, or a static field (flax.struct.field(pytree_node=False))."
-            )
-        if isinstance(leaf.value, str | bytes):
-            raise TypeError(
-                f"state leaf {leaf.name} is the string {leaf.value!r}, not an array. Make it a "
-                "static field (flax.struct.field(pytree_node=False)) or leave it out."
+                f"state leaf {leaf.name} is {what}, not an array. Make it a static field "
+                "(flax.struct.field(pytree_node=False)) or an array, or leave it out."
             )
     _check_single(state)
     params = get_params(state)
@@ -110,16 +106,14 @@ def no_parameters(state: object) -> ValueError:
 def shape_dtype(value: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape and canonical dtype of an array, key array, numpy or Python scalar."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        dtype = value.dtype
-        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        dtype = value.dtype if is_key(value) else jax.dtypes.canonicalize_dtype(value.dtype)
         return jax.ShapeDtypeStruct(value.shape, dtype)
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
 
 
 def zero_gradient(value: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
     """Returns zeros in a dtype that optimizers can add; a key gets JAX's own zero."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if is_key(value):
         return np.zeros(value.shape, jax.dtypes.float0)
     return jnp.zeros(value.shape, value.dtype)
 
@@ -185,10 +179,9 @@ def replace(state: PyTree, **parts: PyTree) -> PyTree:
     if hasattr(state, "_replace"):
         return state._replace(**parts)
     if isinstance(state, tuple):
-        order = {PARAMS: 0, OPT_STATE: 1}
         items = list(state)
         for name, value in parts.items():
-            items[order[name]] = value
+            items[(PARAMS, OPT_STATE).index(name)] = value
         return tuple(items)
     if hasattr(state, "replace"):
         return state.replace(**parts)
@@ -204,18 +197,18 @@ def base_specs(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> 
     """Returns each leaf's spec over axes other than ZeRO's, from flax boxes or its placement."""
     keep = set(mesh_axes) - set(axes)
 
-    def kept(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
-        entries = (tuple(spec) if spec is not None else ())[:rank]
-        return PartitionSpec(*(_filtered(entry, keep) for entry in entries))
+    def kept(entry: Entry) -> Entry:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(name for name in names if name in keep)
 
     specs: list[PartitionSpec] = []
     for node in jax.tree.leaves(state, is_leaf=is_box):
-        values = jax.tree.leaves(node)
-        spec = _box_spec(node) if is_box(node) else None
-        for value in values:
-            placed = getattr(value, "sharding", None)
-            given = spec if spec is not None else getattr(placed, "spec", None)
-            specs.append(kept(given, len(shape_dtype(value).shape)))
+        get = getattr(node, "get_partition_spec", None) if is_box(node) else None
+        of_box: PartitionSpec | None = get() if get is not None else None
+        for value in jax.tree.leaves(node):
+            of_value = getattr(getattr(value, "sharding", None), "spec", None)
+            spec = of_value if of_box is None else of_box
+            specs.append(PartitionSpec(*map(kept, tuple(spec or ())[: np.ndim(value)])))
     return specs
 
 
@@ -243,17 +236,6 @@ def finds(pattern: str, name: str, option: str) -> bool:
 
 def is_box(node: object) -> bool:
     return isinstance(node, meta.AxisMetadata)
-
-
-def _box_spec(box: object) -> PartitionSpec | None:
-    get = getattr(box, "get_partition_spec", None)
-    return get() if get is not None else None
-
-
-def _filtered(entry: Entry, keep: set[str]) -> Entry:
-    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    kept = tuple(n for n in names if n in keep)
-    return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
 def _get(state: PyTree, name: str, index: int) -> PyTree:

@@ -1,0 +1,139 @@
+"""Chooses the dimension along which a leaf is sharded, or says why it stays replicated.
+
+The choice depends on the path, the shape and the mesh alone. A stage decides to which arrays it
+applies, never what it is.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax._collectives import Entry, names_in
+from zerojax._plan import mesh as _mesh
+
+DEFAULT_MIN_SHARD_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The rule by which leaves are sharded over the ZeRO axes, made of a plan's options."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    overrides: Mapping[str, PartitionSpec]
+    min_shard_size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
+            raise ValueError(
+                f"min_shard_size must be a number of elements, got {self.min_shard_size!r}. Use 0 "
+                "to shard whatever divides."
+            )
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f"overrides= must map path patterns to specs, got {self.overrides!r}. Pass a dict, "
+                "for example {'embed': jax.sharding.PartitionSpec()}."
+            )
+        for pattern, spec in self.overrides.items():
+            if not isinstance(spec, PartitionSpec):
+                raise TypeError(
+                    f"overrides= maps {pattern!r} to {spec!r}; map it to a "
+                    "jax.sharding.PartitionSpec, for example PartitionSpec('data', None)."
+                )
+
+    @property
+    def size(self) -> int:
+        """The number of devices that a leaf is sharded over."""
+        return _mesh.axes_size(self.mesh, self.axes)
+
+    def __call__(
+        self, path: str, shape: Sequence[int], base: PartitionSpec, layers: int
+    ) -> tuple[PartitionSpec, str | None]:
+        """Returns the spec of a leaf, and the reason where it stays replicated.
+
+        `base` has the axes that the user sharded the leaf over already; they are kept. The first
+        `layers` dimensions count layers. ZeRO never shards the first of them, and another only
+        where nothing else divides: the full stack would be gathered for one layer.
+        """
+        for pattern, spec in self.overrides.items():
+            if re.search(pattern, path):
+                self._check_override(path, shape, spec)
+                return spec, None if shard_dim(spec, self.axes) is not None else "overrides="
+        if not shape:
+            return base, "scalar"
+        if np.prod(shape) < self.min_shard_size:
+            return base, f"smaller than min_shard_size={self.min_shard_size}"
+        entries = [*base, *[None] * (len(shape) - len(base))]
+        dims = [*range(layers, len(shape)), *range(1, layers)]
+        free = [d for d in dims if entries[d] is None]
+        for dim in free:
+            if shape[dim] and shape[dim] % self.size == 0:
+                entries[dim] = entry_over(self.axes)
+                return PartitionSpec(*entries), None
+        return base, _indivisible(shape, free, self.size, layers > 0)
+
+    def _check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
+        """Raises for an override that a leaf of this shape cannot follow."""
+        leaf, put = f"{path} (shape {tuple(shape)})", entry_over(self.axes)
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"overrides= puts {leaf} on {spec}, which has more entries than the leaf has "
+                "dimensions. Drop the extra ones."
+            )
+        if PartitionSpec.UNCONSTRAINED in tuple(spec):
+            raise ValueError(
+                f"overrides= puts {path} on {spec}, and UNCONSTRAINED is no place. Put None for a "
+                "dimension that is not sharded."
+            )
+        sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
+        if len(sharded) > 1 or any(entry != put for entry in sharded):
+            raise ValueError(
+                f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over all of "
+                f"its axes {self.axes}. Put {put!r} there, PartitionSpec(None) to replicate it, "
+                "or give axis= the axes that you want."
+            )
+        for dim, entry in enumerate(spec):
+            names = sorted(names_in([entry]))
+            for name in names:
+                if name not in self.mesh.shape:
+                    raise ValueError(
+                        f"overrides= puts {path} on {spec}, but the mesh has no axis {name!r}; "
+                        f"its axes are {self.mesh.axis_names}. Name one of those."
+                    )
+            total = _mesh.axes_size(self.mesh, names)
+            if shape[dim] % total:
+                raise ValueError(
+                    f"overrides= puts {leaf} on {spec}, but {total} does not divide dimension "
+                    f"{dim} ({shape[dim]}). Pad it to {_padded(shape[dim], total)} or override "
+                    "another dimension."
+                )
+
+
+def entry_over(axes: Sequence[str]) -> Entry:
+    """Returns the entry of a spec that shards a dimension over all of these axes."""
+    return PartitionSpec(tuple(axes))[0]
+
+
+def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
+    """Returns the dimension that `spec` shards over the ZeRO axes."""
+    entries, entry = tuple(spec), entry_over(axes)
+    return entries.index(entry) if entry in entries else None
+
+
+def _indivisible(shape: Sequence[int], free: list[int], size: int, stacked: bool) -> str:
+    if not free:
+        only = "its only dimension counts layers" if stacked else "every dimension is taken"
+        return f"{only}; nothing left to shard over {size} devices"
+    dim = max(free, key=lambda d: shape[d])
+    after = " after the layer dimension" if stacked else ""
+    return (
+        f"no dimension of {tuple(shape)}{after} divides by {size}; pad dimension {dim} to "
+        f"{_padded(max(shape[dim], 1), size)}"
+    )
+
+
+def _padded(length: int, size: int) -> int:
+    return -(-length // size) * size
