@@ -73,7 +73,7 @@ def _lines(jaxpr: jex_core.Jaxpr, consts: Sequence[ArrayLike], indent: str) -> I
     yield f"{indent}return " + " ".join(map(name, jaxpr.outvars))
 
 
-PLAIN = (type(None), bool, int, float, complex, str, np.dtype, enum.Enum)
+PLAIN = (type(None), bool, int, float, complex, str, np.dtype, enum.Enum, PartitionSpec)
 
 
 def show(value: object) -> str:
@@ -84,8 +84,6 @@ def show(value: object) -> str:
         return f"({', '.join(map(show, value))})"
     if isinstance(value, set | frozenset):  # whose order differs from process to process
         return f"{{{', '.join(sorted(map(show, value)))}}}"
-    if isinstance(value, PartitionSpec):
-        return str(value)
     if isinstance(value, NamedSharding):
         return f"{value.spec} over {show(value.mesh)}"
     if isinstance(value, Mesh | jax.sharding.AbstractMesh):

@@ -110,12 +110,11 @@ def _stored_with(
     Where `precision` gave that state masters, the optimizer gets variables for them.
     """
     tx = getattr(optimizer.tx, "original", optimizer.tx)
-    has_masters = isinstance(optimizer.opt_state, MasterState)
-    if precision is None or has_masters or not isinstance(placed.opt_state, MasterState):
-        return tx
-    tx = master_weights(tx, precision.master)
-    like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
-    optimizer.opt_state = like.opt_state
+    had, has = (isinstance(s, MasterState) for s in (optimizer.opt_state, placed.opt_state))
+    if precision is not None and has and not had:
+        tx = master_weights(tx, precision.master)
+        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
+        optimizer.opt_state = like.opt_state
     return tx
 
 
@@ -162,12 +161,10 @@ class Step:
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> dict[str, PyTree]:
         step, *args = self.pure(model, optimizer, batch, rng)
-        result = step(*args)
-        if isinstance(result, tuple):
-            new, metrics = result
+        metrics = step(*args)
+        if isinstance(metrics, tuple):  # of a training step
+            new, metrics = metrics
             update(model, optimizer, new)
-        else:
-            metrics = result
         return metrics | metrics.pop("aux", {})
 
 
@@ -252,11 +249,7 @@ def _values_of(model: nnx.Module, before: PyTree, params: set[tuple]) -> PyTree:
 
     None stands for what stays as it was.
     """
-    variables = {
-        path: variable
-        for path, variable in nnx.to_flat_state(nnx.state(model))
-        if path not in params
-    }
+    variables = {p: v for p, v in nnx.to_flat_state(nnx.state(model)) if p not in params}
     for path in variables.keys() ^ {path for path, _ in nnx.to_flat_state(before)}:
         what = "added" if path in variables else "removed"
         raise ValueError(

@@ -36,12 +36,12 @@ class LeafPlan:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the leaf is sharded between steps."""
+        """The sharding of the leaf between steps."""
         return self.rest.spec
 
     @property
     def shard_spec(self) -> PartitionSpec:
-        """How the leaf is sharded while the optimizer updates it."""
+        """The sharding of the leaf while the optimizer updates it."""
         return self.update.spec
 
     @property
@@ -107,12 +107,12 @@ class Layout:
 
     @functools.cached_property
     def shardings(self) -> list[NamedSharding]:
-        """Where each leaf rests between steps, in the order of `jax.tree.leaves(state)`."""
+        """The place of each leaf between steps, in the order of `jax.tree.leaves(state)`."""
         return [leaf.rest.sharding(self.mesh) for leaf in self.leaves]
 
     @functools.cached_property
     def shard_shardings(self) -> list[NamedSharding]:
-        """Where each leaf is while the optimizer updates it."""
+        """The place of each leaf while the optimizer updates it."""
         return [leaf.update.sharding(self.mesh) for leaf in self.leaves]
 
     def bytes_per_device(self) -> dict[str, int]:

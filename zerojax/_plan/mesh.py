@@ -24,13 +24,12 @@ def default_mesh() -> Mesh:
     slices: dict[int, list[Device]] = {}
     for device in jax.devices():
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
-    rings = [_ring(slices[index]).devices for index in sorted(slices)]
-    return Mesh(np.concatenate(rings), (DEFAULT_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _ring(devices: Sequence[Device]) -> Mesh:
     names, types = (DEFAULT_AXIS,), (AxisType.Auto,)
-    return jax.make_mesh((len(devices),), names, axis_types=types, devices=devices)
+    rings = [
+        jax.make_mesh((len(ring),), names, axis_types=types, devices=ring).devices
+        for _, ring in sorted(slices.items())
+    ]
+    return Mesh(np.concatenate(rings), names, axis_types=types)
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
@@ -48,10 +47,11 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
 
 
 def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    only_axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
-    wanted = only_axis if axis is None else axis
-    axes = (wanted,) if isinstance(wanted, str) else _names(wanted)
-    if not axes or len(set(axes)) < len(axes):
+    if axis is None:
+        axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
+    axes = (axis,) if isinstance(axis, str) else axis
+    are_names = isinstance(axes, Sequence) and all(isinstance(name, str) for name in axes)
+    if not are_names or not axes or len(set(axes)) < len(axes):
         raise ValueError(
             f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
             f"{tuple(mesh.axis_names)}. Pass one of them, or leave axis= out."
@@ -62,7 +62,7 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
                 f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
                 f"Pass axis=... with one of them."
             )
-    return axes
+    return tuple(axes)
 
 
 def _check_auto(mesh: Mesh) -> None:
@@ -89,18 +89,11 @@ def _check_devices(mesh: Mesh) -> None:
         )
 
 
-def _names(axis: object) -> tuple[str, ...]:
-    """Returns the axes in a sequence of names; () for anything else."""
-    if isinstance(axis, Sequence) and all(isinstance(name, str) for name in axis):
-        return tuple(axis)
-    return ()
-
-
 @contextlib.contextmanager
 def seen_as(mesh: AbstractMesh) -> Iterator[None]:
     """Sets `mesh`, whatever mesh a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
-    # First none at all: from one mesh to another, JAX wants axes of equal sizes.
+    # First none at all: from one mesh to another, JAX demands axes of equal sizes.
     with set_to(AbstractMesh((), ())), set_to(mesh):
         yield
 

@@ -42,7 +42,7 @@ def _copy_to(sharding: Sharding) -> jax.stages.Wrapped:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-def whole(value: ArrayLike) -> np.ndarray:
+def to_host(value: ArrayLike) -> np.ndarray:
     """Returns the full `value` in host memory, from the shards of all devices.
 
     In several processes every one calls this, and every one gets it. JAX's own conversion would

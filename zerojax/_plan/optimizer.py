@@ -118,7 +118,7 @@ def apply_gradients(
 def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> list[bool]:
     """Returns, for each parameter of a state, whether its update never reads its gradient.
 
-    Where the update cannot be traced, all gradients count as read. It may want values or further
+    Where the update cannot be traced, all gradients count as read. It may need values or further
     arguments, or be wrong; the step will raise that.
     """
     state = jax.tree.map(shape_dtype, state)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -74,11 +73,7 @@ def gather_params(state: PyTree) -> PyTree:
         >>> print(type(zerojax.gather_params(state)["w"]).__name__)
         ndarray
     """
-
     _refusals.check_alive(state)
     _refusals.check_values(state)
-
-    def to_host(leaf: jax.Array) -> jax.Array | np.ndarray:
-        return leaf if is_key(leaf) else _move.whole(leaf)
-
-    return jax.tree.map(to_host, _state.params_in(state))
+    params = _state.params_in(state)
+    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else _move.to_host(leaf), params)

@@ -62,7 +62,8 @@ class Placement:
     def local(self) -> PartitionSpec:
         """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
         at = self.dim
-        return PartitionSpec(*(e if dim == at else None for dim, e in enumerate(self.spec)))
+        entries = (e if dim == at else None for dim, e in enumerate(self.spec))
+        return PartitionSpec() if at is None else PartitionSpec(*entries)
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that an array of this logical shape has here."""

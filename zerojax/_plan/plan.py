@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
 
 from zerojax import _agreement, _collectives, _fingerprint
 from zerojax._collectives import Cut, Route, Wire
@@ -44,29 +43,26 @@ class Plan(Layout):
         return _carried.carry_plan(self.treedef.unflatten(structs), self)
 
     def place(self, state: PyTree) -> PyTree:
-        """Moves a state to where the plan wants it. A function that makes one makes it there.
+        """Moves a state to where the plan has it. A function that makes one makes it there.
 
-        Where the plan has a precision, the state is first stored in its dtypes.
-
-        The arrays passed in stay valid and untouched: a step may donate what comes out.
+        Where the plan has a precision, the state is first stored in its dtypes. The arrays passed
+        in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
         if _state.is_state_function(state):
             made: list[TreeDef] = []
             make = self.born_sharded(state, made.append)
             self._agree(lambda: {"how it is made": _fingerprint.of_program(make.trace().jaxpr)})
-            leaves = make()
+            leaves = make()  # before `made[0]` is read
             return made[0].unflatten(leaves)
         _refusals.check_alive(state)
         state = stored_with(state, self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
-        values = [_as_array(value, leaf) for value, leaf in zip(leaves, self.leaves, strict=True)]
+        values = list(map(_as_array, leaves, self.leaves))
         paths = [leaf.path for leaf in self.leaves]
         self._agree(lambda: _fingerprint.of_values(zip(paths, values, strict=True)))
-        placed = [
-            _move.moved(v, sharding) for v, sharding in zip(values, self.shardings, strict=True)
-        ]
+        placed = map(_move.moved, values, self.shardings)
         return _carried.carry_plan(treedef.unflatten(placed), self)
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
@@ -107,7 +103,7 @@ class Plan(Layout):
             full = self._gathered(moving, leaves, old)
             for i, leaf in zip(moving, full, strict=True):
                 leaves[i] = leaf
-        return self._constrained(treedef.unflatten(leaves), self.shardings)
+        return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, self.shardings))
 
     def _gathered(
         self, indices: list[int], shards: list[Array], old: Sequence[Array | None]
@@ -135,12 +131,8 @@ class Plan(Layout):
 
     def scatter(self, state: PyTree) -> PyTree:
         """Constrains a state, inside `jax.jit`, to where the optimizer updates it."""
-        return self._constrained(state, self.shard_shardings)
-
-    def _constrained(self, state: PyTree, shardings: Sequence[NamedSharding]) -> PyTree:
         leaves, treedef = jax.tree.flatten(state)
-        constrained = map(jax.lax.with_sharding_constraint, leaves, shardings)
-        return treedef.unflatten(constrained)
+        return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, self.shard_shardings))
 
     def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""

@@ -179,11 +179,9 @@ def _param_specs(
     specs: dict[tuple, _Found] = {}
     for leaf, base in params:
         layers = stacks.get(leaf.path[1:], 0)
-        if is_key(leaf.value):
-            specs[leaf.path] = _Found(base, "a PRNG key", layers > 0)
-            continue
         shape = _state.shape_dtype(leaf.value).shape
-        specs[leaf.path] = _Found(*rule(leaf.name, shape, base, layers), layers > 0)
+        key = (base, "a PRNG key") if is_key(leaf.value) else None
+        specs[leaf.path] = _Found(*key or rule(leaf.name, shape, base, layers), layers > 0)
     return specs
 
 

@@ -68,12 +68,9 @@ def promoted(one: DTypeLike, other: DTypeLike) -> np.dtype:
     one, other = jnp.dtype(one), jnp.dtype(other)
     if one == other:
         return one
-
-    def known(dtype: np.dtype) -> DTypeLike:
-        # JAX promotes no float of 8 bits; bfloat16 has the values of all of them.
-        return jnp.bfloat16 if _is_8_bit_float(dtype) else dtype
-
-    return jnp.promote_types(known(one), known(other))
+    # JAX promotes no float of 8 bits; bfloat16 has the values of all of them.
+    known = [jnp.bfloat16 if _is_8_bit_float(dtype) else dtype for dtype in (one, other)]
+    return jnp.promote_types(*known)
 
 
 def _is_8_bit_float(dtype: np.dtype) -> bool:
@@ -178,10 +175,9 @@ def _where_copied(copies: PyTree, yes: PyTree, no: PyTree) -> PyTree:
     def is_hole(copy: object) -> bool:
         return isinstance(copy, optax.MaskedNode)
 
-    def chosen(copy: PyTree, yes: PyTree, no: PyTree) -> PyTree:
-        return no if is_hole(copy) else yes
-
-    return jax.tree.map(chosen, copies, yes, no, is_leaf=is_hole)
+    return jax.tree.map(
+        lambda copy, y, n: n if is_hole(copy) else y, copies, yes, no, is_leaf=is_hole
+    )
 
 
 def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:

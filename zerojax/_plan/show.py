@@ -3,8 +3,6 @@
 import difflib
 from collections.abc import Sequence
 
-from jax.sharding import NamedSharding, PartitionSpec
-
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
@@ -30,7 +28,6 @@ TITLES = {
     OTHER: "other",
 }
 
-HEADER = ("leaf", "shape", "spec", "size", "per device", "why not sharded")
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34
 Extent = tuple[float, float]  # along one dimension, in parts of its size
@@ -67,7 +64,7 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
 
 def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[Device]) -> list[list[Extent]]:
     """Returns, for each device, the extents of its shard along the sharded dimensions."""
-    index = NamedSharding(plan.mesh, leaf.spec).devices_indices_map(leaf.shape)
+    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.shape)
     dims = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
     extents = []
     for device in devices:
@@ -88,9 +85,7 @@ def _draw_box(axes: Axes, column: int, row: int, part: list[Extent], fill: str) 
 
 
 def _left_out(leaves: list[LeafPlan], devices: int) -> str:
-    more = []
-    if devices:
-        more.append(f"{devices} more devices hold as much")
+    more = [f"{devices} more devices hold as much"] if devices else []
     if leaves:
         more.append(f"{len(leaves)} smaller leaves, {human_bytes(sum(x.nbytes for x in leaves))}")
     return "device" + (f"  (not drawn: {'; '.join(more)})" if more else "")
@@ -123,7 +118,7 @@ def leaf_text(plan: Layout, path: str) -> str:
         f"of {human_bytes(leaf.nbytes)} on each device{why}"
     ]
     holders: dict[str, list[str]] = {}
-    index = NamedSharding(plan.mesh, leaf.spec).devices_indices_map(leaf.shape)
+    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.shape)
     for device in plan.mesh.devices.flat:
         ranges = zip(index[device], leaf.shape, strict=True)
         part = ", ".join(_range_text(piece.indices(size), size) for piece, size in ranges)
@@ -142,32 +137,26 @@ def _range_text(bounds: tuple[int, int, int], size: int) -> str:
 def plan_title(plan: Layout) -> str:
     over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes)
     kind = plan.mesh.devices.flat[0].device_kind
-    what = [k for k, on in plan.sharded.items() if on]
-    shards = ", ".join(what) if what else "nothing"
-    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {shards}"
+    sharded = ", ".join(k for k, on in plan.sharded.items() if on) or "nothing"
+    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {sharded}"
 
 
 def plan_text(plan: Layout) -> str:
-    rows = [HEADER, *_plan_rows(plan), *_total_rows(plan)]
-    return f"{paragraphs([plan_title(plan)])}\n{text_table(rows, (3, 4), flexible=(0, 5))}"
+    table = text_table([*_rows(plan), *_total_rows(plan)], (3, 4), flexible=(0, 5))
+    return f"{paragraphs([plan_title(plan)])}\n{table}"
 
 
 def plan_html(plan: Layout) -> str:
-    return html_table([plan_title(plan)], [HEADER, *_plan_rows(plan)], _total_rows(plan))
+    return html_table([plan_title(plan)], _rows(plan), _total_rows(plan))
 
 
-def _plan_rows(plan: Layout) -> list[Row]:
-    return [
-        (
-            leaf.path,
-            f"{leaf.dtype}{list(leaf.shape)}",
-            _spec_text(leaf.spec),
-            human_bytes(leaf.nbytes),
-            human_bytes(leaf.bytes_per_device(plan.mesh)),
-            leaf.reason or "",
-        )
-        for leaf in plan.leaves
-    ]
+def _rows(plan: Layout) -> list[Row]:
+    rows: list[Row] = [("leaf", "shape", "spec", "size", "per device", "why not sharded")]
+    for leaf in plan.leaves:
+        shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
+        size, part = human_bytes(leaf.nbytes), human_bytes(leaf.bytes_per_device(plan.mesh))
+        rows.append((leaf.path, shape, f"({spec})", size, part, leaf.reason or ""))
+    return rows
 
 
 def _total_rows(plan: Layout) -> list[Row]:
@@ -178,8 +167,3 @@ def _total_rows(plan: Layout) -> list[Row]:
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
     sums.append(("in all", sum(full.values()), sum(now.values())))
     return [(kind, "", "", human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
-
-
-def _spec_text(spec: PartitionSpec) -> str:
-    entries = ", ".join("·" if e is None else str(e) for e in spec)
-    return f"({entries})"

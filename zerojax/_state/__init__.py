@@ -1,4 +1,4 @@
-"""What a user's state is made of: its parameters, its optimizer state, and the rest.
+"""A user's state, taken apart: its parameters, its optimizer state, and the rest.
 
 The only package that knows container types: `TrainState`, tuples, dicts, Flax nnx, Equinox. It
 imports nothing but the modules at the top level; everything else may import it. Begin with

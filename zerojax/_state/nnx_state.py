@@ -14,7 +14,7 @@ from zerojax._types import PyTree
 
 @struct.dataclass
 class Variables:
-    """What is in a model besides parameters, and the graph that makes a model of both."""
+    """A model's variables other than parameters, and the graph that makes a model of both."""
 
     values: PyTree
     graphdef: nnx.GraphDef = struct.field(pytree_node=False)
