@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._plan.layout import LeafPlan as LeafPlan
+    from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
         gather_params as gather_params,
         shard_train_state as shard_train_state,
@@ -68,6 +69,7 @@ _EXPORTS = {
     "_hlo.gpus": ["Rates"],
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
+    "_plan.mesh": ["mesh"],
     "_plan.place": ["gather_params", "shard_train_state"],
     "_plan.layout": ["LeafPlan"],
     "_plan.plan": ["Plan"],

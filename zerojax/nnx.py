@@ -46,6 +46,7 @@ def shard(
     *,
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
+    groups: Mapping[str, str | Sequence[str]] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
@@ -60,7 +61,7 @@ def shard(
             ones) are kept.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
-        stage, mesh, axis, overrides, min_shard_size, stacked, precision: as in
+        stage, mesh, axis, groups, overrides, min_shard_size, stacked, precision: as in
             `zerojax.shard_train_state`.
 
     Returns:
@@ -91,6 +92,7 @@ def shard(
         stage,
         mesh=mesh,
         axis=axis,
+        groups=groups,
         overrides=overrides,
         min_shard_size=min_shard_size,
         stacked=stacked,

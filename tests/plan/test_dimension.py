@@ -47,10 +47,10 @@ def test_bad_override_names_path_and_remedy(spec, error, remedy):
         params_plan({"w": shape(16, 3)}, overrides={"w": spec})
 
 
-@pytest.mark.parametrize("spec", [P("gpu"), P(("gpu", "host")), P("host", "gpu"), P(None, "host")])
-def test_override_over_some_of_the_axes_is_refused(spec):
+@pytest.mark.parametrize("spec", [P(("gpu", "host")), P("host", "gpu")])
+def test_override_in_another_order_or_of_two_dimensions_is_refused(spec):
     mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    remedy = r"puts params/w on P\(.*axes \('host', 'gpu'\).*PartitionSpec\(None\).*give axis="
+    remedy = r"puts params/w on P\(.*axes \('host', 'gpu'\).*PartitionSpec\(None\)"
     with pytest.raises(ValueError, match=remedy):
         params_plan({"w": shape(16, 8)}, mesh=mesh, axis=("host", "gpu"), overrides={"w": spec})
 

@@ -5,6 +5,7 @@ applies, never what it is.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -89,11 +90,11 @@ class Rule:
                 "dimension that is not sharded."
             )
         sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
-        if len(sharded) > 1 or any(entry != put for entry in sharded):
+        if len(sharded) > 1 or any(entry not in self._allowed() for entry in sharded):
             raise ValueError(
-                f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over all of "
-                f"its axes {self.axes}. Put {put!r} there, PartitionSpec(None) to replicate it, "
-                "or give axis= the axes that you want."
+                f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over its axes "
+                f"{self.axes} or some of them in this order. Put {put!r} there, or "
+                "PartitionSpec(None) to replicate it."
             )
         for dim, entry in enumerate(spec):
             names = sorted(names_in([entry]))
@@ -111,6 +112,11 @@ class Rule:
                     "another dimension."
                 )
 
+    def _allowed(self) -> list[Entry]:
+        """Returns the entries of a spec that shard a dimension over some of the axes."""
+        counts = range(1, len(self.axes) + 1)
+        return [entry_over(a) for n in counts for a in itertools.combinations(self.axes, n)]
+
 
 def entry_over(axes: Sequence[str]) -> Entry:
     """Returns the entry of a spec that shards a dimension over all of these axes."""
@@ -119,8 +125,8 @@ def entry_over(axes: Sequence[str]) -> Entry:
 
 def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
     """Returns the dimension that `spec` shards over the ZeRO axes."""
-    entries, entry = tuple(spec), entry_over(axes)
-    return entries.index(entry) if entry in entries else None
+    dims = (dim for dim, entry in enumerate(spec) if names_in([entry]) & set(axes))
+    return next(dims, None)
 
 
 def _indivisible(shape: Sequence[int], free: list[int], size: int, stacked: bool) -> str:

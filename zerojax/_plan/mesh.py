@@ -32,6 +32,32 @@ def default_mesh() -> Mesh:
     return Mesh(np.concatenate(rings), names, axis_types=types)
 
 
+def mesh(**sizes: int) -> Mesh:
+    """Makes a mesh of several levels, such as `mesh(node=4, gpu=8)`, the innermost last.
+
+    Devices of one host are next to each other along the last axis, so that this is the one of the
+    fast links. One size may be -1: what the devices leave.
+
+    Example:
+        >>> mesh = zerojax.mesh(node=2, gpu=4)
+        >>> print(dict(mesh.shape))
+        {'node': 2, 'gpu': 4}
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    asked = math.prod(sizes.values())
+    if list(sizes.values()).count(-1) == 1 and len(devices) % -asked == 0:
+        sizes = {name: len(devices) // -asked if n == -1 else n for name, n in sizes.items()}
+    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
+        product = " x ".join(map(str, sizes.values()))
+        raise ValueError(
+            f"a mesh of {product or 'no axes'} does not hold the {len(devices)} devices. Pass "
+            "sizes with that product; one may be -1: zerojax.mesh(node=-1, "
+            f"gpu={jax.local_device_count()})."
+        )
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
+
+
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh and the ZeRO axes that a caller meant, or raises and says what to pass."""
     mesh = default_mesh() if mesh is None else mesh

@@ -18,6 +18,7 @@ def shard_train_state(
     *,
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
+    groups: Mapping[str, str | Sequence[str]] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
@@ -33,7 +34,7 @@ def shard_train_state(
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
             them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
-        mesh, axis, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
+        mesh, axis, groups, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
 
     Returns:
         The same type of state; its arrays sharded, its optimizer carrying the plan.
@@ -51,6 +52,7 @@ def shard_train_state(
         stage=stage,
         mesh=mesh,
         axis=axis,
+        groups=groups,
         overrides=overrides,
         min_shard_size=min_shard_size,
         stacked=stacked,

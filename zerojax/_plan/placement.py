@@ -5,7 +5,8 @@ optimizer state are sharded, and the planner gives each leaf the placements that
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,6 +29,14 @@ class Groups:
     grads: Axes = ()
     opt_state: Axes = ()
 
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that shards the same kinds of arrays."""
+        return sum(map(bool, (self.params, self.grads, self.opt_state)))
+
+
+KINDS = tuple(field.name for field in dataclasses.fields(Groups))
+
 
 def groups_of(stage: int, axes: Axes) -> Groups:
     """Returns the groups of a stage over `axes`: this table is all that a stage is."""
@@ -37,6 +46,38 @@ def groups_of(stage: int, axes: Axes) -> Groups:
         2: Groups(opt_state=axes, grads=axes),
         3: Groups(opt_state=axes, grads=axes, params=axes),
     }[stage]
+
+
+def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str]]) -> Groups:
+    """Returns the groups that a user asks for, with the stage's where nothing is given.
+
+    Their axes are in the order in which they shard a dimension: those of the parameters first, so
+    that each device's part contains its shards of what is sharded further.
+    """
+    over = dataclasses.asdict(groups_of(stage, axes))
+    for kind, names in given.items():
+        if kind not in KINDS:
+            raise ValueError(f"groups= has the key {kind!r}; its keys are {KINDS}.")
+        over[kind] = (names,) if isinstance(names, str) else tuple(names or ())
+        if unknown := beyond(over[kind], axes):
+            raise ValueError(
+                f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
+                f"with no axis {unknown[0]!r}. Name one of those, or add it to axis=."
+            )
+    for inner, outer in itertools.pairwise(KINDS):
+        if missing := beyond(over[inner], over[outer]):
+            raise ValueError(
+                f"groups= shards {inner} over {over[inner]} and {outer} over {over[outer]}. What "
+                f"shards {inner} must shard {outer} too: {outer} needs {_listed(missing)} as well."
+            )
+    fastest_first, order = axes[::-1], ()
+    for kind in KINDS:
+        order += tuple(a for a in fastest_first if a in over[kind] and a not in order)
+    return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
+
+
+def _listed(names: Axes) -> str:
+    return " and ".join(map(repr, names))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._collectives import Entry
+from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan
-from zerojax._plan.placement import Axes, Groups, Placement, groups_of
+from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups, groups_of
 from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -31,6 +31,7 @@ def plan(
     stage: int = 3,
     mesh: Mesh | None = None,
     axis: str | Sequence[str] | None = None,
+    groups: Mapping[str, str | Sequence[str]] | None = None,
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
@@ -44,7 +45,12 @@ def plan(
             those names, or a function without arguments that makes one.
         stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
-        axis: the mesh axis or axes to shard over; default, the only one or `data`.
+        axis: the mesh axis or axes that the batch is split over; default, the only one or `data`,
+            with `groups` all of them.
+        groups: the axes over which each kind of array is sharded, where that is not over all axes
+            of the batch: `{"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}`. What
+            shards parameters shards gradients too, and what shards these the optimizer state.
+            Kinds left out are sharded as the stage says; devices along the other axes are replicas.
         overrides: `{path regex: PartitionSpec}` for parameters, matched against paths such as
             `params/dense/kernel`; the optimizer state follows.
         min_shard_size: parameters with fewer elements stay replicated.
@@ -66,22 +72,25 @@ def plan(
     check_precision(precision)
     if tx is not None:
         _refusals.check_tx(tx)
+    if groups is not None and mesh is not None and axis is None:
+        axis = mesh.axis_names
     given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
     if given is None and stage >= 1 and mesh.devices.size == 1:
         _say_alone(mesh.devices.flat[0].platform)
     overrides = {} if overrides is None else overrides
-    rule = _dimension.Rule(mesh, axes, overrides, min_shard_size)
+    over = groups_of(stage, axes) if groups is None else chosen_groups(stage, axes, groups)
+    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides, min_shard_size)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
-    groups = groups_of(stage if rule.size > 1 else 0, axes)
+    stage, over = over.stage, over if rule.size > 1 else Groups()
     specs = _shard_specs(state, leaves, rule, stacked, tx)
     frozen = iter(_optimizer.frozen_params(state, tx))
     planned = [
-        _leaf_plan(leaf, spec, groups, axes, leaf.kind == PARAMS and next(frozen))
+        _leaf_plan(leaf, spec, over, rule.axes, leaf.kind == PARAMS and next(frozen))
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     treedef = jax.tree.structure(_carried.without_plan(state))
-    made = Plan(stage, mesh, axes, groups, tuple(planned), treedef, precision)
+    made = Plan(stage, mesh, axes, over, tuple(planned), treedef, precision)
     _check_worth(made)
     return made
 
@@ -118,13 +127,17 @@ class _Found(NamedTuple):
 def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
     spec, reason, stacked = found
     dim = _dimension.shard_dim(spec, axes)
-    replicated = Placement(_normal(None if d == dim else entry for d, entry in enumerate(spec)))
-    sharded = replicated if dim is None else Placement(_normal(spec), axes)
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
-        sharded, reason = replicated, FROZEN
+        groups, reason = Groups(), FROZEN
 
     def over(group: Axes) -> Placement:
-        return sharded if group else replicated
+        here = (
+            ()
+            if dim is None
+            else tuple(a for a in axes if a in group and a in names_in([spec[dim]]))
+        )
+        entry = _dimension.entry_over(here) if here else None
+        return Placement(_normal(entry if d == dim else e for d, e in enumerate(spec)), here)
 
     is_param = leaf.kind == PARAMS
     struct = _state.shape_dtype(leaf.value)

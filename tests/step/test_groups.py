@@ -1,0 +1,217 @@
+"""Groups: parameters, gradients and optimizer state, each sharded over its own mesh axes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.collectives import collectives
+from tests.conftest import mostly_slow
+from tests.models import MODELS, OPTIMIZERS
+from tests.reference import assert_close, make_state, reference_run
+from zerojax._plan.placement import Groups
+
+STEPS = 3
+BOTH = ("gpu", "node")  # of a spec: the axis of a node's GPUs is the major one
+LEVELS = ((), ("gpu",), BOTH)
+CHAINS = [
+    Groups(*(LEVELS[level] for level in levels))
+    for levels in itertools.combinations_with_replacement(range(3), 3)
+]
+HSDP, AMSP = Groups(("gpu",), ("gpu",), ("gpu",)), Groups(("gpu",), ("gpu",), BOTH)
+
+
+def named(groups):
+    return "-".join(
+        "+".join(axes) or "none" for axes in (groups.params, groups.grads, groups.opt_state)
+    )
+
+
+def as_option(groups):
+    return {"params": groups.params, "grads": groups.grads, "opt_state": groups.opt_state}
+
+
+@functools.cache
+def reference(model, optimizer, accumulate):
+    return reference_run(MODELS[model](True), OPTIMIZERS[optimizer](), STEPS, 1, accumulate)
+
+
+def run(model, optimizer, groups, mesh, accumulate=1, **options):
+    made = MODELS[model](True)
+    tx = OPTIMIZERS[optimizer]()
+    state = zerojax.shard_train_state(make_state(made, tx), mesh=mesh, groups=groups, **options)
+    step = zerojax.train_step(made.loss, accumulate=accumulate)
+    batch = zerojax.shard_batch(made.batch, mesh, axis=mesh.axis_names)
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert step._cache_size() == 1, "compiled more than once"
+    return state, losses
+
+
+def check(model, optimizer, groups, mesh, accumulate=1):
+    wanted, wanted_losses, _ = reference(model, optimizer, accumulate)
+    state, losses = run(model, optimizer, as_option(groups), mesh, accumulate)
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    assert_close(state.params, wanted.params, what="params")
+    assert_close(state.opt_state, wanted.opt_state, 2e-5, what="opt_state")
+    over = lambda axes: P(None, axes if len(axes) > 1 else axes[0]) if axes else P()
+    assert state.params["blocks"]["up"].sharding.spec == over(groups.params)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (3, 32, 128)]
+    assert moments and all(x.sharding.spec == over(groups.opt_state) for x in moments)
+
+
+@pytest.mark.parametrize(
+    ("groups", "accumulate"),
+    mostly_slow(
+        itertools.product(CHAINS, (1, 4)), lambda groups, accumulate: groups in (HSDP, AMSP)
+    ),
+    ids=lambda value: named(value) if isinstance(value, Groups) else str(value),
+)
+def test_every_chain_gives_one_devices_numbers(groups, accumulate):
+    check("gpt", "adamw", groups, zerojax.mesh(node=2, gpu=4), accumulate)
+
+
+@pytest.mark.parametrize("groups", [HSDP, AMSP], ids=named)
+@pytest.mark.parametrize("optimizer", ["muon", "clip_schedule"])
+def test_whole_matrix_and_global_norm_optimizers_are_exact(groups, optimizer):
+    check("gpt", optimizer, groups, zerojax.mesh(node=4, gpu=2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_three_levels(accumulate):
+    mesh = zerojax.mesh(rack=2, node=2, gpu=2)
+    groups = Groups(("gpu",), ("gpu", "node"), ("gpu", "node", "rack"))
+    check("gpt", "adamw", groups, mesh, accumulate)
+
+
+def weights_of(loss_groups, accumulate=1):
+    """The collectives on the stacked weight of a plain loop of three layers, by axes."""
+    dim, layers = 64, 3
+    params = {"w": jnp.ones((layers, dim, dim)) / dim, "x": jnp.ones((layers, dim, dim)) / dim}
+
+    def loss(params, batch):
+        layer = lambda x, p: (jnp.tanh(x @ p["w"] + x @ p["x"]), None)
+        x, _ = jax.lax.scan(layer, batch, params)
+        return jnp.mean(x**2)
+
+    state = {"params": params, "opt_state": optax.sgd(0.1).init(params)}
+    mesh = zerojax.mesh(node=2, gpu=4)
+    plan = zerojax.plan(state, mesh=mesh, groups=as_option(loss_groups), tx=optax.sgd(0.1))
+    step = zerojax.train_step(loss, tx=optax.sgd(0.1), accumulate=accumulate, prefetch=0, plan=plan)
+    state = plan.place(state)
+    batch = zerojax.shard_batch(jnp.ones((64, dim)), mesh, axis=mesh.axis_names)
+    found = collectives(jax.make_jaxpr(step)(state, batch))
+    return {
+        (c.kind, frozenset(c.axes), c.depth, c.elements // (dim * dim)): 0
+        for c in found
+        if c.elements >= dim * dim // 8
+    }
+
+
+def test_hsdp_gathers_within_a_node_and_sums_shards_between_nodes():
+    gpu, node = frozenset({"gpu"}), frozenset({"node"})
+    found = set(weights_of(HSDP))
+    assert found == {
+        ("all-gather", gpu, 1, 1),
+        ("reduce-scatter", gpu, 1, 1),
+        ("all-reduce", node, 1, 0),  # of a quarter of a layer
+    }
+
+
+def test_with_microbatches_what_crosses_nodes_waits_for_the_last():
+    gpu, node = frozenset({"gpu"}), frozenset({"node"})
+    assert set(weights_of(HSDP, accumulate=4)) == {
+        ("all-gather", gpu, 2, 1),
+        ("reduce-scatter", gpu, 2, 1),
+        ("all-reduce", node, 0, 0),  # of a quarter of three layers
+    }
+    assert set(weights_of(AMSP, accumulate=4)) == {
+        ("all-gather", gpu, 2, 1),
+        ("reduce-scatter", gpu, 2, 1),
+        ("reduce-scatter", node, 0, 0),
+        ("all-gather", node, 1, 0),  # after the update, layer by layer
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"params": ("gpu", "node"), "grads": "gpu"}, r"grads.*needs.*'node'"),
+        ({"grads": ("gpu", "node"), "opt_state": "gpu"}, r"opt_state.*needs.*'node'"),
+        ({"params": "tpu"}, r"no axis 'tpu'"),
+        ({"optimizer": "gpu"}, r"'optimizer'.*params.*grads.*opt_state"),
+    ],
+)
+def test_groups_that_are_not_nested_are_refused(groups, message):
+    with pytest.raises(ValueError, match=message):
+        zerojax.plan(
+            {"params": {"w": jnp.ones((64, 64))}}, mesh=zerojax.mesh(node=2, gpu=4), groups=groups
+        )
+
+
+def test_a_stage_is_the_default_row():
+    mesh, state = (
+        zerojax.mesh(node=2, gpu=4),
+        {"params": {"w": jnp.ones((64, 64))}, "opt_state": ()},
+    )
+    plan = zerojax.plan(
+        state, stage=2, mesh=mesh, groups={"opt_state": ("gpu", "node"), "grads": "gpu"}
+    )
+    assert plan.groups == Groups((), ("gpu",), BOTH) and plan.stage == 2
+    assert zerojax.plan(state, mesh=mesh, groups={"params": "gpu"}).groups == Groups(
+        ("gpu",), BOTH, BOTH
+    )
+
+
+def test_the_bytes_of_a_device_are_those_of_its_groups():
+    params = {"w": jnp.ones((64, 64))}
+    state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    made = zerojax.plan(
+        state, mesh=zerojax.mesh(node=2, gpu=4), groups=as_option(AMSP), tx=optax.adam(1e-3)
+    )
+    assert made.bytes_per_device()["params"] == 64 * 64 * 4 // 4
+    assert made.bytes_per_device()["opt_state"] == 2 * 64 * 64 * 4 // 8 + 4
+    assert made.gradient_bytes() == 64 * 64 * 4 // 4
+
+
+def test_an_override_over_fewer_axes_is_a_leaf_with_another_group():
+    mesh = zerojax.mesh(node=2, gpu=4)
+    params = {"w": jnp.ones((64, 64)), "v": jnp.ones((64, 64))}
+    plan = zerojax.plan(
+        {"params": params, "opt_state": ()},
+        mesh=mesh,
+        axis=("node", "gpu"),
+        overrides={"v$": P(None, "gpu")},
+    )
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    assert leaves["params/w"].rest.spec == P(("node", "gpu"))
+    assert leaves["params/v"].rest.spec == P(None, "gpu") and leaves["params/v"].update.axes == (
+        "gpu",
+    )
+    placed = plan.place({"params": params, "opt_state": ()})["params"]
+
+    def loss(p, batch):
+        return jnp.mean((jnp.tanh(batch @ p["w"]) @ p["v"]) ** 2)
+
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)) / 8, jnp.float32)
+    value, grads = zerojax.value_and_grad(loss, plan)(placed, batch)
+    wanted, wanted_grads = jax.value_and_grad(loss)(params, batch)
+    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+    assert_close(grads, wanted_grads, 1e-6)
+
+
+def test_a_mesh_of_levels_has_the_devices_of_a_host_next_to_each_other():
+    mesh = zerojax.mesh(node=2, gpu=4)
+    assert dict(mesh.shape) == {"node": 2, "gpu": 4}
+    assert [d.id for d in mesh.devices[0]] == [0, 1, 2, 3]
+    assert dict(zerojax.mesh(node=-1, gpu=2).shape) == {"node": 4, "gpu": 2}
+    with pytest.raises(ValueError, match=r"3 x 2.*8 devices"):
+        zerojax.mesh(node=3, gpu=2)
