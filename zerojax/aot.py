@@ -25,7 +25,7 @@ from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._types import Device, PyTree
+from zerojax._types import Device, PyTree, is_key
 
 PER_HOST = 8
 
@@ -84,8 +84,7 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
 
     def placed(leaf: PyTree, role: _batch.Role) -> jax.ShapeDtypeStruct:
         leaf = _state.shape_dtype(leaf)
-        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        spec = PartitionSpec() if key else _batch.spec(role, plan.batch_axes)
+        spec = PartitionSpec() if is_key(leaf) else _batch.spec(role, plan.batch_axes)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(plan.mesh, spec))
 
     leaves, treedef = jax.tree.flatten(shapes)

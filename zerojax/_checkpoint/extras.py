@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax._plan import move as _move
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 KEY = "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -92,7 +91,7 @@ def encode(value: object, where: str) -> Json:
         return items if isinstance(value, list) else {KEY: "tuple", "value": items}
     if isinstance(value, dict) and all(isinstance(key, str) and key != KEY for key in value):
         return {key: encode(item, f"{where}/{key}") for key, item in value.items()}
-    if isinstance(value, jax.Array) and _move.is_key(value):
+    if isinstance(value, jax.Array) and is_key(value):
         data = encode(np.asarray(jax.random.key_data(value)), where)
         return {KEY: "key", "impl": str(jax.random.key_impl(value)), "value": data}
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":

@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zerojax._plan import move as _move
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 SHOWN = 5  # paths that a message names before it counts the rest
 
@@ -149,7 +149,7 @@ def laundered(value: jax.Array, like: PyTree) -> jax.Array:
     The memory that a file was read into belongs to the reader: it cannot be donated, and a resumed
     run would need more than a fresh one. One leaf moves at a time, so that only one exists twice.
     """
-    if _move.is_key(like) and not _move.is_key(value):
+    if is_key(like) and not is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     copied = _move.copied(value, sharding_of(like))
     jax.block_until_ready(copied)
@@ -166,7 +166,7 @@ def made_empty(like: PyTree) -> jax.Array:
 def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
-    return jax.eval_shape(jax.random.key_data, struct) if _move.is_key(struct) else struct
+    return jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
 
 
 def nbytes(value: PyTree) -> int:

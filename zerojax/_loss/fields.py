@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
-from zerojax._plan import move as _move
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 
 def with_fields(
@@ -75,13 +74,13 @@ def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:
     if new is None:
         return old
     rounds = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
-    if new.shape != old.shape or rounds or _move.is_key(new) != _move.is_key(old):
+    if new.shape != old.shape or rounds or is_key(new) != is_key(old):
         raise TypeError(
             f"the loss returned {_state.path_name(path)}, a field in mutable=, as "
             f"{new.dtype}{list(new.shape)}, and the state has it as {old.dtype}{list(old.shape)}. "
             "Return what the state has; a float for an integer is yours to round."
         )
-    return new if _move.is_key(new) else new.astype(old.dtype)
+    return new if is_key(new) else new.astype(old.dtype)
 
 
 def _check_structure(new: PyTree, old: PyTree) -> None:

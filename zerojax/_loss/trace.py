@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax._loss import constraints as _constraints, fields as _fields
 from zerojax._plan import mesh as _mesh
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 T = TypeVar("T")
 
@@ -185,8 +185,7 @@ def check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
     """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
         dtype = getattr(leaf, "dtype", None)
-        is_key = jnp.issubdtype(dtype or int, jax.dtypes.extended)
-        numeric = dtype is not None and (not is_key or _fields.is_field(path, mutable))
+        numeric = dtype is not None and (not is_key(leaf) or _fields.is_field(path, mutable))
         if not numeric and not isinstance(leaf, int | float | complex):
             name = jax.tree_util.keystr(path)
             raise TypeError(

@@ -54,7 +54,10 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     Their axes are in the order in which they shard a dimension: those of the parameters first, so
     that each device's part contains its shards of what is sharded further.
     """
-    over = dataclasses.asdict(groups_of(stage, axes))
+    row = groups_of(stage, axes)
+    if not given:
+        return row
+    over = dataclasses.asdict(row)
     for kind, names in given.items():
         if kind not in KINDS:
             raise ValueError(f"groups= has the key {kind!r}; its keys are {KINDS}.")

@@ -1,9 +1,9 @@
 """Makes a plan from shapes: decides how each leaf of a state is sharded, or says why it is not."""
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import optax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan
-from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups, groups_of
+from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -23,6 +23,8 @@ from zerojax._types import PyTree, is_key
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
 FROZEN = "frozen: nothing updates it"
+
+Found = tuple[PartitionSpec, str | None]  # the spec that a leaf can have, or why it has none
 
 
 def plan(
@@ -78,16 +80,19 @@ def plan(
     if given is None and stage >= 1 and mesh.devices.size == 1:
         _say_alone(mesh.devices.flat[0].platform)
     overrides = {} if overrides is None else overrides
-    over = groups_of(stage, axes) if groups is None else chosen_groups(stage, axes, groups)
+    over = chosen_groups(stage, axes, groups or {})
+    stage = over.stage
     rule = _dimension.Rule(mesh, over.opt_state or axes, overrides, min_shard_size)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
-    stage, over = over.stage, over if rule.size > 1 else Groups()
-    specs = _shard_specs(state, leaves, rule, stacked, tx)
-    frozen = iter(_optimizer.frozen_params(state, tx))
+    over = over if rule.size > 1 else Groups()
+    stacks = layer_dims(_state.get_params(state), stacked)
+    found = _shard_specs(state, leaves, rule, stacks, tx)
+    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
+    frozen = set(itertools.compress(params, _optimizer.frozen_params(state, tx)))
     planned = [
-        _leaf_plan(leaf, spec, over, rule.axes, leaf.kind == PARAMS and next(frozen))
-        for leaf, spec in zip(leaves, specs, strict=True)
+        _leaf_plan(leaf, found[leaf.path], over, rule.axes, leaf.path in frozen, stacks)
+        for leaf in leaves
     ]
     treedef = jax.tree.structure(_carried.without_plan(state))
     made = Plan(stage, mesh, axes, over, tuple(planned), treedef, precision)
@@ -116,26 +121,22 @@ def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
-class _Found(NamedTuple):
-    """The spec that a leaf can have, the reason for no other, and whether it is stacked layers."""
-
-    spec: PartitionSpec
-    reason: str | None
-    stacked: bool
-
-
-def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bool) -> LeafPlan:
-    spec, reason, stacked = found
+def _leaf_plan(
+    leaf: Leaf,
+    found: Found,
+    groups: Groups,
+    axes: Axes,
+    frozen: bool,
+    stacks: Mapping[tuple, int],
+) -> LeafPlan:
+    spec, reason = found
     dim = _dimension.shard_dim(spec, axes)
+    own = set() if dim is None else names_in([spec[dim]])
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
 
     def over(group: Axes) -> Placement:
-        here = (
-            ()
-            if dim is None
-            else tuple(a for a in axes if a in group and a in names_in([spec[dim]]))
-        )
+        here = tuple(a for a in axes if a in group and a in own)
         entry = _dimension.entry_over(here) if here else None
         return Placement(_normal(entry if d == dim else e for d, e in enumerate(spec)), here)
 
@@ -149,7 +150,7 @@ def _leaf_plan(leaf: Leaf, found: _Found, groups: Groups, axes: Axes, frozen: bo
         rest=over(groups.params if is_param else groups.opt_state),
         grad=over(groups.grads) if is_param and not frozen else None,
         update=over(groups.opt_state),
-        stacked=stacked,
+        stacked=is_param and leaf.path[1:] in stacks,
         reason=reason,
         frozen=frozen,
     )
@@ -159,46 +160,35 @@ def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
     rule: _dimension.Rule,
-    stacked: str | None,
+    stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
-) -> list[_Found]:
+) -> dict[tuple, Found]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
+    names = {leaf.path: leaf.name for leaf in leaves if leaf.kind == PARAMS}
+    for pattern in rule.overrides:
+        _state.matching(pattern, names, "overrides=")
     bases = _state.base_specs(state, rule.axes, rule.mesh.axis_names)
     pairs = list(zip(leaves, bases, strict=True))
-    specs = _param_specs(state, [pair for pair in pairs if pair[0].kind == PARAMS], rule, stacked)
-    params = [(leaf, specs[leaf.path].spec) for leaf in leaves if leaf.kind == PARAMS]
+    found: dict[tuple, Found] = {}
+    for leaf, base in pairs:
+        if leaf.kind == PARAMS:
+            shape, layers = _state.shape_dtype(leaf.value).shape, stacks.get(leaf.path[1:], 0)
+            key = (base, "a PRNG key") if is_key(leaf.value) else None
+            found[leaf.path] = key or rule(leaf.name, shape, base, layers)
+    params = [(leaf, found[leaf.path][0]) for leaf in leaves if leaf.kind == PARAMS]
     typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule.mesh)
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
         if leaf.kind == OPT_STATE and typed is not None:
-            specs[leaf.path] = _Found(*_typed_spec(next(inferred)), False)
+            found[leaf.path] = _typed_spec(next(inferred))
         elif leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
             spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
-            specs[leaf.path] = _Found(spec if tuple(spec) else base, reason, False)
-    return [specs[leaf.path] for leaf in leaves]
+            found[leaf.path] = spec if tuple(spec) else base, reason
+    return found
 
 
-def _param_specs(
-    state: PyTree,
-    params: list[tuple[Leaf, PartitionSpec]],
-    rule: _dimension.Rule,
-    stacked: str | None,
-) -> dict[tuple, _Found]:
-    """Returns how the parameters can be sharded, by path; `params` has what their user says."""
-    for pattern in rule.overrides:
-        _state.matching(pattern, {leaf.path: leaf.name for leaf, _ in params}, "overrides=")
-    stacks = layer_dims(_state.get_params(state), stacked)
-    specs: dict[tuple, _Found] = {}
-    for leaf, base in params:
-        layers = stacks.get(leaf.path[1:], 0)
-        shape = _state.shape_dtype(leaf.value).shape
-        key = (base, "a PRNG key") if is_key(leaf.value) else None
-        specs[leaf.path] = _Found(*key or rule(leaf.name, shape, base, layers), layers > 0)
-    return specs
-
-
-def _typed_spec(struct: jax.ShapeDtypeStruct) -> tuple[PartitionSpec, str | None]:
+def _typed_spec(struct: jax.ShapeDtypeStruct) -> Found:
     spec = getattr(struct.sharding, "spec", PartitionSpec())
     if not struct.shape:
         return PartitionSpec(), "scalar"

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from zerojax._plan import move as _move
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, leaves_with_paths
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
 NOT_FINITE = "not finite on one device either"
@@ -208,7 +207,7 @@ def numbers(value: ArrayLike) -> np.ndarray:
 
 
 def _raw(value: PyTree) -> np.ndarray:
-    return np.asarray(jax.random.key_data(value) if _move.is_key(value) else value)
+    return np.asarray(jax.random.key_data(value) if is_key(value) else value)
 
 
 def difference(value: np.ndarray, reference: np.ndarray) -> np.ndarray:

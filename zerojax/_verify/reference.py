@@ -11,7 +11,6 @@ import numpy as np
 
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
-from zerojax._plan import move as _move
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
@@ -19,7 +18,7 @@ from zerojax._state import state as _state
 from zerojax._step import finite as _finite
 from zerojax._step.program import precision_of
 from zerojax._step.step import Recipe, grad_norm
-from zerojax._types import Device, PyTree
+from zerojax._types import Device, PyTree, is_key
 from zerojax._verify import compare as _compare, replay as _replay
 from zerojax._verify.compare import Check
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
@@ -142,9 +141,7 @@ class Reference:
         """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
         state = self.state if state is None else state
         params = _state.get_params(state)
-        typed = jax.tree.map(
-            lambda g, p: g if _move.is_key(p) else g.astype(p.dtype), grads, params
-        )
+        typed = jax.tree.map(lambda g, p: g if is_key(p) else g.astype(p.dtype), grads, params)
         return self._update(state, typed, self.fields(right), np.isfinite(right.loss))
 
     def part_args(self, parts: Sequence[int], ways: int) -> PyTree:

@@ -16,12 +16,11 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._loss import batch as _batch
 from zerojax._loss.trace import TracedLoss, trace_loss
-from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, exact_share, wide
 from zerojax._state.state import zero_gradient
 from zerojax._text import human_bytes
-from zerojax._types import Device, PyTree
+from zerojax._types import Device, PyTree, is_key
 
 MICROBATCHES = "zerojax_microbatches"
 
@@ -230,7 +229,7 @@ def on_one_device(tree: PyTree, device: Device) -> PyTree:
     """
 
     def moved(leaf: PyTree) -> jax.Array:
-        if not _move.is_key(leaf):
+        if not is_key(leaf):
             return jax.device_put(np.asarray(leaf), device)
         words = jax.device_put(np.asarray(jax.random.key_data(leaf)), device)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
