@@ -103,10 +103,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measured:
-    """A compiled step: its traffic, memory and modelled schedule.
-
-    Times are modelled, and None where no GPU is known to model (`gpu`).
-    """
+    """A compiled step: its traffic, memory and modelled schedule."""
 
     module: Module
     traffic: Sequence[Traffic]

@@ -43,6 +43,7 @@ class Reading:
 
     def __init__(self, module: Module, plan: Plan | None) -> None:
         self.module, self.plan = module, plan
+        self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
         self.kinds = [self._kind(path) for path in self.paths]
         bare: list[frozenset[Made]] = [NONE] * len(self.paths)
@@ -53,7 +54,7 @@ class Reading:
 
     def _kind(self, path: str) -> str:
         if self.plan is not None:
-            return next((leaf.kind for leaf in self.plan.leaves if leaf.path == path), "batch")
+            return self.leaves[path].kind if path in self.leaves else "batch"
         first = path.split("/")[0]
         return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
 
@@ -119,9 +120,8 @@ class Reading:
 
     def misplaced(self) -> Iterator[tuple[str, str]]:
         """Yields the leaves that arrive in shards of another size than the plan's, and how."""
-        by_path = {leaf.path: leaf for leaf in self.plan.leaves} if self.plan else {}
         for parameter, path in zip(self.module.parameters, self.paths, strict=True):
-            leaf = by_path.get(path)
+            leaf = self.leaves.get(path)
             if leaf is None or self.plan is None or not parameter.arrays:
                 continue
             if leaf.bytes_per_device(self.plan.mesh) != parameter.nbytes:
