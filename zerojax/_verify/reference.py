@@ -94,7 +94,10 @@ class Reference:
         differentiate: bool = True,
         fold: bool = True,
     ) -> Replayed:
-        """Evaluates the loss on every part, in the step's dtype or at least in float32."""
+        """Evaluates the loss on every part, in the step's dtype or at least in float32.
+
+        As in a step, gradients of frozen parameters are zeros.
+        """
         compute = self.precision.compute
         if in_float32 and self.computes_narrow:
             compute = jnp.float32
@@ -111,13 +114,10 @@ class Reference:
         )
         if not differentiate:
             return replayed
-        return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
-
-    def without_frozen(self, grads: PyTree) -> PyTree:
-        """Returns the gradients as a step has them: zeros for what nothing updates."""
-        leaves, treedef = jax.tree.flatten(grads)
+        leaves, treedef = jax.tree.flatten(replayed.grads)
         pairs = zip(leaves, self.plan.params, strict=True)
-        return treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
+        grads = treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
+        return dataclasses.replace(replayed, grads=grads)
 
     @property
     def computes_narrow(self) -> bool:
@@ -132,12 +132,6 @@ class Reference:
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
 
-    def fields(self, replayed: Replayed) -> dict[str, PyTree]:
-        names = self.recipe.mutable
-        if not names:
-            return {}
-        return split_fields(averaged(replayed.aux, names), self.state, names)[1]
-
     def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
         """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
         state = self.state if state is None else state
@@ -145,7 +139,9 @@ class Reference:
         typed = jax.tree.map(
             lambda g, p: g if _move.is_key(p) else g.astype(p.dtype), grads, params
         )
-        return self._update(state, typed, self.fields(right), np.isfinite(right.loss))
+        names = self.recipe.mutable
+        fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
+        return self._update(state, typed, fields, np.isfinite(right.loss))
 
     def part_args(self, parts: Sequence[int], ways: int) -> PyTree:
         """Returns the arguments with these parts, out of `ways`, put together as the batch."""
