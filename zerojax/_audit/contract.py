@@ -31,7 +31,7 @@ UNNAMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What a stage promises of a sharded parameter: how often it is gathered in a step."""
+    """A stage's promise of a sharded parameter: how often a step gathers it."""
 
     leaf: LeafPlan
     stage: int

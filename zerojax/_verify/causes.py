@@ -167,8 +167,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             text = str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
             return f"{what} Say so, batch_specs={text}, {accept}."
     first = int(finite[0]) if len(finite) else 0
-    repeated = reference.part_args([first] * split.ways, split.ways)
-    if not close(replay(split.on_one(), repeated).loss, parts.losses[first]):
+    if not close(replay(split.on_one(), reference.repeated(first)).loss, parts.losses[first]):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
             f"one part, repeated {split.ways} times, has another loss than the part. Gather the "

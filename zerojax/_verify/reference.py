@@ -1,4 +1,4 @@
-"""What one device makes of a step's inputs, and what the step made, to be compared with it."""
+"""The result of a step's inputs on one device, and the step's own, to be compared with it."""
 
 import dataclasses
 import functools
@@ -143,21 +143,21 @@ class Reference:
         fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
         return self._update(state, typed, fields, np.isfinite(right.loss))
 
-    def part_args(self, parts: Sequence[int], ways: int) -> PyTree:
-        """Returns the arguments with these parts, out of `ways`, put together as the batch."""
+    def repeated(self, part: int) -> PyTree:
+        """Returns the arguments with one part of the batch in place of every part."""
         values, treedef = jax.tree.flatten(self.args)
+        ways = self.split.ways
 
         def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
             if role.kind != _batch.BATCH:
                 return value
-            every = _batch.split(value, role.dim, ways)
-            return jnp.concatenate([every[i] for i in parts], axis=role.dim)
+            return jnp.concatenate([_batch.split(value, role.dim, ways)[part]] * ways, role.dim)
 
         return treedef.unflatten(map(taken, values, self.roles))
 
 
 class Observed(NamedTuple):
-    """What a step gave, with its gradients where these are known."""
+    """The results of a step, with its gradients where these are known."""
 
     state: PyTree
     metrics: dict[str, PyTree]
@@ -171,7 +171,7 @@ class Observed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a step gave, with what is right: the replay of the batch's parts on one device."""
+    """The results of a step beside the right ones: the replay of the parts on one device."""
 
     reference: Reference
     right: Replayed
@@ -180,7 +180,7 @@ class Comparison:
 
     @functools.cached_property
     def limits(self) -> PyTree:
-        """How far rounding may put each gradient from the right one."""
+        """The distance from the right gradients that rounding explains, for each leaf."""
         return _compare.gradient_limits(self.right.grads, self.tolerance)
 
     @functools.cached_property

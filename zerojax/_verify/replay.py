@@ -45,7 +45,7 @@ class Replayed:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How a batch is split: over the axes of a mesh, then over microbatches."""
+    """A split of a batch: over the axes of a mesh, then over microbatches."""
 
     devices: dict[str, int]
     accumulate: int
