@@ -37,7 +37,6 @@ MOST_FILES, MOST_LINES = 12, 350  # files of a folder, lines of a file
 ELSEWHERE = {
     "__main__": "test_cli.py",
     "_audit.measured": "audit/test_audit.py",
-    "_audit.reading": "audit/test_audit.py",
     "_engine.ir": "engine/test_split.py",
     "_forecast.case": "forecast/test_forecast.py",
     "_forecast.result": "forecast/test_forecast.py",
