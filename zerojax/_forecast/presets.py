@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Gpt:
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
 
-    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., PyTree]]:
+    def losses(self, remats: Sequence[str] = REMATS) -> dict[str, Callable[..., PyTree]]:
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
     def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:
