@@ -16,7 +16,6 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-_WIDTHS = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
@@ -47,9 +46,9 @@ class Array:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Returns the bytes of one element: bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
-    if dtype in _WIDTHS:
-        return _WIDTHS[dtype]
+    """Returns the bytes of one element: bf16 -> 2, f8e4m3fn -> 1, c64 -> 8, token -> 0."""
+    if dtype == "pred":
+        return 1
     bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
     return int(bits[1]) / 8 if bits else 0
 
@@ -158,22 +157,22 @@ def top_level_types(type_text: str) -> list[str]:
 
 def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
     """Parses what follows `name =`; raises `ValueError` for unbalanced parentheses."""
-    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
     type_text, rest = text[:type_end], text[type_end:].lstrip()
     opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest, 0) - 1
+    end = _closing("(" + rest) - 1
     if not opcode or end >= len(rest):
         raise ValueError("its parentheses do not close")
     return Instruction(name, type_text, opcode, rest[:end], rest[end + 1 :], is_root)
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the index at which the parenthesis that opens at `start` closes."""
+def _closing(text: str) -> int:
+    """Returns the index at which the parenthesis with which `text` begins closes."""
     depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
+    for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
         if depth == 0:
-            return start + found.start()
+            return found.start()
     return len(text)
 
 
