@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from zerojax._hlo.module import Instruction, Module
 
-_HAND_ON = {"bitcast", "opt-barrier", "optimization-barrier"}
-_NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
+_NO_BUFFER = {"constant", "partition-id", "replica-id", "after-all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +116,13 @@ class _Walk:
         self, name: str, instruction: Instruction, held: dict[str, Buffers], given: list[Buffers]
     ) -> tuple[Buffers, list[Buffer]]:
         """Returns the buffers of an instruction's value, and those alive at the peak inside it."""
-        opcode, instructions = instruction.opcode, self.module.computations[name]
+        opcode = instruction.opcode
         operands = [held.get(o, []) for o in instruction.operands]
-        if opcode == "parameter":
-            return given[int(instruction.inside)], []
-        if opcode == "tuple":
-            return [one for operand in operands for one in operand], []
-        if opcode == "get-tuple-element":
-            return operands[0][instruction.member_of(instructions)], []
+        passed_on = self.module.passed_on(name, instruction, operands, given)
+        if passed_on is not None:
+            return passed_on, []
         if opcode in _NO_BUFFER:
             return [frozenset()] * len(instruction.arrays), []
-        if opcode in _HAND_ON:
-            return operands[0], []
         if opcode == "while":
             result, most = self.run(instruction.body, [operands[0]])
             known = {b for one in operands[0] for b in one}
@@ -143,8 +137,6 @@ class _Walk:
             return max(runs, key=lambda run: sum(buffer.nbytes for buffer in run[1]))
         if opcode.endswith("-start"):
             return self.started(name, instruction, operands), []
-        if opcode.endswith("-done"):
-            return operands[0][instruction.result_of(instructions)], []
         return list(self.updated(name, instruction, operands)), []
 
     def started(self, name: str, instruction: Instruction, operands: list[Buffers]) -> Buffers:

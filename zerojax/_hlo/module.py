@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from typing import TypeVar
 
+T = TypeVar("T")
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -91,26 +92,6 @@ class Instruction:
     def fuses(self) -> bool:
         """Whether it runs a fused computation; newer XLA slices stacks in a `fusion-start`."""
         return self.opcode in ("fusion", "fusion-start")
-
-    def result_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
-        """Locates the arrays of a `-done` among those of its `-start`.
-
-        The type of a start is either its result alone (all-reduce) or the tuple (operands, result,
-        contexts). Only a copy has its result first.
-        """
-        start = instructions[self.operands[0]]
-        operands = sum(len(instructions[operand].arrays) for operand in start.operands)
-        count = len(self.arrays)
-        first = start.opcode == "copy-start" or len(start.arrays) == count
-        return slice(0, count) if first else slice(operands, operands + count)
-
-    def member_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
-        """Locates the arrays of a `get-tuple-element` among those of its tuple."""
-        tuple_ = instructions[self.operands[0]]
-        index = int(self.attribute(r"index=(\d+)") or 0)
-        counts = [len(arrays_of(member)) for member in top_level_types(tuple_.type)]
-        start = sum(counts[:index])
-        return slice(start, start + counts[index])
 
     @property
     def base(self) -> str:
@@ -223,6 +204,40 @@ class Module:
                 raise _damaged(f"{instruction.name} in {name} does not say what it calls")
             if missing:
                 raise _damaged(f"{instruction.name} in {name} uses {missing[0]}, which is nowhere")
+
+    def passed_on(
+        self,
+        computation: str,
+        instruction: Instruction,
+        operands: list[list[T]],
+        arguments: list[list[T]],
+    ) -> list[T] | None:
+        """Returns what an instruction passes on of its operands; None if it makes an array itself.
+
+        There is one T for each array: of the instruction's operands, and of the arguments that the
+        computation was called with.
+        """
+        opcode, count = instruction.opcode, len(instruction.arrays)
+        if opcode == "parameter":
+            return arguments[int(instruction.inside)]
+        if opcode == "tuple":
+            return [one for operand in operands for one in operand]
+        if opcode in ("bitcast", "opt-barrier"):
+            return operands[0]
+        if opcode != "get-tuple-element" and not opcode.endswith("-done"):
+            return None
+        instructions = self.computations[computation]
+        source = instructions[instruction.operands[0]]
+        if opcode == "get-tuple-element":
+            index = int(instruction.attribute(r"index=(\d+)") or 0)
+            first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
+        # The type of a start is either its result alone (all-reduce) or the tuple (operands,
+        # result, contexts). Only a copy has its result first.
+        elif source.opcode == "copy-start" or len(source.arrays) == count:
+            first = 0
+        else:
+            first = sum(len(instructions[operand].arrays) for operand in source.operands)
+        return operands[0][first : first + count]
 
     def root(self, computation: str) -> Instruction:
         """Returns the instruction whose value a computation returns."""
