@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # of a user's module or of the compiler, told in a line
+    except Exception as error:  # of a user's module or of the compiler, in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
         print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)

@@ -117,7 +117,7 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
 
 
 def check_packages() -> None:
-    """Raises if a package is missing without which the compiler would end the whole process.
+    """Raises if a package is missing without which the compiler would end the process.
 
     Example:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line

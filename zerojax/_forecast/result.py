@@ -96,18 +96,11 @@ class Forecast:
         )
 
     def to_dict(self) -> dict[str, object]:
-        cases = [
-            {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "report"}
-            | {"wire_bytes": case.wire_bytes}
-            for case in self.cases
-        ]
+        cases = [vars(case) | {"wire_bytes": case.wire_bytes} for case in self.cases]
+        for case in cases:
+            del case["report"]
         best = None if self.best is None else self.cases.index(self.best)
-        return {
-            "gpus": self.gpus,
-            "usable_bytes": self.gpu.usable,
-            "cases": cases,
-            "best": best,
-        }
+        return {"gpus": self.gpus, "usable_bytes": self.gpu.usable, "cases": cases, "best": best}
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""

@@ -24,6 +24,8 @@ _FREE = {
     "replica-id",
     "opt-barrier",
 }
+_MATMUL_CALL = re.compile("matmul|cublas")
+_CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
 
@@ -61,20 +63,16 @@ class CostModel:
         return found
 
     def _matmul_flops(self, computation: str, instruction: Instruction) -> int:
-        if instruction.opcode == "dot":
-            return self._dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-        if instruction.opcode == "custom-call" and re.search(
-            "matmul|cublas", instruction.attributes
-        ):
-            pattern = r'"?lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
-            return self._dot_flops(computation, instruction, pattern)
-        if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.attributes:
+        opcode, attributes = instruction.opcode, instruction.attributes
+        if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
+            return self._dot_flops(computation, instruction)
+        if opcode == "convolution" or "__cudnn$conv" in attributes:
             return self._convolution_flops(computation, instruction)
         return 0
 
-    def _dot_flops(self, computation: str, dot: Instruction, contracting: str) -> int:
+    def _dot_flops(self, computation: str, dot: Instruction) -> int:
         left = self.module.computations[computation][dot.operands[0]].arrays[0]
-        found = re.findall(r"\d+", dot.attribute(contracting) or "")
+        found = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
         dims = [int(d) for d in found] or [len(left.dims) - 1]
         return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
 

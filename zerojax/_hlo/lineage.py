@@ -55,7 +55,6 @@ class Lineage(Generic[L]):
     def _run(self, name: str, given: list[list[Labels[L]]]) -> list[Labels[L]]:
         instructions = self.module.computations[name]
         found: dict[str, list[Labels[L]]] = {}
-        root: list[Labels[L]] = []
         for instruction in instructions.values():
             operands = [found.get(o, []) for o in instruction.operands]
             labels = self.module.passed_on(name, instruction, operands, given)
@@ -66,9 +65,7 @@ class Lineage(Generic[L]):
                 labels[-at] |= fresh  # results come last: a `-start` has its operands before them
             found[instruction.name] = labels
             self.values[name, instruction.name] = labels
-            if instruction.is_root:
-                root = labels
-        return root
+        return found[self.module.root(name).name]
 
     def _labels(
         self,

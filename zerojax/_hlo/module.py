@@ -105,7 +105,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a `while` runs its body; None where XLA does not know."""
+        """The iterations of a `while`; None where XLA does not know them."""
         count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
         return None if count is None else int(count)
 

@@ -38,10 +38,6 @@ class Collective:
     def asynchronous(self) -> bool:
         return self.instruction.opcode.endswith("-start")
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({array.dtype for array in self.arrays}))
-
 
 @dataclasses.dataclass(frozen=True)
 class Span:
