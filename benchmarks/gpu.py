@@ -35,8 +35,8 @@ ROUNDS, STEPS = 8, 3  # turns each program takes, and steps a turn
 TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # to see the cases run where there is no GPU
 MODELS = {
     "tiny": (TINY, 2),
-    "124m": (_presets.GPTS["124m"], 32),
-    "1.5b": (_presets.GPTS["1.5b"], 8),
+    "124m": (_presets.preset("124m"), 32),
+    "1.5b": (_presets.preset("1.5b"), 8),
 }
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 8 minutes

@@ -23,7 +23,7 @@ KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_sa
 
 def refuse_others(model, remat):
     """What these modules would train instead, without a word."""
-    if not isinstance(model, _presets.Gpt):
+    if type(model) is not _presets.Gpt:  # Llama is one, too
         raise ValueError(f"Flax's modules are a GPT here, and {type(model).__name__} is not")
     if remat not in KEPT:
         raise ValueError(f"Flax's modules have remat {', '.join(KEPT)}, not {remat!r}")

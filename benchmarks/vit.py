@@ -10,7 +10,7 @@ from zerojax._forecast import presets as _presets
 
 
 @dataclasses.dataclass(frozen=True)
-class Vit(_presets.Decoder):
+class Vit(_presets.Gpt):
     """Learned positions, biases, the mean of the last layer's tokens classified."""
 
     inner: int = 0

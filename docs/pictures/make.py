@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 import zerojax
 from zerojax import _figures
-from zerojax._forecast import plot as _plot, presets as _presets
+from zerojax._forecast import presets as _presets, result as _result
 from zerojax._forecast.forecast import Forecast
 from zerojax._plan.show import COLOURS
 
@@ -36,7 +36,7 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
              "axes.labelcolor": ink, "svg.hashsalt": "zerojax", "font.size": 10}  # fmt: skip
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
-        _plot.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
+        _result.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
         axes.invert_yaxis()
         axes.margins(x=0.12)
