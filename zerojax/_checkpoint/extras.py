@@ -99,9 +99,11 @@ def encode(value: object, where: str) -> Json:
         array = np.asarray(value)
         text = base64.b64encode(array.tobytes()).decode()
         return {KEY: "array", "dtype": array.dtype.str, "shape": list(array.shape), "value": text}
+    keys = f" with the keys {list(value)[:3]}" if isinstance(value, dict) else ""
     raise TypeError(
-        f"{where} is {_show(value)}, which a checkpoint cannot store as data. Make it numbers, "
-        "strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string keys of those."
+        f"{where} is a {type(value).__name__}{keys}, which a checkpoint cannot store as data. Make "
+        "it numbers, strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string "
+        "keys of those."
     )
 
 
@@ -133,9 +135,3 @@ def _gathered(text: str) -> list[str]:
     padded[: raw.size] = raw
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
-
-
-def _show(value: object) -> str:
-    if isinstance(value, dict):
-        return f"a dict with the keys {list(value)[:3]}"
-    return f"a {type(value).__name__}"

@@ -153,7 +153,8 @@ class Checkpoints:
             return state, _checkpoint.read_extras(path, data=data)
         if isinstance(like, Plan) and make_state is not None:
             return like.place(make_state), Extras()
-        if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
+        shapes = (isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
+        if isinstance(like, Plan) or any(shapes):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "
                 "from. Pass what makes one too: resume(plan, make_state)."
@@ -268,7 +269,3 @@ def _on_sigterm(signalled: threading.Event) -> Iterator[None]:
         # The garbage collector may run this in a thread that cannot set signal handlers.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def _is_abstract(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
