@@ -40,7 +40,7 @@ def trace_loss(
     With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
     included, becomes an input, so that `shard_map` never sees a closure.
     """
-    captured, with_captured = _arrays_of_partial(loss_fn)
+    captured, with_captured = _captured(loss_fn)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         loss, aux = split_aux(with_captured(captured)(*args), has_aux)
@@ -94,16 +94,15 @@ def _without_constraints(
 
     Such constraints are an error there, so a loss that has some is traced a second time.
     """
+    failed: Exception | None = None
     try:
         closed, aux = traced(jax.sharding.get_abstract_mesh())
         if not _constraints.name_any(closed.jaxpr, axes):
             return closed, aux
     except (TypeError, ValueError) as error:
-        failed: Exception | None = error
-    else:
-        failed = None
+        failed = error
     try:
-        closed, aux = traced(_constraints.whole_mesh())
+        closed, aux = traced(_constraints.outer_mesh())
     except Exception as error:
         raise failed or error from None
     if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
@@ -122,39 +121,32 @@ def _typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     return jax.tree.map(typed, values)
 
 
-def _arrays_of_partial(
+def _captured(
     loss_fn: Callable[..., PyTree],
 ) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., PyTree]]]:
     """Returns the arrays of a `jax.tree_util.Partial`, and a function that puts others there.
 
     Closed over, they would keep the type that they have outside of the mesh's devices.
     """
-    if not isinstance(loss_fn, jax.tree_util.Partial):
-        return [], lambda _: loss_fn
-    leaves, treedef = jax.tree.flatten(loss_fn)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
 
     def with_arrays(arrays: Sequence[Array]) -> Callable[..., PyTree]:
         found = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        return treedef.unflatten([next(found) if a else leaf for leaf, a in pairs])
+        return treedef.unflatten([next(found) if isinstance(x, Array) else x for x in leaves])
 
-    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], with_arrays
+    return [leaf for leaf in leaves if isinstance(leaf, Array)], with_arrays
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
     """Returns what a loss returned as the loss and its aux, None without any."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if has_aux is None:
-        has_aux = is_pair
-    if not has_aux:
-        return result, None
-    if not is_pair:
+    if isinstance(result, tuple) and len(result) == 2 and has_aux is not False:
+        return result
+    if has_aux:
         raise TypeError(
             f"with has_aux=True the loss must return (loss, aux), got {type(result).__name__}. "
             "Return a pair, or leave has_aux out."
         )
-    return result
+    return result, None
 
 
 def check_loss(loss: PyTree) -> None:

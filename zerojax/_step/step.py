@@ -15,7 +15,7 @@ from zerojax import _agreement, _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan, plan_of
-from zerojax._loss.fields import names_of, split_fields, with_fields
+from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
@@ -218,9 +218,8 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    _arguments.check_mutable(mutable)
+    mutable = _arguments.mutable_names(mutable)
     _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
-    mutable = names_of(mutable)
     options = Options(
         None,
         accumulate,
@@ -261,13 +260,10 @@ def _train(
         new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
     if recipe.skip_nonfinite or scale is not None:
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        new_state = _finite.held(finite, new_state, old_state, recipe.mutable)
+        new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
-        new_state = _finite.counted(new_state, metrics["skipped"])
         if scale is not None:
             metrics["loss_scale"] = scale.scale
-            next_scale = _finite.next_scale(scale, finite)
-            new_state = _state.replace(new_state, dynamic_scale=next_scale)
     if aux is not None:
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's, and no memory to gather into.
@@ -298,8 +294,7 @@ def eval_step(
         >>> print(metrics["loss"], metrics["aux"]["within"])
         1.0 0.0
     """
-    _arguments.check_mutable(mutable)
-    mutable = names_of(mutable)
+    mutable = _arguments.mutable_names(mutable)
     options = Options(
         None,
         1,
