@@ -1,4 +1,4 @@
-"""What is saved with a state: step, rng, the data iterator's state, the user's own metadata.
+"""Data that is saved with a state: step, rng, the data iterator's state, the user's own metadata.
 
 It is stored as JSON: a checkpoint is data, and reading one never runs code from it.
 """
@@ -23,7 +23,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+    """The data that was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
 
     step: int | None = None
     rng: PyTree = None

@@ -211,7 +211,7 @@ def _write_file(name: str, group: list[Leaf], first: bool) -> None:
     with open(name if first else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for leaf in group:
-            full = _move.whole(leaf.value)  # which every process has a part in
+            full = _move.whole(leaf.value)  # every process has a part of it
             if first:
                 file.write(np.ascontiguousarray(full).reshape(-1).view(np.uint8).data)
 

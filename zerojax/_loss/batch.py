@@ -20,7 +20,7 @@ from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
 Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
-BATCH, KEY, WHOLE = "batch", "key", "whole"
+BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 
 
 class Role(NamedTuple):
@@ -42,7 +42,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         if (is_key and not jnp.shape(leaf)) or (not in_batch and _is_raw_key(leaf)):
             return Role(KEY)
-        return Role(BATCH if jnp.shape(leaf) else WHOLE)
+        return Role(BATCH if jnp.shape(leaf) else REPLICATED)
 
     found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     if specs is None or not args:
@@ -52,7 +52,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
 
 
 def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list[Role | None]:
-    """Returns what a tree prefix of specs says of each leaf of the batch, None for nothing."""
+    """Returns the role that a tree prefix of specs gives each leaf of the batch, or None."""
 
     def is_leaf(spec: object) -> bool:
         return spec is None or isinstance(spec, PartitionSpec)
@@ -75,7 +75,7 @@ def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...])
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
     named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
     if not named:
-        return Role(WHOLE)
+        return Role(REPLICATED)
     dim, entry = named[0]
     over = axes[0] if len(axes) == 1 else axes
     fits = isinstance(spec, PartitionSpec) and entry in (axes, over)

@@ -53,18 +53,15 @@ class Dropper:
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = dict.fromkeys(axes, AxisType.Manual)
         self.outer, self.here = outer_mesh(), jax.sharding.get_abstract_mesh()
-        # By the id of the original, which is kept so that no other object gets its id.
-        self.jaxprs: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}
+        self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
 
     def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
         """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
-        if id(jaxpr) not in self.jaxprs:
+        if jaxpr not in self.jaxprs:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             rewritten = self._open(inner)
-            if inner is not jaxpr:
-                rewritten = jaxpr.replace(jaxpr=rewritten)
-            self.jaxprs[id(jaxpr)] = (rewritten, jaxpr)
-        return self.jaxprs[id(jaxpr)][0]
+            self.jaxprs[jaxpr] = rewritten if inner is jaxpr else jaxpr.replace(jaxpr=rewritten)
+        return self.jaxprs[jaxpr]
 
     def _open(self, jaxpr: Jaxpr) -> Jaxpr:
         names: dict[Var, Var | Literal] = {}

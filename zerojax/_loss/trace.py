@@ -154,7 +154,7 @@ def check_loss(loss: PyTree) -> None:
     if isinstance(loss, tuple):
         raise TypeError(
             f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
-            "everything else in aux (value_and_grad wants has_aux=True then)."
+            "everything else in aux (value_and_grad then needs has_aux=True)."
         )
     if not hasattr(loss, "shape") and not isinstance(loss, int | float):
         raise TypeError(

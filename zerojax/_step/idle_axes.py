@@ -1,7 +1,7 @@
 """Finds mesh axes that nothing is sharded over: their replicas would compute the same batch."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 from jax.core import Tracer
@@ -21,13 +21,13 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     """
     sizes = {axis: n for axis, n in plan.mesh.shape.items() if n > 1}
     values = jax.tree.leaves(args)
-    idle = sizes.keys() - {*plan.batch_axes} - _axes_in([leaf.spec for leaf in plan.leaves])
-    idle -= _axes_of(values)
+    idle = sizes.keys() - {*plan.batch_axes}
+    idle -= _axes_in([*(leaf.spec for leaf in plan.leaves), *values])
     if idle and any(isinstance(value, Tracer) for value in values):
         return False
     if idle:
         closed = trace()
-        idle -= _axes_of(closed.consts) | _axes_in(closed)
+        idle -= _axes_in([closed, *closed.consts])
     if not idle:
         return True
     named = {axis: n for axis, n in sizes.items() if axis in idle}
@@ -40,14 +40,11 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     )
 
 
-def _axes_of(values: Iterable[PyTree]) -> set[str]:
-    """Returns the mesh axes that arrays, or shapes with shardings, are sharded over."""
-    return _axes_in([getattr(value, "sharding", None) for value in values])
-
-
 def _axes_in(value: object) -> set[str]:
-    """Returns the mesh axes named by shardings, specs, and equations at any depth."""
+    """Returns the mesh axes named by shardings, arrays' too, specs, and equations at any depth."""
     match value:
+        case jax.Array() | jax.ShapeDtypeStruct():
+            return _axes_in(getattr(value, "sharding", None))
         case str():
             return {value}
         case NamedSharding():

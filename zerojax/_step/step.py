@@ -138,15 +138,14 @@ class Step:
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
-            options = vars(self.recipe.options) | {"mutable": self.recipe.mutable}
-            options |= self.make_jit.keywords | {"compiler_options": self.compiler_options}
-            program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
+            options = vars(self.recipe.options) | self.make_jit.keywords
+            options |= {"compiler_options": self.compiler_options}
             return {
                 **{name: str(value) for name, value in options.items()},
                 **fingerprint(plan),
                 "the shapes of the batch": shapes,
                 **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
-                "the program": program,
+                "the program": _fingerprint.of_program(jitted.trace(*args, **named).jaxpr),
             }
 
         if not traced and (plan, shapes) not in self.agreed:

@@ -102,7 +102,7 @@ class _Inputs:
     ) -> "_Inputs":
         floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
         rest = {i: v for i, v in enumerate([*values, *args]) if i not in floats}
-        mapped = {i for i, role in enumerate(roles, len(values)) if role.kind != _batch.WHOLE}
+        mapped = {i for i, role in enumerate(roles, len(values)) if role.kind != _batch.REPLICATED}
         return cls(floats, rest, mapped, split)
 
     def part(self, number: int) -> dict[int, jax.Array]:
