@@ -243,15 +243,12 @@ def _check_options(
         is_integer = isinstance(count, int | np.integer)
         return is_integer and not isinstance(count, bool) and int(count) >= 1
 
-    if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
+    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
+    if not known or not positive(every) or not (keep is None or positive(keep)):
         raise ValueError(
-            f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
-            "positive (keep=None keeps all), and integers, mode is 'min' or 'max'."
-        )
-    if not (best is None or isinstance(best, str)) or not isinstance(background, bool):
-        raise ValueError(
-            f"Checkpoints(best={best!r}, background={background!r}): best is the name of one of "
-            "the metrics= given to save, or None; background is True or False."
+            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep are "
+            "positive (keep=None keeps all), and integers; best is the name of one of the metrics= "
+            "given to save, or None; mode is 'min' or 'max'; background is True or False."
         )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
@@ -128,7 +128,7 @@ def laundered(value: jax.Array, like: PyTree) -> jax.Array:
     """
     if _move.is_key(like) and not _move.is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
-    copied = _move.copied(value, _sharding_of(like))
+    copied = _move.copied(value, stored_struct(like).sharding)
     jax.block_until_ready(copied)
     value.delete()  # now, whoever else still refers to it
     return copied
@@ -144,17 +144,14 @@ def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
     struct = jax.eval_shape(jax.random.key_data, struct) if _move.is_key(struct) else struct
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=_sharding_of(value))
+    given = getattr(value, "sharding", None)
+    place = SingleDeviceSharding(jax.local_devices()[0]) if given is None else given
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
 
 
 def nbytes(value: PyTree) -> int:
     struct = stored_struct(value)
     return struct.size * struct.dtype.itemsize
-
-
-def _sharding_of(value: object) -> Sharding:
-    given = getattr(value, "sharding", None)
-    return given if given is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _same_type(saved: Saved, dtype: np.dtype, cast: bool) -> bool:

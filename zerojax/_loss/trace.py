@@ -1,8 +1,7 @@
 """Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from zerojax._types import PyTree
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedLoss:
+class TracedLoss(NamedTuple):
     """A loss as a jaxpr, whose inputs are the arguments' leaves and then `closed_over`."""
 
     jaxpr: Jaxpr
@@ -44,8 +42,8 @@ def trace_loss(
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         loss, aux = split_aux(with_captured(captured)(*args), has_aux)
-        check_loss(loss)
-        check_aux(aux, mutable)
+        _check_scalar(loss)
+        _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
@@ -149,7 +147,7 @@ def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
     return result, None
 
 
-def check_loss(loss: PyTree) -> None:
+def _check_scalar(loss: PyTree) -> None:
     """Raises where a loss is not a scalar of a float dtype."""
     if isinstance(loss, tuple):
         raise TypeError(
@@ -173,7 +171,7 @@ def check_loss(loss: PyTree) -> None:
         )
 
 
-def check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
+def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
     """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
         dtype = getattr(leaf, "dtype", None)
