@@ -200,7 +200,7 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
     """Yields other ways to split the batch, and what they would mean."""
     leaves = _state.leaves_with_paths(reference.args[0])
     roles, rest = reference.roles[: len(leaves)], reference.roles[len(leaves) :]
-    everywhere = _batch.Role(_batch.WHOLE)
+    everywhere = _batch.Role(_batch.REPLICATED)
     seconds = [leaf.value.shape[1] for leaf in leaves if leaf.value.ndim > 1]
     if seconds and seconds[0] % reference.split.ways == 0:
         dims = [[d for d in (1, 0) if x.value.shape[d : d + 1] == (seconds[0],)] for x in leaves]

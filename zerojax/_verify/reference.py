@@ -57,12 +57,7 @@ class Reference:
         if not self.may_skip:
             return new_state
         finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
-        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
-        new_state = _finite.counted(new_state, 1 - finite.astype(jnp.int32))
-        scale = _finite.scale_of(state)
-        if scale is None:
-            return new_state
-        return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
+        return _finite.guarded(finite, new_state, state, self.recipe.mutable)
 
     @property
     def may_skip(self) -> bool:

@@ -95,7 +95,9 @@ class _Inputs:
         self.split = split
         self.floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
         self.rest = {i: v for i, v in enumerate([*values, *args]) if i not in self.floats}
-        self.mapped = {i for i, role in enumerate(roles, len(values)) if role.kind != _batch.WHOLE}
+        self.mapped = {
+            i for i, role in enumerate(roles, len(values)) if role.kind != _batch.REPLICATED
+        }
 
     def part(self, number: int) -> dict[int, jax.Array]:
         return {i: v[number] if i in self.mapped else v for i, v in self.rest.items()}
