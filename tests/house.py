@@ -1,4 +1,4 @@
-"""How the library is filed and written: a line for each package, and one for all of it.
+"""Counts the library's files, lines, functions, comments and imports, by package and in all.
 
     python tests/house.py            # this checkout
     python tests/house.py f66407e    # a revision of it
@@ -33,7 +33,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def sources(revision: str | None = None) -> dict[str, str]:
-    """The text of each module: {"_audit.contract": text, "_audit.__init__": text, ...}."""
+    """Returns the text of each module: {"_audit.contract": text, "_audit.__init__": text, ...}."""
     if revision is None:
         files = {path.relative_to(ROOT): path.read_text() for path in ROOT.glob("zerojax/**/*.py")}
     else:
@@ -46,7 +46,7 @@ def sources(revision: str | None = None) -> dict[str, str]:
 
 
 def imports(modules: dict[str, str]) -> dict[str, set[str]]:
-    """Which modules each one imports, be it in a function or for type checking only."""
+    """Returns the modules that each one imports, also in functions and for type checking."""
     found = {name: set() for name in modules}
     for name, text in modules.items():
         for node in ast.walk(ast.parse(text)):
@@ -58,7 +58,7 @@ def imports(modules: dict[str, str]) -> dict[str, set[str]]:
 
 
 def upward(modules: dict[str, str]) -> list[tuple[str, str]]:
-    """The imports that do not point down: (module, what it imports)."""
+    """Returns the imports that do not point down: (module, what it imports)."""
     pairs = [(name, other) for name, found in imports(modules).items() for other in found]
     return [pair for pair in pairs if not _points_down(*pair)]
 
@@ -72,7 +72,7 @@ def _points_down(module: str, imported: str) -> bool:
 
 
 def measured(text: str) -> tuple[Counter[str], list[int]]:
-    """What is counted in a module, and the lines of each of its functions."""
+    """Counts what is in a module, and the lines of each of its functions."""
     tree = ast.parse(text)
     nodes = [n for n in ast.walk(tree) if isinstance(n, FUNCTIONS | ast.ClassDef)]
     length = lambda node: node.end_lineno - node.lineno + 1
@@ -89,7 +89,7 @@ def measured(text: str) -> tuple[Counter[str], list[int]]:
 
 
 def row(modules: list[str]) -> dict[str, object]:
-    """What is printed of some modules; p50, p90 and max are lines of functions."""
+    """Returns the cells of a line; p50, p90 and max are lines of functions."""
     found = [measured(text) for text in modules]
     counts = sum((counts for counts, _ in found), Counter())
     functions = sorted(itertools.chain.from_iterable(lengths for _, lengths in found)) or [0]

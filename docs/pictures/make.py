@@ -24,7 +24,7 @@ from zerojax._plan.show import COLOURS
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
 GPUS, ROWS = "64xH100", 4 * 64
-MICROBATCHES = 2  # between them gradients are summed up: whole at stage 1, cut from stage 2 on
+MICROBATCHES = 2  # their gradients are summed: replicated up to stage 1, sharded from stage 2 on
 # On dark pages the darkest shade would vanish: the same order, from light to dark.
 DARK = {"params": "#e8f1fa", "grads": "#8fc1e3", "opt_state": "#4a90cf", "activations": "#2b5580"}
 NAMES = {0: "stage 0\nreplicated", 1: "stage 1\noptimizer state", 2: "stage 2\n+ gradients",
