@@ -1,11 +1,11 @@
 """Host memory and times of saving and restoring, on a state of 2 GiB or more.
 
-    python benchmarks/checkpoint.py                          # prints what the limits are held to
-    python benchmarks/checkpoint.py --json checkpoint.json   # and keeps it, beside what is of today
+    python benchmarks/checkpoint.py                          # prints the figures
+    python benchmarks/checkpoint.py --json checkpoint.json   # and stores them
 
-Memory is the process's peak resident set above what it held before (Linux), read in a fresh
-process each; emulated devices live in host memory, so what a restore holds in the end is taken
-off its peak. glibc is told to give freed memory back, or the peak would be that of its pools.
+Memory is the peak resident set of a fresh process, above what it had before (Linux). Emulated
+devices are in host memory, so the restored state is subtracted from a restore's peak. glibc is told
+to give freed memory back; otherwise the peak would be that of its pools.
 """
 
 import argparse
@@ -37,7 +37,7 @@ import results
 from host_memory import GIVE_BACK, measured
 
 MIB = 2**20
-# Where times are measured, glibc keeps memory: virtual machines take long to map a page anew.
+# Where times are measured, glibc keeps memory: virtual machines take long to map a new page.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0"}
 WARM_UP = 2  # saves, until the memory that they need is mapped
 STEP_S = 0.25
@@ -79,7 +79,7 @@ def restore(args, stage, written=3):
 
 
 def resumed(args, stage, fresh):
-    """Peak of three steps, from a state that is made here or restored."""
+    """Returns the peak of three steps, from a state that is made here or restored."""
     plan = zerojax.plan(lambda: make_state(args), stage=stage)
     state = plan.place(lambda: make_state(args))
     if not fresh:
@@ -98,11 +98,10 @@ def resumed(args, stage, fresh):
 
 
 def background(args):
-    """Of the time that a blocking save stops a loop for, how much a background one gives back.
+    """Returns how much of a blocking save's time a background save gives back to the loop.
 
-    Counted are whole loops with and without the save, the wait at the end included. A step donates
-    the whole state and then computes elsewhere, as where the devices are GPUs: emulated ones would
-    compute on the processors that write.
+    Loops are timed with and without the save, including the wait at the end. A step donates the
+    state and then sleeps, as if GPUs computed: emulated devices would use the cores that write.
     """
     state = zerojax.shard_train_state(lambda: make_state(args))
     step = jax.jit(lambda state: state.replace(step=state.step + 1), donate_argnums=0)

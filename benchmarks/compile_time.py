@@ -1,10 +1,10 @@
-"""How long steps take to trace and compile for GPUs, as ratios: by turns, in one process.
+"""Times to trace and compile steps for GPUs, as ratios: programs alternate in one process.
 
     python benchmarks/compile_time.py                                    # prints a table
     python benchmarks/compile_time.py --json benchmarks/compile_time.json
 
-The programs are those of `compiled.py`, a 7.5B GPT on 64 H100s. CPU time, of all threads and
-of the assembler's processes, as a multiple of what plain data parallelism takes in the same round.
+The programs are those of `compiled.py`, a 7.5B GPT on 64 H100s. Times are CPU times of all threads
+and of the assembler's processes, as multiples of plain data parallelism's in the same round.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python benchmarks/compiled.py                      # all rows, printed
 python benchmarks/compiled.py --json               # and stored for this JAX version
-python benchmarks/compiled.py --json --missing     # those of a new row in ROWS, say
+python benchmarks/compiled.py --json --missing     # only those not stored yet
 python benchmarks/compiled.py --check              # a few rows against what is stored
 """
 
@@ -81,13 +81,13 @@ TRILLION = Row("1t", "1024xH100", rows=1)
 
 
 def beside(row, *names):
-    """A row of ours, and rivals with the flag that suits them."""
+    """Returns a row of ours, and its rivals with the flag that suits them."""
     flag = HIDE_LATENCY if "A100" in row.gpus else SCATTER_ONE
     return [row, *row.rivals(*names, options=flag)]
 
 
 def elsewhere(row, *names, gpus=("8xH100", "512xH100", "64xA100-80GB")):
-    """The same on other GPUs, and with microbatches, which the nnx rival does not have."""
+    """Returns the same on other GPUs, and with microbatches, which the nnx rival does not have."""
     others = [dataclasses.replace(row, gpus=where) for where in gpus]
     summed = [LINEN if name == NNX else name for name in names]
     return [
@@ -140,7 +140,7 @@ CHECKED = [
 
 
 def compiled(row):
-    """The program of a row, and the plan of one that is ours."""
+    """Returns the program of a row, and its plan if the row is ours."""
     model, mesh = model_of(row), zerojax.aot.mesh(row.gpus)
     batch = model.batch(row.rows * row.accumulate * mesh.size)
     if not row.rival:
@@ -170,7 +170,7 @@ def results_path():
 
 
 def check(stored):
-    """Exits with 1 where a program got slower or larger than what is stored."""
+    """Exits with 1 if a program got slower or larger than what is stored."""
     if not stored:  # a new JAX is no reason to refuse a change
         print(f"nothing is stored for JAX {jax.__version__}: run with --json, look, and commit it")
         return
@@ -185,7 +185,7 @@ def check(stored):
 
 
 def worse_than(was, now):
-    """What a row shows that is worse than it was, beyond what a change may cost."""
+    """Returns the figures that got worse than a change may make them."""
     limits = {"step_ms": SLOWER, "wire_gib": SLOWER, "peak_gib": LARGER}
     return [
         f"{now['row']}: {what} {was[what]} -> {now[what]}"

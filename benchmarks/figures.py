@@ -28,7 +28,7 @@ COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gi
 
 
 def figures(name, program, plan=None, accumulate=1):
-    """What a step costs, read off its program; of one that is ours, by its plan."""
+    """Returns what a step costs, read off its program and, if it is ours, its plan."""
     report = zerojax.audit(program, plan=plan, accumulate=accumulate)
     gib = lambda count: round(count / 2**30, 3)
     all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
@@ -59,13 +59,13 @@ def shown(result):
 
 
 def compiler_options(flags, device):
-    """Those that XLA knows of a row's flags and of what compiling without devices needs."""
+    """Returns a row's flags and those that compiling without devices needs, if XLA knows them."""
     wanted = [(_xla_options.COLLECTIVE_KERNELS, ""), *flags]
     return {name: value for name, value in wanted if _xla_options.is_known(name, value, device)}
 
 
 def versions(packages=("jaxlib", "jax-cuda13-pjrt", "flax", "optax")):
-    """Of what made the figures."""
+    """Returns the versions of what made the figures."""
     return {
         "jax": jax.__version__,
         "packages": {each: importlib.metadata.version(each) for each in packages},
@@ -95,7 +95,7 @@ def main(rival, compiled, remats, packages):
 
 
 def _named(rival, remats):
-    """Every row: its name, as `compiled.py` gives it, its remat and its flags."""
+    """Yields every row: its name, as `compiled.py` gives it, its remat and its flags."""
     for remat in remats:
         for flags in FLAGS:
             extra = "".join(f" + {k.removeprefix('xla_gpu_')}={v}" for k, v in flags)

@@ -1,10 +1,10 @@
-"""What one real GPU makes of it, beside a loop written with optax alone. Takes under 8 minutes.
+"""Measures one real GPU against a loop written with optax alone. Takes under 8 minutes.
 
     python benchmarks/gpu.py                                 # prints a table
     python benchmarks/gpu.py --json benchmarks/gpu_h200.json # and keeps it
 
-Each case has a process of its own, so that its peak of memory is its own. Within one, the two
-programs take turns. Where there is no GPU it says so and ends well.
+Each case runs in a process of its own, which gives it a peak memory of its own. In it the two
+programs alternate. Without a GPU, the benchmark says so and exits with 0.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from zerojax._forecast import presets as _presets
 
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30
-ROUNDS, STEPS = 8, 3  # turns each program takes, and steps a turn
+ROUNDS, STEPS = 8, 3  # STEPS of one program, then of the other, ROUNDS times
 TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # to see the cases run where there is no GPU
 MODELS = {
     "tiny": (TINY, 2),
-    "124m": (_presets.GPTS["124m"], 32),
-    "1.5b": (_presets.GPTS["1.5b"], 8),
+    "124m": (_presets.preset("124m"), 32),
+    "1.5b": (_presets.preset("1.5b"), 8),
 }
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 8 minutes
@@ -46,7 +46,7 @@ SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  
 
 
 def make_params(model):
-    """Random ones, not zeros: a GPU clocks higher when it multiplies zeros."""
+    """Makes random weights, not zeros: a GPU clocks higher when it multiplies zeros."""
     shapes, treedef = jax.tree.flatten(model.shapes())
     keys = jax.random.split(jax.random.key(0), len(shapes))
     leaves = [0.02 * jax.random.normal(k, s.shape) for k, s in zip(keys, shapes, strict=True)]
@@ -90,7 +90,7 @@ def stats(what):
 
 
 class Running:
-    """A program with its state, and the seconds that a step of it took, one figure a turn."""
+    """A program with its state, and the seconds per step that each `turn` took."""
 
     def __init__(self, program, model, batch):
         self.batch, self.seconds = batch, []
@@ -105,7 +105,7 @@ class Running:
 
 
 def measure(model, rows, alone=False):
-    """Of a model: step time, what was forecast, and how it compares with a loop by hand.
+    """Measures a model: step time, against the forecast and against a loop by hand.
 
     `alone`: its state leaves no room for another, so the loop by hand comes afterwards.
     """
@@ -169,7 +169,7 @@ def trains(layers):
 
 
 def search():
-    """How many layers of 4096 train; it begins where the forecast says that memory ends."""
+    """Finds how many layers of 4096 train, starting from what the forecast says would fit."""
     small, limit = forecast_peak(4), stats("bytes_limit")
     each = (forecast_peak(8) - small) / 4
     layers = expected = 4 + int((limit - small) / each)
@@ -184,7 +184,7 @@ def search():
 
 
 def tests():
-    """Those that need one real GPU."""
+    """Runs the tests that need one real GPU."""
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
@@ -207,7 +207,7 @@ def tests():
 
 
 def run_case(name, layers=0):
-    """Its figures, from a process of its own; or what went wrong."""
+    """Returns the figures of a case, from a process of its own; or what went wrong."""
     command = [sys.executable, __file__, "--case", name, "--layers", str(layers)]
     limit = SECONDS[name]
     try:
@@ -221,7 +221,7 @@ def run_case(name, layers=0):
 
 
 def case(name, layers):
-    """What a process of a case prints."""
+    """Returns what the process of a case prints."""
     if name == "tests":
         return tests()
     if name == "search":
@@ -232,7 +232,7 @@ def case(name, layers):
 
 
 def has_gpu():
-    """Asked in a process of its own: who asks holds the GPU's memory."""
+    """Asks in a process of its own, because asking takes the GPU's memory."""
     ask = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='|')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     platform, _, kind = done.stdout.strip().partition("|")

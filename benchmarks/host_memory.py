@@ -1,4 +1,4 @@
-"""How much memory of the host a piece of work takes at its fullest (Linux)."""
+"""Peak host memory of a piece of work (Linux)."""
 
 import ctypes
 import gc
@@ -10,7 +10,7 @@ GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def measured(work):
-    """What `work()` returns, with its seconds and its peak MiB above what was held before."""
+    """Returns the result of `work()`, its seconds, and its peak MiB above those at its start."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # else pools of freed memory hide what follows
     before = _mib("VmRSS")

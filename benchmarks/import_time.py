@@ -1,4 +1,4 @@
-"""What `import zerojax` adds to `import jax, flax, optax`: medians of interleaved processes.
+"""Times what `import zerojax` adds to `import jax, flax, optax`: medians of interleaved processes.
 
 python benchmarks/import_time.py --rounds 15
 """

@@ -1,10 +1,10 @@
-"""Kills a run with SIGKILL at random moments, many times; it must end as if nothing had been.
+"""Kills a run with SIGKILL at random moments, many times; its end must be the same as without.
 
     python benchmarks/kill.py --processes 2 --kills 20 --log kill.log
 
 After each kill of one process (the others must end by themselves) or of all, the run is started
 again and must go on from a complete checkpoint no older than the one it knew to be complete. In
-the end the whole state must equal that of an undisturbed run, bit by bit.
+the end the state must equal that of an undisturbed run, bit for bit.
 """
 
 import argparse

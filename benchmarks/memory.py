@@ -1,10 +1,10 @@
-"""Memory of 20 models with optimizers, by stage: what is held against the formula, and the peak.
+"""Memory of 20 models with optimizers, by stage: the state against the formula, and the peak.
 
     python benchmarks/memory.py                                  # prints a table
     python benchmarks/memory.py --json benchmarks/memory_8xH100.json
 
-The formula: P parameters of 4 bytes and an optimizer with K of its own for each; on N devices
-stage 0 holds (4 + K) P, stages 1 and 2 hold 4 P + K P / N, stage 3 holds (4 + K) P / N. The rest is
+With P parameters of 4 bytes, an optimizer with K bytes for each, and N devices, the formula is
+(4 + K) P at stage 0, 4 P + K P / N at stages 1 and 2, and (4 + K) P / N at stage 3. The rest is
 read off the compiled step.
 """
 
@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax._forecast import presets as _presets
 
-ROWS = 8  # of the batch, a device
+ROWS = 8  # of the batch, per device
 WIDTHS = (512, 2048, 2048, 512)
 
 

@@ -17,7 +17,7 @@ FLAGS = {
 
 
 def compiled() -> str:
-    """Compiled programs, a table for each model: the newest JAX, and the step time on others."""
+    """Renders compiled programs, a table per model: the newest JAX, and the step time on others."""
     newest, *older = (
         json.loads(path.read_text()) for path in sorted(HERE.glob("compiled_jax*.json"))[::-1]
     )
@@ -41,7 +41,7 @@ def compiled() -> str:
 
 
 def _put_beside(rows, more):
-    """Rows from environments of their own, after those of the same setting."""
+    """Inserts rows from environments of their own after those of the same setting."""
     setting = lambda row: row["row"].split(": ")[0]
     for row in more:
         same = [i for i, other in enumerate(rows) if setting(other) == setting(row)]
@@ -49,7 +49,7 @@ def _put_beside(rows, more):
 
 
 def _parts(row) -> tuple[str, str]:
-    """'64xH100 x4 full' and 'stage 3', of '7.5b 64xH100 x4 full: stage 3'."""
+    """Splits '7.5b 64xH100 x4 full: stage 3' into '64xH100 x4 full' and 'stage 3'."""
     setting, program = row["row"].split(": ")
     return setting.split(" ", 1)[1], program
 
@@ -71,7 +71,7 @@ def _cells(row) -> list[str]:
 
 
 def compile_time() -> str:
-    """Multiples of what plain data parallelism takes."""
+    """Renders times to compile, as multiples of plain data parallelism's."""
     stored = _stored("compile_time.json")
     rows = [
         [_parts(row)[1], f"{row['time']:.2f} ({row['range'][0]:.2f} to {row['range'][1]:.2f})"]
@@ -82,7 +82,7 @@ def compile_time() -> str:
 
 
 def step_time() -> str:
-    """Every contestant on emulated devices."""
+    """Renders the step times of all contestants on emulated devices."""
     stored = _stored("step_time_cpu.json")
     cells = {(row["model"], row["step"]): row for row in stored["rows"]}
     models, steps = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
@@ -101,7 +101,7 @@ def step_time() -> str:
 
 
 def memory() -> str:
-    """By stage: what is held, as a multiple of the formula; temporary and peak MiB."""
+    """Renders, by stage, the state as a multiple of the formula; temporary and peak MiB."""
     stored = _stored("memory_8xH100.json")
     mib = lambda count: f"{count / 2**20:.0f}"
     rows = [
@@ -117,7 +117,7 @@ def memory() -> str:
 
 
 def scaling() -> str:
-    """Multiples of what `jax.jit` takes."""
+    """Renders times to plan, trace and compile, as multiples of `jax.jit`'s."""
     stored = _stored("scaling_cpu.json")
     rows = [
         [f"{row['count']} {KINDS[row['what']]}"]
@@ -128,7 +128,7 @@ def scaling() -> str:
 
 
 def gpu() -> str:
-    """What real GPUs made of it, a line a model. Empty cells where none has been measured."""
+    """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
     cases = {"124m": "GPT, 124M", "1.5b": "GPT, 1.5B", "largest": "the largest that trains"}
     tables = []
@@ -166,7 +166,7 @@ def _table(header, rows, stored) -> str:
 
 
 def _dates(stored) -> str:
-    """Of the file, or of its rows: the first and the last."""
+    """Returns the date of the file, or the first and last dates of its rows."""
     dates = [stored["date"]] if "date" in stored else [row["date"] for row in stored["rows"]]
     return " to ".join(sorted({min(dates), max(dates)}))
 

@@ -1,4 +1,4 @@
-"""Where results are kept: a JSON file of dated rows, under the versions that made them."""
+"""Stores results in a JSON file: dated rows, under the versions that made them."""
 
 import argparse
 import datetime
@@ -12,7 +12,7 @@ ONLY = "those whose name has this expression in it"
 
 
 def file(text):
-    """A path, for argparse: what cannot be written is said before anything is measured."""
+    """Checks a path for argparse, so that nothing is measured that cannot be written."""
     path = pathlib.Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path} cannot be written: is its folder there?")
@@ -27,7 +27,7 @@ def expression(text):
 
 
 def chosen(only, names):
-    """The names in which an expression is found, or that it spells out."""
+    """Returns the names that an expression matches or spells out."""
     found = [name for name in names if only.search(name) or only.pattern == name]
     if not found:
         sys.exit("\n".join([f"nothing is called {only.pattern!r}. There are:", *names]))
@@ -39,7 +39,7 @@ def stored(path):
 
 
 class Results:
-    """Rows by name, in the order of `names`. Each is written when it is put, others stay."""
+    """Rows by name, in the order of `names`. `put` writes one to the file; the others stay."""
 
     def __init__(self, path, names, made_by, name_of=operator.itemgetter("row")):
         self.path, self.names, self.made_by = path, names, made_by

@@ -1,8 +1,8 @@
-"""What users would write otherwise, on plain JAX: a jitted step, sharded by annotations.
+"""Rivals on plain JAX, as users would write them: a jitted step, sharded by annotations.
 
-A rival is a function in `STEPS`, by the name that tables give it: of a model, a mesh, what
-`jax.checkpoint` keeps, and how many microbatches. It makes a jitted `(state, batch) -> (state,
-loss)` and the state's shapes, placed.
+A rival is a function in `STEPS`, under the name that tables give it. Its arguments are a model, a
+mesh, what `jax.checkpoint` keeps, and the number of microbatches. It returns a jitted `(state,
+batch) -> (state, loss)` and the state's shapes with their shardings.
 """
 
 import functools
@@ -15,21 +15,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 
 CONSTRAINED = ("weights", "blocks", "nothing")
-SMALL = 4 * 2**20  # bytes that big_vision's rule does not bother to cut
+SMALL = 4 * 2**20  # bytes up to which big_vision's rule replicates
 
 
 def replicated(model, mesh):
-    """Data parallelism: every device holds everything."""
+    """Returns the state as data parallelism has it: all replicated."""
     return zerojax.plan(model.make_state, stage=0, mesh=mesh).abstract()
 
 
 def planned(model, mesh):
-    """Every array cut where zerojax would cut it."""
+    """Returns the state with every array sharded as zerojax shards it."""
     return zerojax.plan(model.make_state, stage=3, mesh=mesh).abstract()
 
 
 def cut_along_largest(model, mesh):
-    """The rule of big_vision and kauldron, over the whole state."""
+    """Returns the state sharded by the rule of big_vision and kauldron."""
 
     def placed(x):
         spec = [None] * x.ndim
@@ -44,11 +44,11 @@ def cut_along_largest(model, mesh):
 
 
 def annotated_step(placed, constrain, model, mesh, remat, accumulate):
-    """A jitted step, its state placed by `placed`; `constrain` says what else is annotated.
+    """Returns a jitted step and its state from `placed`; `constrain` says what else is annotated.
 
-    "weights": each layer's weights, in the scan, to be whole: the strongest hint there is.
-    "blocks": each layer's activations, to be cut along the batch, as Flax models have them.
-    "nothing": parameters and batch are sharded, and XLA figures out the rest: the guides' form.
+    "weights": in the scan, each layer's weights are replicated, the strongest hint there is.
+    "blocks": each layer's activations are sharded along the batch, as in Flax models.
+    "nothing": parameters and batch are sharded, and XLA figures out the rest, as in guides.
     """
     state = placed(model, mesh)
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -79,9 +79,9 @@ def annotated_step(placed, constrain, model, mesh, remat, accumulate):
 
 
 def accumulated(gradients, times, held=lambda grads: grads):
-    """A `value_and_grad`, averaged over microbatches in a scan as one writes it by hand.
+    """Returns a `value_and_grad` averaged over microbatches in a scan, as one writes it by hand.
 
-    `held` states where the gradients lie. A device's microbatches are rows that it has.
+    `held` constrains the gradients' shardings. A device's microbatches are rows that it has.
     """
     if times == 1:
         return gradients

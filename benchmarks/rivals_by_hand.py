@@ -1,4 +1,4 @@
-"""What somebody who knows JAX well would write: FSDP by hand, in a `shard_map`.
+"""A rival as somebody who knows JAX well would write it: FSDP by hand, in a `shard_map`.
 
 Each layer's weights are gathered in the compute dtype at the top of the layer, inside the scan and
 its `jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing
@@ -13,7 +13,7 @@ from rivals import accumulated, planned
 
 
 def by_hand_step(model, mesh, remat, accumulate):
-    """As those in `rivals`. There is nothing to constrain: the program is each device's own."""
+    """Returns a step and its state, as the functions in `rivals` do; nothing needs constraints."""
     state = planned(model, mesh)
     places = jax.tree.map(lambda x: x.sharding, state)
     specs = jax.tree.map(lambda x: x.spec, places.params)
@@ -48,7 +48,7 @@ def by_hand_step(model, mesh, remat, accumulate):
 
 
 def whole(dtype, shard, spec, stacked=False):
-    """A weight, from its shards; `stacked` says that the spec has the layers in front."""
+    """Returns a full weight; `stacked` says that the spec's first dimension counts layers."""
     if "data" not in tuple(spec):
         return shard
     dim = tuple(spec).index("data") - stacked
@@ -56,7 +56,7 @@ def whole(dtype, shard, spec, stacked=False):
 
 
 def reduced(grad, spec):
-    """Those of shards are already: a gather's transpose is a reduce-scatter."""
+    """Sums a gradient. A shard's already is: a gather's transpose is a reduce-scatter."""
     return grad if "data" in tuple(spec) else jax.lax.psum(grad, "data")
 
 

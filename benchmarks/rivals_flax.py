@@ -1,4 +1,4 @@
-"""What Flax's guides teach: FSDP by metadata on the parameters of linen and nnx modules.
+"""Rivals as Flax's guides teach them: FSDP by metadata on parameters of linen and nnx modules.
 
 Both write the GPT of `zerojax._forecast.presets` with Flax's own layers. What is constrained is
 each block's input and output ("blocks"), which the guides call optional, or nothing.
@@ -22,8 +22,8 @@ KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_sa
 
 
 def refuse_others(model, remat):
-    """What these modules would train instead, without a word."""
-    if not isinstance(model, _presets.Gpt):
+    """Raises for what these modules would silently train otherwise."""
+    if type(model) is not _presets.Gpt:  # Llama is one, too
         raise ValueError(f"Flax's modules are a GPT here, and {type(model).__name__} is not")
     if remat not in KEPT:
         raise ValueError(f"Flax's modules have remat {', '.join(KEPT)}, not {remat!r}")

@@ -54,7 +54,7 @@ def is_shape(x):
 
 
 def placed(tree, mapping, mesh):
-    """Shapes with the shardings of a mapping."""
+    """Returns shapes with the shardings of a mapping."""
     shardings = partitioning.infer_resource_partitions(tree, mapping, mesh=mesh)
 
     def place(named, sharding):
@@ -66,7 +66,7 @@ def placed(tree, mapping, mesh):
 
 @contextlib.contextmanager
 def inside(mesh):
-    """As `jax.set_mesh`, without running what is not traced on devices that are not there."""
+    """Does what `jax.set_mesh` does, but runs nothing on devices that are not there."""
     with mesh, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
 

@@ -1,11 +1,11 @@
-"""How long planning, tracing and compiling take, by the number of layers and of arrays.
+"""Times to plan, trace and compile, by the number of layers and of arrays.
 
     python benchmarks/scaling.py                                # prints a table
     python benchmarks/scaling.py --json benchmarks/scaling_cpu.json
 
-Stage 3 on 8 emulated devices, CPU time as a multiple of what `jax.jit` takes for the same loss,
-gradients and optimizer on one device, in the same process; planning, of both of them together.
-Of 10,000 arrays nothing is compiled, and planning is given as a multiple of tracing alone.
+Stage 3 on 8 emulated devices. CPU times are multiples of those that `jax.jit` takes to trace or
+compile the same loss, gradients and optimizer on one device in the same process; for planning, to
+do both. With 10,000 arrays nothing is compiled, and planning is a multiple of tracing alone.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def unrolled(layers):
 
 
 def many_leaves(count):
-    """Arrays that are read once and cheaply: what is left is zerojax's and JAX's own work."""
+    """Makes arrays that are read once and cheaply: the rest is zerojax's and JAX's own work."""
     loss = lambda p, x: sum(jnp.vdot(w[0], x[0]) for w in p)
     return [jnp.zeros((8, DIM))] * count, loss
 
@@ -63,7 +63,7 @@ CASES = [
 
 
 def clock(function):
-    """CPU seconds of all threads, whatever else the machine does."""
+    """Returns the CPU seconds of all threads, whatever else the machine does, and the result."""
     started = time.process_time()
     result = function()
     return time.process_time() - started, result
@@ -81,7 +81,7 @@ def measure(kind, count):
 
     jit_traces, plainly = clock(lambda: jax.jit(plain).lower(jax.eval_shape(make), BATCH))
     plans, plan = clock(lambda: zerojax.plan(make, stage=3))
-    assert all(leaf.dim is not None for leaf in plan.params), "what is not cut is not scaling"
+    assert all(leaf.dim is not None for leaf in plan.params), "a replicated array does not scale"
     step, batch = zerojax.train_step(loss), zerojax.aot.batch(BATCH, plan)
     traces, lowered = clock(lambda: step.lower(plan.abstract(), batch))
     ratios = {"trace": traces / jit_traces}
@@ -94,7 +94,7 @@ def measure(kind, count):
 
 
 def repeated(kind, count):
-    """Medians of what one run differs in from the next; the largest are long enough to agree."""
+    """Returns medians of several runs; one is enough for the largest cases, whose runs agree."""
     runs = [measure(kind, count) for _ in range(1 if count > 100 else RUNS)]
     return {what: round(statistics.median(run[what] for run in runs), 2) for what in runs[0]}
 

@@ -1,14 +1,14 @@
 """Step time of every stage against plain JAX, as ratios: interleaved runs in one process.
 
-Beside it, the peak of host memory, where the emulated devices live: of all of them, in a process
-for each; and what calling a step costs when there is next to nothing to compute.
+Also the peak host memory of all emulated devices together, in a process for each program; and what
+calling a step costs when there is next to nothing to compute.
 
     python benchmarks/step_time.py                       # prints a table
     python benchmarks/step_time.py --json out.json       # and keeps it
 
-The models are small ones of those that `compiled.py` compiles for GPUs, the rivals the same. On
-emulated CPU devices the ratios say what the program costs; they say nothing of a GPU, where
-collectives run beside compute.
+The models are small versions of those that `compiled.py` compiles for GPUs, with the same rivals.
+On emulated CPU devices the ratios say what the program costs. They say nothing about GPUs, where
+collectives overlap with compute.
 """
 
 import argparse
@@ -58,7 +58,7 @@ RIVALS = (
 
 
 def rival(name, model):
-    """A step, and a state, its values of no consequence."""
+    """Returns a step, and a state whose values do not matter."""
     step, places = STEPS[name](model, zerojax.plan(model.make_state).mesh, "full", 1)
     fill = lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 0)
     return step, jax.tree.map(lambda x: jax.device_put(fill(x).astype(x.dtype), x.sharding), places)
@@ -69,7 +69,7 @@ def ours(stage, model):
 
 
 def contestants(name):
-    """What makes a step and a state of the model, by contestant."""
+    """Returns, by contestant, a function that makes its step and state of the model."""
     of_flax = {r for r in RIVALS if r.startswith("flax")} if name != "GPT" else set()
     made = {r: functools.partial(rival, r) for r in RIVALS if r not in of_flax}
     return made | {f"zerojax stage {stage}": functools.partial(ours, stage) for stage in range(4)}
@@ -81,7 +81,7 @@ def batch_of(model):
 
 
 def peak_memory(name, contestant):
-    """MiB of the state and of what three steps take beside it."""
+    """Returns the MiB of the state and of what three steps need in addition."""
     model = MODELS[name]
     step, state = contestants(name)[contestant](model)
     batch = batch_of(model)
@@ -107,7 +107,7 @@ def peak_memories(name):
 
 
 def step_times(name, rounds):
-    """Quartiles of what each step takes of the replicated one in the same round."""
+    """Returns quartiles of each step's time over that of the replicated one in the same round."""
     model, steps, states = MODELS[name], {}, {}
     batch = batch_of(model)
     for contestant, make in contestants(name).items():
@@ -119,7 +119,7 @@ def step_times(name, rounds):
 
 
 def dispatch():
-    """Calls of a step with next to nothing to compute, as multiples of plain JAX's."""
+    """Times calls of a step with next to nothing to compute, as a multiple of plain JAX's."""
     params, tx = {"w": jnp.ones((16, 16))}, optax.sgd(0.1)
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
     loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -143,7 +143,7 @@ def dispatch():
 
 
 def interleaved(steps, states, batch, rounds):
-    """Seconds by round; a round starts with another contestant each time."""
+    """Returns seconds by round; each round starts with another contestant."""
     times, names = {name: [] for name in steps}, list(steps)
     for turn in range(rounds):
         at = turn % len(names)

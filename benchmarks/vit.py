@@ -10,8 +10,8 @@ from zerojax._forecast import presets as _presets
 
 
 @dataclasses.dataclass(frozen=True)
-class Vit(_presets.Decoder):
-    """Learned positions, biases, the mean of the last layer's tokens classified."""
+class Vit(_presets.Gpt):
+    """A ViT with learned positions and biases, which classifies the mean of its tokens."""
 
     inner: int = 0
     patch: int = 14 * 14 * 3

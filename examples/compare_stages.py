@@ -53,11 +53,11 @@ def measured(stage, args, loss_fn, make_state, text):
 
 def row(stage, report, seconds, seconds_of_stage_0):
     memory = report.memory
-    held = (memory.parameters, memory.optimizer, memory.state, memory.peak)
+    uses = (memory.parameters, memory.optimizer, memory.state, memory.peak)
     ratio = f"{seconds / seconds_of_stage_0:.2f} x"
     took = ratio if report.backend == "cpu" else f"{seconds * 1e3:.1f} ms, {ratio}"
-    travels = (runs_and_bytes(report, kind) for kind in COLLECTIVES)
-    return [str(stage), *map(mebibytes, held), *travels, took]
+    collectives = (runs_and_bytes(report, kind) for kind in COLLECTIVES)
+    return [str(stage), *map(mebibytes, uses), *collectives, took]
 
 
 def runs_and_bytes(report, kind):

@@ -96,13 +96,13 @@ def sample_batch(text, rng, rows, tokens):
 
 def memory_by_stage(make_state):
     rows = [("stage", "parameters", "optimizer state", "in all, per device", "of stage 0")]
-    whole = None
+    replicated = None
     for stage in range(4):
-        held = zerojax.plan(make_state, stage=stage).bytes_per_device()
-        total = sum(held.values())
-        whole = whole or total
-        mib = [f"{n / 2**20:.2f} MiB" for n in (held["params"], held["opt_state"], total)]
-        rows.append((str(stage), *mib, f"{total / whole:.0%}"))
+        nbytes = zerojax.plan(make_state, stage=stage).bytes_per_device()
+        total = sum(nbytes.values())
+        replicated = replicated or total
+        mib = [f"{n / 2**20:.2f} MiB" for n in (nbytes["params"], nbytes["opt_state"], total)]
+        rows.append((str(stage), *mib, f"{total / replicated:.0%}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  " + "   ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)))
@@ -137,7 +137,7 @@ def main():
 
     table = state.params["embed"]
     shards = [shard.data.shape for shard in table.addressable_shards]
-    print(f"the embedding is {table.shape}; each device holds {shards[0]}\n")
+    print(f"the embedding is {table.shape}; each device has {shards[0]}\n")
     print(f"Bytes between steps on each of {len(devices)} devices:")
     memory_by_stage(make_state)
 

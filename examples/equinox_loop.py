@@ -157,7 +157,7 @@ def main():
         if checkpoints:
             state, saved = checkpoints.resume(state)
             start = saved.step or 0
-            zerojax.log(f"goes on from step {start}" if start else "starts anew")
+            zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.step_flops(step, state, shape, jax.random.key(0))
         tokens = args.batch * args.tokens

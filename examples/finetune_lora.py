@@ -119,11 +119,11 @@ def main():
     params = zerojax.import_safetensors(args.base, like=state, keep="lora_")
     state = state.replace(params=params)
     trained, everything = map(count, (adapters_of(params), params))
-    held = plan.bytes_per_device()
+    nbytes = plan.bytes_per_device()
     zerojax.log(
-        f"trains {trained:,} of {everything:,} parameters; each device holds "
-        f"{held['params'] / 2**10:,.0f} KiB of them and {held['opt_state'] / 2**10:,.0f} KiB of "
-        "optimizer state"
+        f"trains {trained:,} of {everything:,} parameters; each device has "
+        f"{nbytes['params'] / 2**10:,.0f} KiB of them and {nbytes['opt_state'] / 2**10:,.0f} KiB "
+        "of optimizer state"
     )
     state = train_gpt.train(args, state, loss_fn, training, validation)
     if args.export:

@@ -158,7 +158,7 @@ def resume(checkpoints, model, optimizer):
     state, saved = checkpoints.resume(zerojax.nnx.state(model, optimizer))
     zerojax.nnx.update(model, optimizer, state)
     start = saved.step or 0
-    zerojax.log(f"goes on from step {start}" if start else "starts anew")
+    zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
     return start
 
 

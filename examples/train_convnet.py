@@ -95,8 +95,8 @@ def read_digits():
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = digits.images[order].astype(np.float32) / 16
     labels = digits.target[order].astype(np.int32)
-    whole = {"image": images, "label": labels}
-    return rows_of(whole, slice(320, None)), rows_of(whole, slice(320))
+    examples = {"image": images, "label": labels}
+    return rows_of(examples, slice(320, None)), rows_of(examples, slice(320))
 
 
 def rows_of(examples, rows):

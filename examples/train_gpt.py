@@ -196,8 +196,8 @@ def open_checkpoints(args):
 def write(model, params, prompt, count, temperature=0.8):
     """Returns the text that the model writes after `prompt`, a full window of bytes."""
     everywhere = NamedSharding(params["embed"]["embedding"].sharding.mesh, PartitionSpec())
-    whole = jax.device_put(params, everywhere)
-    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+    replicated = jax.device_put(params, everywhere)
+    params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
 
     def write_byte(window, key):
         logits = model.apply({"params": params}, window[None])[0, -1]

@@ -20,8 +20,8 @@ from zerojax._hlo import gpus as _gpus
 def test_every_gpu_compiles_a_program(name):
     mesh = zerojax.aot.mesh(f"2x{name}")
     assert mesh.devices.flat[0].device_kind == _gpus.GPUS[name].device_kind
-    cut = NamedSharding(mesh, PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=cut)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
     compiled = jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile()
     report = zerojax.audit(compiled)
     assert report.gpu is _gpus.GPUS[name] and report.backend == "gpu" and report.devices == 2

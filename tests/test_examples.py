@@ -219,7 +219,7 @@ def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
     small = ["--layers=2", "--dim=32", "--tokens=16", "--batch=16", "--lr=2e-2"]
     program = [f"examples/{script}.py", *small, "--save-every=10", "--checkpoints", tmp_path]
     first, _ = run(*program, "--steps", 10)
-    assert "1 process, 8 devices" in first and "starts anew" in first
+    assert "1 process, 8 devices" in first and "starts from scratch" in first
     assert re.search(r"up-projections .*\((2, 4, 128|2, 16, 32)\) a device", first)
     more, bar = run(*program, "--steps", 100, "--stage", 1, "--accumulate", 2)
     assert "goes on from step 10" in more

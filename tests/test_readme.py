@@ -65,14 +65,14 @@ def test_pages_continue_from_the_readmes_program(page, tmp_path):
 FLAG = " + reduce_scatter_combine_threshold_bytes=1"
 MEASURED = {
     "zerojax, stage 3": "stage 3",
-    "Flax nnx, its guide's annotations, activations constrained in each layer": "flax nnx, blocks",
-    "the same, with an XLA flag that helps it": "flax nnx, blocks" + FLAG,
-    "Flax linen, likewise, with it": "flax linen, blocks" + FLAG,
-    "plain JAX, annotations, activations constrained, with it": "annotations, blocks" + FLAG,
-    "plain JAX, by hand in a `shard_map`, with it": "by hand" + FLAG,
-    "MaxText's own step, with it": "MaxText" + FLAG,
-    "Levanter's own step, with it": "Levanter" + FLAG,
-    "plain JAX, annotations of parameters and batch alone": "annotations, nothing",
+    "Flax nnx, annotated": "flax nnx, blocks",
+    "Flax nnx, annotated, + flag": "flax nnx, blocks" + FLAG,
+    "Flax linen, annotated, + flag": "flax linen, blocks" + FLAG,
+    "plain JAX, annotated, + flag": "annotations, blocks" + FLAG,
+    "plain JAX, by hand in a `shard_map`, + flag": "by hand" + FLAG,
+    "MaxText's own step, + flag": "MaxText" + FLAG,
+    "Levanter's own step, + flag": "Levanter" + FLAG,
+    "plain JAX, only parameters and batch annotated": "annotations, nothing",
     "zerojax, stages 1 and 2": "stage 2",
 }
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -21,7 +22,7 @@ import zerojax
 from zerojax import _figures, aot
 from zerojax._audit.report import check_limits
 from zerojax._forecast import doctor as _doctor, presets as _presets
-from zerojax._forecast.forecast import working
+from zerojax._forecast.forecast import Loss, working
 from zerojax._forecast.memory_table import STAGES
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
@@ -30,8 +31,9 @@ from zerojax._types import PyTree
 
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
+REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
-Loss = Callable[..., PyTree]
+LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # of a user's module or of the compiler, told in a line
+    except Exception as error:  # of a user's module or of the compiler, in a line
         if os.environ.get("ZEROJAX_TRACEBACK"):
             raise
         print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)
@@ -57,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def described(error: Exception, flags: Container[str] = ()) -> str:
     """Describes an error in one line, with its type and place if it is not of this package."""
     text = " ".join(str(error).split())[:600]
-    last = traceback.extract_tb(error.__traceback__)[-1:]
+    frames = traceback.extract_tb(error.__traceback__)
     ours = pathlib.Path(__file__).parent
-    if not last or ours in pathlib.Path(last[0].filename).parents:
+    if not frames or ours in pathlib.Path(frames[-1].filename).parents:
         return as_typed(text, flags) or type(error).__name__
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    theirs = [f for f in frames if not any(part in f.filename for part in LIBRARIES)]
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {text}{where}. For the traceback, set ZEROJAX_TRACEBACK=1."
 
@@ -77,29 +79,16 @@ def as_typed(text: str, flags: Container[str]) -> str:
     return re.sub(r"^(\w+)(?= must)|\b(\w+)=", flag, text)
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    library = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
-    return not any(part in frame.filename for part in library)
-
-
 # -- commands
 
 
 def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
-    found = zerojax.forecast(
-        losses,
-        make_state,
-        batch,
-        gpus=arguments.gpus,
-        tokens=arguments.tokens,
-        rng=rng,
-        stages=arguments.stages,
-        accumulate=arguments.accumulate,
-        precision=_precision(arguments),
-        per_host=arguments.per_host,
-    )
+    mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
+    precision = mixed if arguments.master else None
+    options = _given(arguments, "gpus", "per_host", "stages", "accumulate", "tokens")
+    found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
 
@@ -108,21 +97,16 @@ def audit(arguments: argparse.Namespace) -> int:
     check_limits(arguments.max_peak_bytes, arguments.min_overlap)
     if arguments.plot:
         _figures.check_picture(arguments.plot)
-    path = pathlib.Path(arguments.program)
-    if path.exists() or arguments.program.endswith((".hlo", ".txt")):
+    path = pathlib.Path(arguments.model)
+    if path.exists() or arguments.model.endswith((".hlo", ".txt")):
         report = zerojax.audit(
-            _hlo_text(path),
-            gpu=arguments.gpu,
-            per_host=arguments.per_host,
-            accumulate=arguments.accumulate,
+            _hlo_text(path), **_given(arguments, "gpu", "per_host", "accumulate")
         )
     else:
         report = _audited(arguments)
     if arguments.plot:
         report.plot(arguments.plot)
-    found = report.findings(
-        max_peak_bytes=arguments.max_peak_bytes, min_overlap=arguments.min_overlap
-    )
+    found = report.findings(**_given(arguments, "max_peak_bytes", "min_overlap"))
     broken = paragraphs([f"broken: {as_typed(line, vars(arguments))}" for line in found])
     text = f"{report}\n\n{broken}".rstrip()
     _show(arguments, report.to_dict() | {"findings": found}, text)
@@ -132,23 +116,14 @@ def audit(arguments: argparse.Namespace) -> int:
 def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
-    arguments.model, arguments.remat = arguments.program, None
     losses, make_state, batch, rng = _model(arguments)
     mesh = zerojax.aot.mesh(arguments.gpus, per_host=arguments.per_host)
     plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh)
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
-        return zerojax.audit(
-            step,
-            plan.abstract(),
-            zerojax.aot.batch(batch, plan),
-            rng,
-            plan=plan,
-            gpu=arguments.gpu,
-            per_host=arguments.per_host,
-            accumulate=arguments.accumulate,
-        )
+        batch = zerojax.aot.batch(batch, plan)
+        return zerojax.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
 
 
 def _hlo_text(path: pathlib.Path) -> str:
@@ -173,14 +148,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def table(arguments: argparse.Namespace) -> int:
     """Prints the paper's Table 1 by default; its Figure 1 is a row of it: 7.5B on 64 devices."""
-    found = zerojax.memory_table(
-        arguments.params,
-        arguments.devices,
-        param_bytes=arguments.param_bytes,
-        grad_bytes=arguments.grad_bytes,
-        optimizer_bytes=arguments.optimizer_bytes,
-        stages=arguments.stages,
-    )
+    widths = _given(arguments, "param_bytes", "grad_bytes", "optimizer_bytes")
+    found = zerojax.memory_table(**_given(arguments, "params", "devices", "stages"), **widths)
     _show(arguments, found.to_dict(), str(found))
     return OK
 
@@ -188,13 +157,17 @@ def table(arguments: argparse.Namespace) -> int:
 # -- what commands share
 
 
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names}
+
+
 def _model(arguments: argparse.Namespace) -> Model:
     """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
     if ":" not in arguments.model:
         preset = _presets.preset(arguments.model)
         count, _ = _gpus.parse_count(arguments.gpus)
-        remats = tuple(arguments.remat or ("full",))
-        return preset.losses(remats), preset.make_state, preset.batch(arguments.rows * count), None
+        batch = preset.batch(arguments.rows * count)
+        return preset.losses(arguments.remat), preset.make_state, batch, None
     module, _, function = arguments.model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -214,12 +187,6 @@ def _model(arguments: argparse.Namespace) -> Model:
         )
     loss, make_state, batch, *rng = made
     return loss, make_state, batch, rng[0] if rng else None
-
-
-def _precision(arguments: argparse.Namespace) -> Precision | None:
-    if not arguments.master:
-        return None
-    return Precision(compute="bfloat16", param="bfloat16", master="float32")
 
 
 def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
@@ -262,13 +229,17 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     _gpu_arguments(parser)
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    parser.add_argument("--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full")
+    parser.add_argument(
+        "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
+    )
     parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
     parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
 
 
 def _audits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", help="a file of HLO text, a preset, or module:function")
+    text = "a file of HLO text, a preset, or module:function"
+    parser.add_argument("model", metavar="program", help=text)
+    parser.set_defaults(remat=REMAT)
     _gpu_arguments(parser)
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)

@@ -81,18 +81,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def has_side_effects(step: HasEffects) -> bool:
-    """Whether an equation does more than its outputs say (prints, say). Naming a mesh axis, as
-    every collective does, is an effect in JAX's books but not one of these."""
+    """Whether an equation does more than compute its outputs, such as printing.
+
+    JAX counts it as an effect that a collective names a mesh axis; here that is none.
+    """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in step.effects)
 
 
 def names_an_axis(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, at any depth, speaks to other devices or asks which one it is on."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
-
-
-def is_dropped(var: Var | Literal) -> bool:
-    return isinstance(var, jex_core.DropVar)
 
 
 def fresh(var: Var | Literal, aval: AbstractValue | None = None) -> Var:
@@ -175,13 +173,9 @@ def _is_bound(axis: str) -> bool:
     return True
 
 
-def mesh_of(eqn: JaxprEqn) -> AbstractMesh:
-    """Returns the mesh that was set where an equation was traced; it is set again where it runs."""
-    return eqn.ctx.cur_abstract_mesh
-
-
-def context_on(eqn: JaxprEqn, mesh: AbstractMesh) -> object:
-    """Returns the context of an equation with another mesh set."""
+def context_on(eqn: JaxprEqn, change: Callable[[AbstractMesh], AbstractMesh]) -> Any:
+    """Returns the context of an equation, which is set again where it runs, on another mesh."""
+    mesh = change(eqn.ctx.cur_abstract_mesh)
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return type(eqn.ctx)()
 
@@ -210,31 +204,13 @@ def shared_store() -> Any:
     return multihost_utils.distributed.global_state.client  # type: ignore
 
 
-# -- error messages
+# -- error messages: what JAX and XLA say where
 
-
-def is_about_devices(error: Exception) -> bool:
-    """Whether JAX refused arrays that are on other devices than a program's."""
-    return "incompatible devices" in str(error)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-
-
-def is_timeout(error: Exception) -> bool:
-    return "DEADLINE_EXCEEDED" in str(error)
-
-
-def is_about_cluster(error: Exception) -> bool:
-    """Whether JAX found no cluster around, which would have told it the other processes."""
-    return "coordinator_address" in str(error)
-
-
-def is_about_option(error: Exception) -> bool:
-    """Whether XLA refused a compiler option because it has none of that name."""
-    return "No such compile option" in str(error)
-
+OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+TIMEOUT = "DEADLINE_EXCEEDED"
+NO_CLUSTER = "coordinator_address"  # nothing around tells JAX of the other processes
+NO_SUCH_OPTION = "No such compile option"
 
 # -- XLA's log
 

@@ -54,20 +54,19 @@ def initialize(
     if jax.distributed.is_initialized():  # by the program itself
         _end_together()
         return jax.process_count()
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
         "local_device_ids": local_device_ids,
     }
-    explicit = any(value is not None for value in given.values())
-    if not explicit and "WORLD_SIZE" in os.environ:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if not given and "WORLD_SIZE" in os.environ:
         given = _from_environment(os.environ)
-        explicit = True
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
     except ValueError as error:
-        if explicit or not _compat.is_about_cluster(error):
+        if given or _compat.NO_CLUSTER not in str(error):
             raise
     count = jax.process_count()
     _end_together()
@@ -194,14 +193,11 @@ class Watchdog:
 
     def _end(self, step: object) -> None:
         after = "" if step is None else f" after step {step}"
-        stream = sys.__stderr__ or sys.stderr
-        print(
-            f"zerojax: process {jax.process_index()} of {jax.process_count()} was not alive for "
-            f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:",
-            file=stream,
-            flush=True,
+        _say(
+            f"process {jax.process_index()} of {jax.process_count()} was not alive for "
+            f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:"
         )
-        faulthandler.dump_traceback(file=stream)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         os._exit(1)
 
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import contextvars
+import functools
 import html
-import io
 import itertools
 import shutil
 import sys
@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 Row = tuple[str, ...]
 GAP = 2  # spaces between columns
 NARROW = 18  # characters that a flexible column keeps, if it has as many
-MOST_ROWS = 2000  # rich takes about a millisecond for each
 
 _FITS = contextvars.ContextVar("fits", default=False)
+# Whole words, so that a command can be copied.
+_wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 def human_bytes(count: float) -> str:
@@ -67,13 +68,8 @@ def _on_terminal() -> bool:
 def paragraphs(lines: Sequence[str]) -> str:
     """Joins lines of text; on a terminal, long ones wrap between words."""
     if _on_terminal():
-        wrapper = textwrap.TextWrapper(
-            width=shutil.get_terminal_size().columns,
-            subsequent_indent="  ",
-            break_long_words=False,  # a command, say, is to be copied
-            break_on_hyphens=False,
-        )
-        lines = list(map(wrapper.fill, lines))
+        width = shutil.get_terminal_size().columns
+        lines = ["\n".join(_wrap(line, width, subsequent_indent="  ")) for line in lines]
     return "\n".join(lines)
 
 
@@ -95,86 +91,68 @@ def text_table(
         optional: columns that a narrow table leaves out, in this order.
         keys: the first columns, repeated where a table is still too wide and continues below.
     """
-    if not (_on_terminal() or _FITS.get()) or len(rows) > MOST_ROWS:
-        return _plain(rows, right)
     head, *body = rows
-    columns = [at for at in range(len(head)) if not body or any(row[at] for row in body)]
-    natural = {at: max(len(row[at]) for row in rows) for at in columns}
+    fits = _on_terminal() or _FITS.get()
+    room = shutil.get_terminal_size().columns if fits else sys.maxsize
+    empty = [at for at in range(len(head)) if fits and body and not any(row[at] for row in body)]
+    natural = {at: max(len(row[at]) for row in rows) for at in range(len(head)) if at not in empty}
     least = {at: min(NARROW, size) if at in flexible else size for at, size in natural.items()}
     tables = []
-    for block in _blocks(least, shutil.get_terminal_size().columns, optional, keys):
-        widths, spare = {}, shutil.get_terminal_size().columns - _room(least, block)
+    for block in _blocks(least, room, optional, keys):
+        shown = [row for row in body if not tables or any(row[at] for at in block[keys:])]
+        spare = max(0, room - _width(least, block))
+        widths = {}
         for at in block:
-            widths[at] = least[at] + max(0, min(natural[at] - least[at], spare))
+            widths[at] = min(natural[at], least[at] + spare)
             spare -= widths[at] - least[at]
-        shown = [row for row in body if any(row[at] for at in block[keys:] or block)]
         tables.append(_drawn([head, *shown], widths, right))
     return "\n\n".join(tables)
 
 
-def _plain(rows: Sequence[Row], right: Collection[int]) -> str:
-    """Draws columns padded to their widest cell, and a rule under the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = tuple("-" * width for width in widths)
-
-    def line(row: Row) -> str:
-        cells = (
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return (" " * GAP).join(cells).rstrip()
-
-    return "\n".join(map(line, (rows[0], rule, *rows[1:])))
-
-
-def _room(widths: Mapping[int, int], columns: Sequence[int]) -> int:
+def _width(widths: Mapping[int, int], columns: Sequence[int]) -> int:
     return sum(widths[at] + GAP for at in columns) - GAP
 
 
 def _blocks(
-    widths: Mapping[int, int], width: int, optional: Sequence[int], keys: int
+    widths: Mapping[int, int], room: int, optional: Sequence[int], keys: int
 ) -> list[list[int]]:
-    """Splits columns into tables of at most `width`; each begins with the same key columns."""
+    """Splits columns into tables no wider than `room`; each begins with the same key columns."""
     columns = list(widths)
     for at in optional:
-        if _room(widths, columns) > width and at in columns:
+        if _width(widths, columns) > room and at in columns:
             columns.remove(at)
     blocks = [columns[:keys]]
     for at in columns[keys:]:
-        if len(blocks[-1]) > keys and _room(widths, [*blocks[-1], at]) > width:
+        if len(blocks[-1]) > keys and _width(widths, [*blocks[-1], at]) > room:
             blocks.append(columns[:keys])
         blocks[-1].append(at)
     return blocks
 
 
 def _drawn(rows: Sequence[Row], widths: Mapping[int, int], right: Collection[int]) -> str:
-    """Draws columns of these widths with rich, which wraps text within them."""
-    from rich.console import Console
-    from rich.table import Table
+    """Draws columns of these widths, in which text wraps, and a rule under the heading."""
+    head, *body = rows
+    columns = [
+        _wrapped([head[at], "-" * width, *(row[at] for row in body)], width)
+        for at, width in widths.items()
+    ]
+    aligned = [f"{{:{'>' if at in right else '<'}{width}}}" for at, width in widths.items()]
+    line = (" " * GAP).join(aligned)
+    cells = (itertools.zip_longest(*row, fillvalue="") for row in zip(*columns, strict=True))
+    return "\n".join(line.format(*texts).rstrip() for row in cells for texts in row)
 
-    table = Table.grid(padding=(0, GAP, 0, 0))
-    for at, width in widths.items():
-        table.add_column(width=width, justify="right" if at in right else "left")
-    columns = []
-    for at, width in widths.items():
-        cells = [row[at].split(" ") for row in rows]
-        words = iter(shortened([word for cell in cells for word in cell], width))
-        head, *body = (" ".join(itertools.islice(words, len(cell))) for cell in cells)
-        columns.append([head, "-" * width, *body])
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    file = io.StringIO()
-    console = Console(
-        file=file,
-        width=_room(widths, list(widths)),
-        force_terminal=False,  # no escape codes, whatever the environment says
-        force_jupyter=False,
-        legacy_windows=False,
-        markup=False,  # a cell may be "[64, 32]"
-        emoji=False,
-    )
-    console.print(table)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+def _wrapped(cells: Sequence[str], width: int) -> list[list[str]]:
+    """Returns the lines of each cell of a column, none of them longer than `width`."""
+    words = list({word for cell in cells for word in cell.split() if len(word) > width})
+    short = dict(zip(words, shortened(words, width), strict=True))
+
+    def lines(cell: str) -> list[str]:
+        if len(cell) <= width:
+            return [cell]
+        return _wrap(" ".join(short.get(word, word) for word in cell.split()), width)
+
+    return [lines(cell) for cell in cells]
 
 
 def html_table(

@@ -116,32 +116,28 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
 
 
 def check_packages() -> None:
-    """Raises if a package is missing without which the compiler would end the whole process.
+    """Raises if a package is missing without which the compiler would end the process.
 
     Example:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
-    version = jax.__version__
     cuda = "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
-    missing = [
-        package
-        for package, found in (
-            (f"jax-{cuda}-plugin=={version}", _is_installed(f"jax_{cuda}_plugin")),
-            (f"jax-{cuda}-pjrt=={version}", _is_installed(f"jax_plugins.xla_{cuda}")),
-            ("nvidia-cuda-nvcc", _find_tool("bin/ptxas") or shutil.which("ptxas")),
-            ("nvidia-nvvm", _find_tool("nvvm/libdevice/libdevice.10.bc")),
-        )
-        if not found
-    ]
-    if missing:
+    plugin, pjrt = _plugin(cuda)
+    found = {
+        plugin: _is_installed(f"jax_{cuda}_plugin"),
+        pjrt: _is_installed(f"jax_plugins.xla_{cuda}"),
+        "nvidia-cuda-nvcc": _find_tool("bin/ptxas") or shutil.which("ptxas"),
+        "nvidia-nvvm": _find_tool("nvvm/libdevice/libdevice.10.bc"),
+    }
+    if missing := [package for package, at in found.items() if not at]:
         raise ModuleNotFoundError(
             f"compiling for GPUs needs packages that are missing here. Run: {_install(missing)}"
         )
-    plugin = importlib.metadata.version(f"jax-{cuda}-plugin")
-    if plugin != version:
+    version = importlib.metadata.version(f"jax-{cuda}-plugin")
+    if version != jax.__version__:
         raise ModuleNotFoundError(
-            f"jax-{cuda}-plugin {plugin} does not match jax {version}. Run: "
-            + _install([f"jax-{cuda}-plugin=={version}", f"jax-{cuda}-pjrt=={version}"])
+            f"jax-{cuda}-plugin {version} does not match jax {jax.__version__}. Run: "
+            + _install([plugin, pjrt])
         )
 
 
@@ -152,8 +148,11 @@ def install_command() -> str:
         >>> print(zerojax.aot.install_command())  # doctest: +ELLIPSIS
         /...python... -m pip install --no-deps jax-cuda13-plugin==... nvidia-nvvm
     """
-    plugin = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-    return _install([*plugin, "nvidia-cuda-nvcc", "nvidia-nvvm"])
+    return _install([*_plugin("cuda13"), "nvidia-cuda-nvcc", "nvidia-nvvm"])
+
+
+def _plugin(cuda: str) -> list[str]:
+    return [f"jax-{cuda}-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
 
 
 def _install(packages: Sequence[str]) -> str:

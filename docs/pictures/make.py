@@ -17,14 +17,14 @@ import matplotlib.pyplot as plt
 
 import zerojax
 from zerojax import _figures
-from zerojax._forecast import plot as _plot, presets as _presets
+from zerojax._forecast import presets as _presets, result as _result
 from zerojax._forecast.forecast import Forecast
 from zerojax._plan.show import COLOURS
 
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
 GPUS, ROWS = "64xH100", 4 * 64
-MICROBATCHES = 2  # between them gradients are summed up: whole at stage 1, cut from stage 2 on
+MICROBATCHES = 2  # their gradients are summed: replicated up to stage 1, sharded from stage 2 on
 # On dark pages the darkest shade would vanish: the same order, from light to dark.
 DARK = {"params": "#e8f1fa", "grads": "#8fc1e3", "opt_state": "#4a90cf", "activations": "#2b5580"}
 NAMES = {0: "stage 0\nreplicated", 1: "stage 1\noptimizer state", 2: "stage 2\n+ gradients",
@@ -36,7 +36,7 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
              "axes.labelcolor": ink, "svg.hashsalt": "zerojax", "font.size": 10}  # fmt: skip
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
-        _plot.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
+        _result.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
         axes.invert_yaxis()
         axes.margins(x=0.12)

@@ -16,6 +16,7 @@ from tests.audits import DIM, LAYERS, audited, loss, planned
 from tests.models import MODELS
 from tests.reference import make_state as model_state
 from zerojax._audit import contract as _contract
+from zerojax._audit.measured import Part
 
 P = PartitionSpec
 WHERE = ("cpu", pytest.param("8xH100", marks=pytest.mark.gpu_code))
@@ -323,4 +324,5 @@ def test_statistics_of_wide_batch_norms_may_be_reduced():
     plan = zerojax.plan(
         {"params": {"w": jnp.ones((64, 64))}, "batch_stats": {"mean": jnp.zeros(4096)}}, stage=3
     )
-    assert _contract._largest_replicated(plan) == 2 * 4 * 4096
+    part = Part("f32[8192]", "f32", 8192, 4.0 * 8192, ())
+    assert _contract._most_reduced(part, plan) == part.nbytes

@@ -87,8 +87,8 @@ def argument_bytes(params, count, stage):
 
     plan = zerojax.plan(make_state, stage=stage, mesh=mesh, precision=precision)
     state = plan.abstract()
-    cut = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
-    (where,) = (s for s, leaf in zip(cut, plan.leaves) if leaf.kind == "params")
+    shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
+    (where,) = (s for s, leaf in zip(shardings, plan.leaves) if leaf.kind == "params")
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)}
     # keep_unused, or the parameters that an update of masters does not read would vanish.
     update = lambda state, grads: plan.scatter(state).apply_gradients(grads=grads)
@@ -134,7 +134,7 @@ def test_figure_1_by_compiled_programs(compiled):
 
 def test_other_optimizers():
     plain = zerojax.memory_table(1e9, 8, param_bytes=4, grad_bytes=4, optimizer_bytes=8)
-    # all whole; moments cut; gradients cut too; all cut
+    # all replicated; moments sharded; gradients, too; all sharded
     wanted = {0: 16e9, 1: 8e9 + 8e9 / 8, 2: 4e9 + 12e9 / 8, 3: 16e9 / 8}
     assert {row["stage"]: row["bytes_per_device"] for row in plain.rows} == wanted
 

@@ -1,8 +1,8 @@
 """Stored programs: what an audit reads, against what tests/programs/make.py must have sent.
 
 Every figure here is counted by hand from the shapes in make.py: LAYERS = 4, DIM = 256, ROWS = 64 a
-device. A device sends (n - 1) of its shards to gather, (n - 1) / n of the whole to reduce-scatter,
-and twice that to all-reduce.
+device. A device sends (n - 1) of its shards to gather, (n - 1) / n of the full array to
+reduce-scatter, and twice that to all-reduce.
 """
 
 from typing import NamedTuple

@@ -9,9 +9,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from zerojax._audit.measured import Measured
-from zerojax._audit.traffic import Part, Traffic
+from zerojax._audit.measured import Measured, Part, Traffic
+from zerojax._hlo.schedule import REDUCING
 from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes, human_time
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
@@ -30,10 +31,15 @@ UNNAMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """The most that a sharded parameter may be gathered in a step, in times its size."""
+    """A stage's promise of a sharded parameter: how often a step gathers it."""
 
     leaf: LeafPlan
-    gathers: float
+    stage: int
+    gathers: float  # at most, in times its size
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.leaf.shape)
 
 
 def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
@@ -48,7 +54,7 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
         gathers = 1 if leaf.rest.dim is None else accumulate * (2 + 2 / layers)
-        found[leaf.path] = Promise(leaf, gathers)
+        found[leaf.path] = Promise(leaf, plan.stage, gathers)
     return found
 
 
@@ -68,7 +74,7 @@ def findings(
         *_all_reduces(report, promised),
         *_reduced(report, promised),
         *_synchronous(report),
-        *_gathers(report, promised),
+        *_gathers(report, report.plan, promised),
         *_dtypes(report, promised),
         *_kept(report),
         *found,
@@ -79,9 +85,8 @@ def findings(
 
 
 def _exchanges(report: Measured) -> Iterator[str]:
-    for one in report.traffic:
-        exchanged = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute")
-        if exchanged and one.wire_bytes > SMALL and _is_ours(one, report.plan):
+    for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
+        if one.wire_bytes > SMALL and _is_ours(one, report.plan):
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
@@ -90,23 +95,20 @@ def _exchanges(report: Measured) -> Iterator[str]:
 
 
 def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    allowed = _largest_replicated(report.plan) if report.plan else BIG_ALL_REDUCE
     all_replicated = report.plan is not None and not promised  # stage 0; XLA may join gradients
-    for one in report.traffic:
-        if one.kind != "all-reduce" or not _is_ours(one, report.plan):
-            continue
-        for part in one.parts:
-            promise = _gradient_of(part, promised) or _joined_gradients(part, promised)
+    for one in _of_kinds(report, "all-reduce"):
+        for part in one.parts if _is_ours(one, report.plan) else ():
+            promise = _gradient_in(part, promised)
             if promise is not None:
                 yield (
                     f"all-reduce {one.name} sums the full gradient of {promise.leaf.path} "
-                    f"({part.array}); stage {_stage(report)} promises a reduce-scatter, half the "
+                    f"({part.array}); stage {promise.stage} promises a reduce-scatter, half the "
                     "bytes. Take gradients with zerojax.value_and_grad or zerojax.train_step, and "
                     "use no psum or pmean of gradients of your own."
                 )
             elif all_replicated and part.paths:
                 continue
-            elif part.nbytes > max(allowed, _joined_replicated(part, report.plan)):
+            elif part.nbytes > _most_reduced(part, report.plan):
                 yield (
                     f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
                     f"({one.serves}): larger than any statistic a loss should reduce. Look for "
@@ -115,7 +117,7 @@ def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str
 
 
 def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    reducing = [one for one in report.traffic if one.kind in ("reduce-scatter", "all-reduce")]
+    reducing = list(_of_kinds(report, *REDUCING))
     reaches = any(path in promised for one in reducing for path in one.paths)
     if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
         first = next(iter(promised))
@@ -126,14 +128,9 @@ def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
         )
 
 
-def _all_gathers(report: Measured) -> Iterator[Traffic]:
-    return (one for one in report.traffic if one.kind == "all-gather")
-
-
 def _synchronous(report: Measured) -> Iterator[str]:
-    for one in _all_gathers(report):
-        slow = not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER
-        if slow and report.backend == "gpu":
+    for one in _of_kinds(report, "all-gather") if report.backend == "gpu" else ():
+        if not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER:
             yield (
                 f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
                 "its time. Use prefetch=1 and the default compiler options. If both are set, this "
@@ -142,39 +139,44 @@ def _synchronous(report: Measured) -> Iterator[str]:
             )
 
 
-def _gathers(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
+def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iterator[str]:
     sent: dict[str, float] = collections.defaultdict(float)
-    for one in _all_gathers(report):
-        for part, path in one.by_path():
-            if path not in promised or not _is_ours(one, report.plan):
-                continue
-            leaf, gathered = promised[path].leaf, part.elements * _size(report)
-            sent[path] += gathered * one.trips / math.prod(leaf.shape)
-            if leaf.stacked and _shards_params(report) and gathered >= math.prod(leaf.shape) > 0:
-                yield (
-                    f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {path} at once "
-                    f"({part.array} per device), outside of the loop over them. Scan over the "
-                    "stack itself: do not reshape, index or cast all of it before the loop. If "
-                    "the first dimension counts something other than layers, name the stacks that "
-                    "there are: zerojax.plan(..., stacked='<their paths>')."
-                )
+    for one in _of_kinds(report, "all-gather"):
+        for part in one.parts if _is_ours(one, plan) else ():
+            for promise in _promises_of(part, promised):
+                leaf, gathered = promise.leaf, part.elements * plan.size
+                sent[leaf.path] += gathered * one.trips / promise.size
+                if leaf.stacked and leaf.rest.dim is not None and gathered >= promise.size:
+                    yield _gathered_at_once(one, part, leaf)
     for path, times in sent.items():
-        if times > promised[path].gathers + 0.01:
+        most = promised[path].gathers
+        if times > most + 0.01:
             yield (
-                f"{path} is gathered {times:.3g} times a step; stage {_stage(report)} promises at "
-                f"most {promised[path].gathers:.3g}. Look for uses in several jax.checkpoint "
-                "regions, or a gather inside a loop that does not need it there."
+                f"{path} is gathered {times:.3g} times a step; stage {plan.stage} promises at "
+                f"most {most:.3g}. Look for uses in several jax.checkpoint regions, or a gather "
+                "inside a loop that does not need it there."
             )
+
+
+def _gathered_at_once(one: Traffic, part: Part, stack: LeafPlan) -> str:
+    return (
+        f"all-gather {one.name} gathers all {stack.shape[0]} layers of {stack.path} at once "
+        f"({part.array} per device), outside of the loop over them. Scan over the stack itself: do "
+        "not reshape, index or cast all of it before the loop. If the first dimension counts "
+        "something other than layers, name the stacks that there are: "
+        "zerojax.plan(..., stacked='<their paths>')."
+    )
 
 
 def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     """Finds gathers in 32 bits of what is used in 16; XLA:CPU widens whatever it moves."""
     if report.backend != "gpu" or not _computes_narrow(report):
         return
-    for one in _all_gathers(report):
+    for one in _of_kinds(report, "all-gather"):
         for part in one.parts:
-            known = [p for p in part.paths if p in promised and _matrix(promised[p].leaf)]
-            if part.dtype in WIDE and known and _shards_params(report):
+            leaves = [promise.leaf for promise in _promises_of(part, promised)]
+            known = [x.path for x in leaves if x.rest.dim is not None and _is_matrix(x)]
+            if part.dtype in WIDE and known:
                 yield (
                     f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "
                     "the 16 bits that matmuls use. Cast the parameter before it is used, or pass "
@@ -242,16 +244,8 @@ def _limits(
 # -- reading a report
 
 
-def _stage(report: Measured) -> int:
-    return report.plan.stage if report.plan else 0
-
-
-def _shards_params(report: Measured) -> bool:
-    return report.plan is not None and bool(report.plan.groups.params)
-
-
-def _size(report: Measured) -> int:
-    return report.plan.size if report.plan else report.devices
+def _of_kinds(report: Measured, *kinds: str) -> Iterator[Traffic]:
+    return (one for one in report.traffic if one.kind in kinds)
 
 
 def _is_ours(one: Traffic, plan: Plan | None) -> bool:
@@ -261,43 +255,38 @@ def _is_ours(one: Traffic, plan: Plan | None) -> bool:
     return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
 
 
-def _largest_replicated(plan: Plan) -> float:
-    """Returns the most bytes of one all-reduce: of a leaf that no stage shards, or statistics."""
-    leaves = [leaf for leaf in plan.leaves if leaf.kind != "opt_state" and leaf.dim is None]
-    statistics = sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == "other")
-    return max([SMALL, 2 * statistics, *(leaf.nbytes for leaf in leaves)])
+def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:
+    return [promised[path] for path in part.paths if path in promised]
 
 
-def _gradient_of(part: Part, promised: dict[str, Promise]) -> Promise | None:
-    """Returns the promise of the sharded parameter whose full gradient, or that of one of its
-    layers, has the size of `part`."""
-    for path in part.paths:
-        promise = promised.get(path)
-        # Arrays as small as this one may have one size by chance.
-        if promise is not None and part.elements * 4 > SMALL / 4:
-            size = math.prod(promise.leaf.shape)
-            layer = size // promise.leaf.shape[0] if promise.leaf.stacked else size
-            if part.elements in (size, layer):
-                return promise
-    return None
+def _gradient_in(part: Part, promised: dict[str, Promise]) -> Promise | None:
+    """Returns the promise of a sharded parameter whose full gradient `part` has.
 
-
-def _joined_gradients(part: Part, promised: dict[str, Promise]) -> Promise | None:
-    """Returns the promise of the largest sharded parameter in an array that XLA:GPU joined of
-    gradients and scalars."""
-    known = [promised[path] for path in part.paths if path in promised]
-    sizes = {promise.leaf.path: math.prod(promise.leaf.shape) for promise in known}
-    if not known or part.elements < sum(sizes.values()):
+    It has the size of the parameter or of one of its layers, or XLA:GPU joined the gradients of
+    several parameters, and scalars, into one array.
+    """
+    known = _promises_of(part, promised)
+    for promise in known:
+        layers = promise.leaf.shape[0] if promise.leaf.stacked else 1
+        # Arrays smaller than this may have one size by chance.
+        if part.elements > SMALL / 16 and part.elements in (promise.size, promise.size // layers):
+            return promise
+    if part.elements < sum(promise.size for promise in known):
         return None
-    return max(known, key=lambda promise: sizes[promise.leaf.path])
+    return max(known, key=lambda promise: promise.size, default=None)
 
 
-def _joined_replicated(part: Part, plan: Plan | None) -> float:
-    """Counts the bytes of the replicated leaves, and scalars, that may be joined in one array."""
-    leaves = plan.leaves if plan else ()
-    return SMALL + sum(
-        leaf.nbytes for leaf in leaves if leaf.path in part.paths and leaf.dim is None
-    )
+def _most_reduced(part: Part, plan: Plan | None) -> float:
+    """Returns the most bytes of an array in an all-reduce that is no gradient of a sharded leaf.
+
+    It has a leaf that no stage shards, several of them that XLA joined, or statistics.
+    """
+    if plan is None:
+        return BIG_ALL_REDUCE
+    replicated = [leaf for leaf in plan.leaves if leaf.dim is None]
+    joined = SMALL + sum(leaf.nbytes for leaf in replicated if leaf.path in part.paths)
+    statistics = 2 * sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == OTHER)
+    return max([joined, statistics, *(x.nbytes for x in replicated if x.kind != OPT_STATE)])
 
 
 def _computes_narrow(report: Measured) -> bool:
@@ -306,5 +295,5 @@ def _computes_narrow(report: Measured) -> bool:
     return narrow > 0.9 * sum(flops.values())
 
 
-def _matrix(leaf: LeafPlan) -> bool:
+def _is_matrix(leaf: LeafPlan) -> bool:
     return len(leaf.shape) - leaf.stacked >= 2

@@ -3,22 +3,107 @@
 import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 
-from zerojax._audit.memory import MemoryUse
-from zerojax._audit.traffic import Traffic
 from zerojax._hlo.gpus import Gpu
 from zerojax._hlo.module import Module
 from zerojax._hlo.schedule import Replay
 from zerojax._plan.plan import Plan
+from zerojax._text import shortened
+
+LONGEST_NAME = 60
+NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of a collective, and the parameters it belongs to, where they are known."""
+
+    array: str
+    dtype: str
+    elements: int
+    nbytes: float
+    paths: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """A collective of the compiled program. Bytes are per device, times are seconds of one run.
+
+    `between` is the compute scheduled between its start and done, `exposed` the time that the
+    program waits for it.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[Part, ...]
+    wire_bytes: float  # of one run
+    trips: int
+    loops: tuple[str, ...]
+    group: int
+    on_host: int
+    axes: tuple[str, ...] | None
+    asynchronous: bool
+    seconds: float
+    between: float
+    exposed: float
+    scope: str
+    source: str | None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({part.dtype for part in self.parts}))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+
+    @property
+    def total_bytes(self) -> float:
+        return self.wire_bytes * self.trips
+
+    @property
+    def serves(self) -> str:
+        """The parameters it moves, where they are known; else its place in the user's code."""
+        if self.paths:
+            named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
+            return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
+        place = NOTEBOOK.sub("cell line ", self.source or self.scope)
+        return shortened([place], LONGEST_NAME)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes per device. The state's are exact; of temporary memory, gathered weights and gradients
+    are those alive at the schedule's peak, and activations are the rest."""
+
+    parameters: int
+    optimizer: int
+    other_state: int
+    batch: int
+    gathered: int
+    gradients: int
+    activations: int
+    outputs: int  # that reuse no argument's memory
+    donated: int  # arguments whose memory outputs reuse
+
+    @property
+    def state(self) -> int:
+        return self.parameters + self.optimizer + self.other_state
+
+    @property
+    def temporary(self) -> int:
+        return self.gathered + self.gradients + self.activations
+
+    @property
+    def peak(self) -> int:
+        return self.state + self.batch + self.temporary + self.outputs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measured:
-    """A compiled step: its traffic, memory and modelled schedule.
-
-    Times are modelled, and None where no GPU is known to model (`gpu`).
-    """
+    """A compiled step: its traffic, memory and modelled schedule."""
 
     module: Module
     traffic: Sequence[Traffic]

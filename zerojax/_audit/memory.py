@@ -1,44 +1,16 @@
 """Peak memory of a compiled step, by what it holds."""
 
 import collections
-import dataclasses
 from collections.abc import Iterator
 
 from jax.stages import Compiled
 
+from zerojax._audit.measured import MemoryUse
 from zerojax._audit.reading import Reading
 from zerojax._hlo import liveness as _liveness
 from zerojax._hlo.module import Instruction
 from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._state import state as _state
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryUse:
-    """Bytes per device. The state's are exact; of temporary memory, gathered weights and gradients
-    are those alive at the schedule's peak, and activations are the rest."""
-
-    parameters: int
-    optimizer: int
-    other_state: int
-    batch: int
-    gathered: int
-    gradients: int
-    activations: int
-    outputs: int  # that reuse no argument's memory
-    donated: int  # arguments whose memory outputs reuse
-
-    @property
-    def state(self) -> int:
-        return self.parameters + self.optimizer + self.other_state
-
-    @property
-    def temporary(self) -> int:
-        return self.gathered + self.gradients + self.activations
-
-    @property
-    def peak(self) -> int:
-        return self.state + self.batch + self.temporary + self.outputs
 
 
 def measured(

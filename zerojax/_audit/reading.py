@@ -1,16 +1,22 @@
-"""A compiled module read against a plan: its arguments by path, and what its collectives serve."""
+"""A compiled module read against a plan: its arguments by path, and what its collectives serve.
 
+Weights are known by the argument they come from, gradients and updated parameters by the output
+they end up in.
+"""
+
+import collections
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from zerojax._audit import traffic as _traffic
-from zerojax._audit.traffic import Made, Traffic
+import numpy as np
+
+from zerojax._audit.measured import Part, Traffic
 from zerojax._hlo.groups import Group
 from zerojax._hlo.lineage import NONE, Lineage
 from zerojax._hlo.module import Instruction, Module
-from zerojax._hlo.schedule import Collective
+from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 
@@ -25,38 +31,49 @@ OURS = (
     "/jaxlib/",
 )
 STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+Made = tuple[str, int]  # an array that a collective makes: its name, and which of its results
 
 
 class Reading:
     """A module whose arguments are known by their paths in the state, and by kind.
 
     `weights` follows every argument, by its number, through the module; `gradients` follows what
-    collectives reduce to the output that it updates.
+    collectives reduce, and `updated` what they gather, to the outputs.
     """
 
     def __init__(self, module: Module, plan: Plan | None) -> None:
         self.module, self.plan = module, plan
+        self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
         self.kinds = [self._kind(path) for path in self.paths]
         bare: list[frozenset[Made]] = [NONE] * len(self.paths)
         self.weights = Lineage(module, [frozenset([i]) for i in range(len(self.paths))])
-        self.gradients = Lineage(module, bare, _traffic.reduced_arrays, arithmetic=True)
-        self.updated = Lineage(module, bare, _traffic.gathered_arrays)
+        self.gradients = Lineage(module, bare, _made_by(*REDUCING), arithmetic=True)
+        # Stages 1 and 2 gather the updated parameters.
+        self.updated = Lineage(module, bare, _made_by("all-gather"))
 
     def _kind(self, path: str) -> str:
         if self.plan is not None:
-            return next((leaf.kind for leaf in self.plan.leaves if leaf.path == path), "batch")
+            return self.leaves[path].kind if path in self.leaves else "batch"
         first = path.split("/")[0]
         return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
 
     @functools.cached_property
-    def served(self) -> dict[Made, tuple[str, ...]]:
-        """The leaves of the state that each array of a collective updates."""
-        found = (
-            _traffic.served_leaves(self.module, made, self.paths, self.kinds)
-            for made in (self.gradients, self.updated)
-        )
-        return functools.reduce(dict.__or__, found)
+    def served(self) -> dict[Made, list[str]]:
+        """The leaves of the state that each array of a collective updates.
+
+        These are parameters where there are any: the same gradient updates their moments.
+        """
+        found: dict[Made, list[int]] = collections.defaultdict(list)
+        for made in (self.gradients, self.updated):
+            for output, labels in enumerate(made.outputs):
+                for label in labels if output in self.module.aliases else ():
+                    found[label].append(self.module.aliases[output])
+        served = {}
+        for label, numbers in found.items():
+            parameters = [n for n in numbers if self.kinds[n] == _state.PARAMS]
+            served[label] = [self.paths[n] for n in parameters or numbers]
+        return served
 
     def traffic(self, collective: Collective, per_host: int) -> Traffic:
         """Describes a collective: what it moves, for which parameters, over which devices."""
@@ -64,7 +81,7 @@ class Reading:
         return Traffic(
             name=instruction.name,
             kind=collective.kind,
-            parts=_traffic.parts(collective, self.weights, self.served, self.paths),
+            parts=tuple(self._parts(collective)),
             wire_bytes=collective.wire,
             trips=collective.trips,
             loops=collective.loops,
@@ -79,6 +96,21 @@ class Reading:
             source=self.module.source(instruction, OURS),
         )
 
+    def _parts(self, collective: Collective) -> Iterator[Part]:
+        """Yields the arrays of a collective, each with the parameters it belongs to."""
+        instruction = collective.instruction
+        origins = [
+            labels
+            for operand in instruction.operands
+            for labels in self.weights.values.get((collective.computation, operand), [])
+        ]
+        for at, array in enumerate(collective.arrays):
+            known = self.served.get((instruction.name, at))
+            if known is None:
+                numbers = sorted(origins[at]) if at < len(origins) else []
+                known = [self.paths[number] for number in numbers if self.paths[number]]
+            yield Part(str(array), array.dtype, array.size, array.nbytes, tuple(known))
+
     def not_donated(self) -> Iterator[str]:
         """Yields the leaves of the state whose memory no output reuses."""
         donated = set(self.module.aliases.values())
@@ -88,9 +120,8 @@ class Reading:
 
     def misplaced(self) -> Iterator[tuple[str, str]]:
         """Yields the leaves that arrive in shards of another size than the plan's, and how."""
-        by_path = {leaf.path: leaf for leaf in self.plan.leaves} if self.plan else {}
         for parameter, path in zip(self.module.parameters, self.paths, strict=True):
-            leaf = by_path.get(path)
+            leaf = self.leaves.get(path)
             if leaf is None or self.plan is None or not parameter.arrays:
                 continue
             if leaf.bytes_per_device(self.plan.mesh) != parameter.nbytes:
@@ -123,14 +154,17 @@ def _axes(group: Group, plan: Plan) -> tuple[str, ...] | None:
     """Returns the mesh axes that a group spans, by the plan's names; XLA may use others."""
     if plan.mesh.devices.size <= max(group.members):
         return None
-    places = [_unravel(member, plan.mesh.devices.shape) for member in group.members]
-    varying = [len({place[d] for place in places}) > 1 for d in range(len(places[0]))]
-    return tuple(name for name, varies in zip(plan.mesh.axis_names, varying, strict=True) if varies)
+    places = np.unravel_index(group.members, plan.mesh.devices.shape)  # an array for each axis
+    pairs = zip(plan.mesh.axis_names, places, strict=True)
+    return tuple(name for name, at in pairs if len(set(at)) > 1)
 
 
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    place = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        place.append(at)
-    return tuple(reversed(place))
+def _made_by(*kinds: str) -> Callable[[Instruction], list[frozenset[Made]]]:
+    """Returns a function that labels each array that collectives of these kinds make."""
+
+    def made(instruction: Instruction) -> list[frozenset[Made]]:
+        if instruction.base not in kinds or instruction.opcode.endswith("-done"):
+            return []
+        return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
+
+    return made

@@ -4,8 +4,7 @@ import dataclasses
 import math
 
 from zerojax._audit import contract as _contract, timeline as _timeline
-from zerojax._audit.measured import Measured
-from zerojax._audit.traffic import Traffic
+from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 

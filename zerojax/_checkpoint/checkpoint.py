@@ -4,7 +4,6 @@ The saved tree is the same at every stage; only the placement of its leaves diff
 therefore reads each shard of the new placement straight from the file.
 """
 
-import dataclasses
 import functools
 import glob
 import os
@@ -44,14 +43,12 @@ class Handler(ocp.PyTreeCheckpointHandler):
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
-@dataclasses.dataclass
 class SaveArgs(ocp.args.PyTreeSave):
     pass
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
-@dataclasses.dataclass
-class RestoreArgs(ocp.args.PyTreeRestore):
+class RestoreArgs(ocp.args.PyTreeRestore):  # which Orbax demands of a handler that has the other
     pass
 
 
@@ -90,11 +87,11 @@ def save(
     check_leaves(state)
     agree("zerojax.save", target, state, step=step)
     custom = _extras.pack(step, rng, data, metadata)
-    with _files.only_writer_of_new(target, None, "Save to a new path."):
+    mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
+    with _files.only_writer_of_new(target, "Save to a new path.", mine):
         handler = Handler(**_limits(state, "save_concurrent_gb"))
         args = save_args(jax.tree.map(_one_replica, state), custom)
-        mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
-        with _files.removed_on_failure(mine), ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(target, args=args)
 
 
@@ -140,18 +137,19 @@ def restore(
     target = absolute(path)
     found = _tree_in(target) is not None  # False where the file system is not shared
     agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
-    directory = find_state(path)
-    _check_files(directory)
+    directory, tree, _ = _opened(target)
     leaves = _state.named_leaves(like)
-    tree, _ = _metadata(directory)
     saved = _matching.saved_leaves(tree)
     # Arrays without elements are not in the file (`save_args`).
-    empty = {x.name for x in leaves if x.name not in saved and not _matching.nbytes(x.value)}
-    filled = [leaf for leaf in leaves if leaf.name not in empty]
-    wanted = _matching.match(filled, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    made = {
+        leaf.name: _matching.made_empty(leaf.value)
+        for leaf in leaves
+        if leaf.name not in saved and not _matching.nbytes(leaf.value)
+    }
+    leaves = [leaf for leaf in leaves if leaf.name not in made]
+    wanted = _matching.match(leaves, saved, directory, keep=keep, ignore=ignore, cast=cast)
     handler = Handler(**_limits(like, "restore_concurrent_gb"))
     read = _matching.read(functools.partial(handler.restore, directory), tree, wanted)
-    made = {x.name: _matching.made_empty(x.value) for x in leaves if x.name in empty}
     return _matching.filled(like, read | made)
 
 
@@ -169,16 +167,24 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """
-    directory = find_state(path)
-    _check_files(directory, only=METADATA)
-    return _extras.unpack(_metadata(directory)[1], path, data=data)
+    _, _, custom = _opened(absolute(path), only=METADATA)
+    return _extras.unpack(custom, path, data=data)
 
 
-def _check_files(directory: epath.Path, only: str | None = None) -> None:
-    """Checks the files that zerojax wrote; what Orbax alone wrote has no checksums."""
+def _opened(
+    given: epath.Path, only: str | None = None
+) -> tuple[epath.Path, PyTree, dict[str, PyTree]]:
+    """Returns the directory of a tree, the tree, and the metadata saved with it.
+
+    It checks the files that zerojax wrote, or `only` one; what Orbax alone wrote has no checksums.
+    """
+    directory = _tree_in(given)
+    if directory is None:
+        raise ValueError(_nothing_at(given))
     listed = (directory / _files.CHECKSUMS).exists()
     if listed or _extras.KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)
+    return directory, *_metadata(directory)
 
 
 def agree(call: str, directory: epath.Path, state: PyTree = None, **options: object) -> None:
@@ -242,16 +248,8 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
 
 
-def find_state(path: str | os.PathLike) -> epath.Path:
-    """Returns the directory of the tree: `path` itself, or the item that a manager put in it."""
-    given = absolute(path)
-    found = _tree_in(given)
-    if found is None:
-        raise ValueError(_nothing_at(given))
-    return found
-
-
 def _tree_in(given: epath.Path) -> epath.Path | None:
+    """Returns the directory of a tree: `given`, or the item that a manager put in it."""
     for directory in (given, given / ITEM, given / "state"):
         if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
             return directory

@@ -1,4 +1,4 @@
-"""What is saved with a state: step, rng, the data iterator's state, the user's own metadata.
+"""Data that is saved with a state: step, rng, the data iterator's state, the user's own metadata.
 
 It is stored as JSON: a checkpoint is data, and reading one never runs code from it.
 """
@@ -22,7 +22,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+    """The data that was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
 
     step: int | None = None
     rng: PyTree = None
@@ -98,9 +98,11 @@ def encode(value: object, where: str) -> Json:
         array = np.asarray(value)
         text = base64.b64encode(array.tobytes()).decode()
         return {KEY: "array", "dtype": array.dtype.str, "shape": list(array.shape), "value": text}
+    keys = f" with the keys {list(value)[:3]}" if isinstance(value, dict) else ""
     raise TypeError(
-        f"{where} is {_show(value)}, which a checkpoint cannot store as data. Make it numbers, "
-        "strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string keys of those."
+        f"{where} is a {type(value).__name__}{keys}, which a checkpoint cannot store as data. Make "
+        "it numbers, strings, bytes, arrays, PRNG keys, or lists, tuples and dicts with string "
+        "keys of those."
     )
 
 
@@ -132,9 +134,3 @@ def _gathered(text: str) -> list[str]:
     padded[: raw.size] = raw
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
-
-
-def _show(value: object) -> str:
-    if isinstance(value, dict):
-        return f"a dict with the keys {list(value)[:3]}"
-    return f"a {type(value).__name__}"

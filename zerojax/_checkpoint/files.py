@@ -9,11 +9,14 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import jax
 import numpy as np
 from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
+
+T = TypeVar("T")
 
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
@@ -62,16 +65,6 @@ def raise_together(error: Exception | None) -> None:
         raise ValueError(f"process {failed.index(True)} refused; its own message says why.")
 
 
-@contextlib.contextmanager
-def removed_on_failure(unfinished: Callable[[], Iterable[epath.Path]]) -> Iterator[None]:
-    """Removes what its block has left unfinished, where that raises."""
-    try:
-        yield
-    except BaseException:  # Ctrl-C is one
-        remove(unfinished())
-        raise
-
-
 def remove(directories: Iterable[epath.Path]) -> None:
     """Removes directories, which process 0 does for all."""
     for directory in directories if jax.process_index() == 0 else ():
@@ -83,14 +76,41 @@ def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
     return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yields the items in groups of at most `most` bytes; a larger one is a group of its own."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group
+
+
 @contextlib.contextmanager
-def only_writer_of_new(path: epath.Path, refusal: Exception | None, remedy: str) -> Iterator[None]:
-    """Refuses a path that exists, a second writer, and for the `refusal` of any process."""
+def only_writer_of_new(
+    path: epath.Path,
+    remedy: str,
+    unfinished: Callable[[], Iterable[epath.Path]],
+    refusal: Exception | None = None,
+) -> Iterator[None]:
+    """Refuses a path that exists, a second writer, and for the `refusal` of any process.
+
+    Where its block raises, it removes the directories that are then `unfinished`.
+    """
     with only_writer(path, path.parent / f".{path.name}.lock"):
         if jax.process_index() == 0 and path.exists():
             refusal = ValueError(f"{path} exists, and nothing is overwritten. {remedy}")
         raise_together(refusal)
-        yield
+        try:
+            yield
+        except BaseException:  # Ctrl-C is one
+            remove(unfinished())
+            raise
 
 
 @contextlib.contextmanager
@@ -106,8 +126,12 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
             lock_file = _lock(os.fspath(lock))
         except OSError as reason:
             error = ValueError(f"{path} cannot be written ({reason}). Choose another directory.")
-        else:
-            error = _busy(path) if lock_file is None else None
+        if lock_file is None and error is None:
+            error = ValueError(
+                f"something else is writing to {path}. Give each writer a path of its own, or "
+                "wait for the other to finish (in a notebook, close() the Checkpoints of an "
+                "earlier cell)."
+            )
     raise_together(error)
     try:
         yield
@@ -115,13 +139,6 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
         if lock_file is not None:
             os.unlink(lock)
             os.close(lock_file)
-
-
-def _busy(path: epath.Path) -> ValueError:
-    return ValueError(
-        f"something else is writing to {path}. Give each writer a path of its own, or wait for "
-        "the other to finish (in a notebook, close() the Checkpoints of an earlier cell)."
-    )
 
 
 def _lock(name: str) -> int | None:

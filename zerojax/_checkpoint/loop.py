@@ -153,7 +153,8 @@ class Checkpoints:
             return state, _checkpoint.read_extras(path, data=data)
         if isinstance(like, Plan) and make_state is not None:
             return like.place(make_state), Extras()
-        if isinstance(like, Plan) or any(map(_is_abstract, jax.tree.leaves(like))):
+        shapes = (isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
+        if isinstance(like, Plan) or any(shapes):
             raise ValueError(
                 f"{self.directory} has no complete checkpoint, and like= is no state to start "
                 "from. Pass what makes one too: resume(plan, make_state)."
@@ -242,15 +243,12 @@ def _check_options(
         is_integer = isinstance(count, int | np.integer)
         return is_integer and not isinstance(count, bool) and int(count) >= 1
 
-    if not positive(every) or not (keep is None or positive(keep)) or mode not in ("min", "max"):
+    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
+    if not known or not positive(every) or not (keep is None or positive(keep)):
         raise ValueError(
-            f"Checkpoints(every={every!r}, keep={keep!r}, mode={mode!r}): every and keep are "
-            "positive (keep=None keeps all), and integers, mode is 'min' or 'max'."
-        )
-    if not (best is None or isinstance(best, str)) or not isinstance(background, bool):
-        raise ValueError(
-            f"Checkpoints(best={best!r}, background={background!r}): best is the name of one of "
-            "the metrics= given to save, or None; background is True or False."
+            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep are "
+            "positive (keep=None keeps all), and integers; best is the name of one of the metrics= "
+            "given to save, or None; mode is 'min' or 'max'; background is True or False."
         )
 
 
@@ -268,7 +266,3 @@ def _on_sigterm(signalled: threading.Event) -> Iterator[None]:
         # The garbage collector may run this in a thread that cannot set signal handlers.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def _is_abstract(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,15 +1,15 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
+from zerojax._checkpoint import files as _files
 from zerojax._plan import move as _move
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
@@ -101,45 +101,22 @@ def read(
     used again, before the next is read. `restore` is Orbax's, from one directory.
     """
     done: dict[str, jax.Array] = {}
-    for group in _groups(wanted):
-        leaves = _read_group(restore, tree, group)
-        done |= {name: laundered(leaves.pop(name), like) for name, like in group.items()}
+    sizes = {name: nbytes(like) for name, like in wanted.items()}
+    for names in _files.grouped(sizes, sizes.__getitem__, max(sizes.values(), default=0)):
+        leaves = _read_group(restore, tree, {name: stored_struct(wanted[name]) for name in names})
+        done |= {name: laundered(leaves.pop(name), wanted[name]) for name in names}
     return done
 
 
-def _groups(wanted: dict[str, PyTree]) -> Iterator[dict[str, PyTree]]:
-    sizes = {name: nbytes(like) for name, like in wanted.items()}
-    group: dict[str, PyTree] = {}
-    room = most = max(sizes.values(), default=0)
-    for name, like in wanted.items():
-        if group and sizes[name] > room:
-            yield group
-            group, room = {}, most
-        group[name] = like
-        room -= sizes[name]
-    if group:
-        yield group
-
-
 def _read_group(
-    restore: Callable[..., PyTree], tree: PyTree, group: dict[str, PyTree]
+    restore: Callable[..., PyTree], tree: PyTree, group: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
     def target(path: tuple, _: PyTree) -> PyTree:
-        like = group.get(_state.path_name(path))
-        return ocp.PLACEHOLDER if like is None else stored_struct(like)
+        return group.get(_state.path_name(path), ocp.PLACEHOLDER)
 
-    def how(path: tuple, _: PyTree) -> ocp.RestoreArgs:
-        like = group.get(_state.path_name(path))
-        if like is None:
-            return ocp.RestoreArgs()
-        struct, place = stored_struct(like), sharding_of(like)
-        return ocp.ArrayRestoreArgs(
-            restore_type=jax.Array, dtype=struct.dtype, sharding=place, global_shape=struct.shape
-        )
-
-    over_leaves = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_metadata)
-    args = ocp.args.PyTreeRestore(over_leaves(target, tree), over_leaves(how, tree))
-    leaves = _state.named_leaves(restore(args=args))
+    targets = jax.tree_util.tree_map_with_path(target, tree, is_leaf=_is_metadata)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+    leaves = _state.named_leaves(restore(args=ocp.args.PyTreeRestore(targets, restore_args)))
     return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 
 
@@ -151,7 +128,7 @@ def laundered(value: jax.Array, like: PyTree) -> jax.Array:
     """
     if is_key(like) and not is_key(value):
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
-    copied = _move.copied(value, sharding_of(like))
+    copied = _move.copied(value, stored_struct(like).sharding)
     jax.block_until_ready(copied)
     value.delete()  # now, whoever else still refers to it
     return copied
@@ -160,23 +137,21 @@ def laundered(value: jax.Array, like: PyTree) -> jax.Array:
 def made_empty(like: PyTree) -> jax.Array:
     """Makes an array without elements, which no checkpoint has."""
     struct = stored_struct(like)
-    return laundered(jax.device_put(np.zeros(struct.shape, struct.dtype), sharding_of(like)), like)
+    return laundered(jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), like)
 
 
 def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype as stored: for a PRNG key, those of its words."""
+    """Returns shape, dtype and sharding as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
-    return jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
+    struct = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
+    given = getattr(value, "sharding", None)
+    place = SingleDeviceSharding(jax.local_devices()[0]) if given is None else given
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
 
 
 def nbytes(value: PyTree) -> int:
     struct = stored_struct(value)
     return struct.size * struct.dtype.itemsize
-
-
-def sharding_of(value: object) -> Sharding:
-    given = getattr(value, "sharding", None)
-    return given if given is not None else SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _same_type(saved: Saved, dtype: np.dtype, cast: bool) -> bool:

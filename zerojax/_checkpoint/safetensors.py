@@ -7,7 +7,7 @@ write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,10 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "BOOL": "bool",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-}
+DTYPES = {f"F{bits}": f"float{bits}" for bits in (64, 32, 16)}
+DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
+DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
+DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
 
@@ -68,15 +55,15 @@ def export_safetensors(
     leaves = _state.named_leaves(_state.params_in(params))
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
-    with _files.only_writer_of_new(target, _refusal(leaves), "Export to a new path."):
-        unfinished = target.parent / f"{target.name}.unfinished"
-        _files.remove([unfinished])  # of an export that was killed
-        with _files.removed_on_failure(lambda: [unfinished]):
-            if first:
-                os.makedirs(unfinished)
-            _write_all(os.fspath(unfinished), leaves, max_file_bytes, first)
-            if first:
-                os.rename(unfinished, target)
+    parts = target.parent / f"{target.name}.unfinished"
+    remedy, refusal = "Export to a new path.", _refusal(leaves)
+    with _files.only_writer_of_new(target, remedy, lambda: [parts], refusal):
+        _files.remove([parts])  # of an export that was killed
+        if first:
+            os.makedirs(parts)
+        _write_all(os.fspath(parts), leaves, max_file_bytes, first)
+        if first:
+            os.rename(parts, target)
         _files.raise_together(None)  # no process continues before it is there
 
 
@@ -111,8 +98,7 @@ def import_safetensors(
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (8, 16)
     """
-    whose = like.abstract() if isinstance(like, Plan) else None
-    like = _state.params_in(like) if whose is None else _state.get_params(whose)
+    like = _state.get_params(like.abstract()) if isinstance(like, Plan) else _state.params_in(like)
     leaves = _state.named_leaves(like)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, slashed)
@@ -192,22 +178,8 @@ def _nbytes(leaf: Leaf) -> int:
     return math.prod(np.shape(leaf.value)) * _dtype(leaf).itemsize
 
 
-def _files_of(leaves: list[Leaf], most: int) -> Iterator[list[Leaf]]:
-    group: list[Leaf] = []
-    total = 0
-    for leaf in leaves:
-        size = _nbytes(leaf)
-        if group and total + size > most:
-            yield group
-            group, total = [], 0
-        group.append(leaf)
-        total += size
-    if group:
-        yield group
-
-
 def _write_all(directory: str, leaves: list[Leaf], most: int, first: bool) -> None:
-    files = list(_files_of(leaves, most))
+    files = list(_files.grouped(leaves, _nbytes, most))
     weight_map = {}
     for number, group in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -239,22 +211,22 @@ def _write_file(name: str, group: list[Leaf], first: bool) -> None:
     with open(name if first else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for leaf in group:
-            full = _move.to_host(leaf.value)  # which every process has a part in
+            full = _move.to_host(leaf.value)  # every process has a part of it
             if first:
                 file.write(np.ascontiguousarray(full).reshape(-1).view(np.uint8).data)
 
 
 def _stored_files(path: str) -> list[str]:
+    index, only = (os.path.join(path, name) for name in (INDEX, "model.safetensors"))
     if os.path.isfile(path):
         return [path]
-    if not os.path.exists(path):
-        raise ValueError(f"{path} does not exist. Give a directory with {INDEX}, or one file.")
-    index = os.path.join(path, INDEX)
     if not os.path.isfile(index):
-        only = os.path.join(path, "model.safetensors")
         if os.path.exists(only):
             return [only]
-        raise ValueError(f"there is no {INDEX} in {path}. Give that directory, or one file.")
+        what = (
+            f"there is no {INDEX} in {path}" if os.path.exists(path) else f"{path} does not exist"
+        )
+        raise ValueError(f"{what}. Give a directory with {INDEX}, or one file.")
     try:
         with open(index) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -322,5 +294,5 @@ def _placed(stored: np.ndarray, like: PyTree) -> jax.Array:
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         return np.asarray(stored[index], struct.dtype)
 
-    sharding = _matching.sharding_of(like)
-    return _matching.laundered(jax.make_array_from_callback(struct.shape, sharding, part), like)
+    read = jax.make_array_from_callback(struct.shape, struct.sharding, part)
+    return _matching.laundered(read, like)

@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 
 from zerojax import _compat
 from zerojax._collectives import Held, dispose, obtain
-from zerojax._engine.ir import Split, Step
+from zerojax._engine.ir import Op, Split
 from zerojax._engine.vary import (
     Gradient,
     Value,
@@ -38,7 +38,7 @@ from zerojax._types import TreeDef
 # affair: their `jax.checkpoint` policies apply inside the rest.
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
-Run = Callable[[Sequence[Step], Env, "How"], None]
+Run = Callable[[Sequence[Op], Env, "How"], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Body:
     """A split as functions: its value, its value with residuals, its gradients.
 
     Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
-    at the positions in `lost` will not be there for backward. `run` interprets the steps of the
+    at the positions in `lost` will not be there for backward. `run` interprets the ops of the
     rest, and `wrap` goes around it.
     """
 

@@ -63,43 +63,42 @@ InputKind = Cut | str | None  # as an input comes in
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class Nested:
+    """An equation with a split jaxpr inside."""
+
+    split: "Split"
+    operands: list[Shard | Atom]
+    outvars: list[Var]
+
+    @property
+    def effects(self) -> frozenset[Effect]:
+        return frozenset().union(*(op.effects for op in self.split.rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope(Nested):
     """A `jax.checkpoint` of the user's.
 
     It gathers its own weights, and again in backward, unless it is in the body of a loop, which
     gathers first: there its prefix is empty.
     """
 
-    split: "Split"
-    operands: list[Shard | Atom]
-    outvars: list[Var]
     policy: Callable[..., bool] | None
     prevent_cse: bool
 
-    @property
-    def effects(self) -> frozenset[Effect]:
-        return effects_of(self.split.rest)
-
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class Loop(Nested):
     """A scan over stacked weights."""
 
-    body: "Split"
-    operands: list[Shard | Atom]
-    outvars: list[Var]
     num_consts: int
     num_carry: int
     length: int
     reverse: bool
     unroll: int | bool
 
-    @property
-    def effects(self) -> frozenset[Effect]:
-        return effects_of(self.body.rest)
 
-
-Step = JaxprEqn | Scope | Loop
+Op = JaxprEqn | Scope | Loop  # of a rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Split:
     gathers: dict[Var, Shard]
     prefix: list[JaxprEqn]
     frontier: list[Var]
-    rest: list[Step]
+    rest: list[Op]
     outvars: list[Atom]
 
     @property
@@ -134,30 +133,25 @@ class Split:
             if is_var(source) and source in gathered:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
-        for step in reversed(self.rest):
-            if isinstance(step, Scope | Loop) or any(type_of(v).ndim > 1 for v in found):
+        for op in reversed(self.rest):
+            if isinstance(op, Nested) or any(type_of(v).ndim > 1 for v in found):
                 break
-            found += [gathered[v] for v in reads_of(step) if v in gathered]
+            found += [gathered[v] for v in reads_of(op) if v in gathered]
         return [var for var in self.gathers if var in found]
 
 
-def reads_of(step: Step) -> list[Var]:
-    """Returns the variables that a step reads as values (not as shards)."""
-    match step:
-        case Scope() | Loop():
-            return [v for v in step.operands if not isinstance(v, Shard) and is_var(v)]
-    return reads(step)
-
-
-def effects_of(steps: Iterable[Step]) -> frozenset[Effect]:
-    return frozenset().union(*(step.effects for step in steps))
+def reads_of(op: Op) -> list[Var]:
+    """Returns the variables that an op reads as values (not as shards)."""
+    if isinstance(op, Nested):
+        return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
+    return reads(op)
 
 
 def unique(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
 
 
-def shards_read(steps: Iterable[Step]) -> Iterable[Shard]:
-    for step in steps:
-        if isinstance(step, Scope | Loop):
-            yield from (v for v in step.operands if isinstance(v, Shard))
+def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
+    for op in ops:
+        if isinstance(op, Nested):
+            yield from (v for v in op.operands if isinstance(v, Shard))

@@ -30,7 +30,7 @@ class Layers:
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
-        self.body = Body(loop.body, dataclasses.replace(how, in_loop=True), run, lost=lost)
+        self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns constants, carry and scanned operands."""
@@ -108,7 +108,7 @@ class Layers:
         return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
 
     def float_cts(self, cts: Sequence[Any]) -> list[Gradient]:
-        pairs = zip(cts, self.loop.body.outvars, strict=True)
+        pairs = zip(cts, self.loop.split.outvars, strict=True)
         return [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
 
     def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Gradient]:

@@ -12,7 +12,7 @@ from zerojax import _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
 from zerojax._engine.body import Body, Env, How, read, read_arrays, write
-from zerojax._engine.ir import InputKind, Loop, Scope, Shard, Split, Step
+from zerojax._engine.ir import InputKind, Loop, Op, Scope, Shard, Split
 from zerojax._engine.layers import Layers
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
@@ -43,18 +43,18 @@ def evaluate(
     return run_scope(scope, inputs, how, kept=scope.read_last if how.prefetch else ())
 
 
-def run(steps: Sequence[Step], env: Env, how: How) -> None:
-    """Runs the steps of a rest in `env`."""
-    for step in steps:
-        match step:
+def run(ops: Sequence[Op], env: Env, how: How) -> None:
+    """Runs the ops of a rest in `env`."""
+    for op in ops:
+        match op:
             case Scope():
-                inputs = operand_values(step.operands, env)
-                outs = run_scope(step.split, inputs, how, wrap=checkpoint_like(step))
+                inputs = operand_values(op.operands, env)
+                outs = run_scope(op.split, inputs, how, wrap=checkpoint_like(op))
             case Loop():
-                outs = run_loop(step, operand_values(step.operands, env), how)
+                outs = run_loop(op, operand_values(op.operands, env), how)
             case _:
-                outs = _compat.bind(step, read(env, step.invars))
-        write(env, step.outvars, outs)
+                outs = _compat.bind(op, read(env, op.invars))
+        write(env, op.outvars, outs)
 
 
 def run_scope(
@@ -93,7 +93,7 @@ def run_scope(
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     """Runs a scan over layers, whose weights are gathered again in backward."""
-    prefetches = how.prefetch and loop.body.gathers and loop.length > 1
+    prefetches = how.prefetch and loop.split.gathers and loop.length > 1
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
     if not how.regather:
         return layers.forward(list(inputs))

@@ -22,10 +22,10 @@ from zerojax._engine.ir import (
     InputKind,
     Kind,
     Loop,
+    Op,
     Scope,
     Shard,
     Split,
-    Step,
     reads_of,
     shards_read,
     unique,
@@ -52,16 +52,16 @@ def split(
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.bring_in(var, kind)
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
-    rest: list[Step] = []
+    rest: list[Op] = []
     eqns = splitter.inline(jaxpr.eqns)
     splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
     for eqn in eqns:
         splitter.visit(eqn, rest)
     outvars = [splitter.gathered_once(splitter.inliner.named(v)) for v in jaxpr.outvars]
     rest = alive(rest, outvars, reads_of)
-    read = [v for step in rest for v in reads_of(step)]
+    read = [v for op in rest for v in reads_of(op)]
     wanted = unique([*read, *filter(is_var, outvars)])
-    made = {v for step in rest for v in step.outvars}
+    made = {v for op in rest for v in op.outvars}
     frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST) and v not in made]
     prefix = alive(splitter.prefix, frontier, reads)
     needed = {v for eqn in prefix for v in reads(eqn)} | set(frontier)
@@ -140,7 +140,7 @@ class _Splitter:
 
     # -- one equation
 
-    def visit(self, eqn: JaxprEqn, rest: list[Step]) -> None:
+    def visit(self, eqn: JaxprEqn, rest: list[Op]) -> None:
         # A remat taken apart while visiting may have renamed what this equation reads.
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
@@ -161,7 +161,7 @@ class _Splitter:
         else:
             self.visit_plain(eqn, rest)
 
-    def visit_plain(self, eqn: JaxprEqn, rest: list[Step]) -> None:
+    def visit_plain(self, eqn: JaxprEqn, rest: list[Op]) -> None:
         invars = [self.gathered_once(v) for v in eqn.invars]
         kinds = {self.kind(v) for v in invars}
         eqn = eqn.replace(invars=invars)
@@ -179,7 +179,7 @@ class _Splitter:
         else:
             rest.append(eqn)
 
-    def visit_remat(self, eqn: JaxprEqn, rest: list[Step]) -> None:
+    def visit_remat(self, eqn: JaxprEqn, rest: list[Op]) -> None:
         rest.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
 
     def scope(self, eqn: JaxprEqn) -> Scope:
@@ -207,19 +207,19 @@ class _Splitter:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
         # Its equations are visited as if the loop body had them. Those of weights alone join the
         # body's prefix, where the loop gathers; the others become the rest of the remat.
-        steps: list[Step] = []
+        ops: list[Op] = []
         outside, self.checkpointed = self.checkpointed, True
         inside = self.inline(self.inliner.expand(eqn))
         self.find_readers(inside, ())
         for inner in inside:
-            self.visit(inner, steps)
+            self.visit(inner, ops)
         self.checkpointed = outside
-        made_here = {v for step in steps for v in step.outvars}
+        made_here = {v for op in ops for v in op.outvars}
         outvars = [v for v in eqn.outvars if v in made_here]
-        steps = alive(steps, outvars, reads_of)
-        made = {v for step in steps for v in step.outvars}
-        read = unique(v for step in steps for v in reads_of(step) if v not in made)
-        roots = unique(self.roots[shard.root] for shard in shards_read(steps))
+        ops = alive(ops, outvars, reads_of)
+        made = {v for op in ops for v in op.outvars}
+        read = unique(v for op in ops for v in reads_of(op) if v not in made)
+        roots = unique(self.roots[shard.root] for shard in shards_read(ops))
         operands: list[Shard | Atom] = [*read, *roots]
         inner = Split(
             invars=[*read, *(shard.root for shard in roots)],
@@ -228,7 +228,7 @@ class _Splitter:
             gathers={},
             prefix=[],
             frontier=[],
-            rest=steps,
+            rest=ops,
             outvars=[*outvars],
         )
         return Scope(inner, operands, outvars, *_checkpoint_params(eqn))
@@ -256,7 +256,7 @@ class _Splitter:
             kinds.append(None if is_carry else _inner_kind(self.kind(full)))
         jaxpr, consts = _compat.inner_jaxpr(eqn)
         return Loop(
-            body=split(jaxpr, consts, kinds, pull=True),
+            split=split(jaxpr, consts, kinds, pull=True),
             operands=operands,
             outvars=list(eqn.outvars),
             num_consts=num_consts,

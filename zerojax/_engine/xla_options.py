@@ -27,8 +27,8 @@ Options = dict[str, int | bool | str]
 def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool) -> Options:
     """Returns the options for a step on this mesh, whose loops gather a layer ahead or not.
 
-    Those that do want a layer's collectives combined into one, and gathered weights that pass from
-    one iteration to the next without a copy. Other programs are slower with either.
+    Loops that do run faster with a layer's collectives combined into one, and with gathered weights
+    that pass from one iteration to the next without a copy. Other programs run slower with either.
     """
     device = mesh.devices.flat[0]
     if not _compat.is_nvidia_gpu(device):
@@ -139,7 +139,7 @@ def is_known(name: str, value: int | bool | str, device: Device) -> bool:
     try:
         jax.jit(lambda x: x, compiler_options={name: value}).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
-        if not _compat.is_about_option(error):
+        if _compat.NO_SUCH_OPTION not in str(error):
             raise
         return False
     return True

@@ -1,5 +1,6 @@
 """`zerojax doctor`: checks of this machine, and a remedy for each that finds something."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import jax
 from zerojax import aot
 from zerojax._hlo import gpus as _gpus
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 OLDEST_JAX = (0, 10, 2)
 EXTRAS = {
     "matplotlib": "plots (audit.plot)",
@@ -62,15 +64,14 @@ def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
 
 
 def _versions() -> Iterator[Check]:
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-    found["orbax-checkpoint"] = importlib.metadata.version("orbax-checkpoint")
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     yield Check("versions", "ok", f"Python {platform.python_version()}, {text}")
     if jax.__version_info__ < OLDEST_JAX:
         yield Check("jax", "fail", f"{jax.__version__} is too old. Run: pip install -U jax")
     if found["jax"].split(".")[:3] != found["jaxlib"].split(".")[:3]:
-        told = f"{found['jaxlib']} is not jax's. Run: pip install -U jax jaxlib"
-        yield Check("jaxlib", "fail", told)
+        text = f"{found['jaxlib']} is not jax's. Run: pip install -U jax jaxlib"
+        yield Check("jaxlib", "fail", text)
 
 
 def _devices() -> Iterator[Check]:
@@ -110,25 +111,20 @@ def _memory(environ: Mapping[str, str]) -> tuple[str, str]:
     if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return "warn", "the platform allocator is slow. Unset XLA_PYTHON_CLIENT_ALLOCATOR."
     if environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false":
-        taken = "JAX takes it as needed, which fragments"
-        return "warn", f"{taken}. Unset XLA_PYTHON_CLIENT_PREALLOCATE."
+        return "warn", (
+            "JAX takes it as needed, which fragments. Unset XLA_PYTHON_CLIENT_PREALLOCATE."
+        )
     if not names:
         return "note", (
             "JAX takes 75% of each GPU. Forecasts count on 92%: set XLA_CLIENT_MEM_FRACTION=0.92 "
             "where nothing else uses the GPU."
         )
-    share = _number(environ[names[0]])
-    if share is None or share <= 0:
-        found = f"{names[0]}={environ[names[0]]!r}"
-        return "fail", f"{found} is no share of a GPU. Set it to 0.92, say."
+    name, share = names[0], 0.0
+    with contextlib.suppress(ValueError):
+        share = float(environ[name])
+    if share <= 0:
+        return "fail", f"{name}={environ[name]!r} is no share of a GPU. Set it to 0.92, say."
     return "ok", f"JAX takes {share:.0%} of each GPU"
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _processes(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from zerojax import aot
 from zerojax._audit import audit as _audit
 from zerojax._audit.report import Report
-from zerojax._forecast.case import Case
+from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.mfu import needed_flops
-from zerojax._forecast.result import Forecast
+from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import gpus as _gpus
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._plan import planner as _planner
@@ -50,7 +50,7 @@ def forecast(
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
 ) -> Forecast:
-    """Compiles a training step for GPUs that are not there, at each stage, and tells what it costs.
+    """Compiles a training step for GPUs that are not there, at each stage, and counts its cost.
 
     Arguments:
         loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
@@ -91,7 +91,7 @@ def forecast(
     choices = _choices(losses, stages, accumulate)
     mesh = aot.mesh(gpus, per_host=per_host)
     options |= {"tx": tx, "mutable": mutable}
-    work = _Workload(make_state, batch, rng, tokens, gpu, mesh, per_host, precision, options)
+    work = _Workload(make_state, batch, rng, tokens, gpu, mesh, precision, options)
     cases = [
         work.case(variant, loss, stage, each)
         for (variant, loss), stage, each in progress(
@@ -124,13 +124,11 @@ def _choices(
     losses: Mapping[str, Loss], stages: Sequence[int] | int, accumulate: Sequence[int] | int
 ) -> list[tuple[tuple[str, Loss], int, int]]:
     """Returns all combinations, each once: nothing compiles twice."""
-    stages = [stages] if isinstance(stages, int) else list(stages)
-    microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
-    each_once = dict.fromkeys(stages), dict.fromkeys(microbatches)
-    choices = list(itertools.product(losses.items(), *each_once))
+    stages, accumulate = each_once(stages), each_once(accumulate)
+    choices = list(itertools.product(losses.items(), stages, accumulate))
     if not choices:
         raise ValueError(
-            f"nothing to try: stages={stages}, accumulate={microbatches}, {len(losses)} losses. "
+            f"nothing to try: stages={stages}, accumulate={accumulate}, {len(losses)} losses. "
             "Name at least one of each."
         )
     return choices
@@ -146,7 +144,6 @@ class _Workload:
     tokens: int | None
     gpu: Gpu
     mesh: Mesh
-    per_host: int
     precision: Precision | None
     options: dict[str, Any]  # of `train_step`
 
@@ -160,14 +157,7 @@ class _Workload:
         batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
         started = time.perf_counter()
         report = _audit.audit(
-            step,
-            plan.abstract(),
-            batch,
-            aot.batch(self.rng, plan),
-            plan=plan,
-            gpu=self.gpu,
-            per_host=self.per_host,
-            accumulate=accumulate,
+            step, plan.abstract(), batch, aot.batch(self.rng, plan), plan=plan, gpu=self.gpu
         )
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / self.mesh.size
@@ -188,7 +178,7 @@ class _Workload:
             optimizer=memory.optimizer,
             gradients=memory.gradients,
             activations=memory.activations + memory.gathered,
-            formula=_formula(plan),
+            formula=sum(plan.bytes_per_device().values()) + plan.gradient_bytes(),
             peak=memory.peak,
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,
@@ -203,12 +193,6 @@ class _Workload:
             compile_seconds=seconds,
             report=report,
         )
-
-
-def _formula(plan: Plan) -> int:
-    """Counts the bytes alive between backward and update: the state, and gradients in the
-    parameters' dtypes."""
-    return sum(plan.bytes_per_device().values()) + plan.gradient_bytes()
 
 
 def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:

@@ -6,10 +6,13 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
+from zerojax._plan.placement import groups_of
 from zerojax._text import Row, html_table, text_table
 
 STAGES = (0, 1, 2, 3)
+T = TypeVar("T")
 _case = operator.itemgetter("params", "devices")
 
 
@@ -67,21 +70,21 @@ def memory_table(
         ----------  -------  -----------  -----------  -----------  -----------
               7.5B       64       120.00        31.41        16.64         1.88
     """
-    # In the order in which the stages shard them.
     widths = dict(optimizer_bytes=optimizer_bytes, grad_bytes=grad_bytes, param_bytes=param_bytes)
     given = {"params": params, "devices": devices, "stages": stages}
-    tried = {name: _each_once(values) for name, values in given.items()}
+    tried = {name: each_once(values) for name, values in given.items()}
     _check(tried, widths)
     rows = []
     for count, size, stage in itertools.product(*tried.values()):
-        parts = [size if stage >= first else 1 for first in STAGES[1:]]
-        nbytes = sum(count * w / part for w, part in zip(widths.values(), parts, strict=True))
+        groups = groups_of(stage, ("data",))
+        parts = zip(widths.values(), (groups.opt_state, groups.grads, groups.params), strict=True)
+        nbytes = sum(count * width / (size if axes else 1) for width, axes in parts)
         case = {"params": count, "devices": size, "stage": stage}
         rows.append(case | {"bytes_per_device": nbytes})
     return MemoryTable(tuple(rows))
 
 
-def _each_once(given: float | Iterable[float]) -> list[float]:
+def each_once(given: T | Iterable[T]) -> list[T]:
     return list(dict.fromkeys(given if isinstance(given, Iterable) else [given]))
 
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
 from zerojax._hlo import gpus as _gpus
+from zerojax._jaxpr import type_of
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
 from zerojax._plan import mesh as _mesh
@@ -95,18 +95,13 @@ def _equation(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
-        left = _shape(eqn.invars[0])
-        return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(left[d] for d in contracting)
+        left, output = type_of(eqn.invars[0]), type_of(eqn.outvars[0])
+        return 2.0 * output.size * math.prod(left.shape[d] for d in contracting)
     if name == "conv_general_dilated":
-        kernel, numbers = _shape(eqn.invars[1]), eqn.params["dimension_numbers"]
-        products = math.prod(kernel) / kernel[numbers.rhs_spec[0]]  # for each element of the output
-        return 2.0 * math.prod(_shape(eqn.outvars[0])) * products
+        kernel, output = type_of(eqn.invars[1]), type_of(eqn.outvars[0])
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * output.size * (kernel.size / features)
     inner = [_count(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
     if name == "cond":
         return max(inner, default=0.0)
     return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
-
-
-def _shape(atom: Var | Literal) -> tuple[int, ...]:
-    aval: Any = atom.aval  # JAX has no public name for those that have a shape
-    return aval.shape

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ REMATS = ("none", "dots", "full")
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """A language model: stacked layers in a scan, fp32 parameters cast to `compute`."""
+class Gpt:
+    """A GPT-2: stacked layers in a scan, fp32 parameters cast to `compute`, learned positions, tied
+    embeddings."""
 
     layers: int
     hidden: int
@@ -26,9 +27,13 @@ class Decoder:
     tokens: int = 1024
     compute: DTypeLike = jnp.bfloat16
 
-    @property
-    def n_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
+    def dims(self) -> PyTree:
+        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
+        n, d = self.layers, self.hidden
+        norms = {"norm1": (n, d), "norm2": (n, d)}
+        attention = {"qkv": (n, d, 3 * d), "proj": (n, d, d)}
+        blocks = norms | attention | {"up": (n, d, 4 * d), "down": (n, 4 * d, d)}
+        return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
     def shapes(self) -> PyTree:
         return jax.tree.map(
@@ -37,9 +42,9 @@ class Decoder:
             is_leaf=lambda node: isinstance(node, tuple),
         )
 
-    def dims(self) -> PyTree:
-        """Returns the shape of every parameter; those of `blocks` begin with the layers."""
-        raise NotImplementedError
+    @property
+    def n_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
 
     def make_state(self) -> TrainState:
         params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes())
@@ -48,7 +53,7 @@ class Decoder:
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
 
-    def losses(self, remats: tuple[str, ...] = REMATS) -> dict[str, Callable[..., PyTree]]:
+    def losses(self, remats: Sequence[str] = REMATS) -> dict[str, Callable[..., PyTree]]:
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
     def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:
@@ -59,31 +64,6 @@ class Decoder:
         logits = self.logits(params, x)[:, :-1].astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
-
-    def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def logits(self, params: PyTree, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
-        raise NotImplementedError
-
-
-class Gpt(Decoder):
-    """Learned positions, tied embeddings."""
-
-    def dims(self) -> PyTree:
-        n, d = self.layers, self.hidden
-        blocks = {
-            "norm1": (n, d),
-            "qkv": (n, d, 3 * d),
-            "proj": (n, d, d),
-            "norm2": (n, d),
-            "up": (n, d, 4 * d),
-            "down": (n, 4 * d, d),
-        }
-        return {"embed": (self.vocab, d), "pos": (self.tokens, d), "norm": (d,), "blocks": blocks}
 
     def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens] + params["pos"]
@@ -101,27 +81,20 @@ class Gpt(Decoder):
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama(Decoder):
-    """Rotary positions, grouped-query attention, SwiGLU, its own head."""
+class Llama(Gpt):
+    """A GPT with rotary positions, grouped-query attention, SwiGLU and a head of its own."""
 
     kv_heads: int = 8
     inner: int = 14336
 
     def dims(self) -> PyTree:
         n, d, kv = self.layers, self.hidden, self.hidden // self.heads * self.kv_heads
-        blocks = {
-            "norm1": (n, d),
-            "q": (n, d, d),
-            "k": (n, d, kv),
-            "v": (n, d, kv),
-            "proj": (n, d, d),
-            "norm2": (n, d),
-            "gate": (n, d, self.inner),
-            "up": (n, d, self.inner),
-            "down": (n, self.inner, d),
-        }
+        norms = {"norm1": (n, d), "norm2": (n, d)}
+        attention = {"q": (n, d, d), "k": (n, d, kv), "v": (n, d, kv), "proj": (n, d, d)}
+        up, down = (n, d, self.inner), (n, self.inner, d)
+        blocks = norms | attention | {"gate": up, "up": up, "down": down}
         head = {"embed": (self.vocab, d), "norm": (d,), "head": (d, self.vocab)}
-        return {**head, "blocks": blocks}
+        return head | {"blocks": blocks}
 
     def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens]
@@ -139,12 +112,7 @@ class Llama(Decoder):
         return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
 
 
-LLAMAS = {
-    "llama-8b": Llama(32, 4096, 32, vocab=128256),
-    "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
-    "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
-}
-GPTS = {
+PRESETS = {
     "124m": Gpt(12, 768, 12),
     "350m": Gpt(24, 1024, 16),
     # The paper's runs without model parallelism, and its baselines.
@@ -170,13 +138,13 @@ GPTS = {
     "140b": Gpt(175, 8192, 64),
     "170b": Gpt(212, 8192, 64),
     "1t": Gpt(128, 25600, 200),
+    "llama-8b": Llama(32, 4096, 32, vocab=128256),
+    "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
+    "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
 }
 
 
-PRESETS: dict[str, Decoder] = {**GPTS, **LLAMAS}
-
-
-def preset(name: str) -> Decoder:
+def preset(name: str) -> Gpt:
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
@@ -185,14 +153,12 @@ def preset(name: str) -> Decoder:
 
 
 def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
+    if remat not in REMATS:
+        raise ValueError(f"no remat {remat!r}. Name one of {', '.join(REMATS)}.")
     if remat == "none":
         return layer
-    if remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(layer, policy=policy)
-    if remat == "full":
-        return jax.checkpoint(layer)
-    raise ValueError(f"no remat {remat!r}. Name one of {', '.join(REMATS)}.")
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(layer, policy=dots if remat == "dots" else None)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

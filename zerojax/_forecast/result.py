@@ -1,13 +1,53 @@
-"""The result of a forecast: its cases as a table and as a picture, and the fastest that fits."""
+"""The result of a forecast: its cases as a table and as a figure, and the fastest that fits."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from zerojax._figures import Figure
-from zerojax._forecast import plot as _plot
-from zerojax._forecast.case import Case
+from zerojax import _figures
+from zerojax._audit.report import Report
+from zerojax._figures import Axes, Figure
 from zerojax._hlo.gpus import Gpu
+from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+
+GIB, MS = 2**30, 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train, compiled. Bytes are per GPU, times are modelled seconds of one step.
+
+    `formula` is the state by the plan alone, with gradients in the parameters' dtypes. `peak` is
+    the compiler's peak memory; `gradients` and `activations` (with the gathered weights) are parts
+    of it.
+    """
+
+    stage: int
+    accumulate: int
+    variant: str
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    formula: int
+    peak: int
+    fits: bool
+    spare: int
+    link_bytes: float
+    network_bytes: float
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    examples_per_second: float
+    tokens_per_second: float | None
+    mfu: float
+    compile_seconds: float
+    report: Report = dataclasses.field(repr=False)
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.link_bytes + self.network_bytes
 
 
 def _bytes_of(field: str) -> Callable[[Case], str]:
@@ -56,22 +96,24 @@ class Forecast:
         )
 
     def to_dict(self) -> dict[str, object]:
-        cases = [
-            {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "report"}
-            | {"wire_bytes": case.wire_bytes}
-            for case in self.cases
-        ]
+        cases = [vars(case) | {"wire_bytes": case.wire_bytes} for case in self.cases]
+        for case in cases:
+            del case["report"]
         best = None if self.best is None else self.cases.index(self.best)
-        return {
-            "gpus": self.gpus,
-            "usable_bytes": self.gpu.usable,
-            "cases": cases,
-            "best": best,
-        }
+        return {"gpus": self.gpus, "usable_bytes": self.gpu.usable, "cases": cases, "best": best}
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""
-        return _plot.plot(self.cases, self.gpu.usable, self.gpus, path)
+        figure, (memory, times) = _figures.panels(1.6 + 0.38 * len(self.cases), 3, 2)
+        draw_memory(memory, self.cases, self.gpu.usable)
+        _draw_times(times, self.cases)
+        memory.set_yticks(range(len(self.cases)), list(map(_case_name, self.cases)))
+        memory.invert_yaxis()
+        for axes in (memory, times):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.margins(x=0.12)
+        _figures.titled(figure, f"one training step on {self.gpus}, compiled", 4)
+        return _figures.finished(figure, path)
 
     def __str__(self) -> str:
         table = text_table(self._rows(), RIGHT, flexible=(2,), keys=3)
@@ -107,3 +149,60 @@ class Forecast:
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
             f"{human_bytes(best.spare)} to spare."
         )
+
+
+# -- its figure
+
+
+def draw_memory(
+    axes: Axes,
+    cases: Sequence[Case],
+    usable: int,
+    colours: Mapping[str, str] = COLOURS,
+    ink: str = "black",
+) -> None:
+    """Draws bars stacked up to the peak; bytes of no other kind count as activations."""
+    uses = {
+        PARAMS: [case.parameters for case in cases],
+        OPT_STATE: [case.optimizer for case in cases],
+        GRADS: [case.gradients for case in cases],
+    }
+    uses[ACTIVATIONS] = [
+        case.peak - sum(use[row] for use in uses.values()) for row, case in enumerate(cases)
+    ]
+    left = [0.0] * len(cases)
+    for use, nbytes in uses.items():
+        widths = [count / GIB for count in nbytes]
+        style = {"color": colours[use], "edgecolor": "white", "linewidth": 0.5}
+        axes.barh(range(len(cases)), widths, left=left, label=TITLES[use], **style)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, case in enumerate(cases):
+        note = "" if case.fits else ", does not fit"
+        _write(axes, left[row], row, f"{case.peak / GIB:.1f}{note}")
+    if max(left) * 2 > usable / GIB:
+        axes.axvline(usable / GIB, color=ink, linestyle="--", linewidth=1)
+        axes.set_xlabel(f"GiB per GPU at the peak; line: {usable / GIB:.0f} usable")
+    else:
+        axes.set_xlabel(f"GiB per GPU at the peak, of {usable / GIB:.0f} usable")
+
+
+def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
+    compute = [case.compute_seconds / MS for case in cases]
+    exposed = [case.exposed_seconds / MS for case in cases]
+    rows = range(len(cases))
+    axes.barh(rows, compute, color="0.75", label="compute")
+    label = "waiting for communication"
+    axes.barh(rows, exposed, left=compute, color=_figures.EXPOSED, label=label)
+    for row, case in enumerate(cases):
+        _write(axes, case.step_seconds / MS, row, f"{case.step_seconds / MS:,.0f}")
+    axes.set_xlabel("ms per step, modelled")
+
+
+def _write(axes: Axes, end: float, row: int, text: str) -> None:
+    """Writes beside a bar that ends there."""
+    axes.text(end, row, f" {text}", va="center", fontsize=_figures.SMALL)
+
+
+def _case_name(case: Case) -> str:
+    accumulated = f"x{case.accumulate}" if case.accumulate > 1 else ""
+    return ", ".join(filter(None, (f"stage {case.stage}", accumulated, case.variant)))

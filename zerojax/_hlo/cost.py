@@ -4,10 +4,10 @@ Arithmetic is matmul FLOPs over the reachable FLOP/s, memory is bytes touched ov
 bytes/s. A slice of a stacked buffer costs the slice, an update in place costs the update.
 """
 
-import collections
 import functools
 import math
 import re
+from collections import Counter, defaultdict
 
 from zerojax._hlo.gpus import Rates
 from zerojax._hlo.module import Instruction, Module
@@ -24,6 +24,8 @@ _FREE = {
     "replica-id",
     "opt-barrier",
 }
+_MATMUL_CALL = re.compile("matmul|cublas")
+_CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
 
@@ -36,37 +38,45 @@ class CostModel:
         self.computation_flops = functools.cache(self._computation_flops)
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        flops = self.flops(computation, instruction)
+        flops = self.flops_by_dtype(computation, instruction).total()
         nbytes = self.touched(computation, instruction)
         return max(flops / self.rates.flops, nbytes / self.rates.memory)
 
     # -- arithmetic
 
-    def flops(self, computation: str, instruction: Instruction) -> float:
-        """Counts the FLOPs of its matmuls, those in fusions and called computations included."""
-        if instruction.opcode == "dot":
-            return self._dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-        if instruction.opcode == "custom-call" and re.search(
-            "matmul|cublas", instruction.attributes
-        ):
-            pattern = r'"?lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
-            return self._dot_flops(computation, instruction, pattern)
-        if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.attributes:
-            return self._convolution_flops(computation, instruction)
+    def flops_by_dtype(self, computation: str, instruction: Instruction) -> Counter[str]:
+        """Counts the FLOPs of its matmuls, those in fusions and called computations included, by
+        the dtype of their operands."""
+        found: Counter[str] = Counter()
         if instruction.fuses or instruction.opcode == "call":
-            return sum(self.computation_flops(name) for name in instruction.called)
+            for name in instruction.called:
+                found.update(self.computation_flops(name))
+        elif count := self._matmul_flops(computation, instruction):
+            left = self.module.computations[computation][instruction.operands[0]]
+            found[left.arrays[0].dtype] = count
+        return found
+
+    def _computation_flops(self, name: str) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for instruction in self.module.computations[name].values():
+            found.update(self.flops_by_dtype(name, instruction))
+        return found
+
+    def _matmul_flops(self, computation: str, instruction: Instruction) -> int:
+        opcode, attributes = instruction.opcode, instruction.attributes
+        if opcode == "dot" or (opcode == "custom-call" and _MATMUL_CALL.search(attributes)):
+            return self._dot_flops(computation, instruction)
+        if opcode == "convolution" or "__cudnn$conv" in attributes:
+            return self._convolution_flops(computation, instruction)
         return 0
 
-    def _computation_flops(self, name: str) -> float:
-        return sum(self.flops(name, i) for i in self.module.computations[name].values())
-
-    def _dot_flops(self, computation: str, dot: Instruction, contracting: str) -> float:
+    def _dot_flops(self, computation: str, dot: Instruction) -> int:
         left = self.module.computations[computation][dot.operands[0]].arrays[0]
-        found = re.findall(r"\d+", dot.attribute(contracting) or "")
+        found = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
         dims = [int(d) for d in found] or [len(left.dims) - 1]
         return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
 
-    def _convolution_flops(self, computation: str, convolution: Instruction) -> float:
+    def _convolution_flops(self, computation: str, convolution: Instruction) -> int:
         """Counts two FLOPs for each pair of an output element and a kernel element that meet.
 
         A convolution of backward takes forward's output as an operand or returns its kernel.
@@ -80,21 +90,7 @@ class CostModel:
             output, kernel = second, output
         labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
         features = kernel.dims[labels.index("o")] if "o" in labels else 1
-        return 2 * output.size * kernel.size / max(features, 1)
-
-    def matmul_dtypes(self, computation: str, instruction: Instruction) -> dict[str, float]:
-        """Counts FLOPs by the dtype of the operands."""
-        found: dict[str, float] = collections.defaultdict(float)
-        if instruction.opcode in ("dot", "custom-call", "convolution"):
-            if flops := self.flops(computation, instruction):
-                left = self.module.computations[computation][instruction.operands[0]]
-                found[left.arrays[0].dtype] += flops
-        elif instruction.fuses or instruction.opcode == "call":
-            for name in instruction.called:
-                for inner in self.module.computations[name].values():
-                    for dtype, flops in self.matmul_dtypes(name, inner).items():
-                        found[dtype] += flops
-        return found
+        return 2 * output.size * kernel.size // max(features, 1)
 
     # -- memory
 
@@ -107,7 +103,7 @@ class CostModel:
         if opcode in _FREE or opcode.endswith(("-start", "-done")):
             return 0
         instructions = self.module.computations[computation]
-        operands = [instructions[o].nbytes for o in instruction.operands if o in instructions]
+        operands = [instructions[o].nbytes for o in instruction.operands]
         if opcode == "dynamic-slice":
             return 2 * instruction.nbytes
         if opcode == "dynamic-update-slice":
@@ -118,12 +114,11 @@ class CostModel:
         """Counts bytes (read, written) by a fused computation: the parts of buffers it needs."""
         instructions = self.module.computations[name]
         seen_through: dict[str, str] = {}  # a bitcast of a parameter stays that parameter
-        users: dict[str, list[tuple[int, Instruction]]] = collections.defaultdict(list)
+        users: dict[str, list[tuple[int, Instruction]]] = defaultdict(list)
         for instruction in instructions.values():
             for at, operand in enumerate(instruction.operands):
                 origin = seen_through.get(operand, operand)
-                is_parameter = origin in instructions and instructions[origin].opcode == "parameter"
-                if instruction.opcode == "bitcast" and is_parameter:
+                if instruction.opcode == "bitcast" and instructions[origin].opcode == "parameter":
                     seen_through[instruction.name] = origin
                 else:
                     users[origin].append((at, instruction))

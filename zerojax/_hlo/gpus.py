@@ -67,7 +67,7 @@ class Gpu:
 
     @property
     def rates(self) -> Rates:
-        """What programs reach of the data sheet's rates."""
+        """The part of the data sheet's rates that programs reach."""
         return self.given_rates or Rates(
             self.flops * REACHED_FLOPS,
             self.memory_rate * REACHED_MEMORY,

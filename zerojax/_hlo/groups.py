@@ -1,9 +1,10 @@
 """The devices of a collective, read from XLA's three notations of `replica_groups`."""
 
 import dataclasses
-import itertools
 import math
 import re
+
+import numpy as np
 
 from zerojax._hlo.module import Instruction
 
@@ -24,11 +25,14 @@ def group_of(instruction: Instruction, devices: int) -> Group:
     """Reads the group of a collective; without `replica_groups` it spans all `devices`."""
     text = instruction.attributes
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-        return _mesh_group(found[1], found[2])
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        axes = tuple(re.findall(r"'([^']+)'", found[2]))
+        first = tuple(slice(None) if name in axes else 0 for name in sizes)
+        return Group(_flat(_numbered([*sizes.values()])[first]), axes)
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape = [int(x) for x in found[3].split(",")]
         order = [int(x) for x in found[4].split(",")] if found[4] else range(len(shape))
-        return Group(tuple(_iota(shape, order)[: int(found[2])]))
+        return Group(_flat(_numbered(shape).transpose(order))[: int(found[2])])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return Group(tuple(int(x) for x in found[1].split(",")))
     if found := re.search(r"source_target_pairs=\{([\d,{}]*)\}", text):
@@ -45,20 +49,9 @@ def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
     return tuple(sorted(members))
 
 
-def _mesh_group(sizes: str, used: str) -> Group:
-    """Returns the first device's group over the mesh axes in `used`."""
-    mesh = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)]
-    axes = tuple(re.findall(r"'([^']+)'", used))
-    members, stride = [0], 1
-    for name, size in reversed(mesh):
-        if name in axes:
-            members = [m + stride * j for j in range(size) for m in members]
-        stride *= size
-    return Group(tuple(members), axes)
+def _numbered(shape: list[int]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
-def _iota(shape: list[int], order: list[int] | range) -> list[int]:
-    """Returns 0, 1, 2, ... as an array of `shape`, transposed by `order` and flattened."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    indices = itertools.product(*(range(shape[axis]) for axis in order))
-    return [sum(i * strides[a] for i, a in zip(index, order, strict=True)) for index in indices]
+def _flat(devices: np.ndarray) -> tuple[int, ...]:
+    return tuple(devices.ravel().tolist())

@@ -14,7 +14,6 @@ L = TypeVar("L")  # a label: a parameter's number, say
 Labels = frozenset[L]
 NONE: frozenset[Never] = frozenset()
 _MOVES = {
-    "bitcast",
     "copy",
     "convert",
     "reshape",
@@ -22,8 +21,6 @@ _MOVES = {
     "slice",
     "dynamic-slice",
     "copy-start",
-    "opt-barrier",
-    "optimization-barrier",
     "pad",
     "bitcast-convert",
     "all-gather",
@@ -58,32 +55,25 @@ class Lineage(Generic[L]):
     def _run(self, name: str, given: list[list[Labels[L]]]) -> list[Labels[L]]:
         instructions = self.module.computations[name]
         found: dict[str, list[Labels[L]]] = {}
-        root: list[Labels[L]] = []
         for instruction in instructions.values():
             operands = [found.get(o, []) for o in instruction.operands]
-            labels = list(self._labels(instructions, instruction, operands, given))
+            labels = self.module.passed_on(name, instruction, operands, given)
+            if labels is None:
+                labels = self._labels(instructions, instruction, operands)
+            labels = list(labels)
             for at, fresh in enumerate(reversed(self.born(instruction)), start=1):
                 labels[-at] |= fresh  # results come last: a `-start` has its operands before them
             found[instruction.name] = labels
             self.values[name, instruction.name] = labels
-            if instruction.is_root:
-                root = labels
-        return root
+        return found[self.module.root(name).name]
 
     def _labels(
         self,
         instructions: dict[str, Instruction],
         instruction: Instruction,
         operands: list[list[Labels[L]]],
-        given: list[list[Labels[L]]],
     ) -> list[Labels[L]]:
         opcode, count = instruction.opcode, len(instruction.arrays)
-        if opcode == "parameter":
-            return given[int(instruction.inside)]
-        if opcode == "tuple":
-            return [labels for operand in operands for labels in operand]
-        if opcode == "get-tuple-element":
-            return operands[0][instruction.member_of(instructions)]
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode in ("fusion", "call") and instruction.called:
@@ -94,8 +84,6 @@ class Lineage(Generic[L]):
             return [_union(list(sets)) for sets in zip(*runs, strict=True)]
         if opcode.endswith("-start") and opcode != "copy-start":
             return self._started(instruction, operands)
-        if opcode.endswith("-done"):
-            return operands[0][instruction.result_of(instructions)]
         if opcode == "dynamic-update-slice":
             return [_union(operands[0] + operands[1])]
         if opcode in _MOVES:

@@ -1,6 +1,6 @@
 """The buffers that are in memory at the peak of a schedule, found from the module's text.
 
-A compiler for GPUs tells how many bytes a program needs, but not what they are. This module walks
+A compiler for GPUs reports how many bytes a program needs, but not what for. This module walks
 the schedule: a buffer lives from the instruction that makes it to the last one that reads it,
 through the tuples, loops and updates in place that pass it on.
 """
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from zerojax._hlo.module import Instruction, Module
 
-_HAND_ON = {"bitcast", "opt-barrier", "optimization-barrier"}
-_NO_BUFFER = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
+_NO_BUFFER = {"constant", "partition-id", "replica-id", "after-all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ def peak(module: Module) -> dict[Buffer, list[Holder]]:
     given = [[frozenset()] * len(p.arrays) for p in module.parameters]
     _, live = walk.run(entry, given, module.root(entry).name)
     holders: dict[Buffer, list[Holder]] = {buffer: [] for buffer in live}
-    for (computation, name), buffers in walk.held.items():
+    for (computation, name), buffers in walk.stored.items():
         for index, one in enumerate(buffers):
             for buffer in one & holders.keys():
                 holders[buffer].append((computation, name, index))
@@ -47,7 +46,7 @@ def peak(module: Module) -> dict[Buffer, list[Holder]]:
 class _Walk:
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.held: dict[tuple[str, str], Buffers] = {}
+        self.stored: dict[tuple[str, str], Buffers] = {}
 
     def run(
         self, name: str, given: list[Buffers], escapes: str | None = None
@@ -58,29 +57,29 @@ class _Walk:
         instruction whose value leaves the program.
         """
         instructions = self.module.computations[name]
-        held: dict[str, Buffers] = {}
+        stored: dict[str, Buffers] = {}
         inner: dict[str, list[Buffer]] = {}
         for instruction in instructions.values():
-            held[instruction.name], inner[instruction.name] = self.made(
-                name, instruction, held, given
+            stored[instruction.name], inner[instruction.name] = self.made(
+                name, instruction, stored, given
             )
-            self.held[name, instruction.name] = held[instruction.name]
+            self.stored[name, instruction.name] = stored[instruction.name]
         root = self.module.root(name)
         outer = {b for buffers in given for one in buffers for b in one}
         # The program's results are stored in memory of their own, or in an argument's.
-        outer |= {b for one in held[escapes] for b in one} if escapes else set()
-        return held[root.name], self.fullest(name, held, inner, outer)
+        outer |= {b for one in stored[escapes] for b in one} if escapes else set()
+        return stored[root.name], self.fullest(name, stored, inner, outer)
 
     def fullest(
         self,
         name: str,
-        held: dict[str, Buffers],
+        stored: dict[str, Buffers],
         inner: dict[str, list[Buffer]],
         outer: set[Buffer],
     ) -> list[Buffer]:
         """Returns the buffers alive at the peak of a computation, without `outer`.
 
-        `held` has the buffers of each value, `inner` those alive at the peak inside of an
+        `stored` has the buffers of each value, `inner` those alive at the peak inside of an
         instruction. The sum is kept up to date from instruction to instruction: adding it up each
         time would take quadratic time in long schedules.
         """
@@ -88,9 +87,9 @@ class _Walk:
         last: dict[Buffer, int] = {}
         for at, instruction in enumerate(order):
             for operand in (*instruction.operands, instruction.name):
-                for one in held.get(operand, []):
+                for one in stored.get(operand, []):
                     last |= dict.fromkeys(one, at)
-        for one in held[self.module.root(name).name]:
+        for one in stored[self.module.root(name).name]:
             last |= dict.fromkeys(one, len(order))
         ends: dict[int, list[Buffer]] = {}
         for buffer, at in last.items():
@@ -99,7 +98,7 @@ class _Walk:
         now = most = 0.0
         best: list[Buffer] = []
         for at, instruction in enumerate(order):
-            for one in held[instruction.name]:
+            for one in stored[instruction.name]:
                 for buffer in one - outer:
                     if buffer not in live:
                         live[buffer] = None
@@ -114,21 +113,16 @@ class _Walk:
         return best
 
     def made(
-        self, name: str, instruction: Instruction, held: dict[str, Buffers], given: list[Buffers]
+        self, name: str, instruction: Instruction, stored: dict[str, Buffers], given: list[Buffers]
     ) -> tuple[Buffers, list[Buffer]]:
         """Returns the buffers of an instruction's value, and those alive at the peak inside it."""
-        opcode, instructions = instruction.opcode, self.module.computations[name]
-        operands = [held.get(o, []) for o in instruction.operands]
-        if opcode == "parameter":
-            return given[int(instruction.inside)], []
-        if opcode == "tuple":
-            return [one for operand in operands for one in operand], []
-        if opcode == "get-tuple-element":
-            return operands[0][instruction.member_of(instructions)], []
+        opcode = instruction.opcode
+        operands = [stored.get(o, []) for o in instruction.operands]
+        passed_on = self.module.passed_on(name, instruction, operands, given)
+        if passed_on is not None:
+            return passed_on, []
         if opcode in _NO_BUFFER:
             return [frozenset()] * len(instruction.arrays), []
-        if opcode in _HAND_ON:
-            return operands[0], []
         if opcode == "while":
             result, most = self.run(instruction.body, [operands[0]])
             known = {b for one in operands[0] for b in one}
@@ -143,8 +137,6 @@ class _Walk:
             return max(runs, key=lambda run: sum(buffer.nbytes for buffer in run[1]))
         if opcode.endswith("-start"):
             return self.started(name, instruction, operands), []
-        if opcode.endswith("-done"):
-            return operands[0][instruction.result_of(instructions)], []
         return list(self.updated(name, instruction, operands)), []
 
     def started(self, name: str, instruction: Instruction, operands: list[Buffers]) -> Buffers:

@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from typing import TypeVar
 
+T = TypeVar("T")
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -16,7 +17,6 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-_WIDTHS = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
@@ -47,9 +47,9 @@ class Array:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Returns the bytes of one element: bf16 -> 2, f8e4m3fn -> 1, c64 -> 8."""
-    if dtype in _WIDTHS:
-        return _WIDTHS[dtype]
+    """Returns the bytes of one element: bf16 -> 2, f8e4m3fn -> 1, c64 -> 8, token -> 0."""
+    if dtype == "pred":
+        return 1
     bits = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
     return int(bits[1]) / 8 if bits else 0
 
@@ -93,26 +93,6 @@ class Instruction:
         """Whether it runs a fused computation; newer XLA slices stacks in a `fusion-start`."""
         return self.opcode in ("fusion", "fusion-start")
 
-    def result_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
-        """Locates the arrays of a `-done` among those of its `-start`.
-
-        The type of a start is either its result alone (all-reduce) or the tuple (operands, result,
-        contexts). Only a copy has its result first.
-        """
-        start = instructions[self.operands[0]]
-        operands = sum(len(instructions[operand].arrays) for operand in start.operands)
-        count = len(self.arrays)
-        first = start.opcode == "copy-start" or len(start.arrays) == count
-        return slice(0, count) if first else slice(operands, operands + count)
-
-    def member_of(self, instructions: Mapping[str, "Instruction"]) -> slice:
-        """Locates the arrays of a `get-tuple-element` among those of its tuple."""
-        tuple_ = instructions[self.operands[0]]
-        index = int(self.attribute(r"index=(\d+)") or 0)
-        counts = [len(arrays_of(member)) for member in top_level_types(tuple_.type)]
-        start = sum(counts[:index])
-        return slice(start, start + counts[index])
-
     @property
     def base(self) -> str:
         """The opcode without the `-start` or `-done` of an asynchronous pair."""
@@ -125,7 +105,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a `while` runs its body; None where XLA does not know."""
+        """The iterations of a `while`; None where XLA does not know them."""
         count = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
         return None if count is None else int(count)
 
@@ -158,22 +138,22 @@ def top_level_types(type_text: str) -> list[str]:
 
 def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
     """Parses what follows `name =`; raises `ValueError` for unbalanced parentheses."""
-    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
     type_text, rest = text[:type_end], text[type_end:].lstrip()
     opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest, 0) - 1
+    end = _closing("(" + rest) - 1
     if not opcode or end >= len(rest):
         raise ValueError("its parentheses do not close")
     return Instruction(name, type_text, opcode, rest[:end], rest[end + 1 :], is_root)
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the index at which the parenthesis that opens at `start` closes."""
+def _closing(text: str) -> int:
+    """Returns the index at which the parenthesis with which `text` begins closes."""
     depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
+    for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
         if depth == 0:
-            return start + found.start()
+            return found.start()
     return len(text)
 
 
@@ -224,6 +204,40 @@ class Module:
                 raise _damaged(f"{instruction.name} in {name} does not say what it calls")
             if missing:
                 raise _damaged(f"{instruction.name} in {name} uses {missing[0]}, which is nowhere")
+
+    def passed_on(
+        self,
+        computation: str,
+        instruction: Instruction,
+        operands: list[list[T]],
+        arguments: list[list[T]],
+    ) -> list[T] | None:
+        """Returns what an instruction passes on of its operands; None if it makes an array itself.
+
+        There is one T for each array: of the instruction's operands, and of the arguments that the
+        computation was called with.
+        """
+        opcode, count = instruction.opcode, len(instruction.arrays)
+        if opcode == "parameter":
+            return arguments[int(instruction.inside)]
+        if opcode == "tuple":
+            return [one for operand in operands for one in operand]
+        if opcode in ("bitcast", "opt-barrier"):
+            return operands[0]
+        if opcode != "get-tuple-element" and not opcode.endswith("-done"):
+            return None
+        instructions = self.computations[computation]
+        source = instructions[instruction.operands[0]]
+        if opcode == "get-tuple-element":
+            index = int(instruction.attribute(r"index=(\d+)") or 0)
+            first = sum(len(arrays_of(t)) for t in top_level_types(source.type)[:index])
+        # The type of a start is either its result alone (all-reduce) or the tuple (operands,
+        # result, contexts). Only a copy has its result first.
+        elif source.opcode == "copy-start" or len(source.arrays) == count:
+            first = 0
+        else:
+            first = sum(len(instructions[operand].arrays) for operand in source.operands)
+        return operands[0][first : first + count]
 
     def root(self, computation: str) -> Instruction:
         """Returns the instruction whose value a computation returns."""

@@ -4,8 +4,8 @@ A collective costs the bytes it sends over its group's bandwidth, plus a latency
 for it, and that wait is exposed communication. A loop runs as often as XLA knows that it does.
 """
 
-import collections
 import dataclasses
+from collections import Counter
 
 from zerojax._hlo import groups as _groups, module as _module
 from zerojax._hlo.cost import CostModel
@@ -38,10 +38,6 @@ class Collective:
     def asynchronous(self) -> bool:
         return self.instruction.opcode.endswith("-start")
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({array.dtype for array in self.arrays}))
-
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -62,35 +58,29 @@ class Replay:
     step: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
-    flops: float = 0.0
     collectives: list[Collective] = dataclasses.field(default_factory=list)
-    flops_by_dtype: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
+    flops_by_dtype: Counter[str] = dataclasses.field(default_factory=Counter)
     spans: list[Span] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def wire(self) -> float:
-        return sum(c.wire * c.trips for c in self.collectives)
+    def flops(self) -> float:
+        return float(self.flops_by_dtype.total())
 
     def add(self, part: "Replay") -> None:
         """Adds what happened inside a called computation, except for its time."""
         self.exposed += part.exposed
-        self.flops += part.flops
         self.collectives += part.collectives
         self.spans += part.spans
         self.unknown_loops += part.unknown_loops
-        for dtype, flops in part.flops_by_dtype.items():
-            self.flops_by_dtype[dtype] += flops
+        self.flops_by_dtype.update(part.flops_by_dtype)
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
     """Replays a step."""
-    result = Replay()
-    player = _Player(module, rates, per_host, result)
-    result.step, result.compute = player.run(module.entry, 1, (), 0.0)
-    return result
+    player = _Player(module, rates, per_host)
+    player.result.step, player.result.compute = player.run(module.entry, 1, (), 0.0)
+    return player.result
 
 
 def wire_bytes(kind: str, nbytes: float, group: int) -> float:
@@ -112,9 +102,9 @@ def collective_kind(instruction: Instruction) -> str:
 
 
 class _Player:
-    def __init__(self, module: Module, rates: Rates, per_host: int, result: Replay) -> None:
-        self.module, self.rates, self.per_host, self.result = module, rates, per_host, result
-        self.cost = CostModel(module, rates)
+    def __init__(self, module: Module, rates: Rates, per_host: int) -> None:
+        self.module, self.rates, self.per_host = module, rates, per_host
+        self.cost, self.result = CostModel(module, rates), Replay()
 
     def run(
         self, name: str, trips: int, loops: tuple[str, ...], origin: float
@@ -176,8 +166,7 @@ class _Player:
 
     def compute(self, name: str, instruction: Instruction, trips: int, at: float) -> float:
         seconds = self.cost.seconds(name, instruction)
-        self.result.flops += self.cost.flops(name, instruction) * trips
-        for dtype, flops in self.cost.matmul_dtypes(name, instruction).items():
+        for dtype, flops in self.cost.flops_by_dtype(name, instruction).items():
             self.result.flops_by_dtype[dtype] += flops * trips
         self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
         return seconds
@@ -186,9 +175,7 @@ class _Player:
         self, name: str, instruction: Instruction, kind: str, trips: int, loops: tuple[str, ...]
     ) -> Collective:
         instructions = self.module.computations[name]
-        arrays = [
-            a for o in instruction.operands if o in instructions for a in instructions[o].arrays
-        ]
+        arrays = [array for o in instruction.operands for array in instructions[o].arrays]
         group = _groups.group_of(instruction, self.module.devices)
         size = len(group.members)
         wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)

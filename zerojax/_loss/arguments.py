@@ -21,6 +21,12 @@ from zerojax._text import human_bytes
 from zerojax._types import PyTree
 
 LARGEST = 3  # leaves to name where memory is out
+ELSEWHERE = {  # remedies for an argument on other devices
+    "state": "Place it again: state = plan.place(state), or zerojax.shard_train_state.",
+    "params": "Place them again: params = plan.place(state).params.",
+    "batch": "Pass numpy arrays, or zerojax.shard_batch(batch, plan.mesh).",
+    "rng": "Pass one that was not moved by jax.device_put: jax.random.key(n).",
+}
 
 
 @contextlib.contextmanager
@@ -50,10 +56,10 @@ def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
             _refusals.check_arrays(tree, name)
-        if plan is not None and _compat.is_about_devices(error):
+        if plan is not None and _compat.OTHER_DEVICES in str(error):
             _check_devices(name, tree, plan)
-    if _compat.is_out_of_memory(error):
-        error.add_note(out_of_memory(plan))
+    if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
+        error.add_note(_out_of_memory(plan))
 
 
 def find_plan(state: PyTree, given: Plan | None, stage: int | None) -> Plan:
@@ -93,8 +99,8 @@ def check_loss(loss_fn: object) -> None:
         )
 
 
-def check_mutable(mutable: object) -> None:
-    """Raises for `mutable=` that does not name fields, or names those of the optimizer."""
+def mutable_names(mutable: object) -> tuple[str, ...]:
+    """Returns the names in `mutable=`; raises where these are no fields, or the optimizer's."""
     names = [mutable] if isinstance(mutable, str) else mutable
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -106,6 +112,7 @@ def check_mutable(mutable: object) -> None:
             f"mutable= names {name!r}, which the optimizer updates. Name fields that the loss "
             "updates, such as 'batch_stats'."
         )
+    return tuple(names)
 
 
 def check_switches(**switches: object) -> None:
@@ -114,13 +121,11 @@ def check_switches(**switches: object) -> None:
             raise TypeError(f"{name}={value!r} must be True or False.")
 
 
-def _step(state: PyTree, batch: PyTree, rng: PyTree = None) -> None:
-    """Has the signature of a step."""
-
-
 def _given(args: tuple, named: dict[str, PyTree], error: Exception) -> dict[str, PyTree]:
+    """Returns the arguments of a step by name; raises where a step has no such arguments."""
+    signature = inspect.signature(lambda state, batch, rng=None: None)
     try:
-        return inspect.signature(_step).bind(*args, **named).arguments
+        return signature.bind(*args, **named).arguments
     except TypeError as wrong:
         check_kinds(args[0] if args else (), None)
         raise TypeError(
@@ -166,21 +171,14 @@ def _check_devices(name: str, tree: PyTree, plan: Plan) -> None:
 
 def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
     found = sorted(device.id for device in leaf.value.sharding.device_set)
-    remedy = "Pass numpy arrays, or zerojax.shard_batch(batch, plan.mesh)."
-    if name == "state":
-        remedy = "Place it again: state = plan.place(state), or zerojax.shard_train_state."
-    elif name == "params":
-        remedy = "Place them again: params = plan.place(state).params."
-    elif name == "rng":
-        remedy = "Pass one that was not moved by jax.device_put: jax.random.key(n)."
+    devices = f"device {found[0]} alone" if len(found) == 1 else f"{len(found)} devices"
     return (
-        f"{_refusals.where(name, leaf)} was put on "
-        f"{f'device {found[0]} alone' if len(found) == 1 else f'{len(found)} devices'}, and the "
-        f"plan's mesh has {plan.mesh.devices.size}: incompatible devices. {remedy}"
+        f"{_refusals.where(name, leaf)} was put on {devices}, and the plan's mesh has "
+        f"{plan.mesh.devices.size}: incompatible devices. {ELSEWHERE[name]}"
     )
 
 
-def out_of_memory(plan: Plan | None) -> str:
+def _out_of_memory(plan: Plan | None) -> str:
     """Says what takes memory, and how to need less of it."""
     look = (
         "print(plan) shows every leaf, zerojax.audit(step, state, batch) what is in memory at the "

@@ -20,7 +20,7 @@ from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
 Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
-BATCH, KEY, WHOLE = "batch", "key", "whole"
+BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 
 
 class Role(NamedTuple):
@@ -42,7 +42,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         if (is_key and not jnp.shape(leaf)) or (not in_batch and _is_raw_key(leaf)):
             return Role(KEY)
-        return Role(BATCH if jnp.shape(leaf) else WHOLE)
+        return Role(BATCH if jnp.shape(leaf) else REPLICATED)
 
     found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     if specs is None or not args:
@@ -52,7 +52,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
 
 
 def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list[Role | None]:
-    """Returns what a tree prefix of specs says of each leaf of the batch, None for nothing."""
+    """Returns the role that a tree prefix of specs gives each leaf of the batch, or None."""
 
     def is_leaf(spec: object) -> bool:
         return spec is None or isinstance(spec, PartitionSpec)
@@ -75,16 +75,17 @@ def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...])
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
     named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
     if not named:
-        return Role(WHOLE)
+        return Role(REPLICATED)
     dim, entry = named[0]
-    fits = isinstance(spec, PartitionSpec) and entry in (axes, axes[0] if len(axes) == 1 else axes)
+    over = axes[0] if len(axes) == 1 else axes
+    fits = isinstance(spec, PartitionSpec) and entry in (axes, over)
     if len(named) > 1 or not fits or dim >= len(jnp.shape(value)):
-        name, over = path_name(path), repr(axes[0] if len(axes) == 1 else axes)
+        name = path_name(path)
         raise ValueError(
             f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
-            f"shape {jnp.shape(value)}, and batches are split over {over}. Use P({over}) where the "
-            f"first dimension counts examples, P(None, {over}) where the second does, and P() for "
-            "what is whole on every device."
+            f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
+            f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
+            "P() for what is whole on every device."
         )
     return Role(BATCH, dim)
 
@@ -128,23 +129,20 @@ def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: 
                 "with batch_specs= which have none, or have them along another dimension, and make "
                 "keys with jax.random.key."
             )
-    check_divides(first_name, first, size, accumulate, first_dim)
+    ways = size * accumulate
+    if first == 0 or first % ways:
+        over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
+        below, above = first // ways * ways, (first // ways + 1) * ways
+        use = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"{first_name} has a {_dim_name(first_dim)} of {first}, which does not divide over "
+            f"{over}. Use {use} examples, or pad and mask the rest with zerojax.mean(values, "
+            "where=mask)."
+        )
 
 
 def _dim_name(dim: int) -> str:
     return f"dimension {dim}" if dim else "leading dimension"
-
-
-def check_divides(name: str, rows: int, size: int, accumulate: int, dim: int = 0) -> None:
-    ways = size * accumulate
-    if rows == 0 or rows % ways:
-        over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
-        below, above = rows // ways * ways, -(-max(rows, 1) // ways) * ways
-        use = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"{name} has a {_dim_name(dim)} of {rows}, which does not divide over {over}. Use "
-            f"{use} examples, or pad and mask the rest with zerojax.mean(values, where=mask)."
-        )
 
 
 def part_shape(value: Leaf, role: Role, ways: int) -> jax.ShapeDtypeStruct:
@@ -210,10 +208,9 @@ def shard_batch(
     _refusals.check_values(batch, "batch")
     mesh, axes = _mesh.resolve(mesh, axis)
     found = roles((batch,), batch_specs, axes)
-    rows_first = NamedSharding(mesh, PartitionSpec(axes))
-    check((batch,), found, len(_local_parts(rows_first, _mesh.axes_size(mesh, axes))))
+    check((batch,), found, len(_local_parts(mesh, axes)))
     leaves, treedef = jax.tree.flatten(batch)
-    if not rows_first.is_fully_addressable:
+    if mesh.is_multi_process:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
@@ -256,8 +253,7 @@ def process_slice(
             f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
             f"{size}."
         )
-    split = NamedSharding(mesh, PartitionSpec(axes))
-    parts = _local_parts(split, size)
+    parts = _local_parts(mesh, axes)
     first, last = min(parts), max(parts)
     if last - first + 1 != len(parts):
         raise ValueError(
@@ -267,8 +263,10 @@ def process_slice(
     return slice(first * rows // size, (last + 1) * rows // size)
 
 
-def _local_parts(split: NamedSharding, size: int) -> set[int]:
-    """Returns which of the batch's `size` parts are on devices of this process."""
+def _local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
+    """Returns which parts of a batch that is split over the axes are on this process's devices."""
+    size = _mesh.axes_size(mesh, axes)
+    split = NamedSharding(mesh, PartitionSpec(axes))
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}
 

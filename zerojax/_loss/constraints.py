@@ -1,8 +1,8 @@
 """Removes a loss's sharding constraints over the axes that a step splits the batch over.
 
-Models have such constraints, and the code of one device cannot: nothing is left there to split over
-these axes. A loss with constraints is therefore traced as code of the whole mesh, and its jaxpr
-rewritten to that of one device: at any depth, the axes leave every constraint, and become manual
+Models have such constraints, but code of one device cannot: nothing is left there to split over
+these axes. A loss with constraints is therefore traced as code of all devices, and its jaxpr is
+rewritten for one device: at any depth, the axes are dropped from every constraint and become manual
 in every type.
 """
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import jax
 from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
@@ -21,8 +21,8 @@ from zerojax._types import PyTree
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
 
-def whole_mesh() -> AbstractMesh:
-    """Returns the mesh of the code that runs, as code outside of `shard_map` would see it."""
+def outer_mesh() -> AbstractMesh:
+    """Returns the mesh that is set, as code outside of `shard_map` would see it."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
 
@@ -45,32 +45,29 @@ def is_constraint(eqn: JaxprEqn) -> bool:
 
 
 class Dropper:
-    """Rewrites jaxprs traced on a whole mesh, where `axes` are automatic, to those of one device.
+    """Rewrites jaxprs of all devices, where `axes` are automatic, as jaxprs of one device.
 
     Each method returns its argument without the axes.
     """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = dict.fromkeys(axes, AxisType.Manual)
-        self.whole, self.here = whole_mesh(), jax.sharding.get_abstract_mesh()
-        # By the id of the original, which is kept so that no other object gets its id.
-        self.jaxprs: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}
+        self.outer, self.here = outer_mesh(), jax.sharding.get_abstract_mesh()
+        self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
 
     def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
         """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
-        if id(jaxpr) not in self.jaxprs:
+        if jaxpr not in self.jaxprs:
             inner = getattr(jaxpr, "jaxpr", jaxpr)
             rewritten = self._open(inner)
-            if inner is not jaxpr:
-                rewritten = jaxpr.replace(jaxpr=rewritten)
-            self.jaxprs[id(jaxpr)] = (rewritten, jaxpr)
-        return self.jaxprs[id(jaxpr)][0]
+            self.jaxprs[jaxpr] = rewritten if inner is jaxpr else jaxpr.replace(jaxpr=rewritten)
+        return self.jaxprs[jaxpr]
 
     def _open(self, jaxpr: Jaxpr) -> Jaxpr:
         names: dict[Var, Var | Literal] = {}
 
         def declared(var: Var) -> Var:
-            if _compat.is_dropped(var):
+            if isinstance(var, DropVar):
                 return var
             names[var] = new = _compat.fresh(var, self.aval(var.aval))
             return new
@@ -88,7 +85,7 @@ class Dropper:
                 continue
             params = {name: self.param(name, value) for name, value in eqn.params.items()}
             outvars = list(map(declared, eqn.outvars))
-            ctx: PyTree = _compat.context_on(eqn, self.mesh(_compat.mesh_of(eqn)))
+            ctx = _compat.context_on(eqn, self.mesh)
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
         outvars = list(map(named, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
@@ -100,7 +97,7 @@ class Dropper:
 
     def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
         if set(mesh.axis_names) == set(self.here.axis_names):  # the same mesh, whatever its types
-            mesh = self.whole.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Manual))
+            mesh = self.outer.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Manual))
         here = {axis: kind for axis, kind in self.axes.items() if axis in mesh.axis_names}
         return mesh.update_axis_types(here)
 
@@ -136,6 +133,6 @@ class Dropper:
 
     def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
         """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
-        with jax.sharding.use_abstract_mesh(self.whole):
+        with jax.sharding.use_abstract_mesh(self.outer):
             jaxpr, *others = trace()
         return (self.jaxpr(jaxpr), *others)

@@ -27,10 +27,6 @@ def with_fields(
     return jax.tree_util.Partial(loss, fields, model_of)
 
 
-def names_of(mutable: Sequence[str] | str) -> tuple[str, ...]:
-    return (mutable,) if isinstance(mutable, str) else tuple(mutable)
-
-
 def is_field(path: tuple, names: Sequence[str]) -> bool:
     """Whether the leaf of aux at this path belongs to one of the fields in `names`."""
     return bool(path) and isinstance(path[0], DictKey) and path[0].key in names

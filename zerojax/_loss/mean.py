@@ -1,5 +1,7 @@
 """The exact mean over the global batch without its padding, from code that sees one shard of it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +47,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
         total = jnp.sum(jnp.where(mask, values, 0), dtype=dtype)
         count = jnp.sum(mask, dtype=dtype)
         if axes:
-            total, count = lax.psum(total, axes), _global_count(count, axes)
+            total, count = lax.psum(total, axes), zerojax_count(count, axes)
         # Under accumulation the count is a mean over microbatches, and may be below 1.
         any_true = count > 0
         mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
@@ -54,14 +56,11 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
 
 
-def _global_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns `count` over all devices, from a call whose name lets accumulation find it.
 
     Each microbatch must divide by the mean count of all microbatches, which the loss cannot know;
     `_step/accumulate.py` puts that in place of this call's result.
     """
-
-    def zerojax_count(count: jax.Array) -> jax.Array:
-        return lax.psum(count, axes)
-
-    return jax.jit(zerojax_count)(count)
+    return lax.psum(count, axes)

@@ -1,8 +1,7 @@
 """Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from zerojax._types import PyTree, is_key
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedLoss:
+class TracedLoss(NamedTuple):
     """A loss as a jaxpr, whose inputs are the arguments' leaves and then `closed_over`."""
 
     jaxpr: Jaxpr
@@ -40,12 +38,12 @@ def trace_loss(
     With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
     included, becomes an input, so that `shard_map` never sees a closure.
     """
-    captured, with_captured = _arrays_of_partial(loss_fn)
+    captured, with_captured = _captured(loss_fn)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         loss, aux = split_aux(with_captured(captured)(*args), has_aux)
-        check_loss(loss)
-        check_aux(aux, mutable)
+        _check_scalar(loss)
+        _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
@@ -94,16 +92,15 @@ def _without_constraints(
 
     Such constraints are an error there, so a loss that has some is traced a second time.
     """
+    failed: Exception | None = None
     try:
         closed, aux = traced(jax.sharding.get_abstract_mesh())
         if not _constraints.name_any(closed.jaxpr, axes):
             return closed, aux
     except (TypeError, ValueError) as error:
-        failed: Exception | None = error
-    else:
-        failed = None
+        failed = error
     try:
-        closed, aux = traced(_constraints.whole_mesh())
+        closed, aux = traced(_constraints.outer_mesh())
     except Exception as error:
         raise failed or error from None
     if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
@@ -122,47 +119,40 @@ def _typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     return jax.tree.map(typed, values)
 
 
-def _arrays_of_partial(
+def _captured(
     loss_fn: Callable[..., PyTree],
 ) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., PyTree]]]:
     """Returns the arrays of a `jax.tree_util.Partial`, and a function that puts others there.
 
     Closed over, they would keep the type that they have outside of the mesh's devices.
     """
-    if not isinstance(loss_fn, jax.tree_util.Partial):
-        return [], lambda _: loss_fn
-    leaves, treedef = jax.tree.flatten(loss_fn)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
 
     def with_arrays(arrays: Sequence[Array]) -> Callable[..., PyTree]:
         found = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        return treedef.unflatten([next(found) if a else leaf for leaf, a in pairs])
+        return treedef.unflatten([next(found) if isinstance(x, Array) else x for x in leaves])
 
-    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], with_arrays
+    return [leaf for leaf in leaves if isinstance(leaf, Array)], with_arrays
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
     """Returns what a loss returned as the loss and its aux, None without any."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if has_aux is None:
-        has_aux = is_pair
-    if not has_aux:
-        return result, None
-    if not is_pair:
+    if isinstance(result, tuple) and len(result) == 2 and has_aux is not False:
+        return result
+    if has_aux:
         raise TypeError(
             f"with has_aux=True the loss must return (loss, aux), got {type(result).__name__}. "
             "Return a pair, or leave has_aux out."
         )
-    return result
+    return result, None
 
 
-def check_loss(loss: PyTree) -> None:
+def _check_scalar(loss: PyTree) -> None:
     """Raises where a loss is not a scalar of a float dtype."""
     if isinstance(loss, tuple):
         raise TypeError(
             f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
-            "everything else in aux (value_and_grad wants has_aux=True then)."
+            "everything else in aux (value_and_grad then needs has_aux=True)."
         )
     if not hasattr(loss, "shape") and not isinstance(loss, int | float):
         raise TypeError(
@@ -181,7 +171,7 @@ def check_loss(loss: PyTree) -> None:
         )
 
 
-def check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
+def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
     """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
         dtype = getattr(leaf, "dtype", None)

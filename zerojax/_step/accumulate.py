@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -117,13 +117,12 @@ def is_call(eqn: JaxprEqn, name: str) -> bool:
     return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == name
 
 
-def has_counts(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(is_call(eqn, COUNT) or contains_count(eqn) for eqn in eqns)
+def has_counts(jaxpr: Jaxpr) -> bool:
+    return any(is_call(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
 
 
 def contains_count(eqn: JaxprEqn) -> bool:
-    return any(map(has_counts, jaxprs_in_params(eqn.params)))
+    return any(map(has_counts, _compat.inner_jaxprs(eqn)))
 
 
 # Primitives that are linear in one operand, or in all of several.

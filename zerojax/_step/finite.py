@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
-from jax.tree_util import DictKey, GetAttrKey
 
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
@@ -27,8 +26,8 @@ def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callab
     if scale is None:
         return loss_fn
 
-    # The scale is held by a Partial rather than closed over: it is a tracer of the step, and the
-    # loss is traced once more for one device.
+    # The scale is an argument of a Partial and not closed over: it is a tracer of the step, and
+    # the loss is traced once more for one device.
     def loss(loss_fn: Callable[..., PyTree], scale: jax.Array, *args: PyTree) -> PyTree:
         result = loss_fn(*args)
         if isinstance(result, tuple):
@@ -51,7 +50,7 @@ def unscaled(values: PyTree, scale: DynamicScale | None) -> PyTree:
     return jax.tree.map(divide, values)
 
 
-def next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
+def _next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
     """Returns the scale of the next step, by Flax's own rule.
 
     Flax looks whether a gradient is finite. It gets one that is NaN where the step is not finite.
@@ -60,27 +59,22 @@ def next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
     return ruled(jnp.float32(1)).dynamic_scale
 
 
-def counted(state: PyTree, skipped: jax.Array) -> PyTree:
-    """Adds to the state's count of skipped steps: a field `skipped`, where it has one."""
-    total = _field(state, "skipped")
-    if total is None or jnp.ndim(total) or not jnp.issubdtype(total.dtype, jnp.integer):
-        return state
-    return _state.replace(state, skipped=total + skipped)
+def guarded(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str]) -> PyTree:
+    """Returns `new`; if not finite, with parameters, optimizer state and `mutable` fields of `old`.
 
-
-def held(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str]) -> PyTree:
-    """Returns `new` where the step is finite, else the parameters, optimizer state and `mutable`
-    fields of `old`.
-
-    Counters such as `step` are those of `new`, so that they count every batch.
+    Counters such as `step` are those of `new` in any case, so that they count every batch. The
+    state gets its next loss scale, and a field `skipped`, where it has one, counts on.
     """
 
     def choose(path: tuple, new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
-        match path[0]:
-            case GetAttrKey(name) | DictKey(name) if name in mutable:
-                keeps = True
-            case _:
-                keeps = _state.kind_of(path) != _state.OTHER
+        field = _state.path_name(path[:1])
+        keeps = field in mutable or _state.kind_of(path) != _state.OTHER
         return jnp.where(finite, new_leaf, old_leaf) if keeps else new_leaf
 
-    return jax.tree_util.tree_map_with_path(choose, new, old)
+    state = jax.tree_util.tree_map_with_path(choose, new, old)
+    scale, total = scale_of(old), _field(state, "skipped")
+    if scale is not None:
+        state = _state.replace(state, dynamic_scale=_next_scale(scale, finite))
+    if total is not None and not jnp.ndim(total) and jnp.issubdtype(total.dtype, jnp.integer):
+        state = _state.replace(state, skipped=total + (1 - finite.astype(jnp.int32)))
+    return state

@@ -1,14 +1,14 @@
 """Finds mesh axes that nothing is sharded over: their replicas would compute the same batch."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax._collectives import names_in
+from zerojax._loss.constraints import named_axes
 from zerojax._plan.plan import Plan
 from zerojax._types import PyTree
 
@@ -19,22 +19,20 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     `trace` makes the step's jaxpr, where the state and the arguments leave the question open.
     Returns whether it could look: inside of another `jax.jit`, nothing says where the batch is.
     """
-    sizes = {
-        name: n for name, n in plan.mesh.shape.items() if n > 1 and name not in plan.batch_axes
-    }
+    sizes = {axis: n for axis, n in plan.mesh.shape.items() if n > 1}
     values = jax.tree.leaves(args)
-    idle = sizes.keys() - _axes_in([leaf.spec for leaf in plan.leaves]) - _axes_of(values)
+    idle = sizes.keys() - {*plan.batch_axes}
+    idle -= _axes_in([*(leaf.spec for leaf in plan.leaves), *values])
     if idle and any(isinstance(value, Tracer) for value in values):
         return False
+    if idle:
+        closed = trace()
+        idle -= _axes_in([closed, *closed.consts])
     if not idle:
         return True
-    closed = trace()
-    idle -= _axes_of(closed.consts) | _axes_in([closed])
-    if not idle:
-        return True
-    named = {name: sizes[name] for name in sizes if name in idle}
+    named = {axis: n for axis, n in sizes.items() if axis in idle}
     count = math.prod(named.values())
-    wanted = tuple(name for name in plan.mesh.axis_names if name in idle or name in plan.batch_axes)
+    wanted = tuple(axis for axis in plan.mesh.axis_names if axis in idle.union(plan.batch_axes))
     raise ValueError(
         f"nothing is sharded over the mesh axes {named}: no leaf of the state, no part of the "
         f"batch, and the loss does not name them. Each of {count} replicas would compute the same "
@@ -42,27 +40,20 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     )
 
 
-def _axes_of(values: Iterable[PyTree]) -> set[str]:
-    """Returns the mesh axes that arrays, or shapes with shardings, are sharded over."""
-    return _axes_in([getattr(value, "sharding", None) for value in values])
-
-
-def _axes_in(values: Iterable[object]) -> set[str]:
-    """Returns the mesh axes named by shardings, specs, and equations at any depth."""
-    found: set[str] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        value = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        if isinstance(value, str):
-            found.add(value)
-        elif isinstance(value, NamedSharding):
-            stack.append(value.spec)
-        elif isinstance(value, PartitionSpec):
-            found |= names_in(e for e in value if e is not PartitionSpec.UNCONSTRAINED)
-        elif isinstance(value, tuple | list | set | frozenset):
-            stack.extend(value)
-        elif isinstance(value, Jaxpr):
+def _axes_in(value: object) -> set[str]:
+    """Returns the mesh axes named by shardings, arrays' too, specs, and equations at any depth."""
+    match value:
+        case jax.Array() | jax.ShapeDtypeStruct():
+            return _axes_in(getattr(value, "sharding", None))
+        case str():
+            return {value}
+        case NamedSharding():
+            return named_axes(value.spec)
+        case PartitionSpec():
+            return named_axes(value)
+        case Jaxpr() | ClosedJaxpr():
             params = (item for eqn in value.eqns for item in eqn.params.items())
-            stack.extend(param for key, param in params if key != "name")  # of a function
-    return found
+            return _axes_in([param for key, param in params if key != "name"])  # of a function
+        case tuple() | list() | set() | frozenset():
+            return set().union(*map(_axes_in, value))
+    return set()

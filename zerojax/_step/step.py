@@ -15,7 +15,7 @@ from zerojax import _agreement, _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan, plan_of
-from zerojax._loss.fields import names_of, split_fields, with_fields
+from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
@@ -138,15 +138,14 @@ class Step:
         traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
 
         def items() -> dict[str, str]:
-            options = vars(self.recipe.options) | {"mutable": self.recipe.mutable}
-            options |= self.make_jit.keywords | {"compiler_options": self.compiler_options}
-            program = _fingerprint.of_program(jitted.trace(*args, **named).jaxpr)
+            options = vars(self.recipe.options) | self.make_jit.keywords
+            options |= {"compiler_options": self.compiler_options}
             return {
                 **{name: str(value) for name, value in options.items()},
                 **fingerprint(plan),
                 "the shapes of the batch": shapes,
                 **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
-                "the program": program,
+                "the program": _fingerprint.of_program(jitted.trace(*args, **named).jaxpr),
             }
 
         if not traced and (plan, shapes) not in self.agreed:
@@ -218,9 +217,8 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    _arguments.check_mutable(mutable)
+    mutable = _arguments.mutable_names(mutable)
     _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
-    mutable = names_of(mutable)
     options = Options(
         None,
         accumulate,
@@ -261,13 +259,10 @@ def _train(
         new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
     if recipe.skip_nonfinite or scale is not None:
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        new_state = _finite.held(finite, new_state, old_state, recipe.mutable)
+        new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
-        new_state = _finite.counted(new_state, metrics["skipped"])
         if scale is not None:
             metrics["loss_scale"] = scale.scale
-            next_scale = _finite.next_scale(scale, finite)
-            new_state = _state.replace(new_state, dynamic_scale=next_scale)
     if aux is not None:
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's, and no memory to gather into.
@@ -298,8 +293,7 @@ def eval_step(
         >>> print(metrics["loss"], metrics["aux"]["within"])
         1.0 0.0
     """
-    _arguments.check_mutable(mutable)
-    mutable = names_of(mutable)
+    mutable = _arguments.mutable_names(mutable)
     options = Options(
         None,
         1,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -124,12 +125,12 @@ def _is_updated_on_shards(found: Comparison) -> bool:
     shardings = jax.tree.structure(reference.state).unflatten(plan.shard_shardings)
     places = shardings, _state.get_params(shardings)
     state, grads = jax.device_put((reference.state, found.right.grads), places)
-    specs, grad_specs = jax.tree.map(lambda sharding: sharding.spec, places)
+    specs = jax.tree.map(lambda sharding: sharding.spec, places)
     update = jax.shard_map(
         lambda state, grads: reference.update(grads, found.right, state),
         mesh=plan.mesh,
-        in_specs=(specs, grad_specs),
-        out_specs=specs,
+        in_specs=specs,
+        out_specs=specs[0],
         check_vma=False,
     )
     new = on_one_device(jax.jit(update)(state, grads), reference.device)
@@ -142,31 +143,31 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     accept = "or accept it with whole_batch=False"
     finite = np.flatnonzero(np.isfinite(parts.losses))
     replay = functools.partial(reference.replay, in_float32=True, differentiate=False)
-
-    def is_whole(loss: float) -> bool:
-        return _close(loss, whole, tolerance)
+    close = functools.partial(math.isclose, rel_tol=tolerance)
 
     if len(finite) < split.ways and np.isfinite(whole):
         return (
             f"{split.ways - len(finite)} of {split.ways} parts have a loss that is not finite: a "
             "mean over no true element. Use zerojax.mean(values, where=mask)."
         )
-    if split.ways > 1 and is_whole(split.ways * parts.loss):
+    if split.ways > 1 and close(split.ways * parts.loss, whole):
         return (
             f"The loss is a sum over the batch: on the whole batch it is {split.ways} times its "
             "mean over the parts. Use a mean, or divide by a constant."
         )
-    if split.accumulate > 1 and is_whole(replay(BatchSplit(split.devices, 1)).loss):
+    if split.accumulate > 1 and close(replay(BatchSplit(split.devices, 1)).loss, whole):
         return (
             "The loss means something else on a microbatch than on the whole batch: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
     for what, roles in _other_splits(reference):
-        if is_whole(_loss_by(reference, roles)):
-            return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
+        if close(_loss_by(reference, roles), whole):
+            pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
+            specs = {x.name: _batch.spec(role, reference.plan.batch_axes) for x, role in pairs}
+            text = str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
+            return f"{what} Say so, batch_specs={text}, {accept}."
     first = int(finite[0]) if len(finite) else 0
-    repeated = reference.part_args([first] * split.ways, split.ways)
-    if not _close(replay(split.on_one(), repeated).loss, parts.losses[first], tolerance):
+    if not close(replay(split.on_one(), reference.repeated(first)).loss, parts.losses[first]):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
             f"one part, repeated {split.ways} times, has another loss than the part. Gather the "
@@ -174,10 +175,6 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"{accept}."
         )
     return f"{_weighed(reference)}; {accept.removeprefix('or ')} where it is meant."
-
-
-def _close(a: float, b: float, tolerance: float) -> bool:
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
 def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
@@ -203,7 +200,7 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
     """Yields other ways to split the batch, and what they would mean."""
     leaves = _state.leaves_with_paths(reference.args[0])
     roles, rest = reference.roles[: len(leaves)], reference.roles[len(leaves) :]
-    everywhere = _batch.Role(_batch.WHOLE)
+    everywhere = _batch.Role(_batch.REPLICATED)
     seconds = [leaf.value.shape[1] for leaf in leaves if leaf.value.ndim > 1]
     if seconds and seconds[0] % reference.split.ways == 0:
         dims = [[d for d in (1, 0) if x.value.shape[d : d + 1] == (seconds[0],)] for x in leaves]
@@ -219,16 +216,3 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
             "the same on every part.",
             [*roles[:i], everywhere, *roles[i + 1 :], *rest],
         )
-
-
-def _specs_text(reference: Reference, roles: list[_batch.Role]) -> str:
-    """Writes roles of the batch as `batch_specs=` takes them."""
-
-    def spec(role: _batch.Role) -> str:
-        dims = ["None"] * role.dim + [reference.axis_name]
-        return f"P({', '.join(dims)})" if role.kind == _batch.BATCH else "P()"
-
-    leaves = _state.leaves_with_paths(reference.args[0])
-    specs = {leaf.name: spec(role) for leaf, role in zip(leaves, roles, strict=False)}
-    inside = ", ".join(f"{name!r}: {text}" for name, text in specs.items())
-    return specs.get("") or f"{{{inside}}}"

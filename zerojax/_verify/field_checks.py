@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """What the parts make of a leaf, what a step keeps of that, and what the whole batch makes."""
+    """A leaf as the parts make it, as a step keeps it, and as the whole batch makes it."""
 
     name: str
     parts: np.ndarray

@@ -1,4 +1,4 @@
-"""What one device makes of a step's inputs, and what the step made, to be compared with it."""
+"""The result of a step's inputs on one device, and the step's own, to be compared with it."""
 
 import dataclasses
 import functools
@@ -57,12 +57,7 @@ class Reference:
         if not self.may_skip:
             return new_state
         finite = loss_is_finite & jnp.isfinite(grad_norm(grads))
-        new_state = _finite.held(finite, new_state, state, self.recipe.mutable)
-        new_state = _finite.counted(new_state, 1 - finite.astype(jnp.int32))
-        scale = _finite.scale_of(state)
-        if scale is None:
-            return new_state
-        return _state.replace(new_state, dynamic_scale=_finite.next_scale(scale, finite))
+        return _finite.guarded(finite, new_state, state, self.recipe.mutable)
 
     @property
     def may_skip(self) -> bool:
@@ -93,7 +88,10 @@ class Reference:
         differentiate: bool = True,
         fold: bool = True,
     ) -> Replayed:
-        """Evaluates the loss on every part, in the step's dtype or at least in float32."""
+        """Evaluates the loss on every part, in the step's dtype or at least in float32.
+
+        As in a step, gradients of frozen parameters are zeros.
+        """
         compute = self.precision.compute
         if in_float32 and self.computes_narrow:
             compute = jnp.float32
@@ -110,13 +108,10 @@ class Reference:
         )
         if not differentiate:
             return replayed
-        return dataclasses.replace(replayed, grads=self.without_frozen(replayed.grads))
-
-    def without_frozen(self, grads: PyTree) -> PyTree:
-        """Returns the gradients as a step has them: zeros for what nothing updates."""
-        leaves, treedef = jax.tree.flatten(grads)
+        leaves, treedef = jax.tree.flatten(replayed.grads)
         pairs = zip(leaves, self.plan.params, strict=True)
-        return treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
+        grads = treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
+        return dataclasses.replace(replayed, grads=grads)
 
     @property
     def computes_narrow(self) -> bool:
@@ -131,34 +126,30 @@ class Reference:
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
 
-    def fields(self, replayed: Replayed) -> dict[str, PyTree]:
-        names = self.recipe.mutable
-        if not names:
-            return {}
-        return split_fields(averaged(replayed.aux, names), self.state, names)[1]
-
     def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
         """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""
         state = self.state if state is None else state
         params = _state.get_params(state)
         typed = jax.tree.map(lambda g, p: g if is_key(p) else g.astype(p.dtype), grads, params)
-        return self._update(state, typed, self.fields(right), np.isfinite(right.loss))
+        names = self.recipe.mutable
+        fields = split_fields(averaged(right.aux, names), state, names)[1] if names else {}
+        return self._update(state, typed, fields, np.isfinite(right.loss))
 
-    def part_args(self, parts: Sequence[int], ways: int) -> PyTree:
-        """Returns the arguments with these parts, out of `ways`, put together as the batch."""
+    def repeated(self, part: int) -> PyTree:
+        """Returns the arguments with one part of the batch in place of every part."""
         values, treedef = jax.tree.flatten(self.args)
+        ways = self.split.ways
 
         def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
             if role.kind != _batch.BATCH:
                 return value
-            every = _batch.split(value, role.dim, ways)
-            return jnp.concatenate([every[i] for i in parts], axis=role.dim)
+            return jnp.concatenate([_batch.split(value, role.dim, ways)[part]] * ways, role.dim)
 
         return treedef.unflatten(map(taken, values, self.roles))
 
 
 class Observed(NamedTuple):
-    """What a step gave, with its gradients where these are known."""
+    """The results of a step, with its gradients where these are known."""
 
     state: PyTree
     metrics: dict[str, PyTree]
@@ -172,7 +163,7 @@ class Observed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a step gave, with what is right: the replay of the batch's parts on one device."""
+    """The results of a step beside the right ones: the replay of the parts on one device."""
 
     reference: Reference
     right: Replayed
@@ -181,7 +172,7 @@ class Comparison:
 
     @functools.cached_property
     def limits(self) -> PyTree:
-        """How far rounding may put each gradient from the right one."""
+        """The distance from the right gradients that rounding explains, for each leaf."""
         return _compare.gradient_limits(self.right.grads, self.tolerance)
 
     @functools.cached_property

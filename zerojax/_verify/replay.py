@@ -44,7 +44,7 @@ class Replayed:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How a batch is split: over the axes of a mesh, then over microbatches."""
+    """A split of a batch: over the axes of a mesh, then over microbatches."""
 
     devices: dict[str, int]
     accumulate: int
@@ -79,30 +79,25 @@ class BatchSplit:
         return jax.random.fold_in(key, microbatch) if self.accumulate > 1 else key
 
 
-@dataclasses.dataclass(frozen=True)
 class _Inputs:
     """The inputs of a traced loss by their positions: what it is differentiated by, and the rest.
 
     Those in `mapped` have a dimension over the parts.
     """
 
-    floats: dict[int, jax.Array]
-    rest: dict[int, jax.Array]
-    mapped: set[int]
-    split: BatchSplit
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         values: Sequence[jax.Array],
         args: Sequence[jax.Array],
         roles: Sequence[_batch.Role],
         split: BatchSplit,
-    ) -> "_Inputs":
-        floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
-        rest = {i: v for i, v in enumerate([*values, *args]) if i not in floats}
-        mapped = {i for i, role in enumerate(roles, len(values)) if role.kind != _batch.WHOLE}
-        return cls(floats, rest, mapped, split)
+    ) -> None:
+        self.split = split
+        self.floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
+        self.rest = {i: v for i, v in enumerate([*values, *args]) if i not in self.floats}
+        self.mapped = {
+            i for i, role in enumerate(roles, len(values)) if role.kind != _batch.REPLICATED
+        }
 
     def part(self, number: int) -> dict[int, jax.Array]:
         return {i: v[number] if i in self.mapped else v for i, v in self.rest.items()}
@@ -141,7 +136,7 @@ def evaluate(
         return loss.astype(wide(loss.dtype)) * share, aux
 
     pairs = zip(jax.tree.leaves(tuple(args)), roles, strict=True)
-    inputs = _Inputs.of(values, [split.parts(v, role, fold) for v, role in pairs], roles, split)
+    inputs = _Inputs(values, [split.parts(v, role, fold) for v, role in pairs], roles, split)
     run = _all_at_once if _compat.names_an_axis(traced.jaxpr) else _one_by_one
     losses, aux, grads = run(mean_loss, inputs, differentiate)
     # Arrays that were traced for a mesh say so in their type, which may be a mesh replayed earlier
@@ -177,26 +172,23 @@ def _traced(
 
 
 def _one_by_one(mean_loss: Callable[..., PyTree], inputs: _Inputs, differentiate: bool) -> Results:
+    run = _with_gradients(mean_loss, differentiate)
+
     @functools.partial(jax.jit, donate_argnums=0)
     def add(total: PyTree, floats: PyTree, rest: PyTree) -> PyTree:
-        if not differentiate:
-            return total, *mean_loss(floats, rest)
-        (loss, aux), grads = jax.value_and_grad(mean_loss, has_aux=True)(floats, rest)
+        (loss, aux), grads = run(floats, rest)
         return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), loss, aux
 
-    total = None
-    if differentiate:
-        total = {
-            i: jnp.zeros(v.shape, wide(v.dtype), device=v.sharding)
-            for i, v in inputs.floats.items()
-        }
-    losses, every_aux = [], []
+    def zeros(value: jax.Array) -> jax.Array:
+        return jnp.zeros(value.shape, wide(value.dtype), device=value.sharding)
+
+    total, results = jax.tree.map(zeros, inputs.floats) if differentiate else None, []
     for number in range(inputs.split.ways):
         done = add(total, inputs.floats, inputs.part(number))
-        total, loss, aux = jax.block_until_ready(done)
-        losses.append(loss)
-        every_aux.append(aux)
-    return jnp.stack(losses), [jnp.stack(leaves) for leaves in zip(*every_aux, strict=True)], total
+        total, *result = jax.block_until_ready(done)
+        results.append(result)
+    losses, aux = jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+    return losses, aux, total
 
 
 def _all_at_once(mean_loss: Callable[..., PyTree], inputs: _Inputs, differentiate: bool) -> Results:
@@ -214,12 +206,17 @@ def _all_at_once(mean_loss: Callable[..., PyTree], inputs: _Inputs, differentiat
         i: v.reshape(*sizes.values(), *v.shape[1:]) if i in inputs.mapped else v
         for i, v in inputs.rest.items()
     }
-    if differentiate:
-        grads, (losses, aux) = jax.jit(jax.grad(total, has_aux=True))(inputs.floats, rest)
-    else:
-        (_, (losses, aux)), grads = jax.jit(total)(inputs.floats, rest), None
+    run = jax.jit(_with_gradients(total, differentiate))
+    (_, (losses, aux)), grads = run(inputs.floats, rest)
     aux = [a.reshape(inputs.split.ways, *a.shape[len(sizes) :]) for a in aux]
     return losses.reshape(-1), aux, grads
+
+
+def _with_gradients(function: Callable[..., PyTree], differentiate: bool) -> Callable[..., PyTree]:
+    """Returns `function` with gradients by its first argument, or with None in their place."""
+    if differentiate:
+        return jax.value_and_grad(function, has_aux=True)
+    return lambda *inputs: (function(*inputs), None)
 
 
 def on_one_device(tree: PyTree, device: Device) -> PyTree:

@@ -10,7 +10,7 @@ ROWS_SHOWN = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
-    """What `zerojax.verify` found; print it to see.
+    """The result of `zerojax.verify`; print it to see.
 
     `losses` are the step's, the mean over the parts of the batch on one device, and that of the
     whole batch at once; `checks` has one for each leaf, worst first; `causes` says what is likely

@@ -1,25 +1,27 @@
 """A forecast as a picture and in a notebook."""
 
+import dataclasses
+
 import pytest
 
 from tests.pictures import overlapping
-from zerojax._forecast import forecast as _forecast
+from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import gpus as _gpus
 
 
 def case(stage, peak):
-    numbers = dict.fromkeys((f.name for f in _forecast.dataclasses.fields(_forecast.Case)), 0)
+    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Case)), 0)
     gib = 2**30
     numbers |= {
         "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib,
         "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
         "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
     }  # fmt: skip
-    return _forecast.Case(**numbers)
+    return Case(**numbers)
 
 
 def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
-    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100), case(3, 30)))
+    made = Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100), case(3, 30)))
     figure = made.plot()
     memory, times = figure.axes
     for axes, ends in ((memory, [100, 30]), (times, [600, 600])):
@@ -31,5 +33,5 @@ def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
 
 
 def test_notebooks_get_a_table():
-    made = _forecast.Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
+    made = Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
     assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
