@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from zerojax._audit.measured import Measured, Part, Traffic
 from zerojax._hlo.schedule import REDUCING
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes, human_time
@@ -31,11 +33,16 @@ UNNAMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """A stage's promise of a sharded parameter: how often a step gathers it."""
+    """A stage's promise of a sharded parameter: how often a step gathers it, and over which axes.
+
+    `replicas` are the axes over which devices update the same shard, so that shards of the gradient
+    are all-reduced over them.
+    """
 
     leaf: LeafPlan
     stage: int
     gathers: float  # at most, in times its size
+    replicas: Axes
 
     @property
     def size(self) -> int:
@@ -46,15 +53,19 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
     """Returns what the plan's stage promises of each sharded parameter.
 
     At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
-    may gather one layer more, at its end.
+    may gather one layer more, at its end. What rests over fewer axes than it is updated over is
+    gathered over the others once, after the update.
     """
     found = {}
     for leaf in plan.params:
         if leaf.update.dim is None:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
-        gathers = 1 if leaf.rest.dim is None else accumulate * (2 + 2 / layers)
-        found[leaf.path] = Promise(leaf, plan.stage, gathers)
+        gathers = accumulate * (2 + 2 / layers) if leaf.rest.dim is not None else 0
+        if leaf.rest != leaf.update:
+            gathers += 1 / _mesh.axes_size(plan.mesh, leaf.rest.axes)
+        replicas = beyond(plan.batch_axes, leaf.update.axes)
+        found[leaf.path] = Promise(leaf, plan.stage, gathers, replicas)
     return found
 
 
@@ -99,7 +110,7 @@ def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str
     for one in _of_kinds(report, "all-reduce"):
         for part in one.parts if _is_ours(one, report.plan) else ():
             promise = _gradient_in(part, promised)
-            if promise is not None:
+            if promise is not None and not _is_within(one, promise.replicas):
                 yield (
                     f"all-reduce {one.name} sums the full gradient of {promise.leaf.path} "
                     f"({part.array}); stage {promise.stage} promises a reduce-scatter, half the "
@@ -144,7 +155,7 @@ def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iter
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts if _is_ours(one, plan) else ():
             for promise in _promises_of(part, promised):
-                leaf, gathered = promise.leaf, part.elements * plan.size
+                leaf, gathered = promise.leaf, part.elements * one.group
                 sent[leaf.path] += gathered * one.trips / promise.size
                 if leaf.stacked and leaf.rest.dim is not None and gathered >= promise.size:
                     yield _gathered_at_once(one, part, leaf)
@@ -255,6 +266,11 @@ def _is_ours(one: Traffic, plan: Plan | None) -> bool:
     return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
 
 
+def _is_within(one: Traffic, axes: Axes) -> bool:
+    """Whether a collective spans some of these axes, and no others."""
+    return one.axes is not None and set(one.axes) <= set(axes)
+
+
 def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:
     return [promised[path] for path in part.paths if path in promised]
 
@@ -285,8 +301,17 @@ def _most_reduced(part: Part, plan: Plan | None) -> float:
         return BIG_ALL_REDUCE
     replicated = [leaf for leaf in plan.leaves if leaf.dim is None]
     joined = SMALL + sum(leaf.nbytes for leaf in replicated if leaf.path in part.paths)
+    named = (leaf for leaf in plan.params if leaf.path in part.paths)
+    joined += sum(_summed_over_replicas(leaf, plan) for leaf in named)
     statistics = 2 * sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == OTHER)
     return max([joined, statistics, *(x.nbytes for x in replicated if x.kind != OPT_STATE)])
+
+
+def _summed_over_replicas(leaf: LeafPlan, plan: Plan) -> float:
+    """Returns the bytes of the gradient's shard, where further devices update the same one."""
+    shards = _mesh.axes_size(plan.mesh, leaf.update.axes)
+    is_replicated = 1 < shards < plan.size
+    return math.prod(leaf.shape) * max(4, leaf.dtype.itemsize) / shards if is_replicated else 0
 
 
 def _computes_narrow(report: Measured) -> bool:
