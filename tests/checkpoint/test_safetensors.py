@@ -225,7 +225,7 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(_move, "whole", fail)
+    monkeypatch.setattr(_move, "to_host", fail)
     with pytest.raises(error):
         zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
     assert not any(tmp_path.iterdir())

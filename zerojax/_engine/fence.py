@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zerojax._types import is_key
+
 # [Note: why backward waits]
 # Backward gathers the same shards as forward. Left to itself, XLA takes the two for one
 # computation, merges them, and keeps full weights in between. On GPUs an optimization barrier
@@ -36,9 +38,7 @@ def mark(outs: list[Array]) -> Array | None:
 
 def wait(values: T, done: Array) -> T:
     """Returns `values` that depend on a mark."""
-    return jax.tree.map(
-        lambda x: x if _is_key(x) else jnp.where(done, jnp.zeros_like(x), x), values
-    )
+    return jax.tree.map(lambda x: x if is_key(x) else jnp.where(done, jnp.zeros_like(x), x), values)
 
 
 def _bits(array: Array) -> Array:
@@ -50,11 +50,5 @@ def _bits(array: Array) -> Array:
 
 
 def _is_countable(array: Array) -> bool:
-    is_number = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(
-        array.dtype, jnp.integer
-    )
-    return is_number and math.prod(array.shape) > 0
-
-
-def _is_key(array: Array) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    has_bits = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return has_bits and math.prod(array.shape) > 0

@@ -1,6 +1,6 @@
 """The plan of a state: it places the state, keeps it there, checks it and prints itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -136,18 +136,14 @@ class Plan(Layout):
 
     def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""
-        have = {leaf.name: shape_and_dtype(leaf.value) for leaf in _state.leaves_of(state)}
-        want = {leaf.path: (leaf.shape, leaf.dtype) for leaf in self.leaves}
-        remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
-        for path in [*want, *have]:
-            if path not in have or path not in want:
-                where = "missing from the state" if path in want else "not in the plan"
-                raise ValueError(f"state leaf {path} is {where}. {remedy}")
-            if have[path] != want[path]:
-                raise ValueError(
-                    f"state leaf {path} is {_type_text(have[path])} and the plan was made for "
-                    f"{_type_text(want[path])}. {remedy}"
-                )
+        have = {leaf.name: leaf.value for leaf in _state.leaves_of(state)}
+        _check_same(have, {leaf.path: leaf for leaf in self.leaves})
+
+    def check_params(self, params: PyTree) -> None:
+        """Raises where `params` are not the parameters that this plan was made for."""
+        have = {leaf.name: leaf.value for leaf in _state.leaves_of({_state.PARAMS: params})}
+        want = {leaf.path.partition("/")[2]: leaf for leaf in self.params}
+        _check_same(have, {f"{_state.PARAMS}/{path}": leaf for path, leaf in want.items()})
 
     def plot(self, path: str | None = None) -> Any:
         """Draws with matplotlib what each device has, the largest leaves first; saves to `path`."""
@@ -167,13 +163,19 @@ class Plan(Layout):
         return _show.plan_html(self)
 
 
-def shape_and_dtype(value: PyTree) -> tuple[tuple[int, ...], np.dtype]:
-    struct = _state.shape_dtype(value)
-    return tuple(struct.shape), struct.dtype
-
-
-def _type_text(shape_dtype: tuple[tuple[int, ...], np.dtype]) -> str:
-    return f"{shape_dtype[1]}{list(shape_dtype[0])}"
+def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> None:
+    """Raises for the first leaf that is not the plan's, by path, shape or dtype."""
+    remedy = "Make a plan for this state: zerojax.plan(state, stage=...)."
+    for path in [*want, *have]:
+        if path not in have or path not in want:
+            where = "missing from the state" if path in want else "not in the plan"
+            raise ValueError(f"state leaf {path} is {where}. {remedy}")
+        got, leaf = _state.shape_dtype(have[path]), want[path]
+        if (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
+                f"{leaf.dtype}{list(leaf.shape)}. {remedy}"
+            )
 
 
 def _as_array(value: PyTree, leaf: LeafPlan) -> Array | np.ndarray:

@@ -9,10 +9,9 @@ from jax import Array
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan, check_plan, shape_and_dtype
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats
 from zerojax._state import refusals as _refusals
-from zerojax._state.state import PARAMS, leaves_of
 from zerojax._step.program import Options, Program, precision_of
 from zerojax._types import PyTree
 
@@ -95,7 +94,7 @@ def loss_and_grads(
     args: Sequence[PyTree],
 ) -> tuple[Array, PyTree, PyTree]:
     """Returns the mean loss, the aux and the gradients; for these None without derivatives."""
-    check_params(params, plan)
+    plan.check_params(params)
     values, treedef = jax.tree.flatten(params)
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
@@ -165,19 +164,3 @@ def _noted_errors() -> Iterator[None]:
                 "equinox.internal.while_loop kind='bounded'. Of optimistix no adjoint works."
             )
         raise
-
-
-def check_params(params: PyTree, plan: Plan) -> None:
-    """Raises where `params` are not the parameters that the plan was made for."""
-    have = {
-        "/".join(leaf.name.split("/")[1:]): shape_and_dtype(leaf.value)
-        for leaf in leaves_of({PARAMS: params})
-    }
-    want = {"/".join(p.path.split("/")[1:]): (p.shape, p.dtype) for p in plan.params}
-    for path in [*want, *have]:
-        if have.get(path) != want.get(path):
-            raise ValueError(
-                f"params/{path} is {have.get(path, 'missing')}, and the plan was made for "
-                f"{want.get(path, 'nothing there')}. Make a plan for these parameters: "
-                "zerojax.plan(state, stage=...)."
-            )

@@ -17,6 +17,7 @@ from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, Placement, beyond
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted
+from zerojax._state.state import zero_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,5 @@ class Parameter:
 
     def no_gradient(self) -> Array | np.ndarray:
         """Returns zeros in a dtype that optax can add; keys get JAX's own zero."""
-        if jnp.issubdtype(self.leaf.dtype, jax.dtypes.extended):
-            return np.zeros(self.leaf.shape, jax.dtypes.float0)
-        return jnp.zeros(self.shard_shape(self.leaf.update), self.leaf.dtype)
+        shape = self.shard_shape(self.leaf.update)
+        return zero_gradient(jax.ShapeDtypeStruct(shape, self.leaf.dtype))
