@@ -49,3 +49,13 @@ def test_gpus_by_rates():
 )
 def test_bandwidth_of_a_group(group, on_host, bandwidth):
     assert RATES.bandwidth(group, on_host) == bandwidth
+
+
+def test_a_ring_leaves_a_host_by_another_card_for_each_gpu_and_an_all_to_all_does_not():
+    share = _gpus.network_share
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert share(kind, 64, 8) == 1 / 8  # each byte enters a host once
+        assert share(kind, 8, 1) == 1 and share(kind, 8, 8) == 0
+    assert share("all-to-all", 64, 8) == 56 / 63 and share("all-to-all", 8, 8) == 0
+    # 100 MB: as long as a reduce-scatter that sends eight times as much.
+    assert RATES.bandwidth(64, 8, "all-to-all") == RATES.network * 63 / 56

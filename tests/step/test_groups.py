@@ -1,5 +1,6 @@
 """Groups: parameters, gradients and optimizer state, each sharded over its own mesh axes."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,10 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests import audits
 from tests.collectives import collectives
 from tests.conftest import mostly_slow
 from tests.models import MODELS, OPTIMIZERS
-from tests.reference import assert_close, make_state, reference_run
+from tests.reference import assert_close, assert_equal_bits, make_state, reference_run
 from zerojax._plan.placement import Groups
 
 STEPS = 3
@@ -215,3 +217,89 @@ def test_a_mesh_of_levels_has_the_devices_of_a_host_next_to_each_other():
     assert dict(zerojax.mesh(node=-1, gpu=2).shape) == {"node": 4, "gpu": 2}
     with pytest.raises(ValueError, match=r"3 x 2.*8 devices"):
         zerojax.mesh(node=3, gpu=2)
+
+
+CROSSED = [
+    None,
+    HSDP,
+    AMSP,
+    Groups((), ("gpu",), BOTH),
+    Groups(("gpu",), BOTH, BOTH),
+]
+
+
+def options_of(groups):
+    """For `shard_train_state`: with the groups, or (None) flat over the usual one axis."""
+    if groups is None:
+        return {}
+    return {"mesh": zerojax.mesh(node=2, gpu=4), "groups": as_option(groups)}
+
+
+def named_or_flat(groups):
+    return "flat" if groups is None else named(groups)
+
+
+@pytest.mark.parametrize("groups", CROSSED, ids=named_or_flat)
+def test_checkpoints_cross_between_groupings(groups, tmp_path):
+    made = MODELS["gpt"](True)
+    state = zerojax.shard_train_state(make_state(made, optax.adam(1e-3)), **options_of(groups))
+    zerojax.save(tmp_path / "saved", state)
+    for other in CROSSED:
+        if other == groups:
+            continue
+        like = zerojax.shard_train_state(
+            make_state(
+                dataclasses.replace(made, params=jax.tree.map(jnp.zeros_like, made.params)),
+                optax.adam(1e-3),
+            ),
+            **options_of(other),
+        )
+        restored = zerojax.restore(tmp_path / "saved", like=like)
+        assert_equal_bits(restored.params, made.params)
+        for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
+            assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("groups", [HSDP, AMSP, Groups((), ("gpu",), BOTH)], ids=named)
+def test_audit_and_verify_know_groups(groups, accumulate):
+    mesh = zerojax.mesh(node=2, gpu=4)
+    state = zerojax.shard_train_state(audits.make_state(), mesh=mesh, groups=as_option(groups))
+    step = zerojax.train_step(audits.loss, accumulate=accumulate)
+    batch = jax.random.randint(jax.random.key(0), (64,), 0, 256)
+    batch = zerojax.shard_batch(batch, mesh, axis=mesh.axis_names)
+    report = zerojax.audit(step, state, batch)
+    report.check()
+    stack = [t for t in report.traffic if "params/layers/w" in t.paths]
+    gathered = {frozenset(t.axes) for t in stack if t.kind == "all-gather" and t.loops}
+    update = frozenset(groups.opt_state) - frozenset(groups.params)
+    assert gathered == {axes for axes in (frozenset(groups.params), update) if axes}
+    assert zerojax.verify(step, state, batch).ok
+
+
+def test_a_step_over_other_groups_breaks_the_contract():
+    mesh = zerojax.mesh(node=2, gpu=4)
+    flat = zerojax.plan(audits.make_state, mesh=mesh, axis=("gpu", "node"))
+    hsdp = zerojax.plan(audits.make_state, mesh=mesh, groups=as_option(HSDP))
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((256,), jnp.int32), hsdp)
+    step = zerojax.train_step(audits.loss, plan=flat)
+    report = zerojax.audit(step.lower(flat.abstract(), batch).compile(), plan=hsdp)
+    with pytest.raises(AssertionError, match=r"params/layers/w reaches.*not as the plan shards it"):
+        report.check()
+
+
+def test_nnx_models_take_groups():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.outer = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
+
+        def __call__(self, x):
+            return self.outer(jnp.tanh(self.inner(x)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    mesh = zerojax.mesh(node=2, gpu=4)
+    zerojax.nnx.shard(model, optimizer, mesh=mesh, groups=as_option(HSDP))
+    assert model.inner.kernel[...].sharding.spec == P("gpu")

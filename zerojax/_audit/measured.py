@@ -39,6 +39,7 @@ class Traffic:
     kind: str
     parts: tuple[Part, ...]
     wire_bytes: float  # of one run
+    network_bytes: float  # those between hosts
     trips: int
     loops: tuple[str, ...]
     group: int
@@ -136,6 +137,11 @@ class Measured:
     def wire_bytes(self) -> float:
         """The bytes that each device sends in a step."""
         return sum(t.total_bytes for t in self.traffic)
+
+    @property
+    def network_bytes(self) -> float:
+        """The bytes that each device sends to other hosts in a step."""
+        return sum(t.network_bytes * t.trips for t in self.traffic)
 
     @functools.cached_property
     def totals(self) -> dict[str, float]:

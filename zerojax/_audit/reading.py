@@ -83,6 +83,7 @@ class Reading:
             kind=collective.kind,
             parts=tuple(self._parts(collective)),
             wire_bytes=collective.wire,
+            network_bytes=collective.network,
             trips=collective.trips,
             loops=collective.loops,
             group=len(group.members),

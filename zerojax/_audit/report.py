@@ -60,6 +60,7 @@ class Report(Measured):
             "overlap": self.overlap,
             "matmul_flops": self.replay.flops,
             "wire_bytes": self.wire_bytes,
+            "network_bytes": self.network_bytes,
             "wire_bytes_by_kind": self.totals,
             "memory": memory | {"peak": self.memory.peak, "temporary": self.memory.temporary},
             "not_donated": list(self.not_donated),
@@ -98,7 +99,8 @@ class Report(Measured):
             f"memory per device  {human_bytes(memory.peak)} at the peak: {self._memory_text()}",
             "sent per device    "
             + human_bytes(self.wire_bytes)
-            + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items()),
+            + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
+            + (f"; {human_bytes(self.network_bytes)} between hosts" if self.network_bytes else ""),
         ]
         if self.gpu:
             lines.append(

@@ -167,7 +167,6 @@ class _Workload:
         self, variant: str, plan: Plan, report: Report, flops: float, seconds: float
     ) -> Case:
         memory, replay = report.memory, report.replay
-        network = sum(t.total_bytes for t in report.traffic if t.on_host < t.group)
         leaves = jax.tree.leaves(self.batch)
         tokens = _tokens(leaves) if self.tokens is None else self.tokens
         return Case(
@@ -182,8 +181,8 @@ class _Workload:
             peak=memory.peak,
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,
-            link_bytes=report.wire_bytes - network,
-            network_bytes=network,
+            link_bytes=report.wire_bytes - report.network_bytes,
+            network_bytes=report.network_bytes,
             compute_seconds=replay.compute,
             exposed_seconds=replay.exposed,
             step_seconds=replay.step,

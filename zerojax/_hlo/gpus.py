@@ -29,9 +29,22 @@ class Rates:
     network: float  # of one GPU's network card
     latency: float = 8e-6  # to start one collective
 
-    def bandwidth(self, group: int, on_host: int) -> float:
+    def bandwidth(self, group: int, on_host: int, kind: str = "all-gather") -> float:
         """Returns the bytes/s of a collective over `group` devices, `on_host` of them per host."""
-        return self.link if on_host == group else min(self.link, self.network * on_host)
+        share = network_share(kind, group, on_host)
+        return min(self.link, self.network / share) if share else self.link
+
+
+def network_share(kind: str, group: int, on_host: int) -> float:
+    """Returns the share of the bytes a device sends that leaves its host.
+
+    NCCL runs a collective in as many rings as a host has network cards, each of which leaves the
+    host by another card: with 8 GPUs a host, one byte in 8. An all-to-all has no such rings.
+    """
+    if on_host >= group:
+        return 0.0
+    in_ring = kind in ("all-gather", "reduce-scatter", "all-reduce")
+    return 1 / on_host if in_ring else (group - on_host) / (group - 1)
 
 
 @dataclasses.dataclass(frozen=True)

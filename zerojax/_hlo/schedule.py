@@ -9,7 +9,7 @@ from collections import Counter
 
 from zerojax._hlo import groups as _groups, module as _module
 from zerojax._hlo.cost import CostModel
-from zerojax._hlo.gpus import Rates
+from zerojax._hlo.gpus import Rates, network_share
 from zerojax._hlo.module import Instruction, Module
 
 REDUCING = ("reduce-scatter", "all-reduce")
@@ -24,6 +24,7 @@ class Collective:
     arrays: list[_module.Array]  # its operands
     group: _groups.Group
     wire: float  # bytes that each device sends in one run
+    network: float  # those that leave its host
     trips: int
     loops: tuple[str, ...]  # the `while` instructions around it, outermost first
     seconds: float = 0.0  # of one run
@@ -177,12 +178,11 @@ class _Player:
         instructions = self.module.computations[name]
         arrays = [array for o in instruction.operands for array in instructions[o].arrays]
         group = _groups.group_of(instruction, self.module.devices)
-        size = len(group.members)
+        size, on_host = len(group.members), group.on_host(self.per_host)
         wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)
-        found = Collective(instruction, name, arrays, group, wire, trips, loops)
-        found.seconds = (
-            wire / self.rates.bandwidth(size, group.on_host(self.per_host)) + self.rates.latency
-        )
+        network = wire * network_share(kind, size, on_host)
+        found = Collective(instruction, name, arrays, group, wire, network, trips, loops)
+        found.seconds = wire / self.rates.bandwidth(size, on_host, kind) + self.rates.latency
         self.result.collectives.append(found)
         return found
 

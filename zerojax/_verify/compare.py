@@ -128,29 +128,34 @@ def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
 
 
 def spread(
-    update: Callable[[PyTree], PyTree], reference: PyTree, grads: PyTree, limits: PyTree
+    update: Callable[[PyTree], PyTree],
+    reference: PyTree,
+    grads: PyTree,
+    limits: PyTree,
+    observed: PyTree,
 ) -> list[np.ndarray]:
     """Returns how far each element of the new state moves while gradients stay in their limits.
 
     Optimizers differ in what they make of noise: Adam turns the noise of a gradient whose true
     value is zero into steps of full size. Therefore the user's own optimizer runs on noise of one
     sign, of the other, and of random signs. Where all elements depend on each other (norms, Muon)
-    these few tries miss some, for which the median stands. Exact zeros, such as rows of an
-    embedding that nothing used, stay zeros.
+    these few tries miss some, for which the median stands. What is exactly zero in the gradients
+    that were observed too, such as rows of an embedding that nothing used, stays zero.
     """
     random = np.random.default_rng(0)
 
-    def noisy(grad: jax.Array, limit: float, sign: int) -> jax.Array:
+    def noisy(grad: jax.Array, limit: float, sign: int, seen: ArrayLike) -> jax.Array:
         if not jnp.issubdtype(grad.dtype, jnp.inexact):
             return grad
         signs = sign or random.choice([-1.0, 1.0], grad.shape)
-        return jnp.where(grad == 0, grad, grad + jnp.asarray(signs * limit, grad.dtype))
+        is_zero = (grad == 0) & (numbers(seen) == 0)
+        return jnp.where(is_zero, grad, grad + jnp.asarray(signs * limit, grad.dtype))
 
     wanted = [numbers(leaf) for leaf in jax.tree.leaves(reference)]
     most = [np.zeros(leaf.shape, np.float32) for leaf in wanted]
     for sign in (1, -1, 0, 0):
         signs = jax.tree.map(lambda _: sign, limits)  # noqa: B023
-        moved = update(jax.tree.map(noisy, grads, limits, signs))
+        moved = update(jax.tree.map(noisy, grads, limits, signs, observed))
         for far, leaf, new in zip(most, wanted, jax.tree.leaves(moved), strict=True):
             np.maximum(far, difference(numbers(new), leaf), out=far, casting="unsafe")
     return [2 * far + 10 * np.median(far) if far.size else far for far in most]

@@ -184,7 +184,8 @@ class Comparison:
         """Returns the new state that these gradients lead to, and how far rounding moves it."""
         update = functools.partial(self.reference.update, right=self.right)
         new = update(grads)
-        return new, _compare.spread(update, new, grads, limits)
+        seen = grads if self.observed.grads is None else self.observed.grads
+        return new, _compare.spread(update, new, grads, limits, seen)
 
     def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
         """Compares the step's new state with another one."""
