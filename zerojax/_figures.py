@@ -1,6 +1,7 @@
 """The frame of every picture: matplotlib where it is installed, a width, a legend, a file."""
 
 import pathlib
+import textwrap
 from typing import Any, TypeAlias
 
 Figure: TypeAlias = Any  # of matplotlib, which is not a dependency
@@ -9,6 +10,7 @@ Axes: TypeAlias = Any
 WIDTH = 8.0  # inches: notebooks show this without scaling
 EXPOSED = "#8b1a1a"  # the time that a step waits for communication
 SMALL = 8  # points
+LONGEST_LINE = 100  # characters of a title
 
 
 def pyplot() -> Any:
@@ -45,7 +47,7 @@ def panels(height: float, *widths: float) -> tuple[Figure, Any]:
 
 def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
     """Adds a title above, and a legend of so many columns below."""
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, LONGEST_LINE), fontsize=10)
     style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
     figure.legend(ncols=columns, **style, **legend)
 

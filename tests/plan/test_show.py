@@ -93,3 +93,69 @@ def test_plan_prints_leaves_bytes_and_totals():
     assert repr(zerojax.plan(state)) == f"<Plan of 14 leaves: {title}>"
     html = zerojax.plan(state)._repr_html_()
     assert html.count("<tr>") == 1 + 14 + 4 and "<td>params/in/w</td>" in html
+
+
+GROUPS = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}
+GROUPED = "; params over gpu, grads over gpu, opt_state over gpu x node"
+
+
+def grouped(**groups):
+    return zerojax.plan(make_state, mesh=zerojax.mesh(node=2, gpu=4), groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "title"),
+    [
+        (GROUPS, f"stage 3 over node=2 x gpu=4 (cpu){GROUPED}"),
+        (dict.fromkeys(GROUPS, "gpu"), "; params over gpu, grads over gpu, opt_state over gpu"),
+        ({"params": (), "grads": "gpu"}, "stage 2 over node=2 x gpu=4 (cpu); grads over gpu, opt"),
+        ({"params": ("node", "gpu")}, "; sharded: opt_state, grads, params"),  # as without groups
+    ],
+)
+def test_a_title_names_the_axes_of_groups(groups, title):
+    plan = grouped(**groups)
+    assert title in _show.plan_title(plan)
+    assert title in repr(plan) and title in plan._repr_html_()
+    assert title in " ".join(str(plan).split())
+    figure = plan.plot()
+    assert title in " ".join(figure.get_suptitle().split())
+    assert not overlapping(figure)
+
+
+def test_a_long_title_stays_in_the_picture(monkeypatch):
+    monkeypatch.setattr(
+        _show, "plan_title", lambda plan: f"ZeRO stage 3 (NVIDIA H100 80GB HBM3){GROUPED * 2}"
+    )
+    assert not overlapping(grouped(**GROUPS).plot())
+
+
+def test_show_names_the_axes_of_groups(capsys):
+    plan = grouped(**GROUPS)
+    plan.show("params/w")
+    first, *parts = capsys.readouterr().out.splitlines()
+    assert first.endswith("on each device, sharded over gpu, updated over gpu x node")
+    assert [line.split()[-3:] for line in parts[:2]] == [
+        ["devices", "0,", "4"],
+        ["devices", "1,", "5"],
+    ]
+    plan.show("opt_state/0/mu/w")
+    first, *parts = capsys.readouterr().out.splitlines()
+    assert first.endswith("on each device, sharded over gpu x node") and len(parts) == 8
+    plan.show("params/b")
+    assert "sharded over" not in capsys.readouterr().out
+
+
+def test_groups_are_drawn_as_the_devices_have_them():
+    plan = grouped(**GROUPS)
+    rows = [leaf.path for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.nbytes)]
+    boxes = filled(plan.plot())
+    for path, order in (
+        ("params/w", [0, 1, 2, 3] * 2),
+        ("opt_state/0/mu/w", [0, 2, 4, 6, 1, 3, 5, 7]),
+    ):
+        row = rows.index(path)
+        mine = [box for box in boxes if abs(box[1] - (row - 0.38)) < 1e-6]
+        share = 0.92 / (max(order) + 1)
+        starts = [x - device for device, (x, *_) in enumerate(mine)]
+        assert starts == pytest.approx([share * part for part in order])
+        assert [box[2] for box in mine] == pytest.approx([share] * 8)

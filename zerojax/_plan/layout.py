@@ -102,6 +102,12 @@ class Layout:
         return {kind: bool(axes) for kind, axes in kinds.items()}
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether some kind of array is sharded, but not over all axes of the batch."""
+        kinds = (self.groups.params, self.groups.grads, self.groups.opt_state)
+        return any(axes and set(axes) != set(self.batch_axes) for axes in kinds)
+
+    @property
     def params(self) -> list[LeafPlan]:
         return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
 

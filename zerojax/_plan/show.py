@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
+from zerojax._plan.placement import Groups
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
 from zerojax._types import Device
@@ -115,7 +116,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     why = f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [
         f"{path}: {leaf.dtype}{list(leaf.shape)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
-        f"of {human_bytes(leaf.nbytes)} on each device{why}"
+        f"of {human_bytes(leaf.nbytes)} on each device{why}{_axes_text(plan, leaf)}"
     ]
     holders: dict[str, list[str]] = {}
     index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.shape)
@@ -129,6 +130,16 @@ def leaf_text(plan: Layout, path: str) -> str:
     return "\n".join(lines)
 
 
+def _axes_text(plan: Layout, leaf: LeafPlan) -> str:
+    """Says over which axes a leaf is sharded, where the plan has groups."""
+    if not plan.is_grouped or leaf.dim is None:
+        return ""
+    over = " x ".join(leaf.rest.axes)
+    text = f", sharded over {over}" if over else ", replicated"
+    further = leaf.update.axes != leaf.rest.axes
+    return text + (f", updated over {' x '.join(leaf.update.axes)}" if further else "")
+
+
 def _range_text(bounds: tuple[int, int, int], size: int) -> str:
     start, stop, _ = bounds
     return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
@@ -137,8 +148,19 @@ def _range_text(bounds: tuple[int, int, int], size: int) -> str:
 def plan_title(plan: Layout) -> str:
     over = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes)
     kind = plan.mesh.devices.flat[0].device_kind
-    sharded = ", ".join(k for k, on in plan.sharded.items() if on) or "nothing"
-    return f"ZeRO stage {plan.stage} over {over} ({kind}); sharded: {sharded}"
+    return f"ZeRO stage {plan.stage} over {over} ({kind}); {_sharded(plan)}"
+
+
+def _sharded(plan: Layout) -> str:
+    """Says which kinds of arrays are sharded, and over which axes where that is not over all."""
+    if plan.is_grouped:
+        return groups_text(plan.groups)
+    return f"sharded: {', '.join(k for k, on in plan.sharded.items() if on) or 'nothing'}"
+
+
+def groups_text(groups: Groups) -> str:
+    over = {kind: " x ".join(axes) for kind, axes in vars(groups).items() if axes}
+    return ", ".join(f"{kind} over {axes}" for kind, axes in over.items())
 
 
 def plan_text(plan: Layout) -> str:
