@@ -178,3 +178,52 @@ def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():
         np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
     )
     assert zerojax.process_slice(6, two) == slice(0, 6)
+
+
+# -- of a plan
+
+
+def grouped():
+    groups = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(1.0))
+    return zerojax.shard_train_state(state, mesh=zerojax.mesh(node=2, gpu=4), groups=groups)
+
+
+def test_a_batch_goes_where_a_plan_or_its_state_splits_it():
+    state = grouped()
+    rows = np.arange(16.0)
+    for plan in (state, state.tx.plan):
+        batch = zerojax.shard_batch(rows, plan=plan)
+        assert (
+            batch.sharding.spec == P(("node", "gpu")) and batch.sharding.mesh == state.tx.plan.mesh
+        )
+        assert [s.data[0] for s in batch.addressable_shards] == [2.0 * n for n in range(8)]
+        assert zerojax.process_slice(16, plan=plan) == slice(0, 16)
+    tensor = jax.make_mesh((2, 2, 2), ("node", "gpu", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    plan = zerojax.plan((PARAMS, ()), mesh=tensor, axis=("node", "gpu"))
+    assert zerojax.shard_batch(rows, plan=plan).sharding.spec == P(("node", "gpu"))
+    assert zerojax.process_slice(4, plan=plan) == slice(0, 4)  # 4 devices, not 8, split it
+
+
+def test_a_batch_of_a_plan_is_what_the_step_takes():
+    state = grouped()
+    specs = {"x": P(None, ("node", "gpu")), "y": P(("node", "gpu")), "table": P()}
+    step = zerojax.train_step(recurrent, batch_specs=specs, donate=False)
+    batch = zerojax.shard_batch(BATCH, plan=state, batch_specs=specs)
+    assert batch["x"].sharding.spec == P(None, ("node", "gpu"))
+    value, _ = recurrent(PARAMS, BATCH)
+    assert float(step(state, batch)[1]["loss"]) == pytest.approx(float(value), rel=1e-6)
+
+
+def test_a_plan_of_a_batch_stands_alone():
+    state = grouped()
+    with pytest.raises(
+        ValueError, match=r"plan= brings its own mesh.*Leave the mesh and axis= out"
+    ):
+        zerojax.shard_batch(np.ones(16), state.tx.plan.mesh, plan=state)
+    with pytest.raises(ValueError, match=r"Leave the mesh and axis= out"):
+        zerojax.process_slice(16, axis="gpu", plan=state)
+    with pytest.raises(ValueError, match=r"not placed.*First: .*zerojax.shard_train_state"):
+        zerojax.shard_batch(np.ones(16), plan=state.replace(tx=optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"no axis 'data'.*Pass axis=.*with several"):
+        zerojax.shard_batch(np.ones(16), state.tx.plan.mesh)

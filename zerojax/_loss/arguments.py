@@ -24,7 +24,7 @@ LARGEST = 3  # leaves to name where memory is out
 ELSEWHERE = {  # remedies for an argument on other devices
     "state": "Place it again: state = plan.place(state), or zerojax.shard_train_state.",
     "params": "Place them again: params = plan.place(state).params.",
-    "batch": "Pass numpy arrays, or zerojax.shard_batch(batch, plan.mesh).",
+    "batch": "Pass numpy arrays, or zerojax.shard_batch(batch, plan=plan).",
     "rng": "Pass one that was not moved by jax.device_put: jax.random.key(n).",
 }
 

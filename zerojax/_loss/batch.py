@@ -14,7 +14,9 @@ from jax.typing import ArrayLike
 
 from zerojax import _agreement, _fingerprint
 from zerojax._loss import fields as _fields
+from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
+from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
@@ -190,12 +192,14 @@ def shard_batch(
     mesh: Mesh | None = None,
     *,
     axis: str | Sequence[str] | None = None,
+    plan: PyTree = None,
     batch_specs: PyTree = None,
 ) -> PyTree:
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
     `train_step` takes host batches too; placing the next batch early overlaps its transfer
-    with the running step. Scalars and PRNG keys are replicated.
+    with the running step. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it
+    placed, says which mesh and axes: for every mesh of several axes the surest way.
 
     In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
     all of them together are the batch.
@@ -206,7 +210,7 @@ def shard_batch(
         (1, 3)
     """
     _refusals.check_values(batch, "batch")
-    mesh, axes = _mesh.resolve(mesh, axis)
+    mesh, axes = _mesh_and_axes(mesh, axis, plan)
     found = roles((batch,), batch_specs, axes)
     check((batch,), found, len(_local_parts(mesh, axes)))
     leaves, treedef = jax.tree.flatten(batch)
@@ -238,15 +242,21 @@ def _agree_on_rows(rows: str, mesh: Mesh) -> None:
 
 
 def process_slice(
-    rows: int, mesh: Mesh | None = None, *, axis: str | Sequence[str] | None = None
+    rows: int,
+    mesh: Mesh | None = None,
+    *,
+    axis: str | Sequence[str] | None = None,
+    plan: PyTree = None,
 ) -> slice:
     """Returns which of the `rows` of a batch over all processes this one is to load.
+
+    The mesh, axes or plan are those of `zerojax.shard_batch`.
 
     Example:
         >>> print(zerojax.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
-    mesh, axes = _mesh.resolve(mesh, axis)
+    mesh, axes = _mesh_and_axes(mesh, axis, plan)
     size = _mesh.axes_size(mesh, axes)
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
@@ -261,6 +271,18 @@ def process_slice(
             "Order the mesh so that a process's devices follow one another along the ZeRO axis."
         )
     return slice(first * rows // size, (last + 1) * rows // size)
+
+
+def _mesh_and_axes(
+    mesh: Mesh | None, axis: str | Sequence[str] | None, plan: PyTree
+) -> tuple[Mesh, tuple[str, ...]]:
+    """Returns the mesh and the axes that a batch is split over."""
+    if plan is None:
+        return _mesh.resolve(mesh, axis)
+    if mesh is not None or axis is not None:
+        raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
+    found = plan if isinstance(plan, Plan) else find_plan(plan, None, None)
+    return found.mesh, found.batch_axes
 
 
 def _local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:

@@ -86,7 +86,7 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
         if name not in mesh.axis_names:
             raise ValueError(
                 f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
-                f"Pass axis=... with one of them."
+                "Pass axis=... with one of them, or with several."
             )
     return tuple(axes)
 

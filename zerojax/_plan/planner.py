@@ -79,10 +79,9 @@ def plan(
     given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
     if given is None and stage >= 1 and mesh.devices.size == 1:
         _say_alone(mesh.devices.flat[0].platform)
-    overrides = {} if overrides is None else overrides
     over = chosen_groups(stage, axes, groups or {})
     stage = over.stage
-    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides, min_shard_size)
+    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
     over = over if rule.size > 1 else Groups()
