@@ -1,5 +1,6 @@
 """The command line: what scripts can rely on."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -166,6 +167,45 @@ def test_audit_and_forecast_of_a_users_module(run, module):
     assert case["parameters"] == 256 * 256 * 4
 
 
+GROUPS = "params=gpu,grads=gpu,opt_state=gpu+node"
+
+
+def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
+    given = {}
+
+    def forecast(*args, **options):
+        given.update(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(zerojax, "forecast", forecast)
+    model = (module("mymodel", MODEL) + ":model", "--gpus", "64xA100")
+    run("forecast", *model, "--nodes", "16x4", "--network", "12.5", "--groups", GROUPS)
+    over = {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")}
+    assert (given["groups"], given["per_host"], given["gpus"]) == (over, 4, "64xA100")
+    known = zerojax._hlo.gpus.named("A100").rates
+    assert given["rates"] == dataclasses.replace(known, network=12.5e9) != known
+    run("forecast", *model, "--groups", "params=,opt_state=gpu")
+    assert given["groups"] == {"params": (), "opt_state": ("gpu",)}
+    run("forecast", *model, "--per-host", "2")
+    assert given["groups"] is given["rates"] is given["stages"] is None and given["per_host"] == 2
+
+
+@pytest.mark.gpu_code
+def test_forecast_of_groups(run, module):
+    name = module("mymodel", MODEL)
+    nodes = ("--gpus", "8xH100", "--nodes", "2x4", "--network", "0.000001")
+    code, out, err = run("forecast", f"{name}:model", *nodes, "--groups", GROUPS, "--json")
+    (case,) = json.loads(out)["cases"]
+    assert (code, err, case["stage"]) == (OK, "", 3)
+    assert case["groups"] == "params over gpu, grads over gpu, opt_state over gpu x node"
+    assert case["parameters"] == 256 * 256 * 4 // 4
+    assert case["optimizer"] == 2 * 256 * 256 * 4 // 8 + 4
+    assert case["step_seconds"] == pytest.approx(case["network_bytes"] / 1e3, rel=0.01)
+    assert run("forecast", f"{name}:model", *nodes, "--groups", "params=data")[2].startswith(
+        "zerojax: --groups shards params over ('data',), but the batch"
+    )
+
+
 @pytest.mark.gpu_code
 def test_forecast_of_what_does_not_fit(run, module, monkeypatch):
     """On a GPU of which others use nearly all memory."""
@@ -206,6 +246,7 @@ BAD = {
     "no program": (("audit", "mymodel.py"), "this is not the text of an HLO module"),
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
     "folder": (("audit", "."), ". cannot be read as HLO (Is a directory). Give a file"),
+    "nodes": (("forecast", "124m", "--nodes", "8x4"), "8xH100 are 8. Pass --gpus 32xH100"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }  # fmt: skip
 COMPILED = ("untraceable", "no accumulation")  # found where the step is made for GPUs
@@ -229,7 +270,18 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("nosuch",), ("table", "--stages", "4"), ("forecast",), ("table", "--params", "x")],
+    [
+        (),
+        ("nosuch",),
+        ("table", "--stages", "4"),
+        ("forecast",),
+        ("table", "--params", "x"),
+        ("forecast", "124m", "--nodes", "8"),
+        ("forecast", "124m", "--nodes", "8x0"),
+        ("forecast", "124m", "--network", "0"),
+        ("forecast", "124m", "--groups", "params"),
+        ("forecast", "124m", "--groups", "params=gpu,params=node"),
+    ],
 )
 def test_bad_usage(arguments, run):
     code, out, err = run(*arguments)

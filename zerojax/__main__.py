@@ -5,8 +5,10 @@ with 2 on bad input.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -32,6 +34,7 @@ from zerojax._types import PyTree
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 REMAT = ("full",)
+GB = 1e9
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
@@ -87,10 +90,32 @@ def forecast(arguments: argparse.Namespace) -> int:
     losses, make_state, batch, rng = _model(arguments)
     mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
     precision = mixed if arguments.master else None
-    options = _given(arguments, "gpus", "per_host", "stages", "accumulate", "tokens")
+    options = _given(arguments, "gpus", "stages", "accumulate", "tokens", "groups")
+    options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
+
+
+def _per_host(arguments: argparse.Namespace) -> int:
+    """Returns the GPUs of a host, which `--nodes` names together with the hosts."""
+    if arguments.nodes is None:
+        return arguments.per_host
+    (hosts, local), (count, gpu) = arguments.nodes, _gpus.parse_count(arguments.gpus)
+    if hosts * local != count:
+        raise ValueError(
+            f"--nodes {hosts}x{local} are {hosts * local} GPUs, and --gpus {arguments.gpus} are "
+            f"{count}. Pass --gpus {hosts * local}x{gpu.name}."
+        )
+    return local
+
+
+def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
+    """Returns the GPU's rates with another network card, where `--network` names one."""
+    if arguments.network is None:
+        return None
+    _, gpu = _gpus.parse_count(arguments.gpus)
+    return dataclasses.replace(gpu.rates, network=arguments.network * GB)
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -227,7 +252,12 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     sizes = ", ".join(_presets.PRESETS)
     parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
     _gpu_arguments(parser)
-    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
+    parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
+    parser.add_argument(
+        "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
@@ -263,6 +293,29 @@ def size(text: str) -> float:
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     unit = units.get(text[-1:].lower())
     return float(text[:-1]) * unit if unit else float(text)
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """Parses '8x4', eight hosts of four GPUs each."""
+    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hosts x GPUs of each, such as 8x8")
+    return int(found[1]), int(found[2])
+
+
+def groups(text: str) -> dict[str, tuple[str, ...]]:
+    """Parses 'params=gpu,opt_state=gpu+node'; 'params=' names no axes."""
+    found = [part.partition("=") for part in text.split(",")]
+    kinds = {kind for kind, _, _ in found}
+    if not all(sign for _, sign, _ in found) or len(kinds) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not kind=axis+axis for each of some kinds")
+    return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
+
+
+def rate(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be positive")
+    return float(text)
 
 
 def positive(text: str) -> int:

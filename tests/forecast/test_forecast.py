@@ -1,6 +1,7 @@
 """Forecasts: the formula, the compiler's memory, modelled times, and the case that wins."""
 
 import dataclasses
+import functools
 import json
 import time
 
@@ -123,6 +124,37 @@ def test_hosts_microbatches_variants_rates_and_tokens():
     assert "accumulate=2, remat 'remat'" in str(found)
 
 
+HSDP = dict.fromkeys(("params", "grads", "opt_state"), "gpu")
+AMSP = HSDP | {"opt_state": ("gpu", "node")}
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(
+    ("groups", "accumulate", "optimizer"), [(HSDP, (1, 4), 4), (AMSP, (4,), 8)]
+)
+def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, optimizer):
+    """Two hosts of four: parameters and gradients of 2 bytes, over the GPUs of a host."""
+    narrow = zerojax.Precision(param="bfloat16", compute="bfloat16")
+    found = zerojax.forecast(
+        audits.loss, audits.make_state, BATCH, gpus="8xH100", per_host=4, groups=groups,
+        accumulate=accumulate, precision=narrow,
+    )  # fmt: skip
+    assert [(case.stage, case.accumulate) for case in found.cases] == [(3, m) for m in accumulate]
+    for case in found.cases:
+        assert case.formula == (2 + 2) * PSI / 4 + 4 * PSI / optimizer + 8
+        # Once in a step, however many microbatches: an all-reduce of shards between two hosts, or
+        # a reduce-scatter of gradients and an all-gather of parameters.
+        assert case.network_bytes == pytest.approx(2 * (2 * PSI / 4) / 2, rel=1e-3)
+        # All layers but the last are gathered twice, the embedding once; three quarters are sent.
+        stack = PSI - 2 * audits.DIM**2
+        passes = stack * (3 - 1 / audits.LAYERS) + 2 * (PSI - stack)
+        assert case.link_bytes == pytest.approx(case.accumulate * 2 * passes * 3 / 4, rel=0.01)
+        assert case.report.findings() == []
+    assert found.cases[0].groups.startswith("params over gpu, grads over gpu, opt_state over gpu")
+    assert f"; {found.cases[0].groups}; bytes per GPU" in " ".join(str(found).split())
+    assert json.loads(json.dumps(found.to_dict()))["cases"][0]["groups"] == found.cases[0].groups
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -133,6 +165,7 @@ def test_hosts_microbatches_variants_rates_and_tokens():
         ({"loss_fn": {}}, "nothing to try: "),
         pytest.param({"stages": [7]}, "stage", marks=pytest.mark.gpu_code),
         ({"batch": {}}, "the batch has no arrays"),
+        pytest.param({"groups": {"params": "data"}}, "no axis 'data'", marks=pytest.mark.gpu_code),
     ],
 )
 def test_bad_input(options, message):
@@ -183,8 +216,24 @@ def test_what_compiles_twice_compiles_once(monkeypatch):
 
     monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
     monkeypatch.setattr("zerojax._forecast.forecast.aot.mesh", lambda *_, **__: None)
+    tried = functools.partial(zerojax.forecast, audits.loss, audits.make_state, BATCH)
     with pytest.raises(StopIteration) as stopped:
-        zerojax.forecast(
-            audits.loss, audits.make_state, BATCH, gpus="8xH100", stages=[3, 3], accumulate=[1, 1]
-        )
+        tried(gpus="8xH100", stages=[3, 3], accumulate=[1, 1])
     assert stopped.value.value == [(3, 1, "compiling stage 3 for 8xH100")]
+    with pytest.raises(StopIteration) as stopped:
+        tried(gpus="8xH100")
+    assert [stage for stage, *_ in stopped.value.value] == [0, 1, 2, 3]
+
+
+def test_groups_are_compiled_at_stage_3_unless_told_otherwise(monkeypatch):
+    def stop(choices, doing):
+        raise StopIteration([stage for _, stage, _ in choices])
+
+    monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
+    monkeypatch.setattr("zerojax._forecast.forecast._mesh", lambda *_: None)
+    for options, stages in (({}, [3]), ({"stages": [1, 3]}, [1, 3])):
+        with pytest.raises(StopIteration) as stopped:
+            zerojax.forecast(
+                audits.loss, audits.make_state, BATCH, gpus="8xH100", groups=HSDP, **options
+            )
+        assert stopped.value.value == stages

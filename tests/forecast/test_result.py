@@ -32,6 +32,15 @@ def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
     assert not overlapping(figure)
 
 
+def test_groups_are_named_once_in_titles():
+    cases = [dataclasses.replace(case(3, peak), groups="params over gpu") for peak in (30, 40)]
+    made = Forecast("64xH100", _gpus.GPUS["H100"], tuple(cases))
+    assert str(made).count("params over gpu") == 1
+    figure = made.plot()
+    assert figure.get_suptitle().endswith("64xH100, compiled; params over gpu")
+    assert not overlapping(figure)
+
+
 def test_notebooks_get_a_table():
     made = Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
     assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()

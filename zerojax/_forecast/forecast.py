@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from zerojax import aot
 from zerojax._audit import audit as _audit
 from zerojax._audit.report import Report
-from zerojax._forecast.memory_table import each_once
+from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import gpus as _gpus
@@ -27,8 +27,9 @@ from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
+from zerojax._plan.show import groups_text
 from zerojax._state import refusals as _refusals
-from zerojax._step.step import Step, train_step
+from zerojax._step.step import Recipe, Step, train_step
 from zerojax._types import PyTree
 
 Loss = Callable[..., PyTree]
@@ -40,8 +41,9 @@ def forecast(
     batch: PyTree,
     *,
     gpus: str,
-    stages: Sequence[int] | int = (0, 1, 2, 3),
+    stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
+    groups: Mapping[str, str | Sequence[str]] | None = None,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
@@ -58,7 +60,9 @@ def forecast(
         make_state: a function without arguments that makes the state, or the state's shapes.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         gpus: such as "64xH100".
-        stages, accumulate: what to try.
+        stages, accumulate: what to try; default, all stages, with `groups` only 3.
+        groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
+            (the GPUs of a host).
         precision, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -80,18 +84,17 @@ def forecast(
     gpu = _gpu(gpus, rates)
     _check_batch(batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    options: dict[str, Any] = {}
+    options = {"tx": tx, "mutable": mutable}
+    if stages is None:
+        stages = STAGES if groups is None else 3
     if isinstance(loss_fn, Step):
-        recipe = loss_fn.recipe
-        losses, mutable, tx = {"": recipe.loss_fn}, recipe.mutable, tx or recipe.tx
-        stages = stages if recipe.stage is None else (recipe.stage,)
-        accumulate, precision = recipe.options.accumulate, precision or recipe.options.precision
-        names = ("regather", "prefetch", "batch_specs")
-        options = {name: getattr(recipe.options, name) for name in names}
+        recipe, options = loss_fn.recipe, _options_of(loss_fn.recipe, tx)
+        losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
+        stages = stages if recipe.stage is None else recipe.stage
+        precision = precision or recipe.options.precision
     choices = _choices(losses, stages, accumulate)
-    mesh = aot.mesh(gpus, per_host=per_host)
-    options |= {"tx": tx, "mutable": mutable}
-    work = _Workload(make_state, batch, rng, tokens, gpu, mesh, precision, options)
+    planned = {"mesh": _mesh(gpus, per_host, groups), "groups": groups, "precision": precision}
+    work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
     cases = [
         work.case(variant, loss, stage, each)
         for (variant, loss), stage, each in progress(
@@ -120,6 +123,22 @@ def _gpu(gpus: str, rates: object) -> Gpu:
     return dataclasses.replace(gpu, given_rates=rates)
 
 
+def _options_of(recipe: Recipe, tx: optax.GradientTransformation | None) -> dict[str, Any]:
+    """Returns the options of a step that its cases share."""
+    names = ("regather", "prefetch", "batch_specs")
+    options = {name: getattr(recipe.options, name) for name in names}
+    return options | {"tx": tx or recipe.tx, "mutable": recipe.mutable}
+
+
+def _mesh(gpus: str, per_host: int, groups: Mapping | None) -> Mesh:
+    """Makes a mesh of all GPUs along one axis; with groups, of hosts and the GPUs of each."""
+    flat = aot.mesh(gpus, per_host=per_host)
+    if groups is None:
+        return flat
+    local = min(flat.size, per_host)
+    return aot.mesh(gpus, (flat.size // local, local), ("node", "gpu"), per_host=per_host)
+
+
 def _choices(
     losses: Mapping[str, Loss], stages: Sequence[int] | int, accumulate: Sequence[int] | int
 ) -> list[tuple[tuple[str, Loss], int, int]]:
@@ -143,16 +162,13 @@ class _Workload:
     rng: PyTree
     tokens: int | None
     gpu: Gpu
-    mesh: Mesh
-    precision: Precision | None
+    planned: dict[str, Any]  # options of `plan`
     options: dict[str, Any]  # of `train_step`
 
     def case(self, variant: str, loss: Loss, stage: int, accumulate: int) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
         tx, mutable = self.options["tx"], self.options["mutable"]
-        plan = _planner.plan(
-            self.make_state, stage=stage, mesh=self.mesh, precision=self.precision, tx=tx
-        )
+        plan = _planner.plan(self.make_state, stage=stage, tx=tx, **self.planned)
         step = train_step(loss, accumulate=accumulate, plan=plan, **self.options)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
         started = time.perf_counter()
@@ -160,7 +176,7 @@ class _Workload:
             step, plan.abstract(), batch, aot.batch(self.rng, plan), plan=plan, gpu=self.gpu
         )
         seconds = time.perf_counter() - started
-        flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / self.mesh.size
+        flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
         return self._described(variant, plan, report, flops, seconds)
 
     def _described(
@@ -173,6 +189,7 @@ class _Workload:
             stage=plan.stage,
             accumulate=report.accumulate,
             variant=variant,
+            groups=groups_text(plan.groups) if plan.is_grouped else "",
             parameters=memory.parameters,
             optimizer=memory.optimizer,
             gradients=memory.gradients,

@@ -18,6 +18,7 @@ GIB, MS = 2**30, 1e-3
 class Case:
     """One way to train, compiled. Bytes are per GPU, times are modelled seconds of one step.
 
+    `groups` says which arrays are sharded over which axes, where that is not over all of them.
     `formula` is the state by the plan alone, with gradients in the parameters' dtypes. `peak` is
     the compiler's peak memory; `gradients` and `activations` (with the gathered weights) are parts
     of it.
@@ -26,6 +27,7 @@ class Case:
     stage: int
     accumulate: int
     variant: str
+    groups: str
     parameters: int
     optimizer: int
     gradients: int
@@ -112,7 +114,8 @@ class Forecast:
         for axes in (memory, times):
             axes.spines[["top", "right"]].set_visible(False)
             axes.margins(x=0.12)
-        _figures.titled(figure, f"one training step on {self.gpus}, compiled", 4)
+        title = "; ".join([f"one training step on {self.gpus}, compiled", *self._groups()])
+        _figures.titled(figure, title, 4)
         return _figures.finished(figure, path)
 
     def __str__(self) -> str:
@@ -126,10 +129,18 @@ class Forecast:
 
     def _title(self) -> str:
         usable = human_bytes(self.gpu.usable)
-        return (
-            f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each; bytes per GPU, "
-            "grads and activations at the peak; times modelled; MFU of dense FLOP/s in 16 bits"
+        return "; ".join(
+            [
+                f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each",
+                *self._groups(),
+                "bytes per GPU, grads and activations at the peak",
+                "times modelled",
+                "MFU of dense FLOP/s in 16 bits",
+            ]
         )
+
+    def _groups(self) -> list[str]:
+        return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
 
     def _rows(self) -> list[Row]:
         cells = (tuple(column(case) for column in COLUMNS.values()) for case in self.cases)
