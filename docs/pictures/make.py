@@ -1,10 +1,12 @@
-"""Draws the README's picture: a 7.5B step compiled for 64 H100s, memory by stage. Minutes.
+"""Draws the README's picture, memory by stage, and that of docs/groups.md.
 
-python docs/pictures/make.py
+python docs/pictures/make.py           # both; minutes: a 7.5B step is compiled for 64 H100s
+python docs/pictures/make.py groups    # seconds
 """
 
 import os
 import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -13,13 +15,18 @@ import matplotlib
 
 matplotlib.use("svg")
 
+import jax
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 import zerojax
 from zerojax import _figures
 from zerojax._forecast import presets as _presets, result as _result
 from zerojax._forecast.forecast import Forecast
-from zerojax._plan.show import COLOURS
+from zerojax._plan.placement import KINDS
+from zerojax._plan.show import COLOURS, TITLES
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
@@ -30,11 +37,24 @@ DARK = {"params": "#e8f1fa", "grads": "#8fc1e3", "opt_state": "#4a90cf", "activa
 NAMES = {0: "stage 0\nreplicated", 1: "stage 1\noptimizer state", 2: "stage 2\n+ gradients",
          3: "stage 3\n+ parameters"}  # fmt: skip
 
+NODE, BOTH = ("gpu",), ("gpu", "node")
+GROUPS = {
+    "flat ZeRO-3: all over both nodes": (BOTH, BOTH, BOTH),
+    "HSDP: all over the GPUs of a node": (NODE, NODE, NODE),
+    "AMSP: parameters and gradients over the GPUs of a node, optimizer state over both nodes":
+        (NODE, NODE, BOTH),
+}  # fmt: skip
+BOX, GAP, ROW = 0.9, 0.5, 0.72  # the width of an array, between nodes, the height of an array
+LIGHT_INK, DARK_INK = "#1f2328", "#e6edf3"
+
+
+def style(ink: str) -> dict[str, object]:
+    return {"text.color": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink,
+            "axes.labelcolor": ink, "svg.hashsalt": "zerojax", "font.size": 10}  # fmt: skip
+
 
 def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> None:
-    style = {"text.color": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink,
-             "axes.labelcolor": ink, "svg.hashsalt": "zerojax", "font.size": 10}  # fmt: skip
-    with plt.rc_context(style):
+    with plt.rc_context(style(ink)):
         figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
         _result.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
@@ -46,10 +66,61 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
         figure.savefig(HERE / f"{name}.svg", transparent=True, metadata={"Date": None})
 
 
+def draw_groups(name: str, ink: str, colours: dict[str, str]) -> None:
+    """Draws the part of each array that each of 2 x 4 devices has, a panel for each grouping."""
+    mesh = zerojax.mesh(node=2, gpu=4)
+    with plt.rc_context(style(ink)):
+        figure, panels = plt.subplots(3, figsize=(_figures.WIDTH, 4.9), layout="constrained")
+        for axes, (title, groups) in zip(panels, GROUPS.items(), strict=True):
+            axes.set_title(title, fontsize=9.5, loc="left")
+            shares = [draw_row(axes, mesh, *row, ink, colours) for row in enumerate(groups)]
+            axes.set_yticks(range(3), [TITLES[kind] for kind in KINDS], fontsize=9)
+            middles = [place(n) + BOX / 2 for n in range(8)]
+            axes.set_xticks(middles, [f"gpu {n % 4}" for n in range(8)])
+            axes.set_xlim(-0.1, place(8) + 0.3)
+            axes.set_ylim(2.6, -0.6)
+            axes.tick_params(length=0, labelsize=8.5)
+            axes.spines[:].set_visible(False)
+            for row, share in enumerate(shares):
+                axes.text(place(8) - GAP + 0.05, row, f"1/{share} each", va="center", fontsize=9)
+        for axes in panels[:-1]:
+            axes.set_xticks([])
+        for node in range(2):
+            middle = (middles[4 * node] + middles[4 * node + 3]) / 2
+            panels[-1].text(middle, 3.45, f"node {node}", ha="center", fontsize=9.5)
+        figure.savefig(HERE / f"{name}.svg", transparent=True, metadata={"Date": None})
+
+
+def place(device: int) -> float:
+    """Returns the left end of a device's column."""
+    return device + GAP * (device // 4)
+
+
+def draw_row(
+    axes: _figures.Axes, mesh: jax.sharding.Mesh, row: int, over: tuple[str, ...], ink: str,
+    colours: dict[str, str],
+) -> int:  # fmt: skip
+    """Draws one kind of array; returns how many shards it has."""
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(over))
+    parts = spec.devices_indices_map((8,))
+    for number, device in enumerate(mesh.devices.flat):
+        start, stop, _ = parts[device][0].indices(8)
+        left, top = place(number), row - ROW / 2
+        shard = (left + BOX * start / 8, top), BOX * (stop - start) / 8, ROW
+        axes.add_patch(Rectangle(*shard, facecolor=colours[KINDS[row]], linewidth=0))
+        outline = {"fill": False, "edgecolor": ink, "linewidth": 0.5}
+        axes.add_patch(Rectangle((left, top), BOX, ROW, **outline))
+    return len(set(parts.values()))
+
+
 if __name__ == "__main__":
+    draw_groups("groups_light", LIGHT_INK, COLOURS)
+    draw_groups("groups_dark", DARK_INK, DARK)
+    if sys.argv[1:] == ["groups"]:
+        sys.exit()
     forecast = zerojax.forecast(
         MODEL.loss, MODEL.make_state, MODEL.batch(ROWS), gpus=GPUS, accumulate=MICROBATCHES
     )
     print(forecast)
-    draw(forecast, "stages_light", "#1f2328", COLOURS)
-    draw(forecast, "stages_dark", "#e6edf3", DARK)
+    draw(forecast, "stages_light", LIGHT_INK, COLOURS)
+    draw(forecast, "stages_dark", DARK_INK, DARK)
