@@ -303,3 +303,22 @@ def test_nnx_models_take_groups():
     mesh = zerojax.mesh(node=2, gpu=4)
     zerojax.nnx.shard(model, optimizer, mesh=mesh, groups=as_option(HSDP))
     assert model.inner.kernel[...].sharding.spec == P("gpu")
+
+
+@pytest.mark.gpu_code
+def test_bytes_by_level_on_two_hosts_of_four_gpus():
+    """HSDP sends only a quarter of each gradient between hosts, twice over; AMSP the same bytes,
+    in one reduce-scatter and one all-gather, in the 32 bits that parameters rest in."""
+    mesh = zerojax.aot.mesh("8xH100", (2, 4), ("node", "gpu"), per_host=4)
+    sent = {}
+    for groups in (HSDP, AMSP):
+        plan = zerojax.plan(audits.make_state, mesh=mesh, groups=as_option(groups))
+        step = zerojax.train_step(audits.loss, plan=plan)
+        batch = zerojax.aot.batch(jax.ShapeDtypeStruct((256,), jnp.int32), plan)
+        report = zerojax.audit(step, plan.abstract(), batch)
+        assert report.check().findings() == []
+        sent[groups] = report.network_bytes
+    elements = sum(x.size for x in jax.tree.leaves(audits.make_state().params))
+    width = 2  # of what the loss casts to bfloat16, all but a few norms
+    assert sent[HSDP] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)
+    assert sent[AMSP] == pytest.approx(elements / 4 * (width + 4) / 2, rel=0.05)

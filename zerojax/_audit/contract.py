@@ -186,7 +186,9 @@ def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts:
             leaves = [promise.leaf for promise in _promises_of(part, promised)]
-            known = [x.path for x in leaves if x.rest.dim is not None and _is_matrix(x)]
+            # After the update a parameter is gathered as it rests.
+            used = [x for x in leaves if not _is_within(one, beyond(x.update.axes, x.rest.axes))]
+            known = [x.path for x in used if x.rest.dim is not None and _is_matrix(x)]
             if part.dtype in WIDE and known:
                 yield (
                     f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "
