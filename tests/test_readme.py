@@ -165,7 +165,8 @@ def options_named(page):
 
 
 def test_options_that_the_text_names_exist():
-    known = {"axis_name", "batch_stats", "policy"}  # Flax's, a field of a user's state, JAX's
+    # Flax's, a field of a user's state, JAX's, an axis of a mesh
+    known = {"axis_name", "batch_stats", "policy", "node"}
     for name in dir(zerojax):
         value = getattr(zerojax, name)
         for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):
