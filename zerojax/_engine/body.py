@@ -172,24 +172,25 @@ class Body:
         `wanted` says for which inputs a gradient is wanted.
         """
         frontier = self.prefix(self.weights_of(inputs), gathered)
-        varied, join = vary([*frontier], self._frontier_varies(wanted))
+        varies = self._frontier_varies(wanted)
         roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
         num_roots = len(self.split.loop_roots)
 
-        def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
-            values = join_inputs(varied_inputs)
-            outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
-            floats = [is_float(x) for x in outs]
-            return where(outs, floats), where(outs, [not f for f in floats])
+        def vjp_of(frontier: Sequence[Array]) -> tuple[list[Array], Any, list[Array]]:
+            varied, join = vary([*frontier], varies)
 
-        float_outs, vjp, other_outs = jax.vjp(rest, varied, roots_and_plain, has_aux=True)
+            def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
+                values = join_inputs(varied_inputs)
+                outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
+                floats = [is_float(x) for x in outs]
+                return where(outs, floats), where(outs, [not f for f in floats])
+
+            return jax.vjp(rest, varied, roots_and_plain, has_aux=True)
+
+        float_outs, vjp, other_outs = vjp_of(frontier)
         outs = merge(self._float_outs(), float_outs, other_outs)
         saved = strip(vjp, self.known(frontier, inputs), wanted)
-
-        def derive(varied: list[Array]) -> Any:
-            return jax.vjp(rest, varied, roots_and_plain, has_aux=True)[1]
-
-        self.check_stripped(saved, varied, derive)
+        self.check_stripped(saved, frontier, lambda frontier: vjp_of(frontier)[1])
         return outs, saved
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
@@ -198,16 +199,16 @@ class Body:
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
 
     def check_stripped(
-        self, saved: Saved, varied: Sequence[Array], derive: Callable[[list[Array]], Any]
+        self, saved: Saved, frontier: Sequence[Array], derive: Callable[[list[Array]], Any]
     ) -> None:
-        """Raises where one of the weights in `varied` is kept for backward all the same.
+        """Raises where one of the weights in `frontier` is kept for backward all the same.
 
         What looks like one, by shape and dtype, may be an activation: the jaxpr tells.
         """
-        shapes = {(x.shape, x.dtype) for x in varied if x.ndim > 1}
+        shapes = {(x.shape, x.dtype) for x in frontier if x.ndim > 1}
         if not any((x.shape, x.dtype) in shapes for x in saved.arrays):
             return
-        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(varied)).jaxpr
+        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(frontier)).jaxpr
         kept = [v for v, k in zip(jaxpr.outvars, saved.slots, strict=True) if k is None]
         if any(v in jaxpr.invars for v in kept if is_var(v)):
             raise RuntimeError(
