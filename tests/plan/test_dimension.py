@@ -38,7 +38,7 @@ def test_override_decides_the_dimension():
         (P("model"), ValueError, r"no axis 'model'.*Name one of those"),
         (P(None, None, "data"), ValueError, r"more entries.*Drop the extra ones"),
         ("data", TypeError, r"map it to a jax.sharding.PartitionSpec"),
-        (P(P.UNCONSTRAINED), ValueError, r"UNCONSTRAINED is no place. Put None"),
+        (P(P.UNCONSTRAINED), ValueError, r"UNCONSTRAINED says nothing about placement. Put None"),
         (P("data", "data"), ValueError, r"one dimension.*Put 'data' there"),
     ],
 )

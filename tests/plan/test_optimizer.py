@@ -93,7 +93,7 @@ def test_optimizer_that_wants_concrete_values_falls_back_to_shapes():
 def test_optimizer_and_params_that_do_not_match():
     params = {"w": jnp.ones((16, 16))}
     tx = optax.adam(1e-3)
-    with pytest.raises(ValueError, match=r"opt_state/0/mu/v.*Make it anew: opt_state = tx.init"):
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/v.*Make it again: opt_state = tx.init"):
         zerojax.plan((params, tx.init({"v": params["w"]})), tx=tx)
     with pytest.raises(ValueError, match=r"opt_state/0/mu/w has shape \(8,\).*tx.init"):
         zerojax.plan((params, tx.init({"w": jnp.ones(8)})), tx=tx)

@@ -32,10 +32,10 @@ from zerojax._types import TreeDef
 # differentiation a gathered weight would stay alive from its use in forward to its use in
 # backward, and stage 3 would save nothing. So every scope that gathers is differentiated by hand,
 # the same way: run the prefix (gathers and whatever comes from weights alone), take `jax.vjp` of
-# the rest, and drop from the residuals every array that the prefix made or that came in as an
+# the main part, and drop from the residuals every array that the prefix made or that came in as an
 # input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
 # last stays: backward wants it first.) Which other values are kept is JAX's and the user's
-# affair: their `jax.checkpoint` policies apply inside the rest.
+# affair: their `jax.checkpoint` policies apply inside the main part.
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
@@ -99,9 +99,9 @@ def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
 class Body:
     """A split as functions: its value, its value with residuals, its gradients.
 
-    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
+    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the others. Those
     at the positions in `lost` will not be there for backward. `run` interprets the ops of the
-    rest, and `wrap` goes around it.
+    main part, and `wrap` goes around it.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Body:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
         frontier = self.prefix(weights, self.gather(weights))
-        return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
+        return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
     def gather(self, weights: Sequence[Value], kept: Env | None = None) -> list[Array]:
         """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
@@ -138,7 +138,7 @@ class Body:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
 
-    def rest(
+    def main(
         self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
     ) -> list[Array]:
         """Returns the outputs, from the frontier, the shards that inner loops gather, and the
@@ -146,7 +146,7 @@ class Body:
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
-        self.run(self.split.rest, env, self.how)
+        self.run(self.split.main, env, self.how)
         return read_arrays(env, self.split.outvars)
 
     def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ class Body:
     def forward(
         self, inputs: Sequence[Value], gathered: Sequence[Array], wanted: Sequence[bool]
     ) -> tuple[list[Array], Saved]:
-        """Returns the outputs and the residuals of the rest, less what backward can make or has.
+        """Returns the outputs, and the residuals of the main part that backward cannot make itself.
 
         `wanted` says for which inputs a gradient is wanted.
         """
@@ -179,13 +179,13 @@ class Body:
         def vjp_of(frontier: Sequence[Array]) -> tuple[list[Array], Any, list[Array]]:
             varied, join = vary([*frontier], varies)
 
-            def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
+            def main(varied: list, varied_inputs: list) -> tuple[list, list]:
                 values = join_inputs(varied_inputs)
-                outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
+                outs = self.wrap(self.main)(join(varied), values[:num_roots], values[num_roots:])
                 floats = [is_float(x) for x in outs]
                 return where(outs, floats), where(outs, [not f for f in floats])
 
-            return jax.vjp(rest, varied, roots_and_plain, has_aux=True)
+            return jax.vjp(main, varied, roots_and_plain, has_aux=True)
 
         float_outs, vjp, other_outs = vjp_of(frontier)
         outs = merge(self._float_outs(), float_outs, other_outs)
@@ -242,8 +242,8 @@ class Body:
         """Returns the gradients of the inputs less what comes through gathered weights, and the
         gradients of these, not yet reduced over the devices.
 
-        The chain rule in two steps: the stripped vjp of the rest, with the frontier put back, gives
-        the gradients of the frontier; the vjp of the prefix takes these to its sources.
+        The chain rule in two steps: the stripped vjp of the main part, with the frontier put back,
+        gives the gradients of the frontier; the vjp of the prefix takes these to its sources.
         """
         weights = self.weights_of(inputs)
         # Shards get their gradients through the gathered weights and through inner loops.

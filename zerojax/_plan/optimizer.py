@@ -70,7 +70,7 @@ def _check_match(opt_state: PyTree, made: PyTree) -> None:
             continue
         raise ValueError(
             f"optimizer and parameters do not match: opt_state/{path} {odd}. "
-            "Make it anew: opt_state = tx.init(params)."
+            "Make it again: opt_state = tx.init(params)."
         )
 
 

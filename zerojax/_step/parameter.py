@@ -44,7 +44,7 @@ class Parameter:
 
     @property
     def landing(self) -> Placement:
-        """Where the loss leaves the gradient: where microbatches are summed, or updates it."""
+        """The placement in which the loss leaves the gradient."""
         grad = self.leaf.grad if self.accumulates else None
         return self.leaf.update if grad is None else grad
 
@@ -69,7 +69,7 @@ class Parameter:
 
     @property
     def cut(self) -> Cut:
-        """How the loss sees it, where it is held."""
+        """The sharding and the wire that the engine sees, where the parameter is `Held`."""
         update, rank = self.leaf.update, len(self.leaf.shape)
         rest = self.leaf.rest
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
@@ -83,7 +83,10 @@ class Parameter:
         return beyond(self.plan.batch_axes, self.leaf.update.axes)
 
     def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
-        """Returns the route of a gradient that is sharded over `start` to `end`."""
+        """Returns the route that takes a gradient from shards over `start` to shards over `end`.
+
+        Microbatches are summed where `leaf.grad` says: those axes come first, the others may wait.
+        """
         near = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
         far = beyond(axes, near)
