@@ -15,6 +15,7 @@ from zerojax._collectives import Held, dispose, obtain
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.vary import (
     Gradient,
+    T,
     Value,
     add,
     gradients,
@@ -122,7 +123,7 @@ class Body:
         frontier = self.prefix(weights, self.gather(weights))
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def gather(self, weights: Sequence[Value], kept: Env | None = None) -> list[Array]:
+    def gather(self, weights: Sequence[Value | None], kept: Env | None = None) -> list[Array]:
         """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
         held, kept = self._by_var(weights), kept or {}
         return [
@@ -149,13 +150,13 @@ class Body:
         self.run(self.split.main, env, self.how)
         return read_arrays(env, self.split.outvars)
 
-    def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def weights_of(self, inputs: Sequence[T]) -> list[T]:
         return where(inputs, self.is_weight)
 
-    def plain_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def plain_of(self, inputs: Sequence[T]) -> list[T]:
         return where(inputs, [not w for w in self.is_weight])
 
-    def roots_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def roots_of(self, inputs: Sequence[T]) -> list[T]:
         by_var = dict(zip(self.split.invars, inputs, strict=True))
         return [by_var[root] for root in self.split.loop_roots]
 

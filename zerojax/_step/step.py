@@ -60,7 +60,7 @@ class Step:
         function: Callable[..., PyTree],
         recipe: Recipe,
         donate: bool,
-        compiler_options: dict[str, PyTree] | None,
+        compiler_options: dict[str, int | bool | str] | None,
     ) -> None:
         self.recipe, self.compiler_options = recipe, compiler_options
         donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
@@ -170,7 +170,7 @@ def train_step(
     skip_nonfinite: bool = False,
     batch_specs: PyTree = None,
     donate: bool = True,
-    compiler_options: dict[str, PyTree] | None = None,
+    compiler_options: dict[str, int | bool | str] | None = None,
 ) -> Step:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
