@@ -45,6 +45,8 @@ class Parameter:
     @property
     def landing(self) -> Placement:
         """The placement in which the loss leaves the gradient."""
+        # One microbatch alone goes all the way to the shard that is updated, layer by layer, hidden
+        # behind the layers before it. Of several, each goes no further than where they are summed.
         grad = self.leaf.grad if self.accumulates else None
         return self.leaf.update if grad is None else grad
 
@@ -72,6 +74,7 @@ class Parameter:
         """The sharding and the wire that the engine sees, where the parameter is `Held`."""
         update, rank = self.leaf.update, len(self.leaf.shape)
         rest = self.leaf.rest
+        # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
         wire = Wire(Route(rest.axes, padding=rest.padding), reduce)
         others, path = update.others(rank), self.leaf.path
