@@ -63,13 +63,20 @@ def test_bad_override_pattern():
 
 
 def test_patterns_that_match_nothing_are_mistakes():
-    message = r"'weight', which no parameter matches. Name some; paths are such as"
+    message = r"'weight', which no parameter matches. Paths are such as (params/)?w\."
     with pytest.raises(ValueError, match=message):
         params_plan({"w": shape(16, 3)}, overrides={"weight": P()})
     with pytest.raises(ValueError, match=message):
         params_plan({"w": shape(16, 3)}, stacked="weight")
     with pytest.raises(ValueError, match=r"stacked=.*no regular expression.*Escape"):
         params_plan({"w": shape(16, 3)}, stacked="*")
+
+
+@pytest.mark.parametrize("typo", ["dense/kernal", "params/Dense_0/kernl", "Densee", "^kernels$"])
+def test_patterns_with_a_typo_are_told_what_they_mean(typo):
+    params = {"Dense_0": {"kernel": shape(16, 3)}, "Conv_0": {"bias": shape(16)}}
+    with pytest.raises(ValueError, match=r"no parameter matches. Did you mean params/Dense_0/ker"):
+        params_plan(params, overrides={typo: P()})
 
 
 @pytest.mark.parametrize("size", [-1, "a", 1.5])
