@@ -36,31 +36,51 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
     """Returns the mesh and the ZeRO axes that a caller meant, or raises and says what to pass."""
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
-            "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
-        )
+        raise _no_mesh(mesh)
     _check_devices(mesh)
     axes = _axes(mesh, axis)
     _check_auto(mesh)
     return mesh, axes
 
 
+def _no_mesh(given: object) -> TypeError:
+    """Makes the error for a number of devices, or some of them, in place of a mesh of so many."""
+    count, options = given if isinstance(given, int) else jax.device_count(), ""
+    if isinstance(given, list | tuple | np.ndarray):
+        count, options = np.size(given), ", devices=devices"
+    return TypeError(
+        f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}. Make one with "
+        f"{_call_for(count, options)}."
+    )
+
+
+def _call_for(count: int, options: str = "") -> str:
+    """Returns the call that makes a mesh of so many devices."""
+    auto = "axis_types=(jax.sharding.AxisType.Auto,)"
+    return f"jax.make_mesh(({count},), ('data',), {auto}{options})"
+
+
 def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = tuple(mesh.axis_names)
+    if axis is None and len(names) > 1 and DEFAULT_AXIS not in names:
+        each = ", ".join(f"axis={name!r}" for name in names)
+        raise ValueError(
+            f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: pass "
+            f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}."
+        )
     if axis is None:
-        axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
+        axis = names[0] if len(names) == 1 else DEFAULT_AXIS
     axes = (axis,) if isinstance(axis, str) else axis
     are_names = isinstance(axes, Sequence) and all(isinstance(name, str) for name in axes)
     if not are_names or not axes or len(set(axes)) < len(axes):
         raise ValueError(
             f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
-            f"{tuple(mesh.axis_names)}. Pass one of them, or leave axis= out."
+            f"{names}. Pass one of them, or leave axis= out."
         )
     for name in axes:
-        if name not in mesh.axis_names:
+        if name not in names:
             raise ValueError(
-                f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
-                f"Pass axis=... with one of them."
+                f"mesh has no axis {name!r}; its axes are {names}. Pass axis=... with one of them."
             )
     return tuple(axes)
 
@@ -84,8 +104,7 @@ def _check_devices(mesh: Mesh) -> None:
         what = f"names {twice} of its {count} devices again" if twice else "has no devices"
         raise ValueError(
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
-            f"jax.make_mesh(({jax.device_count()},), ('data',), "
-            "axis_types=(jax.sharding.AxisType.Auto,))."
+            f"{_call_for(jax.device_count())}."
         )
 
 
