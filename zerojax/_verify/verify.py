@@ -73,7 +73,7 @@ def verify(
         device: where to replay; default, the first one of the mesh.
 
     Returns:
-        A `Verification`: prints as a table; `.ok`, `.raise_if_wrong()`, `.to_dict()`.
+        A `Verification`: prints as a table; `.ok`, `.check()`, `.to_dict()`.
 
     Example:
         >>> params, tx = {"w": jnp.ones((64, 16))}, optax.adam(1e-3)
