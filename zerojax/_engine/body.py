@@ -44,11 +44,12 @@ Run = Callable[[Sequence[Op], Env, "How"], None]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """The schedule of a loss: whether backward gathers again, how loops prefetch.
+    """When the collectives of a loss run.
 
-    `prefetch` is the number of layers gathered ahead. `in_turn` delays the next layer's all-gather
-    until the previous layer's reduce-scatter has finished. `by_data` orders collectives by data
-    dependence where a barrier does not. `in_loop` says that a loop over layers is around.
+    `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
+    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
+    starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
+    keep collectives in order. `in_loop`: what runs is the body of a loop over layers.
     """
 
     regather: bool

@@ -16,10 +16,11 @@ DEFAULT_AXIS = "data"
 
 
 def default_mesh() -> Mesh:
-    """Returns all devices on one axis, `data`, where the fastest links join neighbours.
+    """Returns a mesh of all devices on one axis, `data`, in an order that suits their links.
 
-    Those links join the devices of a slice: a host of GPUs (or what NVLink joins across hosts), or
-    a slice of TPUs. JAX's own `make_mesh` refuses more than one slice.
+    The fastest links are within a slice: a host of GPUs (or several that NVLink joins), or a slice
+    of TPUs. So the devices of a slice are neighbours on the axis. JAX's own `make_mesh` refuses
+    more than one slice.
     """
     slices: dict[int, list[Device]] = {}
     for device in jax.devices():
@@ -33,7 +34,7 @@ def default_mesh() -> Mesh:
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
-    """Returns the mesh and the ZeRO axes that a caller meant, or raises and says what to pass."""
+    """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
         raise _no_mesh(mesh)
@@ -44,7 +45,7 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
 
 
 def _no_mesh(given: object) -> TypeError:
-    """Makes the error for a number of devices, or some of them, in place of a mesh of so many."""
+    """Makes the error for what is not a mesh, such as a number of devices or a list of them."""
     count, options = given if isinstance(given, int) else jax.device_count(), ""
     if isinstance(given, list | tuple | np.ndarray):
         count, options = np.size(given), ", devices=devices"
@@ -55,7 +56,7 @@ def _no_mesh(given: object) -> TypeError:
 
 
 def _call_for(count: int, options: str = "") -> str:
-    """Returns the call that makes a mesh of so many devices."""
+    """Returns, for a message, the call that makes a mesh of `count` devices."""
     auto = "axis_types=(jax.sharding.AxisType.Auto,)"
     return f"jax.make_mesh(({count},), ('data',), {auto}{options})"
 
@@ -110,24 +111,24 @@ def _check_devices(mesh: Mesh) -> None:
 
 @contextlib.contextmanager
 def seen_as(mesh: AbstractMesh) -> Iterator[None]:
-    """Sets `mesh`, whatever mesh a caller has set."""
+    """Sets `mesh` inside a `with`, in place of any mesh that a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
-    # First none at all: from one mesh to another, JAX demands axes of equal sizes.
+    # An empty mesh first: JAX allows no change from one mesh to another with axes of other sizes.
     with set_to(AbstractMesh((), ())), set_to(mesh):
         yield
 
 
 def unset() -> AbstractContextManager[object]:
-    """Sets no mesh, so that values of a single device can be computed with."""
+    """Sets no mesh, so that arrays on a single device can be used."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @contextlib.contextmanager
 def auto_axes() -> Iterator[None]:
-    """Makes the axes of the mesh that is set Auto, for what zerojax traces.
+    """Makes the axes of the current mesh Auto while zerojax traces.
 
-    Those of a mesh that a caller has set, by `jax.set_mesh`, are Explicit by default, and would
-    decide over every operation.
+    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, and JAX then
+    infers or demands a sharding for every operation.
     """
     mesh = jax.sharding.get_abstract_mesh()
     autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
@@ -136,7 +137,7 @@ def auto_axes() -> Iterator[None]:
 
 
 def check_runs(mesh: Mesh) -> None:
-    """Raises for devices that code can only be compiled for."""
+    """Raises for devices that are not there, for which code can only be compiled."""
     device = mesh.devices.flat[0]
     if _compat.is_compile_only(device):
         raise ValueError(
