@@ -241,7 +241,7 @@ BAD = {
     "no number": (("table", "--param-bytes", "nan"), "--param-bytes nan must not be negative"),
     "too many": (("forecast", "124m", "--gpus", "10000000xH100"), "more than 100,000 GPUs, and no"),
     "digits": (("forecast", "124m", "--gpus", "9" * 150 + "xH100"), "say how many of which GPU"),
-    "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo is no name of a picture. End it"),
+    "no picture": (("audit", "124m", "--plot", "x.hlo"), "x.hlo does not name a picture file"),
     "plot nowhere": (("audit", "124m", "--plot", "no/x.png"), "there is no directory for no/x.png"),
     "no program": (("audit", "mymodel.py"), "this is not the text of an HLO module"),
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),

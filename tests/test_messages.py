@@ -54,6 +54,14 @@ SAID = {
     "gathered shapes": (
         lambda: zerojax.gather_params(PLAN.abstract()), r"leaf step is a ShapeDtypeStruct, which"
     ),
+    "placed, a loss": (
+        lambda: zerojax.shard_train_state(loss), r"^loss takes arguments.*that makes the state tak"
+    ),
+    "planned, a loss": (lambda: zerojax.plan(loss), r"^loss takes arguments.*lambda: make_state"),
+    "forecast, swapped": (
+        lambda: zerojax.forecast(made, loss, BATCH, gpus="8xH100"),
+        r"^loss takes arguments, and .* none. The loss comes first, zerojax.forecast\(loss_fn, m",
+    ),
     "batch, string": (lambda: zerojax.shard_batch({"n": "a"}), r"batch leaf n is a str.*leave it"),
     "batch, strings": (lambda: zerojax.shard_batch(np.array(["a"] * 8)), r"a ndarray of <U1, whi"),
     "batch, objects": (lambda: zerojax.shard_batch(np.array([None] * 8)), r"ndarray of object"),

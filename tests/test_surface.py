@@ -32,6 +32,7 @@ PUBLIC = {
 }  # fmt: skip
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
+CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
 MOST_FILES, MOST_LINES = 12, 350  # files of a folder, lines of a file
 # Each module's tests are in the file of its name, as tests/audit/test_contract.py; these are not.
 ELSEWHERE = {
@@ -70,6 +71,27 @@ def test_imports_point_down():
     assert {name.split(".")[0] for name in MODULES} == house.RANK.keys()
     assert sum(map(len, house.imports(MODULES).values())) > 2 * len(MODULES)
     assert house.upward(MODULES) == []
+
+
+def tree():
+    """The modules in the order of CONTRIBUTING's tree."""
+    block = re.search(r"^zerojax/\n(.*?)^```", CONTRIBUTING, re.M | re.S)[1]
+    package, found = "", []
+    for indent, name in re.findall(r"^( +)(\w+(?:/|\.py)) ", block, re.M):
+        package = package if len(indent) > 2 else ""
+        if name.endswith("/"):
+            package = f"{name[:-1]}."
+        else:
+            found.append(package + name.removesuffix(".py"))
+    return found
+
+
+def test_the_tree_has_each_module_below_what_it_imports():
+    order, imports = tree(), house.imports(MODULES)
+    names = [name for name in MODULES if not name.endswith("__init__")]
+    assert sorted(order) == sorted(names)
+    for at, name in enumerate(order):
+        assert imports[name] <= set(order[:at]) | {"__init__"}, name
 
 
 def test_no_imports_go_in_a_circle():

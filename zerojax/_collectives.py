@@ -23,7 +23,8 @@ class Codec(Protocol):
     """A way to write an array on the wire: as one array or several of its rank, sharded alike.
 
     A weight may be written in any way. A gradient is summed as it is written, so its codec may only
-    change the dtype. Codecs are static arguments, so they are hashable.
+    change the dtype; quantised gradients will need an all-to-all for each hop, and a sum after it.
+    Codecs are static arguments, so they are hashable.
     """
 
     def encode(self, array: Array) -> tuple[Array, ...]: ...
@@ -52,10 +53,10 @@ class Route:
 
     `near` are the axes within a node, say, and `far` those between nodes. A weight is all-gathered
     over `far` and then over `near`; its gradient is reduce-scattered over `near`, then over `far`,
-    and summed over `replicas`. In the spec of what is sharded `near` are the major axes: gathered
-    over the minor ones first, each part is contiguous for the next hop. The last `padding` elements
-    of the sharded dimension are none of the parameter's: dropped once it is gathered, added before
-    it is reduced.
+    and summed over `replicas`. In the spec of what is sharded `near` is major and `far` minor, so
+    gathering over `far` first leaves each device a contiguous block for `near`. The sharded
+    dimension has `padding` elements more than the parameter: they are dropped after the gather, and
+    added before the reduction.
     """
 
     near: tuple[str, ...] = ()
@@ -118,10 +119,11 @@ class Cut:
 @functools.partial(register_dataclass, data_fields=["shard", "rest"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a device has of a parameter: the shard that its gradient leaves through, and what rests.
+    """A parameter as one device has it: the shard that its gradient leaves through, and what rests.
 
-    Where the two are sharded alike `rest` is None and the shard is what rests. Otherwise (at stages
-    below 3 the full weight rests) the shard's value is never read; at stage 0 it is as large.
+    Where the two are sharded alike, `rest` is None and the shard is what rests. Otherwise (at
+    stages below 3 the full weight rests) the shard's value is never read; at stage 0 it is as
+    large.
     """
 
     shard: Array
@@ -129,7 +131,7 @@ class Held:
 
     @property
     def source(self) -> Array:
-        """What the full weight is obtained from."""
+        """The array that the full weight is obtained from."""
         return self.shard if self.rest is None else self.rest
 
     def map(self, change: Callable[[Array], Array]) -> "Held":

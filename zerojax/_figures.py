@@ -29,7 +29,7 @@ def check_picture(path: str) -> None:
 
     name = pathlib.Path(path)
     if name.suffix and name.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise ValueError(f"{path} is no name of a picture. End it in .png, .pdf or .svg.")
+        raise ValueError(f"{path} does not name a picture file. End it in .png, .pdf or .svg.")
     if not name.absolute().parent.is_dir():
         raise ValueError(f"there is no directory for {path}. Make it, or name another.")
 

@@ -1,4 +1,9 @@
-"""Bytes, times and tables as text; tables as HTML for notebooks."""
+"""Bytes, times and tables as text; tables as HTML for notebooks.
+
+Tables are drawn here and not with `rich`: a table that is redirected to a log is drawn in full, one
+on a terminal drops and repeats columns until it fits, and both must be the same text, without
+colours or boxes. With all of its own features off, `rich` did no more than wrap lines.
+"""
 
 import contextlib
 import contextvars

@@ -10,6 +10,7 @@ import zerojax
 from tests import audits
 from tests.audit.models import audited
 from tests.stored import stored
+from zerojax._audit import contract as _contract
 
 
 def test_audits_in_notebooks_name_cells_by_their_lines():
@@ -40,6 +41,28 @@ def test_it_prints_as_a_table():
     (row,) = (r for r in rows if r.endswith("params/blocks/qkv") and r.startswith("reduce"))
     # (32, 96) in fp32: 12 KiB, less the own eighth
     assert " ".join(row.split()) == "reduce-scatter f32 10.5 KiB 3 1 data sync params/blocks/qkv"
+
+
+def test_it_says_whether_the_contract_holds(monkeypatch):
+    report = audited("gpt", 3)[0]
+    broken = dataclasses.replace(report, not_donated=("params/head",))
+    twice = dataclasses.replace(broken, placement=(("params/head", "replicated"),))
+    memory = dataclasses.replace(report.memory, parameters=0)
+    for one, verdict in (
+        (report, "keeps the contract of stage 3"),
+        (broken, "breaks the contract of stage 3 in 1 way: report.check()"),
+        (twice, "breaks the contract of stage 3 in 2 ways: report.check()"),
+        (
+            dataclasses.replace(report, memory=memory),
+            "the contract of stage 3 cannot be checked: report.check() says why",
+        ),
+    ):
+        assert verdict in str(one).split("\n\n")[0].splitlines()
+        assert f"<br>{verdict}</p>" in one._repr_html_()
+    assert "contract" not in str(zerojax.audit(stored("layers-cpu8-jax0.12")))
+    computed, report = [], dataclasses.replace(report)
+    monkeypatch.setattr(_contract, "findings", lambda report: computed.append(report) or [])
+    assert str(report) == str(report.check()) and computed == [report]
 
 
 def test_long_tables_say_how_much_is_left_out():

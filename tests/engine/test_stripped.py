@@ -19,7 +19,12 @@ def loss(params, x):
     return jnp.mean(x**2)
 
 
-def traced(**options):
+def with_frozen_weights(params, x):
+    frozen = jax.lax.stop_gradient(params["w"])
+    return jnp.mean(jnp.tanh(x @ params["v"][0] @ frozen) ** 2)
+
+
+def traced(loss=loss, **options):
     plan = zerojax.plan({"params": PARAMS}, stage=3, mesh=make_mesh())
     assert all(leaf.rest.axes for leaf in plan.params)
     return jax.make_jaxpr(zerojax.value_and_grad(loss, plan, **options))(PARAMS, BATCH)
@@ -37,6 +42,12 @@ def nothing_matches(monkeypatch):
 def test_weights_kept_for_backward_are_an_error(nothing_matches, prefetch):
     with pytest.raises(RuntimeError, match=r"full weights would be kept.*regather=False"):
         traced(prefetch=prefetch)
+
+
+def test_frozen_weights_kept_for_backward_are_an_error(nothing_matches):
+    """As with LoRA, where nearly all are. Here no other weight is needed by backward."""
+    with pytest.raises(RuntimeError, match=r"full weights would be kept.*regather=False"):
+        traced(with_frozen_weights)
 
 
 def test_the_remedy_runs(nothing_matches):

@@ -128,8 +128,11 @@ def test_state_not_placed():
     step = zerojax.train_step(made.loss)
     with pytest.raises(ValueError, match=r"not placed.*First: state = zerojax.shard_train"):
         step(make_state(made, optax.adam(1e-3)), made.batch)
-    with pytest.raises(ValueError, match=r"not placed, or.*First: plan = zerojax.plan.*plan=plan"):
-        step((made.params, ()), made.batch)
+    cannot = r"a {} cannot carry its plan.*Pass it: .*plan=plan, tx=tx\), with plan = zerojax.plan"
+    pair = zerojax.plan((made.params, ())).place((made.params, ()))
+    for state in (pair, {"params": pair[0], "opt_state": ()}):
+        with pytest.raises(ValueError, match=cannot.format(type(state).__name__)):
+            step(state, made.batch)
 
 
 def test_state_placed_for_another_stage_or_mesh():

@@ -82,7 +82,7 @@ def test_a_key_that_is_said_to_be_replicated_is_not_folded():
 
 @pytest.mark.parametrize(("specs", "message"), [
     ({**SPECS, "x": P("model")}, r"P\('model',?\) for batch leaf x of shape \(6, 32, 12\).*split "
-     r"over 'data'. Use P\('data'\).*P\(None, 'data'\).*P\(\) for what is whole"),
+     r"over 'data'. Use P\('data'\).*P\(None, 'data'\).*P\(\) for what is replicated"),
     ({**SPECS, "y": P(None, "data")}, r"batch leaf y of shape \(32,\).*Use P\('data'\)"),
     ({**SPECS, "y": "data"}, r"'data' for batch leaf y.*Use P\('data'\)"),
     ({"x": P()}, r"batch_specs= does not fit the batch.*Give one PartitionSpec for all of it"),

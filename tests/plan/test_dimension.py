@@ -38,7 +38,7 @@ def test_override_decides_the_dimension():
         (P("model"), ValueError, r"no axis 'model'.*Name one of those"),
         (P(None, None, "data"), ValueError, r"more entries.*Drop the extra ones"),
         ("data", TypeError, r"map it to a jax.sharding.PartitionSpec"),
-        (P(P.UNCONSTRAINED), ValueError, r"UNCONSTRAINED is no place. Put None"),
+        (P(P.UNCONSTRAINED), ValueError, r"UNCONSTRAINED says nothing about placement. Put None"),
         (P("data", "data"), ValueError, r"one dimension.*Put 'data' there"),
     ],
 )
@@ -63,13 +63,20 @@ def test_bad_override_pattern():
 
 
 def test_patterns_that_match_nothing_are_mistakes():
-    message = r"'weight', which no parameter matches. Name some; paths are such as"
+    message = r"'weight', which no parameter matches. Paths are such as (params/)?w\."
     with pytest.raises(ValueError, match=message):
         params_plan({"w": shape(16, 3)}, overrides={"weight": P()})
     with pytest.raises(ValueError, match=message):
         params_plan({"w": shape(16, 3)}, stacked="weight")
     with pytest.raises(ValueError, match=r"stacked=.*no regular expression.*Escape"):
         params_plan({"w": shape(16, 3)}, stacked="*")
+
+
+@pytest.mark.parametrize("typo", ["dense/kernal", "params/Dense_0/kernl", "Densee", "^kernels$"])
+def test_patterns_with_a_typo_are_told_what_they_mean(typo):
+    params = {"Dense_0": {"kernel": shape(16, 3)}, "Conv_0": {"bias": shape(16)}}
+    with pytest.raises(ValueError, match=r"no parameter matches. Did you mean params/Dense_0/ker"):
+        params_plan(params, overrides={typo: P()})
 
 
 @pytest.mark.parametrize("size", [-1, "a", 1.5])

@@ -23,10 +23,21 @@ def test_mesh_without_the_axis():
     with pytest.raises(ValueError, match=r"no axis 'model'.*Pass axis="):
         params_plan({"w": shape(16, 16)}, axis="model")
     two = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"no axis 'data'.*\('x', 'y'\).*Pass axis="):
+    meant = r"pass axis='x', axis='y' or both, axis=\('x', 'y'\)"
+    with pytest.raises(ValueError, match=rf"the axes \('x', 'y'\) and none.*'data'.*: {meant}"):
         params_plan({"w": shape(16, 16)}, mesh=two)
-    with pytest.raises(TypeError, match=r"Make one with jax.make_mesh"):
-        params_plan({"w": shape(16, 16)}, mesh=8)
+
+
+def test_devices_in_place_of_a_mesh():
+    some, auto = np.array(jax.devices()[:4]), r"axis_types=\(jax.sharding.AxisType.Auto,\)"
+    for mesh in (some, list(some), tuple(some)):
+        made = rf"Make one with jax.make_mesh\(\(4,\), \('data',\), {auto}, devices=devices\)"
+        with pytest.raises(TypeError, match=made):
+            params_plan({"w": shape(16, 16)}, mesh=mesh)
+    for mesh, count in ((4, 4), ("data", 8)):
+        made = rf"Make one with jax.make_mesh\(\({count},\), \('data',\), {auto}\)"
+        with pytest.raises(TypeError, match=made):
+            params_plan({"w": shape(16, 16)}, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,25 @@ def test_optimizer_state_is_sharded_by_sharding_types(optimizer):
     assert optimizer == "adafactor" or not large
 
 
+def test_optimizer_state_that_is_replicated_names_the_parameter_it_follows():
+    tx, params = optax.adam(0.1), {"Dense_0": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(3)}}
+    follows = "follows params/Dense_0/bias, which is replicated"
+    for state, options in (
+        (TrainState.create(apply_fn=None, params=params, tx=tx), {}),
+        ({"params": params, "opt_state": tx.init(params)}, {}),  # by its path and shape alone
+        ({"params": params, "opt_state": tx.init(params)}, {"tx": tx}),
+    ):
+        plan = zerojax.plan(state, stage=1, **options)
+        reasons = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.kind == "opt_state"}
+        moments = {path: why for path, why in reasons.items() if path.endswith(("kernel", "bias"))}
+        assert set(moments.values()) == {follows, None} and len(moments) == 4
+        assert all((why == follows) == path.endswith("bias") for path, why in moments.items())
+    factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    params = {"w": jnp.ones((16, 32))}
+    plan = zerojax.plan((params, factored.init(params)), tx=factored)
+    assert "its own dimensions carry no shard of a parameter" in {x.reason for x in plan.leaves}
+
+
 def ravelled(inner):
     """As shampoo- and SOAP-like optimizers: one vector for all parameters."""
 
@@ -93,7 +112,7 @@ def test_optimizer_that_wants_concrete_values_falls_back_to_shapes():
 def test_optimizer_and_params_that_do_not_match():
     params = {"w": jnp.ones((16, 16))}
     tx = optax.adam(1e-3)
-    with pytest.raises(ValueError, match=r"opt_state/0/mu/v.*Make it anew: opt_state = tx.init"):
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/v.*Make it again: opt_state = tx.init"):
         zerojax.plan((params, tx.init({"v": params["w"]})), tx=tx)
     with pytest.raises(ValueError, match=r"opt_state/0/mu/w has shape \(8,\).*tx.init"):
         zerojax.plan((params, tx.init({"w": jnp.ones(8)})), tx=tx)

@@ -75,10 +75,10 @@ def test_show_tells_which_device_holds_what(capsys):
     assert lines[1].split() == ["[0:8,", ":]", "device", "0"] and len(lines) == 9
     plan.show("params/b")
     assert "on each device, replicated: " in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match=r"no leaf 'params/x' in this plan. Paths are such as para"
-    ):
+    with pytest.raises(ValueError, match=r"no leaf 'params/x' in this plan. Did you mean params/w"):
         plan.show("params/x")
+    with pytest.raises(ValueError, match=r"no leaf 'kernel'.*. Paths are such as step, params/b"):
+        plan.show("kernel")
 
 
 def test_plan_prints_leaves_bytes_and_totals():

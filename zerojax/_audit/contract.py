@@ -1,7 +1,7 @@
 """The contract of each stage's compiled program, and the rules that find where one breaks it.
 
-`promises` is the contract as data. A finding is one line: the operation, the parameter, the likely
-cause, the remedy.
+`promises` says how often each sharded parameter may be gathered; the rest of the contract is in the
+rules. A finding is one line: the operation, the parameter, the likely cause, the remedy.
 """
 
 import collections
@@ -69,11 +69,9 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
     return found
 
 
-def findings(
-    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
-) -> list[str]:
+def findings(report: Measured) -> list[str]:
     """Returns what breaks the contract; without a plan, what no stage does."""
-    found = [*_exchanges(report), *_warnings(report), *_limits(report, max_peak_bytes, min_overlap)]
+    found = [*_exchanges(report), *_warnings(report)]
     if report.plan is None:
         return [*found, *_all_reduces(report, {})]
     if not report.memory.parameters and report.plan.params:
@@ -234,9 +232,10 @@ def _warnings(report: Measured) -> Iterator[str]:
         )
 
 
-def _limits(
+def beyond(
     report: Measured, max_peak_bytes: float | None, min_overlap: float | None
 ) -> Iterator[str]:
+    """Finds where a step exceeds the limits that a user gave."""
     peak = report.memory.peak
     if max_peak_bytes is not None and peak > max_peak_bytes:
         yield (

@@ -1,6 +1,7 @@
 """The report of an audit: its findings, its table, its picture."""
 
 import dataclasses
+import functools
 import math
 
 from zerojax._audit import contract as _contract, timeline as _timeline
@@ -22,9 +23,13 @@ class Report(Measured):
     def findings(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> list[str]:
-        """Returns what breaks the stage's contract, a line each."""
+        """Returns what breaks the stage's contract or these limits, a line each."""
         check_limits(max_peak_bytes, min_overlap)
-        return _contract.findings(self, max_peak_bytes, min_overlap)
+        return [*self._findings, *_contract.beyond(self, max_peak_bytes, min_overlap)]
+
+    @functools.cached_property
+    def _findings(self) -> list[str]:
+        return _contract.findings(self)
 
     def check(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
@@ -111,7 +116,18 @@ class Report(Measured):
         if self.replay.unknown_loops:
             names = ", ".join(self.replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")
-        return [*lines, *(f"warning: {text}" for text in self.warnings)]
+        lines += [f"warning: {text}" for text in self.warnings]
+        return lines if self.plan is None else [*lines, self._verdict(self.plan.stage)]
+
+    def _verdict(self, stage: int) -> str:
+        """Says whether the stage's contract holds."""
+        count = len(self._findings)
+        if not count:
+            return f"keeps the contract of stage {stage}"
+        if _contract.UNNAMED in self._findings:
+            return f"the contract of stage {stage} cannot be checked: report.check() says why"
+        ways = "1 way" if count == 1 else f"{count} ways"
+        return f"breaks the contract of stage {stage} in {ways}: report.check()"
 
     def _memory_text(self) -> str:
         memory = self.memory

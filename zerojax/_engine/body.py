@@ -15,6 +15,7 @@ from zerojax._collectives import Held, dispose, obtain
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.vary import (
     Gradient,
+    T,
     Value,
     add,
     gradients,
@@ -32,10 +33,10 @@ from zerojax._types import TreeDef
 # differentiation a gathered weight would stay alive from its use in forward to its use in
 # backward, and stage 3 would save nothing. So every scope that gathers is differentiated by hand,
 # the same way: run the prefix (gathers and whatever comes from weights alone), take `jax.vjp` of
-# the rest, and drop from the residuals every array that the prefix made or that came in as an
+# the main part, and drop from the residuals every array that the prefix made or that came in as an
 # input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
 # last stays: backward wants it first.) Which other values are kept is JAX's and the user's
-# affair: their `jax.checkpoint` policies apply inside the rest.
+# affair: their `jax.checkpoint` policies apply inside the main part.
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
@@ -43,11 +44,12 @@ Run = Callable[[Sequence[Op], Env, "How"], None]
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """The schedule of a loss: whether backward gathers again, how loops prefetch.
+    """When the collectives of a loss run.
 
-    `prefetch` is the number of layers gathered ahead. `in_turn` delays the next layer's all-gather
-    until the previous layer's reduce-scatter has finished. `by_data` orders collectives by data
-    dependence where a barrier does not. `in_loop` says that a loop over layers is around.
+    `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
+    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
+    starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
+    keep collectives in order. `in_loop`: what runs is the body of a loop over layers.
     """
 
     regather: bool
@@ -99,9 +101,9 @@ def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
 class Body:
     """A split as functions: its value, its value with residuals, its gradients.
 
-    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the rest. Those
+    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the others. Those
     at the positions in `lost` will not be there for backward. `run` interprets the ops of the
-    rest, and `wrap` goes around it.
+    main part, and `wrap` goes around it.
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class Body:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
         frontier = self.prefix(weights, self.gather(weights))
-        return self.wrap(self.rest)(frontier, self.roots_of(inputs), self.plain_of(inputs))
+        return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def gather(self, weights: Sequence[Value], kept: Env | None = None) -> list[Array]:
+    def gather(self, weights: Sequence[Value | None], kept: Env | None = None) -> list[Array]:
         """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
         held, kept = self._by_var(weights), kept or {}
         return [
@@ -138,7 +140,7 @@ class Body:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
 
-    def rest(
+    def main(
         self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
     ) -> list[Array]:
         """Returns the outputs, from the frontier, the shards that inner loops gather, and the
@@ -146,16 +148,16 @@ class Body:
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
-        self.run(self.split.rest, env, self.how)
+        self.run(self.split.main, env, self.how)
         return read_arrays(env, self.split.outvars)
 
-    def weights_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def weights_of(self, inputs: Sequence[T]) -> list[T]:
         return where(inputs, self.is_weight)
 
-    def plain_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def plain_of(self, inputs: Sequence[T]) -> list[T]:
         return where(inputs, [not w for w in self.is_weight])
 
-    def roots_of(self, inputs: Sequence[Any]) -> list[Any]:
+    def roots_of(self, inputs: Sequence[T]) -> list[T]:
         by_var = dict(zip(self.split.invars, inputs, strict=True))
         return [by_var[root] for root in self.split.loop_roots]
 
@@ -167,29 +169,30 @@ class Body:
     def forward(
         self, inputs: Sequence[Value], gathered: Sequence[Array], wanted: Sequence[bool]
     ) -> tuple[list[Array], Saved]:
-        """Returns the outputs and the residuals of the rest, less what backward can make or has.
+        """Returns the outputs, and the residuals of the main part that backward cannot make itself.
 
         `wanted` says for which inputs a gradient is wanted.
         """
         frontier = self.prefix(self.weights_of(inputs), gathered)
-        varied, join = vary([*frontier], self._frontier_varies(wanted))
+        varies = self._frontier_varies(wanted)
         roots_and_plain, join_inputs = vary(*self._rest_inputs(inputs, wanted))
         num_roots = len(self.split.loop_roots)
 
-        def rest(varied: list, varied_inputs: list) -> tuple[list, list]:
-            values = join_inputs(varied_inputs)
-            outs = self.wrap(self.rest)(join(varied), values[:num_roots], values[num_roots:])
-            floats = [is_float(x) for x in outs]
-            return where(outs, floats), where(outs, [not f for f in floats])
+        def vjp_of(frontier: Sequence[Array]) -> tuple[list[Array], Any, list[Array]]:
+            varied, join = vary([*frontier], varies)
 
-        float_outs, vjp, other_outs = jax.vjp(rest, varied, roots_and_plain, has_aux=True)
+            def main(varied: list, varied_inputs: list) -> tuple[list, list]:
+                values = join_inputs(varied_inputs)
+                outs = self.wrap(self.main)(join(varied), values[:num_roots], values[num_roots:])
+                floats = [is_float(x) for x in outs]
+                return where(outs, floats), where(outs, [not f for f in floats])
+
+            return jax.vjp(main, varied, roots_and_plain, has_aux=True)
+
+        float_outs, vjp, other_outs = vjp_of(frontier)
         outs = merge(self._float_outs(), float_outs, other_outs)
         saved = strip(vjp, self.known(frontier, inputs), wanted)
-
-        def derive(varied: list[Array]) -> Any:
-            return jax.vjp(rest, varied, roots_and_plain, has_aux=True)[1]
-
-        self.check_stripped(saved, varied, derive)
+        self.check_stripped(saved, frontier, lambda frontier: vjp_of(frontier)[1])
         return outs, saved
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
@@ -198,16 +201,16 @@ class Body:
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
 
     def check_stripped(
-        self, saved: Saved, varied: Sequence[Array], derive: Callable[[list[Array]], Any]
+        self, saved: Saved, frontier: Sequence[Array], derive: Callable[[list[Array]], Any]
     ) -> None:
-        """Raises where one of the weights in `varied` is kept for backward all the same.
+        """Raises where one of the weights in `frontier` is kept for backward all the same.
 
         What looks like one, by shape and dtype, may be an activation: the jaxpr tells.
         """
-        shapes = {(x.shape, x.dtype) for x in varied if x.ndim > 1}
+        shapes = {(x.shape, x.dtype) for x in frontier if x.ndim > 1}
         if not any((x.shape, x.dtype) in shapes for x in saved.arrays):
             return
-        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(varied)).jaxpr
+        jaxpr = jax.make_jaxpr(lambda v: jax.tree.leaves(derive(v)))(list(frontier)).jaxpr
         kept = [v for v, k in zip(jaxpr.outvars, saved.slots, strict=True) if k is None]
         if any(v in jaxpr.invars for v in kept if is_var(v)):
             raise RuntimeError(
@@ -241,8 +244,8 @@ class Body:
         """Returns the gradients of the inputs less what comes through gathered weights, and the
         gradients of these, not yet reduced over the devices.
 
-        The chain rule in two steps: the stripped vjp of the rest, with the frontier put back, gives
-        the gradients of the frontier; the vjp of the prefix takes these to its sources.
+        The chain rule in two steps: the stripped vjp of the main part, with the frontier put back,
+        gives the gradients of the frontier; the vjp of the prefix takes these to its sources.
         """
         weights = self.weights_of(inputs)
         # Shards get their gradients through the gathered weights and through inner loops.

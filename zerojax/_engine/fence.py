@@ -15,7 +15,7 @@ from zerojax._types import is_key
 # over the shards and the cotangents keeps them apart.
 #
 # XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
-# nothing of a loop in the midst of that loop: collectives are held to the order in which they
+# nothing of a loop during that loop: collectives are held to the order in which they
 # start, and a loop counts as started as soon as one iteration waits for another thread. All
 # collectives have the same channel, so devices pair the wrong ones: a crash, NaN, or wrong
 # numbers (JAX 0.12, several emulated devices; 0.10 expands barriers before it schedules).

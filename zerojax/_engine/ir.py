@@ -1,4 +1,4 @@
-"""The parts of a split jaxpr: shards and views of them, scopes and loops, prefix and rest."""
+"""The parts of a split jaxpr: shards and views of them, scopes and loops, prefix and main part."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class View:
     stops: bool = False  # whether no gradient passes
 
 
-# The kind of a variable that is no `Shard`; None: a value of the rest.
+# The kind of a variable that is no `Shard`; None: a value of the main part.
 WEIGHT = "weight"  # computed from weights and constants alone
 CONST = "const"  # computed from constants alone
 
@@ -72,7 +72,7 @@ class Nested:
 
     @property
     def effects(self) -> frozenset[Effect]:
-        return frozenset().union(*(op.effects for op in self.split.rest))
+        return frozenset().union(*(op.effects for op in self.split.main))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Loop(Nested):
     unroll: int | bool
 
 
-Op = JaxprEqn | Scope | Loop  # of a rest
+Op = JaxprEqn | Scope | Loop  # of a main part
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A jaxpr as prefix and rest. `kinds` says what each input is."""
+    """A jaxpr as prefix and main part. `kinds` says what each input is."""
 
     invars: list[Var]
     kinds: list[Kind]
@@ -111,17 +111,17 @@ class Split:
     gathers: dict[Var, Shard]
     prefix: list[JaxprEqn]
     frontier: list[Var]
-    rest: list[Op]
+    main: list[Op]
     outvars: list[Atom]
 
     @property
     def loop_roots(self) -> list[Var]:
-        """The inputs that the rest still needs as shards, for its loops and scopes."""
-        return unique(s.root for s in shards_read(self.rest))
+        """The inputs that the main part still needs as shards, for its loops and scopes."""
+        return unique(s.root for s in shards_read(self.main))
 
     @property
     def read_last(self) -> list[Var]:
-        """The matrix gathered here that the rest reads last (a head), and vectors read after it.
+        """The matrix gathered here that the main part reads last (a head), and vectors after it.
 
         Backward needs them first. There are none where a loop or scope, which gathers for itself,
         comes later.
@@ -133,7 +133,7 @@ class Split:
             if is_var(source) and source in gathered:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []
-        for op in reversed(self.rest):
+        for op in reversed(self.main):
             if isinstance(op, Nested) or any(type_of(v).ndim > 1 for v in found):
                 break
             found += [gathered[v] for v in reads_of(op) if v in gathered]

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
-from zerojax._engine.vary import Gradient, Value, add, instantiated, is_float
+from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
 
 
 class Layers:
@@ -32,7 +32,7 @@ class Layers:
         self.how = how
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
 
-    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Returns constants, carry and scanned operands."""
         first_x = self.loop.num_consts + self.loop.num_carry
         carry = slice(self.loop.num_consts, first_x)

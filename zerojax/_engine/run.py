@@ -44,7 +44,7 @@ def evaluate(
 
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
-    """Runs the ops of a rest in `env`."""
+    """Runs the ops of a main part in `env`."""
     for op in ops:
         match op:
             case Scope():

@@ -1,9 +1,9 @@
-"""Splits a jaxpr in two: what comes from weights alone, and the rest.
+"""Splits a jaxpr in two: what comes from weights alone, and its *main* part.
 
-The first part, the *prefix*, gathers shards and computes whatever needs nothing but weights
+The first, the *prefix*, gathers shards and computes whatever needs nothing but weights
 (casts, transposes, weight normalisation). It is cheap to repeat, and its results are as large as
 full weights, so backward runs it again and none of it is kept (but see `Split.read_last`). What
-the rest reads of it is the *frontier*.
+the main part reads of it is the *frontier*.
 """
 
 import dataclasses
@@ -45,23 +45,23 @@ def split(
     """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is sharded.
 
     With `pull`, weights inside a remat are gathered outside of it (a loop body gathers everything
-    first); without, the remat gathers for itself where it can. `checkpointed` says that the rest
-    will run under `jax.checkpoint`.
+    first); without, the remat gathers for itself where it can. `checkpointed` says that the main
+    part will run under `jax.checkpoint`.
     """
     splitter = _Splitter(pull, checkpointed)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.bring_in(var, kind)
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
-    rest: list[Op] = []
+    main: list[Op] = []
     eqns = splitter.inline(jaxpr.eqns)
     splitter.find_readers(eqns, [splitter.inliner.named(v) for v in jaxpr.outvars])
     for eqn in eqns:
-        splitter.visit(eqn, rest)
+        splitter.visit(eqn, main)
     outvars = [splitter.gathered_once(splitter.inliner.named(v)) for v in jaxpr.outvars]
-    rest = alive(rest, outvars, reads_of)
-    read = [v for op in rest for v in reads_of(op)]
+    main = alive(main, outvars, reads_of)
+    read = [v for op in main for v in reads_of(op)]
     wanted = unique([*read, *filter(is_var, outvars)])
-    made = {v for op in rest for v in op.outvars}
+    made = {v for op in main for v in op.outvars}
     frontier = [v for v in wanted if splitter.kind(v) in (WEIGHT, CONST) and v not in made]
     prefix = alive(splitter.prefix, frontier, reads)
     needed = {v for eqn in prefix for v in reads(eqn)} | set(frontier)
@@ -73,13 +73,13 @@ def split(
         gathers=gathers,
         prefix=prefix,
         frontier=frontier,
-        rest=rest,
+        main=main,
         outvars=outvars,
     )
 
 
 class _Splitter:
-    """A visitor of the equations of one jaxpr, which sorts them into its prefix and its rest."""
+    """A visitor of the equations of one jaxpr, which sorts them into prefix and main part."""
 
     def __init__(self, pull: bool, checkpointed: bool) -> None:
         self.pull, self.checkpointed = pull, checkpointed
@@ -140,7 +140,7 @@ class _Splitter:
 
     # -- one equation
 
-    def visit(self, eqn: JaxprEqn, rest: list[Op]) -> None:
+    def visit(self, eqn: JaxprEqn, main: list[Op]) -> None:
         # A remat taken apart while visiting may have renamed what this equation reads.
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
@@ -155,13 +155,13 @@ class _Splitter:
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
-            self.visit_remat(eqn, rest)
+            self.visit_remat(eqn, main)
         elif name == "scan" and self.scans_weights(eqn):
-            rest.append(self.loop(eqn))
+            main.append(self.loop(eqn))
         else:
-            self.visit_plain(eqn, rest)
+            self.visit_plain(eqn, main)
 
-    def visit_plain(self, eqn: JaxprEqn, rest: list[Op]) -> None:
+    def visit_plain(self, eqn: JaxprEqn, main: list[Op]) -> None:
         invars = [self.gathered_once(v) for v in eqn.invars]
         kinds = {self.kind(v) for v in invars}
         eqn = eqn.replace(invars=invars)
@@ -171,16 +171,16 @@ class _Splitter:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
             # [Note: constants under checkpoint] What comes from constants alone, a mask made of
             # iotas say, goes into the prefix, because weights may be computed with it, and into
-            # the rest too where that runs under jax.checkpoint. Nothing is kept for backward there
-            # anyway. As part of the frontier the mask would be an input of the checkpoint, behind
-            # its barrier: an array in memory instead of part of a fusion.
+            # the main part too where that runs under jax.checkpoint. Nothing is kept for backward
+            # there anyway. As part of the frontier the mask would be an input of the checkpoint,
+            # behind its barrier: an array in memory instead of part of a fusion.
             if self.checkpointed and WEIGHT not in kinds:
-                rest.append(eqn)
+                main.append(eqn)
         else:
-            rest.append(eqn)
+            main.append(eqn)
 
-    def visit_remat(self, eqn: JaxprEqn, rest: list[Op]) -> None:
-        rest.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
+    def visit_remat(self, eqn: JaxprEqn, main: list[Op]) -> None:
+        main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
 
     def scope(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat that gathers for itself, in backward again."""
@@ -206,7 +206,7 @@ class _Splitter:
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
         # Its equations are visited as if the loop body had them. Those of weights alone join the
-        # body's prefix, where the loop gathers; the others become the rest of the remat.
+        # body's prefix, where the loop gathers; the others become the main part of the remat.
         ops: list[Op] = []
         outside, self.checkpointed = self.checkpointed, True
         inside = self.inline(self.inliner.expand(eqn))
@@ -228,7 +228,7 @@ class _Splitter:
             gathers={},
             prefix=[],
             frontier=[],
-            rest=ops,
+            main=ops,
             outvars=[*outvars],
         )
         return Scope(inner, operands, outvars, *_checkpoint_params(eqn))

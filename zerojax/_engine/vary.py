@@ -117,7 +117,7 @@ def add(a: Array | None, b: Array | None) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-def zeros_like(value: Any) -> Any:
+def zeros_like(value: Array | jax.ShapeDtypeStruct) -> Array | np.ndarray:
     """Returns the zero gradient of a value of any dtype."""
     if is_float(value):
         return jnp.zeros(value.shape, value.dtype)
@@ -128,7 +128,7 @@ def where(items: Sequence[T], mask: Sequence[bool]) -> list[T]:
     return [x for x, keep in zip(items, mask, strict=True) if keep]
 
 
-def merge(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+def merge(mask: Sequence[bool], yes: Sequence[T], no: Sequence[T]) -> list[T]:
     """Returns the items of `yes` where `mask` is true and those of `no` elsewhere, in order."""
     yes_items, no_items = iter(yes), iter(no)
     return [next(yes_items) if m else next(no_items) for m in mask]

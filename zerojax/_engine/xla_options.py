@@ -25,10 +25,10 @@ Options = dict[str, int | bool | str]
 
 
 def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool) -> Options:
-    """Returns the options for a step on this mesh, whose loops gather a layer ahead or not.
+    """Returns the options for a step on this mesh. `ahead`: its loops gather one layer ahead.
 
-    Loops that do run faster with a layer's collectives combined into one, and with gathered weights
-    that pass from one iteration to the next without a copy. Other programs run slower with either.
+    Such loops run faster when XLA combines all collectives of a layer into one, and when gathered
+    weights pass to the next iteration without a copy. Both make other programs slower.
     """
     device = mesh.devices.flat[0]
     if not _compat.is_nvidia_gpu(device):

@@ -82,7 +82,7 @@ def forecast(
         [96, 12]
     """
     gpu = _gpu(gpus, rates)
-    _check_batch(batch, tokens)
+    _check(make_state, batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     options = {"tx": tx, "mutable": mutable}
     if stages is None:
@@ -104,7 +104,12 @@ def forecast(
     return Forecast(gpus, gpu, tuple(cases))
 
 
-def _check_batch(batch: PyTree, tokens: int | None) -> None:
+def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
+    _refusals.check_state_function(
+        make_state,
+        "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); a function "
+        "is given its arguments by lambda: make_state(key).",
+    )
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
         raise ValueError(f"tokens={tokens!r} must be positive: how many a step trains on.")
     if not jax.tree.leaves(batch):

@@ -65,16 +65,17 @@ def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None
 def find_plan(state: PyTree, given: Plan | None, stage: int | None) -> Plan:
     """Returns the plan that the state was placed by."""
     plan = plan_of(state, given)
-    if plan is None:
-        how = (
-            "state = zerojax.shard_train_state(state, stage=3)"
-            if _state.get_tx(state) is not None
-            else "plan = zerojax.plan(state, stage=3), then state = plan.place(state), and pass "
-            "plan=plan here (a state without an optimizer field cannot carry it)"
-        )
+    kind = type(state).__name__
+    if plan is None and _state.get_tx(state) is None:
         raise ValueError(
-            f"the state of type {type(state).__name__} is not placed, or its optimizer was "
-            f"replaced since. First: {how}."
+            f"a {kind} cannot carry its plan: it has no optimizer field, tx. Pass it: "
+            "zerojax.train_step(loss_fn, plan=plan, tx=tx), with plan = zerojax.plan(state, "
+            "stage=3), state = plan.place(state)."
+        )
+    if plan is None:
+        raise ValueError(
+            f"the state of type {kind} is not placed, or its optimizer was replaced since. First: "
+            "state = zerojax.shard_train_state(state, stage=3)."
         )
     if given is not None and given != plan:
         raise ValueError(

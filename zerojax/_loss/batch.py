@@ -87,7 +87,7 @@ def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...])
             f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
             f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
             f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
-            "P() for what is whole on every device."
+            "P() for what is replicated."
         )
     return Role(BATCH, dim)
 

@@ -86,8 +86,8 @@ class Rule:
             )
         if PartitionSpec.UNCONSTRAINED in tuple(spec):
             raise ValueError(
-                f"overrides= puts {path} on {spec}, and UNCONSTRAINED is no place. Put None for a "
-                "dimension that is not sharded."
+                f"overrides= puts {path} on {spec}, and UNCONSTRAINED says nothing about "
+                "placement. Put None for a dimension that is not sharded."
             )
         sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
         if len(sharded) > 1 or any(entry not in self._allowed() for entry in sharded):

@@ -46,7 +46,7 @@ class LeafPlan:
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is sharded, at the latest for the update."""
+        """The dimension that is sharded during the update."""
         return self.update.dim
 
     @property
@@ -54,7 +54,14 @@ class LeafPlan:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: Mesh) -> int:
-        return math.prod(self.rest.sharding(mesh).shard_shape(self.shape)) * self.dtype.itemsize
+        return self._bytes_at(self.rest, mesh)
+
+    def gradient_bytes_per_device(self, mesh: Mesh) -> int:
+        return self._bytes_at(self.grad, mesh) if self.grad else 0
+
+    def _bytes_at(self, place: Placement, mesh: Mesh) -> int:
+        part = place.sharding(mesh).shard_shape(place.padded(self.shape))
+        return math.prod(part) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -86,7 +93,7 @@ class Layout:
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes over which the batch is split and the state may be sharded."""
+        """`batch_axes`, by its old name."""
         return self.batch_axes
 
     @property
@@ -130,5 +137,4 @@ class Layout:
 
     def gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
-        places = [(leaf, leaf.grad.sharding(self.mesh)) for leaf in self.leaves if leaf.grad]
-        return sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in places)
+        return sum(leaf.gradient_bytes_per_device(self.mesh) for leaf in self.leaves)

@@ -16,10 +16,11 @@ DEFAULT_AXIS = "data"
 
 
 def default_mesh() -> Mesh:
-    """Returns all devices on one axis, `data`, where the fastest links join neighbours.
+    """Returns a mesh of all devices on one axis, `data`, in an order that suits their links.
 
-    Those links join the devices of a slice: a host of GPUs (or what NVLink joins across hosts), or
-    a slice of TPUs. JAX's own `make_mesh` refuses more than one slice.
+    The fastest links are within a slice: a host of GPUs (or several that NVLink joins), or a slice
+    of TPUs. So the devices of a slice are neighbours on the axis. JAX's own `make_mesh` refuses
+    more than one slice.
     """
     slices: dict[int, list[Device]] = {}
     for device in jax.devices():
@@ -45,7 +46,7 @@ def mesh(**sizes: int) -> Mesh:
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     asked = math.prod(sizes.values())
-    if list(sizes.values()).count(-1) == 1 and len(devices) % -asked == 0:
+    if list(sizes.values()).count(-1) == 1 and asked < 0 and len(devices) % -asked == 0:
         sizes = {name: len(devices) // -asked if n == -1 else n for name, n in sizes.items()}
     if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
         product = " x ".join(map(str, sizes.values()))
@@ -59,34 +60,55 @@ def mesh(**sizes: int) -> Mesh:
 
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
-    """Returns the mesh and the ZeRO axes that a caller meant, or raises and says what to pass."""
+    """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
-            "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))."
-        )
+        raise _no_mesh(mesh)
     _check_devices(mesh)
     axes = _axes(mesh, axis)
     _check_auto(mesh)
     return mesh, axes
 
 
+def _no_mesh(given: object) -> TypeError:
+    """Makes the error for what is not a mesh, such as a number of devices or a list of them."""
+    count, options = given if isinstance(given, int) else jax.device_count(), ""
+    if isinstance(given, list | tuple | np.ndarray):
+        count, options = np.size(given), ", devices=devices"
+    return TypeError(
+        f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}. Make one with "
+        f"{_call_for(count, options)}."
+    )
+
+
+def _call_for(count: int, options: str = "") -> str:
+    """Returns, for a message, the call that makes a mesh of `count` devices."""
+    auto = "axis_types=(jax.sharding.AxisType.Auto,)"
+    return f"jax.make_mesh(({count},), ('data',), {auto}{options})"
+
+
 def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = tuple(mesh.axis_names)
+    if axis is None and len(names) > 1 and DEFAULT_AXIS not in names:
+        each = ", ".join(f"axis={name!r}" for name in names)
+        raise ValueError(
+            f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: pass "
+            f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}."
+        )
     if axis is None:
-        axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else DEFAULT_AXIS
+        axis = names[0] if len(names) == 1 else DEFAULT_AXIS
     axes = (axis,) if isinstance(axis, str) else axis
     are_names = isinstance(axes, Sequence) and all(isinstance(name, str) for name in axes)
     if not are_names or not axes or len(set(axes)) < len(axes):
         raise ValueError(
             f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
-            f"{tuple(mesh.axis_names)}. Pass one of them, or leave axis= out."
+            f"{names}. Pass one of them, or leave axis= out."
         )
     for name in axes:
-        if name not in mesh.axis_names:
+        if name not in names:
             raise ValueError(
-                f"mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}. "
-                "Pass axis=... with one of them, or with several."
+                f"mesh has no axis {name!r}; its axes are {names}. Pass axis=... with one of them, "
+                "or with several."
             )
     return tuple(axes)
 
@@ -110,31 +132,30 @@ def _check_devices(mesh: Mesh) -> None:
         what = f"names {twice} of its {count} devices again" if twice else "has no devices"
         raise ValueError(
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
-            f"jax.make_mesh(({jax.device_count()},), ('data',), "
-            "axis_types=(jax.sharding.AxisType.Auto,))."
+            f"{_call_for(jax.device_count())}."
         )
 
 
 @contextlib.contextmanager
 def seen_as(mesh: AbstractMesh) -> Iterator[None]:
-    """Sets `mesh`, whatever mesh a caller has set."""
+    """Sets `mesh` inside a `with`, in place of any mesh that a caller has set."""
     set_to = jax.sharding.use_abstract_mesh
-    # First none at all: from one mesh to another, JAX demands axes of equal sizes.
+    # An empty mesh first: JAX allows no change from one mesh to another with axes of other sizes.
     with set_to(AbstractMesh((), ())), set_to(mesh):
         yield
 
 
 def unset() -> AbstractContextManager[object]:
-    """Sets no mesh, so that values of a single device can be computed with."""
+    """Sets no mesh, so that arrays on a single device can be used."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @contextlib.contextmanager
 def auto_axes() -> Iterator[None]:
-    """Makes the axes of the mesh that is set Auto, for what zerojax traces.
+    """Makes the axes of the current mesh Auto while zerojax traces.
 
-    Those of a mesh that a caller has set, by `jax.set_mesh`, are Explicit by default, and would
-    decide over every operation.
+    A caller may have set a mesh with `jax.set_mesh`. Its axes are Explicit by default, and JAX then
+    infers or demands a sharding for every operation.
     """
     mesh = jax.sharding.get_abstract_mesh()
     autos = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
@@ -143,7 +164,7 @@ def auto_axes() -> Iterator[None]:
 
 
 def check_runs(mesh: Mesh) -> None:
-    """Raises for devices that code can only be compiled for."""
+    """Raises for devices that are not there, for which code can only be compiled."""
     device = mesh.devices.flat[0]
     if _compat.is_compile_only(device):
         raise ValueError(

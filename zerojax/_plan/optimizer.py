@@ -70,8 +70,20 @@ def _check_match(opt_state: PyTree, made: PyTree) -> None:
             continue
         raise ValueError(
             f"optimizer and parameters do not match: opt_state/{path} {odd}. "
-            "Make it anew: opt_state = tx.init(params)."
+            "Make it again: opt_state = tx.init(params)."
         )
+
+
+def followed(
+    leaf: Leaf, params: Sequence[tuple[Leaf, PartitionSpec]]
+) -> tuple[PartitionSpec, str | None] | None:
+    """Returns the spec of the parameter whose path ends this leaf's path, if the shapes agree."""
+    for param, spec in params:
+        tail = param.path[1:]
+        same_place = leaf.path[len(leaf.path) - len(tail) :] == tail
+        if same_place and shape_dtype(param.value).shape == shape_dtype(leaf.value).shape:
+            return spec, None if any(spec) else f"follows {param.name}, which is replicated"
+    return None
 
 
 def from_matching_shapes(
@@ -80,19 +92,16 @@ def from_matching_shapes(
     rule: Rule | None,
     why: str | None = None,
 ) -> tuple[PartitionSpec, str | None]:
-    """Returns the spec of the parameter whose path ends this leaf's path, if the shapes agree.
+    """Returns the spec of the parameter that a leaf follows, or else what `rule` says of its shape.
 
-    Otherwise returns what `rule` says of the shape. `why` is why nothing better is known.
+    `why` is why nothing better is known.
     """
-    shape = tuple(shape_dtype(leaf.value).shape)
-    for param, spec in params:
-        tail = param.path[1:]
-        same_place = leaf.path[len(leaf.path) - len(tail) :] == tail
-        if same_place and tuple(shape_dtype(param.value).shape) == shape:
-            return spec, None
+    found = followed(leaf, params)
+    if found is not None:
+        return found
     if rule is None:
         return PartitionSpec(), "neither a parameter nor optimizer state"
-    spec, reason = rule(leaf.name, shape, PartitionSpec(), 0)
+    spec, reason = rule(leaf.name, shape_dtype(leaf.value).shape, PartitionSpec(), 0)
     return spec, "; ".join(
         filter(None, (reason, why and f"sharded by its shape alone: {why}"))
     ) or None

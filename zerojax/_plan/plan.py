@@ -37,7 +37,7 @@ class Plan(Layout):
     def abstract(self) -> PyTree:
         """Returns the state as `jax.ShapeDtypeStruct`s that carry their shardings."""
         structs = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(leaf.rest.padded(leaf.shape), leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
         return _carried.carry_plan(self.treedef.unflatten(structs), self)

@@ -102,6 +102,9 @@ def plan(
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
     """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves."""
     _refusals.check_functional(state_or_fn)
+    _refusals.check_state_function(
+        state_or_fn, "Pass the state, or a function with its arguments: lambda: make_state(key)."
+    )
     born = _state.is_state_function(state_or_fn)
     state = jax.eval_shape(state_or_fn) if born else state_or_fn
     _refusals.check_functional(state)
@@ -179,7 +182,7 @@ def _shard_specs(
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
         if leaf.kind == OPT_STATE and typed is not None:
-            found[leaf.path] = _typed_spec(next(inferred))
+            found[leaf.path] = _typed_spec(next(inferred), _optimizer.followed(leaf, params))
         elif leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
             spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
@@ -187,13 +190,15 @@ def _shard_specs(
     return found
 
 
-def _typed_spec(struct: jax.ShapeDtypeStruct) -> Found:
+def _typed_spec(struct: jax.ShapeDtypeStruct, followed: Found | None) -> Found:
+    """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why."""
     spec = getattr(struct.sharding, "spec", PartitionSpec())
     if not struct.shape:
         return PartitionSpec(), "scalar"
     if any(entry is not None for entry in spec):
         return spec, None
-    return spec, "its own dimensions carry no shard of a parameter"
+    reason = followed[1] if followed is not None else None
+    return spec, reason or "its own dimensions carry no shard of a parameter"
 
 
 def _normal(entries: Iterable[Entry]) -> PartitionSpec:

@@ -1,13 +1,12 @@
 """A plan as a picture, as a table, and one of its leaves as text."""
 
-import difflib
 from collections.abc import Sequence
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.placement import Groups
-from zerojax._state.state import OPT_STATE, OTHER, PARAMS
+from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
 from zerojax._types import Device
 
@@ -110,8 +109,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     """Describes one leaf: its sharding, and which devices hold which part of it."""
     named = {leaf.path: leaf for leaf in plan.leaves}
     if path not in named:
-        close = difflib.get_close_matches(path, named, n=3, cutoff=0.3) or list(named)[:3]
-        raise ValueError(f"no leaf {path!r} in this plan. Paths are such as {', '.join(close)}.")
+        raise ValueError(f"no leaf {path!r} in this plan. {paths_like(path, list(named))}")
     leaf = named[path]
     why = f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [

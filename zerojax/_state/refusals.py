@@ -34,6 +34,15 @@ def check_functional(state: object) -> None:
         )
 
 
+def check_state_function(state_or_fn: PyTree, remedy: str) -> None:
+    """Raises for a function that needs arguments, where one that makes the state is expected."""
+    if _state.is_state_function(state_or_fn) and not _takes(state_or_fn, (), {}):
+        name = getattr(state_or_fn, "__name__", type(state_or_fn).__name__)
+        raise TypeError(
+            f"{name} takes arguments, and a function that makes the state takes none. {remedy}"
+        )
+
+
 def is_flax_module(value: object) -> bool:
     modules = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
     return any(isinstance(value, module.Module) for module in modules)

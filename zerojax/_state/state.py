@@ -6,6 +6,7 @@ trees of parameters. No other package knows these container types.
 """
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -217,10 +218,26 @@ def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     found = {path for path, name in names.items() if finds(pattern, name, option)}
     if not found:
         raise ValueError(
-            f"{option} has the path pattern {pattern!r}, which no parameter matches. Name some; "
-            f"paths are such as {', '.join(sorted(names.values())[:3])}."
+            f"{option} has the path pattern {pattern!r}, which no parameter matches. "
+            f"{paths_like(pattern, sorted(names.values()))}"
         )
     return found
+
+
+def paths_like(given: str, paths: Sequence[str]) -> str:
+    """Ends an error about an unknown path: asks for the one with a similar part, or lists a few."""
+    length = given.count("/") + 1
+    by_part: dict[str, str] = {}
+    for path in paths:
+        names = path.split("/")
+        for start in range(len(names) - length + 1):
+            by_part.setdefault("/".join(names[start : start + length]), path)
+    close = difflib.get_close_matches(given, by_part, n=1)
+    return (
+        f"Did you mean {by_part[close[0]]}?"
+        if close
+        else f"Paths are such as {', '.join(paths[:3])}."
+    )
 
 
 def finds(pattern: str, name: str, option: str) -> bool:

@@ -44,7 +44,9 @@ class Parameter:
 
     @property
     def landing(self) -> Placement:
-        """Where the loss leaves the gradient: where microbatches are summed, or updates it."""
+        """The placement in which the loss leaves the gradient."""
+        # One microbatch alone goes all the way to the shard that is updated, layer by layer, hidden
+        # behind the layers before it. Of several, each goes no further than where they are summed.
         grad = self.leaf.grad if self.accumulates else None
         return self.leaf.update if grad is None else grad
 
@@ -69,9 +71,10 @@ class Parameter:
 
     @property
     def cut(self) -> Cut:
-        """How the loss sees it, where it is held."""
+        """The sharding and the wire that the engine sees, where the parameter is `Held`."""
         update, rank = self.leaf.update, len(self.leaf.shape)
         rest = self.leaf.rest
+        # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
         wire = Wire(Route(rest.axes, padding=rest.padding), reduce)
         others, path = update.others(rank), self.leaf.path
@@ -83,7 +86,10 @@ class Parameter:
         return beyond(self.plan.batch_axes, self.leaf.update.axes)
 
     def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
-        """Returns the route of a gradient that is sharded over `start` to `end`."""
+        """Returns the route that takes a gradient from shards over `start` to shards over `end`.
+
+        Microbatches are summed where `leaf.grad` says: those axes come first, the others may wait.
+        """
         near = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
         far = beyond(axes, near)

@@ -118,7 +118,7 @@ class Program:
         counts = self.counts(args, closed_over)
         varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
-        share, rest = exact_share(self.plan.size * self.options.accumulate)
+        share, remaining = exact_share(self.plan.size * self.options.accumulate)
 
         def scaled_loss(floats: list[Array], loss_args: list[Array]) -> tuple[Array, PyTree]:
             found = iter(floats)
@@ -135,7 +135,7 @@ class Program:
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
-        return loss, aux, self.reduced(grads, rest) if self.options.differentiate else []
+        return loss, aux, self.reduced(grads, remaining) if self.options.differentiate else []
 
     def over_microbatches(
         self,
@@ -266,14 +266,15 @@ class Program:
         is_first = lax.axis_index(self.plan.batch_axes) == 0
         return lax.psum(jnp.where(is_first, summed, 0), self.plan.batch_axes).astype(value.dtype)
 
-    def reduced(self, grads: list[Array], rest: float) -> list[Array | np.ndarray]:
-        """Returns the mean of the gradients, of which `rest` is the factor that they still lack."""
+    def reduced(self, grads: list[Array], remaining: float) -> list[Array | np.ndarray]:
+        """Returns the mean of the gradients, which lack the factor `remaining`."""
         found = iter(grads)
 
         def mean(p: Parameter) -> Array | np.ndarray:
             if not p.is_varied:
                 return p.no_gradient()
             grad = p.reduced(next(found))
-            return grad if rest == 1 else (grad.astype(wide(grad.dtype)) * rest).astype(grad.dtype)
+            scaled = (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
+            return grad if remaining == 1 else scaled
 
         return list(map(mean, self.params))

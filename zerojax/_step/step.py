@@ -36,11 +36,14 @@ class Recipe:
 
     loss_fn: Callable[..., PyTree]
     options: Options
-    mutable: tuple[str, ...] = ()
     plan: Plan | None = None
     tx: optax.GradientTransformation | None = None
     stage: int | None = None
     skip_nonfinite: bool = False
+
+    @property
+    def mutable(self) -> tuple[str, ...]:
+        return self.options.mutable
 
 
 # [Note: when a step is compiled]
@@ -57,7 +60,7 @@ class Step:
         function: Callable[..., PyTree],
         recipe: Recipe,
         donate: bool,
-        compiler_options: dict[str, PyTree] | None,
+        compiler_options: dict[str, int | bool | str] | None,
     ) -> None:
         self.recipe, self.compiler_options = recipe, compiler_options
         donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
@@ -127,7 +130,7 @@ class Step:
     def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
         """Raises where several processes run different steps; asked once for a plan and shapes.
 
-        Processes that run different programs wait for each other in a collective for ever.
+        Processes that run different programs wait for each other in a collective forever.
         """
         plan = self._plan_for(args, named)
         if plan is None or not jax.distributed.is_initialized():
@@ -167,7 +170,7 @@ def train_step(
     skip_nonfinite: bool = False,
     batch_specs: PyTree = None,
     donate: bool = True,
-    compiler_options: dict[str, PyTree] | None = None,
+    compiler_options: dict[str, int | bool | str] | None = None,
 ) -> Step:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
@@ -231,7 +234,7 @@ def train_step(
     _check(loss_fn, plan, tx)
     if stage is not None:
         check_stage(stage)
-    recipe = Recipe(loss_fn, options, mutable, plan, tx, stage, skip_nonfinite)
+    recipe = Recipe(loss_fn, options, plan, tx, stage, skip_nonfinite)
 
     @_mesh.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
@@ -314,7 +317,7 @@ def eval_step(
         loss, aux, _ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
-    return Step(step, Recipe(loss_fn, options, mutable, plan), False, None)
+    return Step(step, Recipe(loss_fn, options, plan), False, None)
 
 
 def _check(loss_fn: object, plan: object, tx: optax.GradientTransformation | None = None) -> None:

@@ -37,10 +37,13 @@ class Verification:
         """The checks that compared nothing, because both sides are NaN or infinite."""
         return [check for check in self.checks if check.verdict == NOT_FINITE]
 
-    def raise_if_wrong(self) -> None:
+    def check(self) -> "Verification":
         """Raises an `AssertionError` that says what `print` says, unless `ok`."""
         if not self.ok:
             raise AssertionError(str(self))
+        return self
+
+    raise_if_wrong = check
 
     def to_dict(self) -> dict[str, object]:
         """Returns the same in plain Python types, as `json` takes them."""

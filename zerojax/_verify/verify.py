@@ -73,7 +73,7 @@ def verify(
         device: where to replay; default, the first one of the mesh.
 
     Returns:
-        A `Verification`: prints as a table; `.ok`, `.raise_if_wrong()`, `.to_dict()`.
+        A `Verification`: prints as a table; `.ok`, `.check()`, `.to_dict()`.
 
     Example:
         >>> params, tx = {"w": jnp.ones((64, 16))}, optax.adam(1e-3)
@@ -126,10 +126,15 @@ def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recip
         )
     if made is not None:
         return made
-    accumulate, specs = options["accumulate"] or 1, options["batch_specs"]
-    how = Options(None, accumulate, options["precision"], regather=True, batch_specs=specs)
-    mutable = tuple(options["mutable"] or ())
-    return Recipe(options["loss_fn"], how, mutable, options["plan"], options["tx"])
+    how = Options(
+        None,
+        options["accumulate"] or 1,
+        options["precision"],
+        regather=True,
+        mutable=tuple(options["mutable"] or ()),
+        batch_specs=options["batch_specs"],
+    )
+    return Recipe(options["loss_fn"], how, options["plan"], options["tx"])
 
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:

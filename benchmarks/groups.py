@@ -1,0 +1,70 @@
+"""Groups on nodes of 8 GPUs that are not there, by the speed of their network cards.
+
+python benchmarks/groups.py           # printed
+python benchmarks/groups.py --json    # and stored
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+import figures  # before JAX: it says what JAX may look for
+import results
+
+import zerojax
+from zerojax._hlo import gpus as _gpus
+
+CARDS = (50, 25, 12.5, 6.25)  # GB/s of each GPU's network card
+NODES, PER_NODE = 8, 8
+GPU, NODE = "gpu", ("gpu", "node")
+GROUPS = {
+    "flat": {"params": NODE, "grads": NODE, "opt_state": NODE},
+    "HSDP": {"params": GPU, "grads": GPU, "opt_state": GPU},
+    "P, G in the node": {"params": GPU, "grads": GPU, "opt_state": NODE},
+    "P in the node": {"params": GPU, "grads": NODE, "opt_state": NODE},
+}
+ROWS = {f"{name}, accumulate {m}": (name, m) for m in (1, 8) for name in GROUPS}
+STORED = pathlib.Path(__file__).parent / "groups.json"
+
+
+def measured(groups, accumulate):
+    """Compiles the 7.5B step and replays it for each speed of the network."""
+    mesh = zerojax.aot.mesh(figures.GPUS, (NODES, PER_NODE), ("node", "gpu"))
+    precision = zerojax.Precision(compute="bfloat16")
+    model = figures.MODEL
+    plan = zerojax.plan(model.make_state, mesh=mesh, groups=groups, precision=precision)
+    step = zerojax.train_step(model.loss, plan=plan, accumulate=accumulate)
+    rows = figures.ROWS_PER_GPU * plan.size * accumulate
+    program = step.lower(plan.abstract(), zerojax.aot.batch(model.batch(rows), plan)).compile()
+    h100, row = _gpus.named("H100"), {}
+    for speed in CARDS:
+        rates = dataclasses.replace(h100.rates, network=speed * 1e9)
+        gpu = dataclasses.replace(h100, given_rates=rates)
+        report = zerojax.audit(program, plan=plan, gpu=gpu, accumulate=accumulate)
+        row[f"step_ms at {speed:g} GB/s"] = round(1e3 * report.step_seconds, 1)
+    gib = lambda count: round(count / 2**30, 2)
+    memory = report.memory
+    return row | {
+        "host_gib": gib(report.wire_bytes - report.network_bytes),
+        "network_gib": gib(report.network_bytes),
+        "state_gib": gib(memory.peak - memory.temporary),
+        "temp_gib": gib(memory.temporary),
+        "findings": report.findings(),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
+    arguments = parser.parse_args()
+    kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions())
+    for name in results.chosen(arguments.only, ROWS):
+        groups, accumulate = ROWS[name]
+        row = {"row": name} | measured(GROUPS[groups], accumulate)
+        print(row, flush=True)
+        kept.put(name, row)
+
+
+if __name__ == "__main__":
+    main()
