@@ -225,5 +225,5 @@ def test_a_plan_of_a_batch_stands_alone():
         zerojax.process_slice(16, axis="gpu", plan=state)
     with pytest.raises(ValueError, match=r"not placed.*First: .*zerojax.shard_train_state"):
         zerojax.shard_batch(np.ones(16), plan=state.replace(tx=optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"no axis 'data'.*Pass axis=.*with several"):
+    with pytest.raises(ValueError, match=r"none is called 'data'.*pass axis='node'.*or both"):
         zerojax.shard_batch(np.ones(16), state.tx.plan.mesh)

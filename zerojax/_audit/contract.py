@@ -232,7 +232,7 @@ def _warnings(report: Measured) -> Iterator[str]:
         )
 
 
-def beyond(
+def over_limits(
     report: Measured, max_peak_bytes: float | None, min_overlap: float | None
 ) -> Iterator[str]:
     """Finds where a step exceeds the limits that a user gave."""

@@ -25,7 +25,7 @@ class Report(Measured):
     ) -> list[str]:
         """Returns what breaks the stage's contract or these limits, a line each."""
         check_limits(max_peak_bytes, min_overlap)
-        return [*self._findings, *_contract.beyond(self, max_peak_bytes, min_overlap)]
+        return [*self._findings, *_contract.over_limits(self, max_peak_bytes, min_overlap)]
 
     @functools.cached_property
     def _findings(self) -> list[str]:
