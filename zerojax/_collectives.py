@@ -231,27 +231,25 @@ def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> 
 
 
 def _collected(part: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
-    if not axes:
-        return part
-    dim = cut.dim
-    assert dim is not None, "only what is sharded can be gathered"
-
-    def collect(x: Array) -> Array:
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
-
-    return _each_part(collect, part, cut.others)
+    return _hop(lambda x, dim: lax.all_gather(x, axes, axis=dim, tiled=True), part, cut, axes)
 
 
 def _scattered(grad: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
-    if not axes:
-        return grad
-    dim = cut.dim
-    assert dim is not None, "only what is sharded can be reduce-scattered"
-
-    def scatter(x: Array) -> Array:
+    def scatter(x: Array, dim: int) -> Array:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
-    return _each_part(scatter, grad, cut.others)
+    return _hop(scatter, grad, cut, axes)
+
+
+def _hop(
+    collective: Callable[[Array, int], Array], array: Array, cut: Cut, axes: tuple[str, ...]
+) -> Array:
+    """Runs a collective along the sharded dimension, where there are axes to cross."""
+    if not axes:
+        return array
+    dim = cut.dim
+    assert dim is not None, "only what is sharded can be all-gathered or reduce-scattered"
+    return _each_part(lambda x: collective(x, dim), array, cut.others)
 
 
 def _each_part(
