@@ -34,6 +34,7 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
         gather_params as gather_params,
+        logical as logical,
         shard_train_state as shard_train_state,
     )
     from zerojax._plan.plan import Plan as Plan
@@ -70,7 +71,7 @@ _EXPORTS = {
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_plan.mesh": ["mesh"],
-    "_plan.place": ["gather_params", "shard_train_state"],
+    "_plan.place": ["gather_params", "logical", "shard_train_state"],
     "_plan.layout": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],

@@ -50,6 +50,7 @@ def shard(
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
+    pad: bool = True,
     precision: Precision | None = None,
 ) -> tuple[PyTree, nnx.Optimizer]:
     """Places a model and its optimizer for a ZeRO stage, in place.
@@ -61,7 +62,7 @@ def shard(
             ones) are kept.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
-        stage, mesh, axis, groups, overrides, min_shard_size, stacked, precision: as in
+        stage, mesh, axis, groups, overrides, min_shard_size, stacked, pad, precision: as in
             `zerojax.shard_train_state`.
 
     Returns:
@@ -96,6 +97,7 @@ def shard(
         overrides=overrides,
         min_shard_size=min_shard_size,
         stacked=stacked,
+        pad=pad,
         precision=precision,
     )
     tx = _stored_with(precision, model, optimizer, placed)

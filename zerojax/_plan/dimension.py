@@ -17,6 +17,10 @@ from zerojax._plan import mesh as _mesh
 
 DEFAULT_MIN_SHARD_SIZE = 128
 
+# A leaf is not padded to more than this many times its size: it is small, and would be sent as so
+# much more.
+MOST_PADDED = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -26,12 +30,15 @@ class Rule:
     axes: tuple[str, ...]
     overrides: Mapping[str, PartitionSpec]
     min_shard_size: int
+    pad: bool
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pad, bool):
+            raise TypeError(f"pad={self.pad!r} must be True or False.")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise ValueError(
                 f"min_shard_size must be a number of elements, got {self.min_shard_size!r}. Use 0 "
-                "to shard whatever divides."
+                "to shard leaves of any size."
             )
         if not isinstance(self.overrides, Mapping):
             raise TypeError(
@@ -57,7 +64,8 @@ class Rule:
 
         `base` has the axes that the user sharded the leaf over already; they are kept. The first
         `layers` dimensions count layers. ZeRO never shards the first of them, and another only
-        where nothing else divides: the full stack would be gathered for one layer.
+        where nothing else divides: the full stack would be gathered for one layer. Where no
+        dimension divides, the one of least padding is sharded, if padding is allowed.
         """
         for pattern, spec in self.overrides.items():
             if re.search(pattern, path):
@@ -70,11 +78,42 @@ class Rule:
         entries = [*base, *[None] * (len(shape) - len(base))]
         dims = [*range(layers, len(shape)), *range(1, layers)]
         free = [d for d in dims if entries[d] is None]
-        for dim in free:
-            if shape[dim] and shape[dim] % self.size == 0:
-                entries[dim] = entry_over(self.axes)
-                return PartitionSpec(*entries), None
-        return base, _indivisible(shape, free, self.size, layers > 0)
+        even = [d for d in free if shape[d] and shape[d] % self.size == 0]
+        dim = even[0] if even else self._least_padded(shape, [d for d in free if d >= layers])
+        if dim is None:
+            return base, self._indivisible(shape, free, layers > 0)
+        entries[dim] = entry_over(self.axes)
+        return PartitionSpec(*entries), None
+
+    def _least_padded(self, shape: Sequence[int], dims: list[int]) -> int | None:
+        """Returns the dimension that grows least when it is padded, if that is worth it."""
+        growth = {d: padded(shape[d], self.size) / shape[d] for d in dims if shape[d]}
+        dim = min(growth, key=lambda d: growth[d], default=None)
+        return dim if self.pad and dim is not None and growth[dim] <= MOST_PADDED else None
+
+    def _indivisible(self, shape: Sequence[int], free: list[int], stacked: bool) -> str:
+        """Says why a leaf stays replicated that has elements enough."""
+        if not free:
+            only = "its only dimension counts layers" if stacked else "every dimension is taken"
+            return f"{only}; nothing left to shard over {self.size} devices"
+        after = " after the layer dimension" if stacked else ""
+        if self.pad:
+            return (
+                f"no dimension of {tuple(shape)}{after} is near {self.size}: padded, it would be "
+                f"more than {MOST_PADDED} times as large"
+            )
+        return f"no dimension of {tuple(shape)}{after} divides by {self.size}, and pad=False"
+
+    def padding(self, shape: Sequence[int], spec: PartitionSpec) -> int:
+        """Returns how many elements must be added to the dimension that ZeRO shards."""
+        dim = shard_dim(spec, self.axes)
+        if dim is None:
+            return 0
+        return -shape[dim] % _mesh.axes_size(self.mesh, [*names_in([spec[dim]])])
+
+    def padded_shape(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+        dim, padding = shard_dim(spec, self.axes), self.padding(shape, spec)
+        return tuple(n + padding * (d == dim) for d, n in enumerate(shape))
 
     def _check_override(self, path: str, shape: Sequence[int], spec: PartitionSpec) -> None:
         """Raises for an override that a leaf of this shape cannot follow."""
@@ -105,10 +144,11 @@ class Rule:
                         f"its axes are {self.mesh.axis_names}. Name one of those."
                     )
             total = _mesh.axes_size(self.mesh, names)
-            if shape[dim] % total:
+            is_padded = self.pad and set(names) <= set(self.axes)
+            if shape[dim] % total and not is_padded:
                 raise ValueError(
                     f"overrides= puts {leaf} on {spec}, but {total} does not divide dimension "
-                    f"{dim} ({shape[dim]}). Pad it to {_padded(shape[dim], total)} or override "
+                    f"{dim} ({shape[dim]}). Make it {padded(shape[dim], total)} or override "
                     "another dimension."
                 )
 
@@ -129,17 +169,6 @@ def shard_dim(spec: PartitionSpec, axes: Sequence[str]) -> int | None:
     return next(dims, None)
 
 
-def _indivisible(shape: Sequence[int], free: list[int], size: int, stacked: bool) -> str:
-    if not free:
-        only = "its only dimension counts layers" if stacked else "every dimension is taken"
-        return f"{only}; nothing left to shard over {size} devices"
-    dim = max(free, key=lambda d: shape[d])
-    after = " after the layer dimension" if stacked else ""
-    return (
-        f"no dimension of {tuple(shape)}{after} divides by {size}; pad dimension {dim} to "
-        f"{_padded(max(shape[dim], 1), size)}"
-    )
-
-
-def _padded(length: int, size: int) -> int:
+def padded(length: int, size: int) -> int:
+    """Returns the next length that `size` devices divide evenly."""
     return -(-length // size) * size

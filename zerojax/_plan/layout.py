@@ -18,6 +18,7 @@ from zerojax._types import TreeDef
 class LeafPlan:
     """One leaf: where it rests between steps, where its gradient goes, where it is updated.
 
+    `shape` is the one that the user knows; placements say how it is padded where it is sharded.
     Only parameters have gradients. While they are summed over microbatches they are at `grad`;
     after the last one they move to `update`. A parameter that is `frozen` has none, because the
     optimizer would not read it. `reason` says why the leaf is replicated.
@@ -48,6 +49,11 @@ class LeafPlan:
     def dim(self) -> int | None:
         """The dimension that is sharded during the update."""
         return self.update.dim
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape that the leaf has between steps."""
+        return self.rest.padded(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +119,11 @@ class Layout:
         """Whether some kind of array is sharded, but not over all axes of the batch."""
         kinds = (self.groups.params, self.groups.grads, self.groups.opt_state)
         return any(axes and set(axes) != set(self.batch_axes) for axes in kinds)
+
+    @functools.cached_property
+    def pads(self) -> bool:
+        """Whether some leaf is padded, between steps or where it is updated."""
+        return any(leaf.update.padding for leaf in self.leaves)
 
     @property
     def params(self) -> list[LeafPlan]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, Var
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax._jaxpr import Inliner, alive, is_var, reads
@@ -25,11 +25,12 @@ def typed_state(
     state: PyTree,
     tx: optax.GradientTransformation | None,
     specs: Sequence[PartitionSpec],
-    mesh: Mesh,
+    rule: Rule,
 ) -> tuple[PyTree, str | None]:
     """Returns the shapes of a state's optimizer state, each with its spec as `.sharding`.
 
-    Where JAX cannot say, returns None and the reason. Raises where `tx.init` makes another tree.
+    They are those that padded parameters give, because types with a spec must divide. Where JAX
+    cannot say, returns None and the reason. Raises where `tx.init` makes another tree.
     """
     opt_state = _state.get_opt_state(state)
     if tx is None or opt_state is None:
@@ -40,17 +41,21 @@ def typed_state(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # a tracer was asked for a value
         return None, "tx.init needs values"  # as will the update, which raises then
     _check_match(opt_state, made)
-    explicit = dict.fromkeys(mesh.axis_names, AxisType.Explicit)
-    typed_mesh = mesh.abstract_mesh.update_axis_types(explicit)
-    typed = [
-        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(typed_mesh, spec))
-        for s, spec in zip(params, specs, strict=True)
-    ]
+    explicit = dict.fromkeys(rule.mesh.axis_names, AxisType.Explicit)
+    typed_mesh = rule.mesh.abstract_mesh.update_axis_types(explicit)
+
+    def typed(param: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        shape, sharding = rule.padded_shape(param.shape, spec), NamedSharding(typed_mesh, spec)
+        return jax.ShapeDtypeStruct(shape, param.dtype, sharding=sharding)
+
     try:
         with jax.sharding.use_abstract_mesh(typed_mesh):
-            return jax.eval_shape(tx.init, treedef.unflatten(typed)), None
+            padded = jax.eval_shape(tx.init, treedef.unflatten(map(typed, params, specs)))
     except Exception as error:
         return None, f"tx.init does what sharding types refuse ({type(error).__name__})"
+    if jax.tree.structure(padded) != jax.tree.structure(made):
+        return None, "tx.init makes another tree of padded parameters"
+    return padded, None
 
 
 def _check_match(opt_state: PyTree, made: PyTree) -> None:

@@ -7,8 +7,10 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._plan import dimension as _dimension, move as _move, planner as _planner
+from zerojax._plan.padding import on_host
+from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
-from zerojax._state import refusals as _refusals, state as _state
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, is_key
 
 
@@ -22,6 +24,7 @@ def shard_train_state(
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
+    pad: bool = True,
     precision: Precision | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> PyTree:
@@ -34,7 +37,7 @@ def shard_train_state(
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
             them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
-        mesh, axis, groups, overrides, min_shard_size, stacked, tx: as in `zerojax.plan`.
+        mesh, axis, groups, overrides, min_shard_size, stacked, pad, tx: as in `zerojax.plan`.
 
     Returns:
         The same type of state; its arrays sharded, its optimizer carrying the plan.
@@ -56,18 +59,48 @@ def shard_train_state(
         overrides=overrides,
         min_shard_size=min_shard_size,
         stacked=stacked,
+        pad=pad,
         precision=precision,
         tx=tx,
     )
     return plan.place(state_or_fn)
 
 
-def gather_params(state: PyTree) -> PyTree:
+def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
+    """Returns a placed state without its padding, to apply a model to its parameters yourself.
+
+    Parameters that the devices do not divide rest with zeros at the end of one dimension. Steps,
+    checkpoints and `gather_params` see them without; a model of your own must be given them so.
+    Inside `jax.jit` they stay sharded. Outside JAX has no arrays with such shards, and every
+    device gets what was padded whole. Other leaves are returned as they are.
+
+    Arguments:
+        plan: the plan, for states that do not carry an optimizer (tuples, dicts).
+
+    Example:
+        >>> params = {"w": jnp.ones((257, 3))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> print(state.params["w"].shape, zerojax.logical(state).params["w"].shape)
+        (264, 3) (257, 3)
+    """
+    _refusals.check_alive(state)
+    found = _carried.carried_plan(state) or plan
+    if found is None:
+        raise ValueError(
+            f"a state of type {type(state).__name__} does not carry the plan that it was placed "
+            "by. Pass it: zerojax.logical(state, plan)."
+        )
+    return found.logical(state)
+
+
+def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
 
     Takes a state, or any tree of arrays; a pair that may be either is refused. In several
     processes every one calls it and gets all parameters; a model too large for that goes to files
-    with `zerojax.export_safetensors`.
+    with `zerojax.export_safetensors`. A state that does not carry its plan (a tuple, a dict) is
+    given with it where the plan pads parameters.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -77,5 +110,5 @@ def gather_params(state: PyTree) -> PyTree:
     """
     _refusals.check_alive(state)
     _refusals.check_values(state)
-    params = _state.params_in(state)
+    params = _state.params_in(on_host(state, plan))
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else _move.to_host(leaf), params)

@@ -11,7 +11,8 @@ from zerojax import _agreement, _collectives, _fingerprint
 from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
-from zerojax._plan.placement import beyond
+from zerojax._plan.padding import logical_leaves, on_host, padded, unpadded
+from zerojax._plan.placement import Placement, beyond
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
@@ -37,7 +38,7 @@ class Plan(Layout):
     def abstract(self) -> PyTree:
         """Returns the state as `jax.ShapeDtypeStruct`s that carry their shardings."""
         structs = [
-            jax.ShapeDtypeStruct(leaf.rest.padded(leaf.shape), leaf.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
         return _carried.carry_plan(self.treedef.unflatten(structs), self)
@@ -56,13 +57,16 @@ class Plan(Layout):
             leaves = make()  # before `made[0]` is read
             return made[0].unflatten(leaves)
         _refusals.check_alive(state)
-        state = stored_with(state, self.precision)
+        state = stored_with(on_host(state), self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = list(map(_as_array, leaves, self.leaves))
         paths = [leaf.path for leaf in self.leaves]
         self._agree(lambda: _fingerprint.of_values(zip(paths, values, strict=True)))
-        placed = map(_move.moved, values, self.shardings)
+        placed = [
+            _move.moved(padded(value, leaf.padded_shape), sharding)
+            for value, leaf, sharding in zip(values, self.leaves, self.shardings, strict=True)
+        ]
         return _carried.carry_plan(treedef.unflatten(placed), self)
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
@@ -83,12 +87,13 @@ class Plan(Layout):
             self.check_structure(state)
             leaves, treedef = jax.tree.flatten(_carried.carry_plan(state, self))
             tell_treedef(treedef)
-            return leaves
+            pairs = zip(leaves, self.leaves, strict=True)
+            return [padded(value, leaf.padded_shape) for value, leaf in pairs]
 
         return jax.jit(make, out_shardings=self.shardings)
 
     def constrain(self, state: PyTree, *, into: PyTree = None) -> PyTree:
-        """Constrains a computed state, inside `jax.jit`, to the plan's shardings.
+        """Constrains a computed state, inside `jax.jit`, to the plan's shardings, and pads it.
 
         Each leaf goes first to where the optimizer worked, then to where it rests. In that order a
         parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype.
@@ -97,6 +102,10 @@ class Plan(Layout):
         """
         self.check_structure(state)
         leaves, treedef = jax.tree.flatten(self.scatter(state))
+        for i, leaf in enumerate(self.leaves):
+            if leaf.update.padding:
+                value = padded(leaves[i], leaf.update.padded(leaf.shape))
+                leaves[i] = self._constrained(value, leaf.update)
         moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
         if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
@@ -129,10 +138,50 @@ class Plan(Layout):
             check_vma=False,
         )([shards[i] for i in indices], [old[i] for i in indices])
 
-    def scatter(self, state: PyTree) -> PyTree:
-        """Constrains a state, inside `jax.jit`, to where the optimizer updates it."""
+    def logical(self, state: PyTree) -> PyTree:
+        """Returns a state of this plan without its padding, inside `jax.jit` or outside.
+
+        Inside it stays sharded; outside JAX has no such arrays, and what was padded is replicated.
+        """
         leaves, treedef = jax.tree.flatten(state)
-        return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, self.shard_shardings))
+        longer = {
+            i: value
+            for i, (value, leaf) in enumerate(zip(leaves, self.leaves, strict=True))
+            if np.shape(value) != leaf.shape
+        }
+        found = logical_leaves(longer, self) if longer else {}
+        return treedef.unflatten(found.get(i, value) for i, value in enumerate(leaves))
+
+    def pad_params(self, params: PyTree) -> PyTree:
+        """Pads parameters as they rest, where they are not."""
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, self.params, strict=True)
+        return treedef.unflatten(padded(v, leaf.padded_shape) for v, leaf in pairs)
+
+    def scatter(self, state: PyTree) -> PyTree:
+        """Constrains a state, inside `jax.jit`, to where the optimizer updates it.
+
+        Its leaves then have no padding, and shards of different sizes where they do not divide.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        return treedef.unflatten(map(self.scattered, leaves, self.leaves))
+
+    def logical_grads(self, grads: PyTree) -> PyTree:
+        """Drops the padding of gradients, inside `jax.jit`."""
+        leaves, treedef = jax.tree.flatten(grads)
+        pairs = zip(leaves, self.params, strict=True)
+        return treedef.unflatten(
+            g if g.shape == leaf.shape else self.scattered(g, leaf) for g, leaf in pairs
+        )
+
+    def scattered(self, value: Array, leaf: LeafPlan) -> Array:
+        """Constrains one leaf, or its gradient, to where the optimizer updates it."""
+        if value.shape != leaf.shape:
+            value = unpadded(self._constrained(value, leaf.update), leaf.shape)
+        return self._constrained(value, leaf.update)
+
+    def _constrained(self, value: Array, place: Placement) -> Array:
+        return jax.lax.with_sharding_constraint(value, place.sharding(self.mesh))
 
     def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""
@@ -171,7 +220,7 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
             where = "missing from the state" if path in want else "not in the plan"
             raise ValueError(f"state leaf {path} is {where}. {remedy}")
         got, leaf = _state.shape_dtype(have[path]), want[path]
-        if (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
+        if got.dtype != leaf.dtype or got.shape not in (leaf.shape, leaf.padded_shape):
             raise ValueError(
                 f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
                 f"{leaf.dtype}{list(leaf.shape)}. {remedy}"

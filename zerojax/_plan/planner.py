@@ -37,6 +37,7 @@ def plan(
     overrides: Mapping[str, PartitionSpec] | None = None,
     min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
     stacked: str | None = None,
+    pad: bool = True,
     precision: Precision | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Plan:
@@ -58,6 +59,10 @@ def plan(
         min_shard_size: parameters with fewer elements stay replicated.
         stacked: a path regex for parameters whose first dimension counts layers; default, what the
             shapes suggest.
+        pad: shard leaves of which the number of devices divides no dimension: they rest with zeros
+            at the end of one. Losses and optimizers see the shapes without them, and so do
+            checkpoints; `zerojax.logical(state)` shows them. Where False, such leaves are
+            replicated.
         precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
         tx: the optimizer, for states that do not carry theirs.
 
@@ -81,7 +86,7 @@ def plan(
         _say_alone(mesh.devices.flat[0].platform)
     over = chosen_groups(stage, axes, groups or {})
     stage = over.stage
-    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size)
+    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = tx if tx is not None else _state.get_tx(state)
     over = over if rule.size > 1 else Groups()
@@ -90,7 +95,7 @@ def plan(
     params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
     frozen = set(itertools.compress(params, _optimizer.frozen_params(state, tx)))
     planned = [
-        _leaf_plan(leaf, found[leaf.path], over, rule.axes, leaf.path in frozen, stacks)
+        _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks)
         for leaf in leaves
     ]
     treedef = jax.tree.structure(_carried.without_plan(state))
@@ -106,7 +111,7 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
         state_or_fn, "Pass the state, or a function with its arguments: lambda: make_state(key)."
     )
     born = _state.is_state_function(state_or_fn)
-    state = jax.eval_shape(state_or_fn) if born else state_or_fn
+    state = jax.eval_shape(state_or_fn) if born else _logical_shapes(state_or_fn)
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.param is not None:
@@ -115,6 +120,21 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     if not any(leaf.kind == PARAMS for leaf in leaves):
         raise _state.no_parameters(state)
     return state, leaves
+
+
+def _logical_shapes(state: PyTree) -> PyTree:
+    """Returns a state with shapes in place of the leaves that its plan has padded."""
+    carried = _carried.carried_plan(state)
+    if carried is None or not carried.pads:
+        return state
+
+    def logical(value: PyTree, leaf: LeafPlan) -> PyTree:
+        if value.shape == leaf.shape:
+            return value
+        return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=value.sharding)
+
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten(map(logical, leaves, carried.leaves))
 
 
 def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
@@ -127,23 +147,26 @@ def _leaf_plan(
     leaf: Leaf,
     found: Found,
     groups: Groups,
-    axes: Axes,
+    rule: _dimension.Rule,
     frozen: bool,
     stacks: Mapping[tuple, int],
 ) -> LeafPlan:
     spec, reason = found
-    dim = _dimension.shard_dim(spec, axes)
+    dim = _dimension.shard_dim(spec, rule.axes)
     own = set() if dim is None else names_in([spec[dim]])
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
 
-    def over(group: Axes) -> Placement:
-        here = tuple(a for a in axes if a in group and a in own)
-        entry = _dimension.entry_over(here) if here else None
-        return Placement(_normal(entry if d == dim else e for d, e in enumerate(spec)), here)
-
     is_param = leaf.kind == PARAMS
     struct = _state.shape_dtype(leaf.value)
+    padding = rule.padding(struct.shape, spec)  # the same over fewer axes, so that shards nest
+
+    def over(group: Axes) -> Placement:
+        here = tuple(a for a in rule.axes if a in group and a in own)
+        entry = _dimension.entry_over(here) if here else None
+        spread = _normal(entry if d == dim else e for d, e in enumerate(spec))
+        return Placement(spread, here, padding=padding if here else 0)
+
     return LeafPlan(
         path=leaf.name,
         kind=leaf.kind,
@@ -178,23 +201,34 @@ def _shard_specs(
             key = (base, "a PRNG key") if is_key(leaf.value) else None
             found[leaf.path] = key or rule(leaf.name, shape, base, layers)
     params = [(leaf, found[leaf.path][0]) for leaf in leaves if leaf.kind == PARAMS]
-    typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule.mesh)
+    typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule)
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
+        spec_and_reason = None
         if leaf.kind == OPT_STATE and typed is not None:
-            found[leaf.path] = _typed_spec(next(inferred), _optimizer.followed(leaf, params))
-        elif leaf.kind != PARAMS:
+            followed = _optimizer.followed(leaf, params)
+            spec_and_reason = _typed_spec(leaf, next(inferred), followed, rule)
+        if spec_and_reason is None and leaf.kind != PARAMS:
             fallback = rule if leaf.kind == OPT_STATE else None
             spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
-            found[leaf.path] = spec if tuple(spec) else base, reason
+            spec_and_reason = spec if tuple(spec) else base, reason
+        if spec_and_reason is not None:
+            found[leaf.path] = spec_and_reason
     return found
 
 
-def _typed_spec(struct: jax.ShapeDtypeStruct, followed: Found | None) -> Found:
-    """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why."""
+def _typed_spec(
+    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Found | None, rule: _dimension.Rule
+) -> Found | None:
+    """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why.
+
+    Returns None where the padding of a parameter changed more than the sharded dimension.
+    """
     spec = getattr(struct.sharding, "spec", PartitionSpec())
     if not struct.shape:
         return PartitionSpec(), "scalar"
+    if struct.shape != rule.padded_shape(_state.shape_dtype(leaf.value).shape, spec):
+        return None
     if any(entry is not None for entry in spec):
         return spec, None
     reason = followed[1] if followed is not None else None

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 from jax import Array
 
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
@@ -93,9 +94,16 @@ def loss_and_grads(
     params: PyTree,
     args: Sequence[PyTree],
 ) -> tuple[Array, PyTree, PyTree]:
-    """Returns the mean loss, the aux and the gradients; for these None without derivatives."""
+    """Returns the mean loss, the aux and the gradients; for these None without derivatives.
+
+    Gradients have the padding that the parameters come with.
+    """
     plan.check_params(params)
-    values, treedef = jax.tree.flatten(params)
+    values, treedef = jax.tree.flatten(plan.pad_params(params))
+    given_padded = plan.pads and any(
+        np.shape(value) != leaf.shape
+        for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True)
+    )
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
@@ -110,10 +118,15 @@ def loss_and_grads(
         axis_names=set(plan.batch_axes),
         check_vma=False,
     )
+
+    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+        loss, aux, grads = sharded(*inputs)
+        return loss, aux, grads if given_padded else plan.logical_grads(grads)
+
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
         loss, aux, grads = _nans.run(
-            jax.jit(sharded),
+            jax.jit(run),
             (values, arg_values, program.traced.closed_over),
             lambda: _nans.explain(loss_fn, plan, params, args, roles),
         )
@@ -132,7 +145,9 @@ def _program(
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
     # Parameters have their full shapes here: shards are gathered by the engine, which runs the
     # jaxpr, and the loss itself never sees one.
-    full = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), params)
+    full = jax.tree.structure(params).unflatten(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.params
+    )
     compute = precision_of(plan, options.precision).compute
 
     def trace(ways: int) -> TracedLoss:

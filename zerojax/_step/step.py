@@ -251,13 +251,14 @@ def _train(
     plan.check_structure(state)
     scale = _finite.scale_of(state)
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
-    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, state, recipe.mutable), scale)
+    logical = plan.logical(state)
+    loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
     loss, aux, grads = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args)
     loss, grads = _finite.unscaled((loss, grads), scale)
-    aux, fields = split_fields(aux, state, recipe.mutable)
+    aux, fields = split_fields(aux, logical, recipe.mutable)
     metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
     # From stage 1 on the optimizer sees shards of everything, so XLA updates shards only.
-    old_state = plan.scatter(state)
+    old_state, grads = plan.scatter(state), plan.logical_grads(grads)
     with jax.named_scope("optimizer"):
         new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
     if recipe.skip_nonfinite or scale is not None:
@@ -313,7 +314,7 @@ def eval_step(
         found = find_plan(state, plan, None)
         found.check_structure(state)
         args = (batch,) if rng is None else (batch, rng)
-        called = with_fields(loss_fn, state, mutable)
+        called = with_fields(loss_fn, found.logical(state), mutable)
         loss, aux, _ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
