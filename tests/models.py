@@ -41,7 +41,7 @@ def mlp(remat: bool) -> Model:
     return Model(params, loss, batch)
 
 
-def gpt_params(layers=3, dim=32, vocab=64, tokens=16):
+def gpt_params(layers=3, dim=32, vocab=64, tokens=16, hidden=128):
     keys = iter(jax.random.split(jax.random.key(1), 8))
     normal = lambda *shape: jax.random.normal(next(keys), shape) * 0.2
     return {
@@ -53,8 +53,8 @@ def gpt_params(layers=3, dim=32, vocab=64, tokens=16):
             "norm2": jnp.ones((layers, dim)),
             "qkv": normal(layers, dim, 3 * dim),
             "proj": normal(layers, dim, dim),
-            "up": normal(layers, dim, 4 * dim),
-            "down": normal(layers, 4 * dim, dim),
+            "up": normal(layers, dim, hidden),
+            "down": normal(layers, hidden, dim),
         },
     }
 
@@ -72,9 +72,9 @@ def gpt_block(p, x, heads=4):
     return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"]
 
 
-def gpt_loss(params, tokens, wrap=lambda f: f):
+def gpt_loss(params, tokens, wrap=lambda f: f, heads=4):
     x = params["embed"][tokens] + params["pos"]
-    x, _ = jax.lax.scan(wrap(lambda x, p: (gpt_block(p, x), None)), x, params["blocks"])
+    x, _ = jax.lax.scan(wrap(lambda x, p: (gpt_block(p, x, heads), None)), x, params["blocks"])
     logits = norm(x, params["norm"]) @ params["embed"].T  # tied
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return losses.mean()
@@ -85,6 +85,13 @@ def gpt(remat: bool) -> Model:
     tokens = jax.random.randint(jax.random.key(2), (ROWS, 16), 0, 7)
     wrap = jax.checkpoint if remat else lambda f: f
     return Model(gpt_params(), functools.partial(gpt_loss, wrap=wrap), tokens)
+
+
+def odd_gpt(rows: int) -> Model:
+    """A GPT of which every dimension is odd, most of them prime."""
+    tokens = jax.random.randint(jax.random.key(2), (rows, 13), 0, 7)
+    params = gpt_params(dim=37, vocab=131, tokens=13, hidden=149)
+    return Model(params, functools.partial(gpt_loss, heads=1), tokens)
 
 
 class Block(nn.Module):

@@ -16,14 +16,53 @@ def test_first_divisible_dimension_is_sharded():
 
 def test_reasons_say_what_to_do():
     plan = params_plan(
-        {"odd": shape(50257, 3), "small": shape(4, 4), "scalar": shape(), "over": shape(64, 64)},
+        {"odd": shape(3, 3, 100), "small": shape(4, 4), "scalar": shape(), "over": shape(64, 64)},
         overrides={"over": P()},
+        pad=False,
     )
     reasons = {leaf.path: leaf.reason for leaf in plan.leaves}
-    assert "pad dimension 0 to 50264" in reasons["params/odd"]
+    assert reasons["params/odd"] == "no dimension of (3, 3, 100) divides by 8, and pad=False"
     assert reasons["params/small"] == "smaller than min_shard_size=128"
     assert reasons["params/scalar"] == "scalar"
     assert reasons["params/over"] == "overrides="
+
+
+def test_the_dimension_of_least_padding_is_padded_where_none_divides():
+    shapes = {
+        "long": shape(50257, 3),
+        "minor": shape(3, 9, 1001),
+        "alike": shape(13, 13),
+        "divides": shape(1001, 16),
+        "narrow": shape(3, 3, 3, 3, 3),
+        "layers": shape(3, 9, 1001),
+    }
+    plan = params_plan(shapes, stacked="layers")
+    padded = {leaf.path[7:]: (leaf.padded_shape, leaf.spec) for leaf in plan.leaves}
+    assert padded == {
+        "long": ((50264, 3), P("data")),
+        "minor": ((3, 9, 1008), P(None, None, "data")),
+        "alike": ((16, 13), P("data")),
+        "divides": ((1001, 16), P(None, "data")),
+        "narrow": ((3, 3, 3, 3, 3), P()),
+        "layers": ((3, 9, 1008), P(None, None, "data")),
+    }
+    reasons = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.reason}
+    near = "no dimension of (3, 3, 3, 3, 3) is near 8: padded, it would be more than 2 times as"
+    assert list(reasons) == ["params/narrow"] and reasons["params/narrow"].startswith(near)
+
+
+def test_the_first_dimension_of_a_stack_is_never_padded_and_pad_is_a_switch():
+    plan = params_plan({"blocks": {"a": shape(5, 30, 3), "b": shape(5, 7, 3)}}, stacked="blocks")
+    assert specs(plan) == {"params/blocks/a": P(None, "data"), "params/blocks/b": P()}
+    with pytest.raises(TypeError, match=r"pad='no' must be True or False"):
+        params_plan({"w": shape(16, 3)}, pad="no")
+
+
+def test_an_override_names_the_dimension_to_pad():
+    plan = params_plan({"w": shape(16, 30)}, overrides={"w": P(None, "data")})
+    (leaf,) = plan.leaves
+    assert (leaf.spec, leaf.padded_shape) == (P(None, "data"), (16, 32))
+    assert leaf.bytes_per_device(plan.mesh) == 16 * 4 * 4
 
 
 def test_override_decides_the_dimension():
@@ -34,7 +73,6 @@ def test_override_decides_the_dimension():
 @pytest.mark.parametrize(
     ("spec", "error", "remedy"),
     [
-        (P(None, "data"), ValueError, r"8 does not divide dimension 1 \(3\). Pad it to 8"),
         (P("model"), ValueError, r"no axis 'model'.*Name one of those"),
         (P(None, None, "data"), ValueError, r"more entries.*Drop the extra ones"),
         ("data", TypeError, r"map it to a jax.sharding.PartitionSpec"),
@@ -45,6 +83,16 @@ def test_override_decides_the_dimension():
 def test_bad_override_names_path_and_remedy(spec, error, remedy):
     with pytest.raises(error, match=f"(?s)w.*{remedy}"):
         params_plan({"w": shape(16, 3)}, overrides={"w": spec})
+
+
+def test_an_override_may_not_name_a_dimension_that_does_not_divide_without_padding():
+    remedy = r"w .*8 does not divide dimension 1 \(3\). Make it 8 or override another"
+    with pytest.raises(ValueError, match=remedy):
+        params_plan({"w": shape(16, 3)}, overrides={"w": P(None, "data")}, pad=False)
+    # JAX shards over the user's own axes, and does not pad.
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"2 does not divide dimension 1 \(3\)"):
+        params_plan({"w": shape(16, 3)}, mesh=mesh, overrides={"w": P("data", "tensor")})
 
 
 @pytest.mark.parametrize("spec", [P(("gpu", "host")), P("host", "gpu")])

@@ -63,8 +63,10 @@ def test_stage_outside_0_to_3(stage):
 
 
 def test_large_replicated_leaves_are_warned_about():
-    with pytest.warns(UserWarning, match=r"params/table .*pad dimension 0 to 50264.*Pad those"):
-        params_plan({"table": shape(50257, 13)})
+    said = r"params/table .*divides by 8, and pad=False.*Leave out pad=False"
+    with pytest.warns(UserWarning, match=said):
+        params_plan({"table": shape(50257, 13)}, pad=False)
+    params_plan({"table": shape(50257, 13)})  # padded: a warning would fail
 
 
 def test_one_device_by_default_is_said_once(monkeypatch):
