@@ -121,7 +121,8 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
         loss, aux, grads = sharded(*inputs)
-        return loss, aux, grads if given_padded else plan.logical_grads(grads)
+        keep = given_padded or not options.differentiate
+        return loss, aux, grads if keep else plan.logical_grads(grads)
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
