@@ -133,7 +133,9 @@ def test_batch_that_does_not_divide():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    message = r"64.*8 devices x 3 microbatches. Use 48 or 72.*pad_batch\(batch, accumulate=3\), with"
+    message = (
+        r"64.*8 devices x 3 microbatches. Use 48 or 72.*pad_batch\(batch, accumulate=3\), with"
+    )
     with pytest.raises(ValueError, match=message):
         zerojax.train_step(made.loss, accumulate=3)(state, made.batch)
     with pytest.raises(ValueError, match=r"60.*7 devices.*pad_batch\(batch, plan=state\), with"):
@@ -184,7 +186,9 @@ def test_host_batches_and_placed_ones_give_the_same():
 
 
 def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():
-    with pytest.raises(ValueError, match=r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="):
+    with pytest.raises(
+        ValueError, match=r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="
+    ):
         zerojax.process_slice(30)
     two = Mesh(
         np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2

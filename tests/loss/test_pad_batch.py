@@ -189,7 +189,9 @@ def test_a_datasets_mean_is_that_of_one_device(stage, devices):
     assert loss / real == pytest.approx(errors.mean(), rel=3e-7)
     assert low / real == pytest.approx((errors < LOW).mean(), rel=3e-7)
     # Batches that count alike are not exact, nor is a loss that does not know the mask.
-    assert abs(np.mean([errors[n : n + 24].mean() for n in range(0, 77, 24)]) - errors.mean()) > 1e-3
+    assert (
+        abs(np.mean([errors[n : n + 24].mean() for n in range(0, 77, 24)]) - errors.mean()) > 1e-3
+    )
 
 
 @pytest.mark.parametrize(("devices", "rests_as"), [(6, (13, 6)), (8, (16, 5))])

@@ -27,21 +27,21 @@ def pad_batch(
 ) -> tuple[PyTree, np.ndarray]:
     """Fills a batch up to a number of examples that the devices divide; returns it and a mask.
 
-    The mask is a numpy array that has, for each example, whether it is one of the batch's own.
+    The mask, a numpy array, is True for each real example and False for each that was filled in.
     Put it into the batch, and average with `zerojax.mean(values, where=mask)` in the loss: the
-    loss and its gradients are then exactly those of the batch's own examples. What is filled in
-    are these same examples again, from the first one on, so that no logarithm or division meets
-    what is not data. A mean that does not know the mask counts them: BatchNorm's, in training.
+    loss and its gradients are then exactly those of the real examples. The others repeat these,
+    from the first one on: zeros could make a logarithm or a division infinite, and gradients NaN
+    in spite of the mask. What does not know the mask counts them: BatchNorm, in training.
 
     Leaves without examples, such as scalars, are returned as they are, and so is a batch that
-    needs nothing. Numpy arrays stay numpy arrays.
+    needs no padding. Numpy arrays stay numpy arrays.
 
     Arguments:
         mesh, axis, plan: as in `zerojax.shard_batch`.
         to: the number of examples to fill up to; default, the next one that the devices divide.
             With that of the full batches, the last one runs the program that they have compiled.
             In several processes it is required: the number that each process has of a full batch,
-            even one that has fewer of the last, or none (zeros are filled in then).
+            even where it has fewer of the last one, or none (zeros are filled in then).
         accumulate: that of the step; each microbatch gets as many examples as the others.
         batch_specs: as in `zerojax.train_step`, for leaves that have no examples, or have them
             along another dimension.

@@ -100,9 +100,13 @@ def loss_and_grads(
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
-    given_padded = plan.pads and any(
-        np.shape(value) != leaf.shape
-        for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True)
+    as_given = (
+        not options.differentiate
+        or plan.pads
+        and any(
+            np.shape(value) != leaf.shape
+            for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True)
+        )
     )
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
@@ -121,8 +125,7 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
         loss, aux, grads = sharded(*inputs)
-        keep = given_padded or not options.differentiate
-        return loss, aux, grads if keep else plan.logical_grads(grads)
+        return loss, aux, grads if as_given else plan.logical_grads(grads)
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
