@@ -135,7 +135,7 @@ def test_a_part_without_examples_is_filled_with_zeros():
     ({"n": 3}, {}, r"no leaf with examples to pad. Pass at least one array.*batch_specs="),
     ({"x": np.ones(5)}, {"batch_specs": P("model")}, r"batch leaf x.*Use P\('data'\)"),
     (["a"], {}, None),
-], ids=["few", "to", "ways", "float", "zero", "none", "rows", "scalars", "specs", "text"])  # fmt: skip
+], ids=["few", "to", "ways", "float", "0", "none", "rows", "scalar", "specs", "text"])  # fmt: skip
 def test_what_cannot_be_padded_is_named(batch, options, message):
     with pytest.raises(TypeError if message is None else ValueError, match=message):
         zerojax.pad_batch(batch, **options)
