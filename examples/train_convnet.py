@@ -62,9 +62,11 @@ class TrainState(train_state.TrainState):
     batch_stats: Any
 
 
-def scores(logits, labels):
+def scores(logits, labels, real=None):
+    """Returns means over the digits of the batch, without what only fills it up."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
+    accuracy = zerojax.mean(logits.argmax(-1) == labels, where=real)
+    return zerojax.mean(losses, where=real), {"accuracy": accuracy}
 
 
 def losses_of(model):
@@ -81,7 +83,9 @@ def losses_of(model):
 
     def eval_loss(params, batch, batch_stats):
         variables = {"params": params, "batch_stats": batch_stats}
-        return scores(model.apply(variables, batch["image"], train=False), batch["label"])
+        logits = model.apply(variables, batch["image"], train=False)
+        loss, aux = scores(logits, batch["label"], batch["real"])
+        return loss, {**aux, "real": jnp.mean(batch["real"])}
 
     return train_loss, eval_loss
 
@@ -117,6 +121,19 @@ def batches(examples, rows):
 # ---- training
 
 
+def accuracy_of(eval_step, state, examples, rows):
+    """Returns the accuracy on all examples, exactly: the last batch may have fewer."""
+    mine = zerojax.process_slice(rows)
+    right = real = 0.0
+    for start in range(0, len(examples["label"]), rows):
+        batch = rows_of(rows_of(examples, slice(start, start + rows)), mine)
+        batch, mask = zerojax.pad_batch(batch, to=mine.stop - mine.start)
+        aux = eval_step(state, zerojax.shard_batch({**batch, "real": mask}))["aux"]
+        share = float(aux["real"])
+        right, real = right + share * float(aux["accuracy"]), real + share
+    return right / real
+
+
 def main():
     args = parser.parse_args()
     zerojax.initialize()
@@ -137,11 +154,9 @@ def train(args, state, train_loss, eval_loss, training, validation):
     """Returns the trained state; saves it and the position in the data every --save-every steps."""
     step = zerojax.train_step(train_loss, accumulate=args.accumulate, mutable=("batch_stats",))
     eval_step = zerojax.eval_step(eval_loss, mutable=("batch_stats",))
-    mine = zerojax.process_slice(len(validation["label"]))
-    unseen = zerojax.shard_batch(rows_of(validation, mine))
 
     def accuracy(state):
-        return float(eval_step(state, unseen)["aux"]["accuracy"])
+        return accuracy_of(eval_step, state, validation, args.batch)
 
     data = batches(training, args.batch)
     with open_checkpoints(args) as checkpoints:

@@ -66,6 +66,19 @@ def main() -> None:
             checkpoints.wait()
             checkpoints.resume(state)
 
+    def last_batch():
+        """Of a last batch of 3 rows, this process has all or none."""
+        rows = host.T[:3][zerojax.process_slice(8)]
+        assert len(rows) == (3, 0)[me]
+        padded, mask = zerojax.pad_batch({"x": rows}, to=4)
+        masked = lambda params, batch: (
+            zerojax.mean(jnp.mean((batch["x"] @ params["w"]) ** 2, -1), where=batch["mask"]),
+            jnp.mean(batch["mask"]),
+        )
+        found = zerojax.eval_step(masked)(state, zerojax.shard_batch({**padded, "mask": mask}))
+        np.testing.assert_allclose(found["loss"], loss(made().params, host.T[:3]), rtol=1e-6)
+        assert found["aux"] == 3 / 8
+
     def loop(run):
         with zerojax.Checkpoints(f"{directory}/loop") as checkpoints:
             run(checkpoints)
@@ -83,6 +96,9 @@ def main() -> None:
         "table": lambda: step(table_loss),
         "eval": lambda: zerojax.eval_step(other_loss)(state, batch),
         "rows": lambda: zerojax.shard_batch(np.ones((8 + 8 * me, 64), np.float32)),
+        "last batch": last_batch,
+        "padded alone": lambda: zerojax.pad_batch(np.ones((3, 64))),
+        "padded late": lambda: zerojax.pad_batch(batch, to=8),
         "accumulate": lambda: step(accumulate=1 + me),
         "key": lambda: step(loss, state, batch, jax.random.key(me)),
         "version": other_version,

@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from zerojax._hlo.gpus import Rates as Rates
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
+    from zerojax._loss.pad_batch import pad_batch as pad_batch
     from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
@@ -70,6 +71,7 @@ _EXPORTS = {
     "_hlo.gpus": ["Rates"],
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
+    "_loss.pad_batch": ["pad_batch"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["gather_params", "logical", "shard_train_state"],
     "_plan.layout": ["LeafPlan"],

@@ -119,13 +119,27 @@ def test_verify_says_that_a_table_belongs_to_the_whole_batch():
 def test_batch_that_does_not_divide():
     made = mlp(False)
     batch = jax.tree.map(lambda x: x[:60], made.batch)
-    message = r"batch leaf x has a leading dimension of 60.*8 devices.*Use 56 or 64 examples"
+    message = (
+        r"batch leaf x has a leading dimension of 60.*8 devices. Use 56 or 64 examples, or pad: "
+        r"batch, mask = zerojax.pad_batch\(batch\), with zerojax.mean\(values, where=mask\) in"
+    )
+    state = place(made)
+    loss = zerojax.value_and_grad(made.loss, state.tx.plan)
+    for call in (
+        lambda: zerojax.train_step(made.loss)(state, batch),
+        lambda: zerojax.eval_step(made.loss)(state, batch),
+        lambda: loss(state.params, batch),
+        lambda: zerojax.shard_batch(batch),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    message = (
+        r"64.*8 devices x 3 microbatches. Use 48 or 72.*pad_batch\(batch, accumulate=3\), with"
+    )
     with pytest.raises(ValueError, match=message):
-        zerojax.train_step(made.loss)(place(made), batch)
-    with pytest.raises(ValueError, match=message):
-        zerojax.shard_batch(batch)
-    with pytest.raises(ValueError, match=r"64.*8 devices x 3 microbatches.*Use 48 or 72"):
-        zerojax.train_step(made.loss, accumulate=3)(place(made), made.batch)
+        zerojax.train_step(made.loss, accumulate=3)(state, made.batch)
+    with pytest.raises(ValueError, match=r"60.*7 devices.*pad_batch\(batch, plan=state\), with"):
+        zerojax.train_step(made.loss)(place(made, mesh=make_mesh(7)), batch)
     with pytest.raises(ValueError, match=r"leading dimension of 0.*Use 8 examples"):
         zerojax.shard_batch(np.ones((0, 2)))
 
@@ -172,7 +186,9 @@ def test_host_batches_and_placed_ones_give_the_same():
 
 
 def test_rows_that_do_not_divide_or_do_not_follow_one_another_are_refused():
-    with pytest.raises(ValueError, match=r"30 rows does not divide over 8.*a multiple of 8"):
+    with pytest.raises(
+        ValueError, match=r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="
+    ):
         zerojax.process_slice(30)
     two = Mesh(
         np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2

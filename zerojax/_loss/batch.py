@@ -112,35 +112,63 @@ def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str
             )
 
 
-def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
-    """Raises where the batch cannot be split over devices and microbatches."""
+class Counted(NamedTuple):
+    """The first leaf that has examples, by name, and how many it has along `dim`."""
+
+    name: str
+    rows: int
+    dim: int
+
+
+def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
+    """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
-    counts = [
-        (_name(path), jnp.shape(value)[role.dim], role.dim)
+    found = [
+        Counted(_name(path), jnp.shape(value)[role.dim], role.dim)
         for (path, value), role in zip(leaves, roles, strict=True)
         if role.kind == BATCH
     ]
-    if not counts:
-        return
-    first_name, first, first_dim = counts[0]
-    for name, rows, dim in counts:
-        if rows != first:
+    for leaf in found:
+        if leaf.rows != found[0].rows:
             raise ValueError(
-                f"batch leaves disagree on their {_dim_name(max(dim, first_dim))}: {first_name} "
-                f"has {first} and {name} has {rows}. Give every leaf one row for each example; say "
-                "with batch_specs= which have none, or have them along another dimension, and make "
-                "keys with jax.random.key."
+                f"batch leaves disagree on their {_dim_name(max(leaf.dim, found[0].dim))}: "
+                f"{found[0].name} has {found[0].rows} and {leaf.name} has {leaf.rows}. Give every "
+                "leaf one row for each example; say with batch_specs= which have none, or have "
+                "them along another dimension, and make keys with jax.random.key."
             )
+    return found[0] if found else None
+
+
+def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
+    """Raises where the batch cannot be split over devices and microbatches."""
+    leaf = counted(args, roles)
+    if leaf is None:
+        return
     ways = size * accumulate
-    if first == 0 or first % ways:
-        over = f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
-        below, above = first // ways * ways, (first // ways + 1) * ways
+    if leaf.rows == 0 or leaf.rows % ways:
+        below, above = leaf.rows // ways * ways, (leaf.rows // ways + 1) * ways
         use = f"{below} or {above}" if below else f"{above}"
+        options = f", accumulate={accumulate}" if accumulate > 1 else ""
+        # The default mesh has all devices; the plan knows which of them the batch is split over.
+        options += ", plan=state" if size != jax.device_count() else ""
         raise ValueError(
-            f"{first_name} has a {_dim_name(first_dim)} of {first}, which does not divide over "
-            f"{over}. Use {use} examples, or pad and mask the rest with zerojax.mean(values, "
-            "where=mask)."
+            f"{leaf.name} has a {_dim_name(leaf.dim)} of {leaf.rows}, which does not divide over "
+            f"{parts_text(size, accumulate)}. Use {use} examples, or pad: batch, mask = "
+            f"zerojax.pad_batch(batch{options}), with zerojax.mean(values, where=mask) in the loss."
         )
+
+
+def check_accumulate(accumulate: object) -> None:
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"accumulate must be a positive integer, got {accumulate!r}: the number of "
+            "microbatches that each device's part of the batch is split into."
+        )
+
+
+def parts_text(size: int, accumulate: int) -> str:
+    """Returns, for a message, what a batch is split over."""
+    return f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
 
 
 def _dim_name(dim: int) -> str:
@@ -210,9 +238,9 @@ def shard_batch(
         (1, 3)
     """
     _refusals.check_values(batch, "batch")
-    mesh, axes = _mesh_and_axes(mesh, axis, plan)
+    mesh, axes = mesh_and_axes(mesh, axis, plan)
     found = roles((batch,), batch_specs, axes)
-    check((batch,), found, len(_local_parts(mesh, axes)))
+    check((batch,), found, len(local_parts(mesh, axes)))
     leaves, treedef = jax.tree.flatten(batch)
     if mesh.is_multi_process:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
@@ -256,14 +284,15 @@ def process_slice(
         >>> print(zerojax.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
-    mesh, axes = _mesh_and_axes(mesh, axis, plan)
+    mesh, axes = mesh_and_axes(mesh, axis, plan)
     size = _mesh.axes_size(mesh, axes)
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
             f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
-            f"{size}."
+            f"{size}: the last batch may have fewer rows than the slice of a full one, and "
+            "zerojax.pad_batch(batch, to=...) fills it up."
         )
-    parts = _local_parts(mesh, axes)
+    parts = local_parts(mesh, axes)
     first, last = min(parts), max(parts)
     if last - first + 1 != len(parts):
         raise ValueError(
@@ -273,7 +302,7 @@ def process_slice(
     return slice(first * rows // size, (last + 1) * rows // size)
 
 
-def _mesh_and_axes(
+def mesh_and_axes(
     mesh: Mesh | None, axis: str | Sequence[str] | None, plan: PyTree
 ) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh and the axes that a batch is split over."""
@@ -285,7 +314,7 @@ def _mesh_and_axes(
     return found.mesh, found.batch_axes
 
 
-def _local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
+def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
     """Returns which parts of a batch that is split over the axes are on this process's devices."""
     size = _mesh.axes_size(mesh, axes)
     split = NamedSharding(mesh, PartitionSpec(axes))

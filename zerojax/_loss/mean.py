@@ -20,7 +20,8 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     Inside a zerojax step this is the number that one device would get from the global batch, even
     where shards have different numbers of true elements. With `accumulate=` it is exact too; there
     it must enter the loss and the aux linearly, and anything else is an error. Outside of a step
-    it is `jnp.mean(values, where=where)`, and 0 where nothing is true.
+    it is `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes
+    the mask for a batch that the devices do not divide.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))

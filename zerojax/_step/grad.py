@@ -100,10 +100,7 @@ def loss_and_grads(
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
-    given_padded = plan.pads and any(
-        np.shape(value) != leaf.shape
-        for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True)
-    )
+    keep_padding = not options.differentiate or _are_padded(params, plan)
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
@@ -121,8 +118,7 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
         loss, aux, grads = sharded(*inputs)
-        keep = given_padded or not options.differentiate
-        return loss, aux, grads if keep else plan.logical_grads(grads)
+        return loss, aux, grads if keep_padding else plan.logical_grads(grads)
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
@@ -132,6 +128,11 @@ def loss_and_grads(
             lambda: _nans.explain(loss_fn, plan, params, args, roles),
         )
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
+
+
+def _are_padded(params: PyTree, plan: Plan) -> bool:
+    pairs = zip(jax.tree.leaves(params), plan.params, strict=True)
+    return any(np.shape(value) != leaf.shape for value, leaf in pairs)
 
 
 def _program(

@@ -38,11 +38,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise ValueError(
-                f"accumulate must be a positive integer, got {self.accumulate!r}: the number of "
-                "microbatches that each device's part of the batch is split into."
-            )
+        _batch.check_accumulate(self.accumulate)
         if self.prefetch not in (0, 1, "auto"):
             raise ValueError(
                 f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "

@@ -284,7 +284,8 @@ def eval_step(
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
     `loss_fn` and `batch_specs` are as in `train_step`, and so are `metrics`, without `grad_norm`.
-    Fields of the state in `mutable` are passed to the loss as keyword arguments.
+    Fields of the state in `mutable` are passed to the loss as keyword arguments. For the last batch
+    of a dataset, which the devices may not divide, there is `zerojax.pad_batch`.
 
     Example:
         >>> def loss(params, batch):

@@ -1,0 +1,117 @@
+"""A batch with a number of examples that the devices do not divide, filled up, and its mask."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from zerojax._loss import batch as _batch
+from zerojax._state import refusals as _refusals
+from zerojax._types import PyTree
+
+
+def pad_batch(
+    batch: PyTree,
+    mesh: Mesh | None = None,
+    *,
+    to: int | None = None,
+    accumulate: int = 1,
+    axis: str | Sequence[str] | None = None,
+    plan: PyTree = None,
+    batch_specs: PyTree = None,
+) -> tuple[PyTree, np.ndarray]:
+    """Fills a batch up to a number of examples that the devices divide; returns it and a mask.
+
+    The mask, a numpy array, is True for each real example and False for each that was filled in.
+    Put it into the batch, and average with `zerojax.mean(values, where=mask)` in the loss: the
+    loss and its gradients are then exactly those of the real examples. The others repeat these,
+    from the first one on: zeros could make a logarithm or a division infinite, and gradients NaN
+    in spite of the mask. What does not know the mask counts them: BatchNorm, in training.
+
+    Leaves without examples, such as scalars, are returned as they are, and so is a batch that
+    needs no padding. Numpy arrays stay numpy arrays.
+
+    Arguments:
+        mesh, axis, plan: as in `zerojax.shard_batch`.
+        to: the number of examples to fill up to; default, the next one that the devices divide.
+            With that of the full batches, the last one runs the program that they have compiled.
+            In several processes it is required: the number that each process has of a full batch,
+            even where it has fewer of the last one, or none (zeros are filled in then).
+        accumulate: that of the step; each microbatch gets as many examples as the others.
+        batch_specs: as in `zerojax.train_step`, for leaves that have no examples, or have them
+            along another dimension.
+
+    Example:
+        >>> rows = np.arange(1.0, 6)
+        >>> padded, mask = zerojax.pad_batch(rows)
+        >>> print(padded, mask.sum(), zerojax.mean(padded, where=mask))
+        [1. 2. 3. 4. 5. 1. 2. 3.] 5 3.0
+    """
+    _refusals.check_values(batch, "batch")
+    mesh, axes = _batch.mesh_and_axes(mesh, axis, plan)
+    roles = _batch.roles((batch,), batch_specs, axes)
+    leaf = _batch.counted((batch,), roles)
+    if leaf is None:
+        raise ValueError(
+            "the batch has no leaf with examples to pad. Pass at least one array whose first "
+            "dimension counts them, or say with batch_specs= which dimension does."
+        )
+    leaves, treedef = jax.tree.flatten(batch)
+    _check_local(leaves)
+    if to is None and (mesh.is_multi_process or not leaf.rows):
+        raise ValueError(
+            f"{leaf.name} has {leaf.rows} examples in this process, which does not tell how many "
+            "the padded batch has to have: other processes may have more or fewer. Pass to=, the "
+            "number that a process has of a full batch."
+        )
+    size = len(_batch.local_parts(mesh, axes))
+    want = _padded_rows(leaf, to, size, accumulate)
+    source = np.arange(want) % max(leaf.rows, 1)
+
+    def padded(value: ArrayLike, role: _batch.Role) -> ArrayLike:
+        return value if role.kind != _batch.BATCH else _taken(value, role.dim, source, leaf.rows)
+
+    return treedef.unflatten(map(padded, leaves, roles)), np.arange(want) < leaf.rows
+
+
+def _padded_rows(leaf: _batch.Counted, to: int | None, size: int, accumulate: int) -> int:
+    """Returns how many examples the padded batch has; raises for a `to` that it cannot have."""
+    _batch.check_accumulate(accumulate)
+    ways = size * accumulate
+    least = max(1, -(-leaf.rows // ways)) * ways
+    if to is None:
+        return least
+    fits = isinstance(to, int | np.integer) and to >= least and to % ways == 0
+    if not fits:
+        raise ValueError(
+            f"to={to!r} must be an integer that divides over "
+            f"{_batch.parts_text(size, accumulate)}, and at least the {leaf.rows} examples that "
+            f"{leaf.name} has. Use to={least} or another multiple of {ways} above."
+        )
+    return int(to)
+
+
+def _check_local(leaves: Sequence[ArrayLike]) -> None:
+    """Raises for what is already on the devices of several processes."""
+    arrays = [v for v in leaves if isinstance(v, Array) and not isinstance(v, Tracer)]
+    if not all(array.is_fully_addressable for array in arrays):
+        raise ValueError(
+            "the batch is already on the devices of several processes. Pad what one process has "
+            "loaded, and pass that to zerojax.shard_batch."
+        )
+
+
+def _taken(value: ArrayLike, dim: int, source: np.ndarray, rows: int) -> ArrayLike:
+    """Returns the examples of `value` at the positions `source`; zeros where it has none."""
+    if rows == len(source):
+        return value
+    array = value if isinstance(value, Array) else np.asarray(value)
+    if rows == 0:
+        shape = (*array.shape[:dim], len(source), *array.shape[dim + 1 :])
+        return (jnp if isinstance(array, Array) else np).zeros(shape, array.dtype)
+    return array[(*[slice(None)] * dim, source)]
