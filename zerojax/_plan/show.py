@@ -129,7 +129,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     leaf = named[path]
     why = f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [
-        f"{path}: {shape_text(leaf)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
+        f"{path}: {leaf.dtype}{shape_text(leaf)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
         f"of {human_bytes(leaf.nbytes)} on each device{why}{_axes_text(plan, leaf)}"
     ]
     holders: dict[str, list[str]] = {}
@@ -153,9 +153,9 @@ def _axes_text(plan: Layout, leaf: LeafPlan) -> str:
 
 
 def shape_text(leaf: LeafPlan) -> str:
-    """Returns 'float32[257, 21]', with the shape that it has between steps if that is padded."""
+    """Returns '[257, 21]', with the shape that the leaf has between steps where that is padded."""
     padded = f" padded to {list(leaf.padded_shape)}" if leaf.rest.padding else ""
-    return f"{leaf.dtype}{list(leaf.shape)}{padded}"
+    return f"{list(leaf.shape)}{padded}"
 
 
 def _part_text(bounds: list[Bounds], leaf: LeafPlan) -> str:
