@@ -142,6 +142,9 @@ MODEL = """
     def model():
         return loss, state, jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
+    def six():
+        return loss, state, jax.ShapeDtypeStruct((60, 256), jnp.float32)
+
     def untraceable():
         return lambda params, batch: float(batch.sum()), state, jnp.ones((64, 256))
 
@@ -167,6 +170,7 @@ def test_audit_and_forecast_of_a_users_module(run, module):
     assert case["parameters"] == 256 * 256 * 4
 
 
+FLOPS = 3 * 2 * 60 * 256 * 256  # of the rows in `six`
 GROUPS = "params=gpu,grads=gpu,opt_state=gpu+node"
 
 
@@ -188,6 +192,28 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     assert given["groups"] == {"params": (), "opt_state": ("gpu",)}
     run("forecast", *model, "--per-host", "2")
     assert given["groups"] is given["rates"] is given["stages"] is None and given["per_host"] == 2
+    assert given["pad"] is True
+    run("forecast", *model, "--no-pad")
+    assert given["pad"] is False
+
+
+@pytest.mark.gpu_code
+def test_gpus_that_do_not_divide_the_model(run, module):
+    """Six pad 256 to 258."""
+    name = module("mymodel", MODEL) + ":six"
+    six = ("--gpus", "6xH100", "--json")
+    code, out, err = run("forecast", name, *six, "--stages", "3")
+    (case,) = json.loads(out)["cases"]
+    assert (code, err, case["parameters"]) == (OK, "", 258 * 256 * 4 // 6)
+    assert case["formula"] == 4 * case["parameters"] + 8  # with gradients, moments and counters
+    assert case["mfu"] == pytest.approx(FLOPS / (case["step_seconds"] * 6 * 989e12))
+    code, out, err = run("audit", name, *six)
+    found = json.loads(out)
+    assert (code, err, found["findings"]) == (OK, "", [])
+    assert found["memory"]["parameters"] == case["parameters"]
+    code, out, err = run("audit", name, *six, "--no-pad")
+    assert (code, err) == (OK, "")
+    assert json.loads(out)["memory"]["parameters"] == 256 * 256 * 4
 
 
 @pytest.mark.gpu_code

@@ -90,7 +90,7 @@ def forecast(arguments: argparse.Namespace) -> int:
     losses, make_state, batch, rng = _model(arguments)
     mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
     precision = mixed if arguments.master else None
-    options = _given(arguments, "gpus", "stages", "accumulate", "tokens", "groups")
+    options = _given(arguments, "gpus", "stages", "accumulate", "tokens", "groups", "pad")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
     _show(arguments, found.to_dict(), str(found))
@@ -143,7 +143,7 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     jax.config.update("jax_platforms", "cpu")
     losses, make_state, batch, rng = _model(arguments)
     mesh = zerojax.aot.mesh(arguments.gpus, per_host=arguments.per_host)
-    plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh)
+    plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh, pad=arguments.pad)
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
@@ -329,6 +329,8 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
+    text = "replicate leaves that the GPUs do not divide, instead of padding them"
+    parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 

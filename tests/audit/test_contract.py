@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 from tests import audits
@@ -51,11 +51,32 @@ def broken(report, *patterns, **limits):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", (*WHERE, "6xcpu"))
 def test_layers_keep_the_contract(where, stage):
     report = audits.plain(where, stage)
     assert report.check(max_peak_bytes=2**30) is report
-    assert report.backend == ("cpu" if where == "cpu" else "gpu")
+    assert report.backend == ("cpu" if "cpu" in where else "gpu")
+    assert report.plan.pads == (where == "6xcpu")
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("stage", [1, 3])
+def test_padded_layers_keep_the_contract_on_gpus(stage):
+    report = audits.plain("6xH100", stage)
+    assert all(leaf.update.padding for leaf in report.plan.params)
+    assert report.findings() == []
+
+
+@pytest.mark.parametrize(
+    "groups", [("gpu", "gpu"), ("gpu", ("gpu", "node")), ((), ("gpu", "node"))]
+)
+def test_padded_groups_keep_the_contract(groups):
+    shards, opt_state = groups
+    over = {"params": shards, "grads": shards, "opt_state": opt_state}
+    devices = audits.mesh_of("6xcpu").devices.reshape(2, 3)
+    mesh = Mesh(devices, ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    report = audited(zerojax.plan(audits.make_state, mesh=mesh, groups=over))
+    assert report.plan.pads and report.findings() == []
 
 
 @pytest.mark.parametrize(
@@ -110,8 +131,9 @@ def test_small_leaves_that_are_summed_in_one_piece_keep_the_contract():
     assert report.findings() == []
 
 
-def test_user_written_steps_keep_the_contract():
-    plan = planned("cpu", 2)
+@pytest.mark.parametrize("where", ["cpu", "6xcpu"])
+def test_user_written_steps_keep_the_contract(where):
+    plan = planned(where, 2)
     assert audited(plan, step=user_step(plan)).findings() == []
 
 
@@ -138,19 +160,20 @@ def test_fp32_gathers_where_bf16_was_meant():
     assert report.findings()
 
 
-def test_a_stack_gathered_at_once_outside_its_loop():
+@pytest.mark.parametrize(("where", "part"), [("cpu", "4,16,128"), ("6xcpu", "4,22,128")])
+def test_a_stack_gathered_at_once_outside_its_loop(where, part):
     def hoisted(params, tokens):
         whole = params["layers"] | {"w": params["layers"]["w"] * params["layers"]["w"].mean()}
         return loss(params | {"layers": whole}, tokens)
 
-    report = audited(planned("cpu", 3), hoisted)
+    report = audited(planned(where, 3), hoisted)
     found = [line for line in report.findings() if "gathers all 4 layers" in line]
-    assert found and all("params/layers/w at once (f32[4,16,128]" in line for line in found)
+    assert found and all(f"params/layers/w at once (f32[{part}]" in line for line in found)
     assert all("zerojax.plan(..., stacked=" in line for line in found)
     assert "outside of the loop over them. Scan over the stack itself" in found[0]
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", (*WHERE, "6xcpu"))
 def test_gradients_all_reduced_instead_of_scattered(where):
     """Data parallelism by hand: every device sums whole gradients, then keeps its part."""
     plan = planned(where, 1)
@@ -174,11 +197,28 @@ def test_gradients_all_reduced_instead_of_scattered(where):
 
 
 @pytest.mark.gpu_code
-def test_weights_kept_for_backward():
+@pytest.mark.parametrize("where", ["8xH100", "6xH100"])
+def test_weights_kept_for_backward(where):
     save = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
-    report = audited(planned("8xH100", 3), functools.partial(loss, wrap=save), regather=False)
+    report = audited(planned(where, 3), functools.partial(loss, wrap=save), regather=False)
     line = broken(report, "gathered weights of params/layers/w are kept for backward")
     assert f"[{LAYERS},{DIM},{DIM}]" in line and "regather=True" in line
+
+
+def test_a_full_gradient_is_known_with_its_padding_and_without():
+    """[4, 128, 128] rests as [4, 132, 128]; so do the gradients of a loss of padded weights."""
+    promised = _contract.promises(planned("6xcpu", 3), 1)
+    path = "params/layers/w"
+    found = {}
+    for rows in (127, 128, 129, 132, 133):
+        for layers in (1, LAYERS):
+            part = Part("", "f32", layers * rows * DIM, 0.0, (path,))
+            found[rows, layers] = _contract._gradient_in(part, promised) is not None
+    known = [rows for (rows, layers), is_full in found.items() if is_full and layers == 1]
+    assert known == [128, 132]
+    # What is larger than it has the joined gradients of several parameters.
+    known = [rows for (rows, layers), is_full in found.items() if is_full and layers == LAYERS]
+    assert known == [128, 129, 132, 133]
 
 
 def test_a_state_that_is_not_donated():
@@ -188,8 +228,11 @@ def test_a_state_that_is_not_donated():
     assert "and 8 more" in line and "donate_argnums=0" in line
 
 
-def test_an_optimizer_leaf_that_is_replicated():
-    plan = planned("cpu", 3)
+@pytest.mark.parametrize(
+    ("where", "rests"), [("cpu", "[256, 128]"), ("6xcpu", "[256, 128] padded to [258, 128]")]
+)
+def test_an_optimizer_leaf_that_is_replicated(where, rests):
+    plan = planned(where, 3)
     state = plan.abstract()
     whole = NamedSharding(plan.mesh, P())
 
@@ -199,7 +242,8 @@ def test_an_optimizer_leaf_that_is_replicated():
 
     state = jax.tree_util.tree_map_with_path(unsharded, state)
     line = broken(audited(plan, state=state), "opt_state/0/mu/embed reaches the step as")
-    assert "f32[256,128] per device of [256, 128], not as the plan shards it" in line
+    full = 258 if where == "6xcpu" else 256
+    assert f"f32[{full},128] per device of {rests}, not as the plan shards it" in line
     assert "zerojax.shard_train_state or plan.place" in line
 
 
@@ -215,9 +259,10 @@ def test_activations_that_change_their_layout():
     assert "with_sharding_constraint" in found[0]
 
 
-def test_parameters_gathered_too_often():
+@pytest.mark.parametrize("where", ["cpu", "6xcpu"])
+def test_parameters_gathered_too_often(where):
     """In a loop that should not have them: four microbatches where one was promised."""
-    plan = planned("cpu", 3)
+    plan = planned(where, 3)
     step = zerojax.train_step(loss, accumulate=4)
     compiled = step.lower(plan.abstract(), audits.tokens(plan)).compile()
     assert zerojax.audit(compiled, plan=plan, accumulate=4).findings() == []

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.conftest import make_mesh
 from zerojax._forecast import mfu as _mfu
 
 ROWS, DIM, LAYERS = 16, 64, 3
@@ -40,6 +41,14 @@ def test_a_step_needs_three_times_the_forward_at_any_stage(stage, accumulate):
     assert zerojax.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
     key = jax.random.key(0)
     assert zerojax.step_flops(step, plan.place(make_state), BATCH, key) == 3 * FORWARD
+
+
+def test_padding_needs_no_flops():
+    """Over five devices `w` rests as [3, 65, 64]."""
+    plan = zerojax.plan(make_state, tx=optax.sgd(1.0), mesh=make_mesh(5))
+    step = zerojax.train_step(loss_fn, plan=plan, tx=optax.sgd(1.0), mutable=("shift",))
+    assert plan.abstract()["params"]["w"].shape == (LAYERS, 65, DIM)
+    assert zerojax.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
 
 
 def devices(*kinds):

@@ -95,6 +95,68 @@ def test_plan_prints_leaves_bytes_and_totals():
     assert html.count("<tr>") == 1 + 14 + 4 and "<td>params/in/w</td>" in html
 
 
+def padded(stage=3, **options):
+    """Over eight devices `w` rests as [16, 17] and `even` as it is."""
+    params = {"w": jnp.ones((9, 17)), "even": jnp.ones((64, 4))}
+    mesh = zerojax.mesh(data=8)
+    state = params, optax.trace(0.9).init(params)
+    overrides = {"w": PartitionSpec("data")}
+    return zerojax.plan(state, stage=stage, mesh=mesh, overrides=overrides, **options)
+
+
+def test_a_padded_leaf_has_both_shapes_in_the_table():
+    lines = str(padded()).splitlines()
+    assert re.split("  +", lines[1])[:4] == ["leaf", "shape", "padded to", "spec"]
+    cells = {line.split()[0]: re.split("  +", line)[1:] for line in lines[3:]}
+    assert cells["0/w"] == ["float32[9, 17]", "[16, 17]", "(data)", "612 B", "136 B"]
+    assert cells["0/even"] == ["float32[64, 4]", "(data)", "1.0 KiB", "128 B"]
+    assert cells["parameters"] == ["1.6 KiB", "264 B"], "logical in all, padded on each device"
+    html = padded()._repr_html_()
+    assert "<th>padded to</th>" in html and "<td>[16, 17]</td>" in html
+
+
+def test_a_table_has_no_column_for_padding_without_any():
+    """At stage 1 parameters rest as they are; only the momentum is padded."""
+    assert "padded to" not in str(zerojax.plan(make_state))
+    text = str(padded(stage=1))
+    assert text.count("[16, 17]") == 1
+    assert next(line for line in text.splitlines() if "[16, 17]" in line).startswith("1/trace/w ")
+    params = {"w": jnp.ones((257, 21))}
+    assert zerojax.plan((params, ()), stage=1).pads
+    assert "padded to" not in str(zerojax.plan((params, ()), stage=1))
+
+
+def test_show_tells_logical_rows_and_who_has_only_padding(capsys):
+    padded().show("0/w")
+    first, *parts = capsys.readouterr().out.splitlines()
+    assert first == "0/w: float32[9, 17] padded to [16, 17], 136 B of 612 B on each device"
+    assert parts == [
+        "  [0:2, :]      device 0",
+        "  [2:4, :]      device 1",
+        "  [4:6, :]      device 2",
+        "  [6:8, :]      device 3",
+        "  [8:9, :]      device 4",
+        "  only padding  devices 5, 6, 7",
+    ]
+    padded(stage=1).show("0/w")
+    first, *parts = capsys.readouterr().out.splitlines()
+    assert first == "0/w: float32[9, 17], 612 B of 612 B on each device"
+    assert parts == ["  [:, :]  devices 0, 1, 2, 3, 4, 5, 6, 7"]
+
+
+def test_the_parts_of_a_padded_leaf_are_drawn_in_its_logical_shape():
+    plan = padded()
+    leaf = next(leaf for leaf in plan.leaves if leaf.path == "0/w")
+    rows = [leaf.path for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.nbytes)]
+    found = [part for ((*part,),) in _show.parts(plan, leaf, list(plan.mesh.devices.flat))]
+    assert found == [[min(2 * n, 9) / 9, min(2 * n + 2, 9) / 9] for n in range(8)]
+    figure = plan.plot()
+    mine = [box for box in filled(figure) if abs(box[1] - (rows.index("0/w") - 0.38)) < 1e-6]
+    widths = [box[2] / 0.92 for box in mine]
+    assert widths == pytest.approx([2 / 9] * 4 + [1 / 9] + [0] * 3)
+    assert not overlapping(figure)
+
+
 GROUPS = {"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}
 GROUPED = "; params over gpu, grads over gpu, opt_state over gpu x node"
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives import collectives
+from tests.conftest import make_mesh
 
 LAYERS, DIM = 4, 16
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -17,7 +18,7 @@ PARAMS = {
     "embed": jax.random.normal(KEYS[0], (32, DIM)),
     "layers": {
         "w": jax.random.normal(KEYS[1], (LAYERS, DIM, DIM)) / 4,
-        "odd": jnp.ones((LAYERS, 3)),  # no dimension that 8 divides
+        "odd": jnp.ones((LAYERS, 2)),  # too short to be padded
     },
     "step": jnp.arange(LAYERS),
 }
@@ -60,8 +61,9 @@ def grad_by_hand(plan, **options):
     return run
 
 
-def placed():
-    plan = zerojax.plan({"params": PARAMS}, stage=3, min_shard_size=1)
+def placed(devices=8):
+    """Over five devices `embed` rests as [35, 16], and `w` as [4, 20, 16]."""
+    plan = zerojax.plan({"params": PARAMS}, stage=3, min_shard_size=1, mesh=make_mesh(devices))
     return plan, plan.place({"params": PARAMS})["params"]
 
 
@@ -69,26 +71,46 @@ def placed():
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"length": LAYERS}])
 def test_equals_jax_grad(prefetch, options):
     plan, params = placed()
-    value, grads = grad_by_hand(plan, prefetch=prefetch, **options)(params, TOKENS)
+    grads = check_equal(plan, params, TOKENS, prefetch=prefetch, **options)
+    assert grads["layers"]["w"].addressable_shards[0].data.shape == (LAYERS, DIM // 8, DIM)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_padded_parameters_equal_jax_grad(prefetch):
+    plan, params = placed(devices=5)
+    assert params["embed"].shape == (35, DIM) and params["layers"]["w"].shape == (LAYERS, 20, DIM)
+    grads = check_equal(plan, params, TOKENS[:15], prefetch=prefetch)
+    assert grads["layers"]["w"].addressable_shards[0].data.shape == (LAYERS, 4, DIM)
+    for grad, padding in ((grads["embed"], 3 * DIM), (grads["layers"]["w"], LAYERS * 4 * DIM)):
+        at = (slice(32, None),) if grad.ndim == 2 else (slice(None), slice(DIM, None))
+        assert grad[at].size == padding and not np.any(grad[at])
+
+
+def check_equal(plan, params, tokens, prefetch, **options):
+    """Checks the loss and the gradients, at logical shapes, and returns these as they come."""
+    value, grads = grad_by_hand(plan, prefetch=prefetch, **options)(params, tokens)
     loss = functools.partial(whole_loss, **options)
-    parts = TOKENS.reshape(8, -1, *TOKENS.shape[1:])
+    parts = tokens.reshape(plan.size, -1, *tokens.shape[1:])
     mean = lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, parts))
     want_value, want = jax.jit(jax.value_and_grad(mean, allow_int=True))(PARAMS)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     for name in ("embed", "layers"):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-        jax.tree.map(close, grads[name], want[name])
-    assert grads["layers"]["w"].addressable_shards[0].data.shape == (LAYERS, DIM // 8, DIM)
+        found = jax.tree.map(lambda g, w: g[tuple(map(slice, w.shape))], grads[name], want[name])
+        jax.tree.map(close, found, want[name])
+    return grads
 
 
-def test_gathers_and_scatters_each_layer_in_its_iteration():
-    plan, params = placed()
-    found = list(collectives(grad_by_hand(plan, prefetch=0).trace(params, TOKENS).jaxpr))
-    size = PARAMS["layers"]["w"].size
+@pytest.mark.parametrize("devices", [8, 5])
+def test_gathers_and_scatters_each_layer_in_its_iteration(devices):
+    plan, params = placed(devices)
+    tokens = TOKENS[: 16 // devices * devices]
+    found = list(collectives(grad_by_hand(plan, prefetch=0).trace(params, tokens).jaxpr))
+    size = params["layers"]["w"].size  # with the padding
     inside = [(c.kind, c.moved) for c in found if c.depth == 1]
     assert sorted(inside) == [("all-gather", size)] * 2 + [("reduce-scatter", size)]
     outside = [c for c in found if c.depth == 0 and c.kind != "all-reduce"]
-    assert {c.elements for c in outside} == {PARAMS["embed"].size}
+    assert {c.elements for c in outside} == {params["embed"].size}
 
 
 def test_gather_in_another_dtype():
@@ -101,7 +123,25 @@ def test_gather_in_another_dtype():
     assert whole["embed"].dtype == jnp.bfloat16 and whole["step"].dtype == PARAMS["step"].dtype
     np.testing.assert_array_equal(whole["embed"], PARAMS["embed"].astype(jnp.bfloat16))
     gathered = [c for c in collectives(jax.make_jaxpr(run)(params)) if c.kind == "all-gather"]
-    assert {c.dtype for c in gathered} == {"bfloat16"}
+    dtypes = {c.dtype: c.moved for c in gathered}
+    assert dtypes.keys() == {"bfloat16", "int32"} and dtypes["int32"] == params["step"].size == 8
+
+
+def test_gathered_parameters_have_no_padding():
+    plan, params = placed(devices=5)
+    shapes = []
+
+    def inside(p):
+        parts = zerojax.shards(p, plan)
+        shapes.append((parts["embed"].full.shape, parts["embed"].data.shape))
+        return zerojax.gather(parts)
+
+    run = jax.shard_map(
+        inside, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan),), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(params), PARAMS)
+    assert shapes[0] == ((32, DIM), (7, DIM))
 
 
 def test_plain_arrays_pass():
@@ -132,6 +172,11 @@ def test_a_stack_sharded_along_its_layers_is_refused():
 def test_shards_are_checked_against_the_plan():
     plan, params = placed()
     inside = lambda p: zerojax.gather(zerojax.shards(p, plan))
+    padded, _ = placed(devices=5)
+    with pytest.raises(
+        ValueError, match=r"\(32, 16\) here, and a device's part of it is \(7, 16\)"
+    ):
+        zerojax.shards(PARAMS, padded)
     with pytest.raises(ValueError, match=r"in_specs=zerojax.param_specs\(plan\)"):
         inside(params)  # whole, and outside of shard_map
     with pytest.raises(ValueError, match="not those of the plan"):

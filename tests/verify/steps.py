@@ -7,6 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import zerojax
+from tests.conftest import make_mesh
 from tests.models import ROWS, Model
 from tests.reference import make_state
 
@@ -42,30 +43,31 @@ def verified(made, stage=3, tx=ADAM, accumulate=1, **options):
 def by_hand(plan, tx, loss_fn, fault="", with_key=False):
     """A ZeRO step in shard_map, with one fault at will."""
     specs = plan.treedef.unflatten([leaf.spec for leaf in plan.leaves])
-    dims = jax.tree.unflatten(
-        plan.treedef, [-1 if leaf.dim is None else leaf.dim for leaf in plan.leaves]
-    )["params"]
-    sharded = plan.sharded["params"]
+    leaves = plan.treedef.unflatten(plan.leaves)["params"]
+    size = plan.mesh.size
 
     def mean(x):
-        return x if fault == "dropped" else lax.psum(x, "data") / (1 if fault == "sum" else 8)
+        return x if fault == "dropped" else lax.psum(x, "data") / (1 if fault == "sum" else size)
 
-    def whole(shard, dim):
-        if not sharded or dim < 0:
+    def whole(shard, leaf):
+        if leaf.rest.dim is None:
             return shard
-        return lax.all_gather(shard, "data", axis=dim, tiled=True)
+        full = lax.all_gather(shard, "data", axis=leaf.dim, tiled=True)
+        return full[tuple(map(slice, leaf.shape))]
 
-    def cut(grad, dim):
-        if not sharded or dim < 0:
+    def cut(grad, leaf):
+        if leaf.rest.dim is None:
             return mean(grad)
-        return lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True) / 8
+        pads = [(0, n - have) for n, have in zip(leaf.padded_shape, grad.shape, strict=True)]
+        full = jnp.pad(grad, pads)
+        return lax.psum_scatter(full, "data", scatter_dimension=leaf.dim, tiled=True) / size
 
     def per_device(state, batch, *rng):
         if rng and fault != "unfolded":
             rng = [jax.random.fold_in(rng[0], lax.axis_index("data"))]
-        params = jax.tree.map(whole, state["params"], dims)
+        params = jax.tree.map(whole, state["params"], leaves)
         loss, grads = jax.value_and_grad(loss_fn)(params, batch, *rng)
-        grads = jax.tree.map(cut, grads, dims)
+        grads = jax.tree.map(cut, grads, leaves)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         if fault == "twice":
             updates = jax.tree.map(lambda u: 2 * u, updates)
@@ -79,12 +81,15 @@ def by_hand(plan, tx, loss_fn, fault="", with_key=False):
     ), donate_argnums=(0, 1))  # fmt: skip
 
 
-def check_by_hand(fault="", tx=ADAM, stage=0, loss=None, rng=None):
+def check_by_hand(fault="", tx=ADAM, stage=0, loss=None, rng=None, devices=8):
     loss = loss or (lambda p, x: squares(p, x).mean())
     state = {"params": W, "opt_state": tx.init(W)}
-    plan = zerojax.plan(state, stage=stage, tx=tx, min_shard_size=0)
+    mesh = make_mesh(devices)
+    plan = zerojax.plan(state, stage=stage, tx=tx, min_shard_size=0, mesh=mesh)
     step = by_hand(plan, tx, loss, fault, rng is not None)
-    return zerojax.verify(step, plan.place(state), X, rng, loss_fn=loss, tx=tx, plan=plan)
+    rows = ROWS // devices * devices
+    batch = zerojax.shard_batch(X[:rows], plan=plan)
+    return zerojax.verify(step, plan.place(state), batch, rng, loss_fn=loss, tx=tx, plan=plan)
 
 
 def dropping(params, x, rng):

@@ -47,9 +47,11 @@ def test_an_unfolded_key_is_named():
     assert "gradients are what one and the same key gives" in text
 
 
-def test_an_optimizer_on_local_shards_is_named():
+@pytest.mark.parametrize("devices", [8, 5])
+def test_an_optimizer_on_local_shards_is_named(devices):
+    """On five devices the shards are padded."""
     tx = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
-    report = check_by_hand(tx=tx, stage=3)
+    report = check_by_hand(tx=tx, stage=3, devices=devices)
     assert {check.kind for check in report.wrong} == {"opt_state", "params"}
     assert "Each device ran the optimizer on its own shards alone" in report.causes[0]
     assert "outside of shard_map" in report.causes[0]

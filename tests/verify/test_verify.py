@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import zerojax
+from tests.conftest import make_mesh
 from tests.models import mlp
 from tests.reference import assert_equal_bits
 from tests.verify.steps import (
@@ -127,6 +129,93 @@ def test_gradients_that_a_step_returns_are_compared():
     wrong = check(jax.jit(lambda s, x: step(s, x, 3)))
     assert {c.path for c in wrong.wrong} == {"grads/w", "params/w"}
     assert "nor a sum, nor those of one part" in wrong.causes[0]
+
+
+FIVE = {"mesh": make_mesh(5)}  # W rests as [25, 16]
+SOME = X[:60]
+
+
+@pytest.mark.parametrize(("stage", "accumulate", "tx"), [
+    (1, 1, optax.adam(1e-3)), (2, 2, optax.contrib.muon(1e-3)), (3, 2, optax.adam(1e-3)),
+    (3, 1, optax.contrib.muon(1e-3)), (3, 1, optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+], ids=["adam1", "muon2", "adam3", "muon3", "adafactor3"])  # fmt: skip
+def test_padded_states_pass(stage, accumulate, tx):
+    state = placed(W, tx, stage, **FIVE)
+    plan = state.tx.plan
+    step = zerojax.train_step(lambda p, x: squares(p, x).mean(), accumulate=accumulate)
+    report = zerojax.verify(step, state, SOME)
+    assert report.ok and not report.notes, report
+    padded = {leaf.path for leaf in plan.leaves if leaf.rest.padding}
+    assert {c.path for c in report.checks if c.kind == "padding"} == padded
+    assert padded and ("params/w" in padded) == (stage == 3)
+    checked = {c.path: c for c in report.checks if c.kind in ("params", "opt_state", "gradient")}
+    assert {"params/w", "grads/w"} <= set(checked) and padded <= set(checked)
+    assert {c.verdict for c in checked.values()} == {"ok"}, "tolerances too wide to tell"
+
+
+@pytest.mark.parametrize("shards", [(), ("gpu",)])
+def test_padded_groups_pass(shards):
+    """Over two hosts of three, `w` rests as [24, 18]."""
+    devices = make_mesh(6).devices.reshape(2, 3)
+    mesh = Mesh(devices, ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    over = {"params": shards, "grads": shards, "opt_state": ("gpu", "node")}
+    columns = {"w": PartitionSpec(None, ("gpu", "node"))}
+    state = placed(W, mesh=mesh, groups=over, overrides=columns)
+    assert state.params["w"].shape == (24, 18 if shards else 16)
+    report = zerojax.verify(zerojax.train_step(lambda p, x: squares(p, x).mean()), state, SOME)
+    assert report.ok, report
+    assert sum(check.kind == "padding" for check in report.checks) == 2 + bool(shards)
+
+
+def padded_tuple(change=lambda state: state):
+    """Verifies a step of a tuple state, by hand: its loss and its optimizer see logical shapes."""
+    tx = optax.adam(1e-3)
+    state = W, tx.init(W)
+    plan = zerojax.plan(state, stage=3, tx=tx, **FIVE)
+    loss = lambda p, x: squares(p, x).mean()
+
+    def step(state, x):
+        params, opt_state = zerojax.logical(state, plan)
+        value, grads = zerojax.value_and_grad(loss, plan)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = plan.constrain((optax.apply_updates(params, updates), opt_state))
+        return change(new), {"loss": value, "grads": plan.pad_params(grads)}
+
+    return zerojax.verify(jax.jit(step), plan.place(state), SOME, loss_fn=loss, tx=tx, plan=plan)
+
+
+def test_padded_states_without_an_optimizer_field_pass():
+    report = padded_tuple()
+    assert report.ok, report
+    assert {"grads/w", "0/w", "1/0/mu/w"} <= {check.path for check in report.checks}
+
+
+def test_padding_that_is_not_zero_is_wrong():
+    """It is the last of 25 rows, all that the fifth device has beyond four of its own."""
+
+    def change(state):
+        params, opt_state = state
+        return {"w": params["w"].at[24, 3].set(1e-30)}, opt_state
+
+    report = padded_tuple(change=change)
+    (wrong,) = report.wrong
+    assert (wrong.path, wrong.kind) == ("0/w", "padding")
+    assert wrong.difference == pytest.approx(1e-30)
+    (cause,) = report.causes
+    assert cause.startswith("The padding of 0/w is not zero after the step")
+    assert "update with zerojax.logical(state), and return plan.constrain(new_state)" in cause
+
+
+def test_a_wrong_row_of_a_padded_leaf_is_found():
+    """The last row that is no padding."""
+
+    def change(state):
+        params, opt_state = state
+        return {"w": params["w"].at[23, 3].add(1e-2)}, opt_state
+
+    (wrong,) = padded_tuple(change=change).wrong
+    assert (wrong.path, wrong.kind) == ("0/w", "params")
+    assert wrong.difference == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_a_step_that_leaves_splitting_to_the_compiler_is_compared_with_the_whole_batch():

@@ -46,6 +46,12 @@ class Promise:
 
     @property
     def size(self) -> int:
+        """The elements that a gather of it moves: with the padding."""
+        return _sent(self.leaf)
+
+    @property
+    def logical_size(self) -> int:
+        """The elements that it has as a loss sees it."""
         return math.prod(self.leaf.shape)
 
 
@@ -286,9 +292,10 @@ def _gradient_in(part: Part, promised: dict[str, Promise]) -> Promise | None:
     for promise in known:
         layers = promise.leaf.shape[0] if promise.leaf.stacked else 1
         # Arrays smaller than this may have one size by chance.
-        if part.elements > SMALL / 16 and part.elements in (promise.size, promise.size // layers):
+        sizes = {promise.size, promise.logical_size}
+        if part.elements > SMALL / 16 and part.elements in sizes | {n // layers for n in sizes}:
             return promise
-    if part.elements < sum(promise.size for promise in known):
+    if part.elements < sum(promise.logical_size for promise in known):
         return None
     return max(known, key=lambda promise: promise.size, default=None)
 
@@ -312,7 +319,12 @@ def _summed_over_replicas(leaf: LeafPlan, plan: Plan) -> float:
     """Returns the bytes of the gradient's shard, where further devices update the same one."""
     shards = _mesh.axes_size(plan.mesh, leaf.update.axes)
     is_replicated = 1 < shards < plan.size
-    return math.prod(leaf.shape) * max(4, leaf.dtype.itemsize) / shards if is_replicated else 0
+    return _sent(leaf) * max(4, leaf.dtype.itemsize) / shards if is_replicated else 0
+
+
+def _sent(leaf: LeafPlan) -> int:
+    """Returns the elements of a leaf in a collective over those that update it: padded."""
+    return math.prod(leaf.update.padded(leaf.shape))
 
 
 def _computes_narrow(report: Measured) -> bool:

@@ -17,7 +17,8 @@ from zerojax._hlo.groups import Group
 from zerojax._hlo.lineage import NONE, Lineage
 from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.schedule import REDUCING, Collective
-from zerojax._plan.plan import Plan
+from zerojax._plan import show as _show
+from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state import state as _state
 
 # Files that have no source lines of a user's.
@@ -126,7 +127,7 @@ class Reading:
             if leaf is None or self.plan is None or not parameter.arrays:
                 continue
             if leaf.bytes_per_device(self.plan.mesh) != parameter.nbytes:
-                yield path, f"{parameter.arrays[0]} per device of {list(leaf.shape)}"
+                yield path, f"{parameter.arrays[0]} per device of {_show.shape_text(leaf)}"
 
     def kept(self) -> Iterator[tuple[str, str]]:
         """Yields stacks of full weights, all layers of them, that a loop passes on."""
@@ -139,8 +140,13 @@ class Reading:
                 for array, numbers in zip(instruction.arrays, labels, strict=True):
                     for number in numbers:
                         leaf = stacked.get(self.paths[number])
-                        if leaf and leaf.dim is not None and array.size == math.prod(leaf.shape):
+                        if leaf and leaf.dim is not None and array.size in _full_sizes(leaf):
                             yield leaf.path, str(array)
+
+
+def _full_sizes(leaf: LeafPlan) -> set[int]:
+    """Returns the elements of a leaf that was gathered, before its padding is dropped and after."""
+    return {math.prod(leaf.padded_shape), math.prod(leaf.shape)}
 
 
 def parameter_path(parameter: Instruction) -> str:

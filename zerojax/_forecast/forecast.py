@@ -44,6 +44,7 @@ def forecast(
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
     groups: Mapping[str, str | Sequence[str]] | None = None,
+    pad: bool = True,
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
@@ -63,6 +64,7 @@ def forecast(
         stages, accumulate: what to try; default, all stages, with `groups` only 3.
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
+        pad: as for `zerojax.shard_train_state`.
         precision, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -93,7 +95,8 @@ def forecast(
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
     choices = _choices(losses, stages, accumulate)
-    planned = {"mesh": _mesh(gpus, per_host, groups), "groups": groups, "precision": precision}
+    planned = {"groups": groups, "pad": pad, "precision": precision}
+    planned["mesh"] = _mesh(gpus, per_host, groups)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
     cases = [
         work.case(variant, loss, stage, each)

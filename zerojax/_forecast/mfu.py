@@ -69,7 +69,8 @@ def needed_flops(
     """
 
     def forward(state: PyTree, *args: PyTree) -> PyTree:
-        return with_fields(loss_fn, state, mutable)(_state.get_params(state), *args)
+        logical = plan.logical(state)
+        return with_fields(loss_fn, logical, mutable)(_state.get_params(logical), *args)
 
     args = (batch,) if rng is None else (batch, rng)
     sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]

@@ -30,7 +30,8 @@ TITLES = {
 
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34
-Extent = tuple[float, float]  # along one dimension, in parts of its size
+Bounds = tuple[int, int]  # along one dimension
+Extent = tuple[float, float]  # the same, in parts of its size
 
 
 # -- as a picture
@@ -64,13 +65,28 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
 
 def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[Device]) -> list[list[Extent]]:
     """Returns, for each device, the extents of its shard along the sharded dimensions."""
-    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.shape)
+    held = _held(plan, leaf)
     dims = [dim for dim, entry in enumerate(leaf.spec) if entry is not None]
     extents = []
     for device in devices:
-        bounds = [(index[device][dim].indices(leaf.shape[dim]), leaf.shape[dim]) for dim in dims]
-        extents.append([(start / size, stop / size) for (start, stop, _), size in bounds])
+        bounds = [(held[device][dim], leaf.shape[dim]) for dim in dims]
+        extents.append([(start / size, stop / size) for (start, stop), size in bounds])
     return extents
+
+
+def _held(plan: Layout, leaf: LeafPlan) -> dict[Device, list[Bounds]]:
+    """Returns the part of a leaf that each device has, by dimension and without the padding."""
+    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.padded_shape)
+    shapes = list(zip(leaf.padded_shape, leaf.shape, strict=True))
+    return {
+        device: [_clipped(piece, *sizes) for piece, sizes in zip(pieces, shapes, strict=True)]
+        for device, pieces in index.items()
+    }
+
+
+def _clipped(piece: slice, padded: int, size: int) -> Bounds:
+    start, stop, _ = piece.indices(padded)
+    return min(start, size), min(stop, size)
 
 
 def _draw_box(axes: Axes, column: int, row: int, part: list[Extent], fill: str) -> None:
@@ -113,15 +129,13 @@ def leaf_text(plan: Layout, path: str) -> str:
     leaf = named[path]
     why = f", {'replicated: ' if leaf.dim is None else ''}{leaf.reason}" if leaf.reason else ""
     lines = [
-        f"{path}: {leaf.dtype}{list(leaf.shape)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
+        f"{path}: {leaf.dtype}{shape_text(leaf)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
         f"of {human_bytes(leaf.nbytes)} on each device{why}{_axes_text(plan, leaf)}"
     ]
     holders: dict[str, list[str]] = {}
-    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.shape)
+    held = _held(plan, leaf)
     for device in plan.mesh.devices.flat:
-        ranges = zip(index[device], leaf.shape, strict=True)
-        part = ", ".join(_range_text(piece.indices(size), size) for piece, size in ranges)
-        holders.setdefault(f"[{part}]", []).append(str(device.id))
+        holders.setdefault(_part_text(held[device], leaf), []).append(str(device.id))
     width = max(map(len, holders))
     for part, ids in holders.items():
         lines.append(f"  {part.ljust(width)}  device{'s' * (len(ids) > 1)} {', '.join(ids)}")
@@ -138,9 +152,23 @@ def _axes_text(plan: Layout, leaf: LeafPlan) -> str:
     return text + (f", updated over {' x '.join(leaf.update.axes)}" if further else "")
 
 
-def _range_text(bounds: tuple[int, int, int], size: int) -> str:
-    start, stop, _ = bounds
-    return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
+def shape_text(leaf: LeafPlan) -> str:
+    """Returns '[257, 21]', with the shape that the leaf has between steps where that is padded."""
+    padded = f" padded to {list(leaf.padded_shape)}" if leaf.rest.padding else ""
+    return f"{list(leaf.shape)}{padded}"
+
+
+def _part_text(bounds: list[Bounds], leaf: LeafPlan) -> str:
+    """Returns a part of a leaf as an index: '[0:33, :]'."""
+    ranges = list(zip(bounds, leaf.shape, strict=True))
+    if leaf.rest.padding and any(start == stop for start, stop in bounds):
+        return "only padding"
+    return f"[{', '.join(_range_text(part, size) for part, size in ranges)}]"
+
+
+def _range_text(bounds: Bounds, size: int) -> str:
+    start, stop = bounds
+    return ":" if bounds == (0, size) else f"{start}:{stop}"
 
 
 def plan_title(plan: Layout) -> str:
@@ -162,7 +190,9 @@ def groups_text(groups: Groups) -> str:
 
 
 def plan_text(plan: Layout) -> str:
-    table = text_table([*_rows(plan), *_total_rows(plan)], (3, 4), flexible=(0, 5))
+    rows = [*_rows(plan), *_total_rows(plan)]
+    reason = len(rows[0]) - 1
+    table = text_table(rows, right=(reason - 2, reason - 1), flexible=(0, reason))
     return f"{paragraphs([plan_title(plan)])}\n{table}"
 
 
@@ -171,12 +201,20 @@ def plan_html(plan: Layout) -> str:
 
 
 def _rows(plan: Layout) -> list[Row]:
-    rows: list[Row] = [("leaf", "shape", "spec", "size", "per device", "why not sharded")]
+    """Makes the rows of the leaves; only a plan that pads some has a column for that."""
+    pads = _rests_padded(plan)
+    head = ("padded to",) * pads
+    rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", "why not sharded")]
     for leaf in plan.leaves:
         shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
+        padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
         size, part = human_bytes(leaf.nbytes), human_bytes(leaf.bytes_per_device(plan.mesh))
-        rows.append((leaf.path, shape, f"({spec})", size, part, leaf.reason or ""))
+        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, leaf.reason or ""))
     return rows
+
+
+def _rests_padded(plan: Layout) -> bool:
+    return any(leaf.rest.padding for leaf in plan.leaves)
 
 
 def _total_rows(plan: Layout) -> list[Row]:
@@ -186,4 +224,5 @@ def _total_rows(plan: Layout) -> list[Row]:
         full[leaf.kind] += leaf.nbytes
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
     sums.append(("in all", sum(full.values()), sum(now.values())))
-    return [(kind, "", "", human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
+    empty = ("",) * (2 + _rests_padded(plan))
+    return [(kind, *empty, human_bytes(size), human_bytes(part), "") for kind, size, part in sums]

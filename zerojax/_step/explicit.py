@@ -45,9 +45,10 @@ class Sharded:
 
     @property
     def full(self) -> jax.ShapeDtypeStruct:
-        """The full parameter, as a shape."""
-        size = lax.axis_size(self.cut.wire.gather.near)
-        shape = (n * size if d == self.cut.dim else n for d, n in enumerate(self.data.shape))
+        """The full parameter without padding, as a shape."""
+        route, dim = self.cut.wire.gather, self.cut.dim
+        size = lax.axis_size(route.near)
+        shape = (n * size - route.padding if d == dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
 
@@ -57,6 +58,9 @@ def _is_sharded(leaf: PyTree) -> TypeGuard[Sharded]:
 
 def param_specs(plan: Plan) -> PyTree:
     """Returns the parameters' `PartitionSpec`s, for `in_specs` and `out_specs` of `jax.shard_map`.
+
+    They are those of placed parameters: `jax.shard_map` takes no others where the plan pads some.
+    Gradients of these come out padded too; inside `jax.jit`, `plan.logical_grads` drops that.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -100,8 +104,10 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
             return value
         others = leaf.rest.others(value.ndim)
         others = () if names_in(others) & by_hand else others
-        axes = leaf.rest.axes
-        wire = Wire(Route(axes), Route(axes, replicas=beyond(plan.batch_axes, axes)))
+        axes, padding = leaf.rest.axes, leaf.rest.padding
+        replicas = beyond(plan.batch_axes, axes)
+        reduce = Route(axes, replicas=replicas, padding=padding)
+        wire = Wire(Route(axes, padding=padding), reduce)
         cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
         return Sharded(value, cut, how)
 
@@ -222,7 +228,7 @@ def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
         )
     for value, leaf in zip(leaves, plan.params, strict=True):
         spec = leaf.rest.local
-        part = NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)
+        part = NamedSharding(plan.mesh, spec).shard_shape(leaf.padded_shape)
         if value.shape != part:
             raise ValueError(
                 f"{leaf.path} is {value.shape} here, and a device's part of it is {part}. Call "

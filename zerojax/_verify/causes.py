@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax._loss import batch as _batch
+from zerojax._plan.padding import padded, unpadded
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 from zerojax._verify import compare as _compare
@@ -28,6 +29,8 @@ ON_SHARDS = (
 def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     """Yields likely causes of a step that does not compute the mean over the parts."""
     wrong = {check.kind for check in checks if check.is_wrong}
+    if _compare.PADDING in wrong:
+        yield _of_the_padding([c.path for c in checks if c.is_wrong and c.kind == _compare.PADDING])
     differing = [check.path for check in checks if check.copies_differ and check.kind in STATE]
     unexplained = [LOSS] if "loss" in wrong else []
     if differing:
@@ -45,6 +48,15 @@ def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
         yield from (f"The step's {kind} {what}. {remedy}" for kind in explained)
     if GRADIENTS in unexplained:
         yield _of_the_update(found, "gradient" in wrong)
+
+
+def _of_the_padding(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return (
+        f"The padding of {paths[0]}{more} is not zero after the step: the update changed it as if "
+        "it were part of the state. Inside jax.jit, take gradients and update with "
+        "zerojax.logical(state), and return plan.constrain(new_state), which pads with zeros."
+    )
 
 
 def _mistakes(found: Comparison) -> Iterator[tuple[Replayed, str, str]]:
@@ -122,9 +134,13 @@ def _is_updated_on_shards(found: Comparison) -> bool:
     reference, plan = found.reference, found.reference.plan
     if reference.recipe.mutable or not plan.groups.opt_state:
         return False
-    shardings = jax.tree.structure(reference.state).unflatten(plan.shard_shardings)
+    treedef = jax.tree.structure(reference.state)
+    shardings = treedef.unflatten(plan.shard_shardings)
+    shapes = treedef.unflatten(leaf.update.padded(leaf.shape) for leaf in plan.leaves)
     places = shardings, _state.get_params(shardings)
-    state, grads = jax.device_put((reference.state, found.right.grads), places)
+    whole = reference.state, found.right.grads
+    widths = shapes, _state.get_params(shapes)
+    state, grads = jax.device_put(jax.tree.map(padded, whole, widths), places)
     specs = jax.tree.map(lambda sharding: sharding.spec, places)
     update = jax.shard_map(
         lambda state, grads: reference.update(grads, found.right, state),
@@ -134,6 +150,7 @@ def _is_updated_on_shards(found: Comparison) -> bool:
         check_vma=False,
     )
     new = on_one_device(jax.jit(update)(state, grads), reference.device)
+    new = jax.tree.map(lambda value, old: unpadded(value, old.shape), new, reference.state)
     return _gave(found, new, found.wanted[1])
 
 

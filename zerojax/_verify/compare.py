@@ -11,6 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, leaves_with_paths
 from zerojax._types import PyTree, is_key
 
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+
+PADDING = "padding"  # the kind of a check
 OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
 NOT_FINITE = "not finite on one device either"
 
@@ -69,23 +73,26 @@ def compare(
     allowed: ArrayLike,
     *,
     judged: np.ndarray | None = None,
+    rests: Shape | None = None,
 ) -> Check:
     """Compares every device's copy of a leaf with the reference.
 
     Arguments:
         allowed: the largest difference allowed, for the leaf or for each element.
         judged: what must be visibly larger than `allowed`; default, the reference.
+        rests: the shape that the leaf may have with padding, which is not compared.
     """
     wanted = numbers(reference)
     judged = np.abs(wanted if judged is None else judged)
     scale = float(np.max(judged, initial=0.0))
-    if jnp.shape(value) != jnp.shape(reference):
+    if jnp.shape(value) not in (jnp.shape(reference), rests):
         verdict = f"{WRONG}: shape {jnp.shape(value)}, not {jnp.shape(reference)}"
         return Check(path, kind, np.inf, scale, 0.0, verdict)
     allowed = np.broadcast_to(np.asarray(allowed, np.float64), wanted.shape)
     worst, off, limit, differ = -1.0, 0.0, 0.0, False
     seen: dict[str, np.ndarray] = {}
-    for index, raw in copies(value):
+    for index, padded in copies(value):
+        raw = padded[logical_part(index, jnp.shape(reference))]
         first = seen.setdefault(str(index), raw)
         if first is not raw:
             if first.tobytes() == raw.tobytes():
@@ -140,7 +147,8 @@ def spread(
     value is zero into steps of full size. Therefore the user's own optimizer runs on noise of one
     sign, of the other, and of random signs. Where all elements depend on each other (norms, Muon)
     these few tries miss some, for which the median stands. What is exactly zero in the gradients
-    that were observed too, such as rows of an embedding that nothing used, stays zero.
+    that were observed too, such as rows of an embedding that nothing used, stays zero. Those may
+    have padding.
     """
     random = np.random.default_rng(0)
 
@@ -148,7 +156,7 @@ def spread(
         if not jnp.issubdtype(grad.dtype, jnp.inexact):
             return grad
         signs = sign or random.choice([-1.0, 1.0], grad.shape)
-        is_zero = (grad == 0) & (numbers(seen) == 0)
+        is_zero = (grad == 0) & (numbers(seen)[tuple(map(slice, grad.shape))] == 0)
         return jnp.where(is_zero, grad, grad + jnp.asarray(signs * limit, grad.dtype))
 
     wanted = [numbers(leaf) for leaf in jax.tree.leaves(reference)]
@@ -167,10 +175,14 @@ def compare_states(
     wanted: Sequence[Leaf],
     spreads: Sequence[np.ndarray],
     tolerance: float,
+    rests: Sequence[Shape],
 ) -> Iterator[Check]:
-    """Compares states leaf by leaf, judged by the change that the step should make."""
+    """Compares states leaf by leaf, judged by the change that the step should make.
+
+    `rests` has the shapes between steps, to which leaves of the new state may be padded.
+    """
     found = {leaf.name: leaf.value for leaf in new}
-    for leaf, before, far in zip(wanted, old, spreads, strict=True):
+    for leaf, before, far, shape in zip(wanted, old, spreads, rests, strict=True):
         if leaf.name not in found:
             yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
             continue
@@ -181,28 +193,55 @@ def compare_states(
             size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
             eps = float(jnp.finfo(leaf.value.dtype).eps)
             allowed = far + tolerance * size + 4 * eps * np.abs(np.nan_to_num(reference))
-        yield compare(leaf.name, leaf.kind, found[leaf.name], leaf.value, allowed, judged=change)
+        options = {"judged": change, "rests": shape}
+        yield compare(leaf.name, leaf.kind, found[leaf.name], leaf.value, allowed, **options)
+
+
+def compare_padding(leaf: Leaf, shape: Shape) -> Check:
+    """Checks that all elements of a leaf beyond its logical shape are zero, on every device."""
+    off = 0.0
+    for index, raw in copies(leaf.value):
+        offs = difference(raw, np.zeros_like(raw))
+        offs[logical_part(index, shape)] = 0
+        off = max(off, float(np.max(offs, initial=0.0)))
+    return Check(leaf.name, PADDING, off, 0.0, 0.0, WRONG if off else OK)
 
 
 def compare_trees(
-    prefix: str, kind: str, tree: PyTree, wanted: PyTree, limits: PyTree
+    prefix: str,
+    kind: str,
+    tree: PyTree,
+    wanted: PyTree,
+    limits: PyTree,
+    rests: Sequence[Shape] | None = None,
 ) -> Iterator[Check]:
-    """Compares two trees of the same structure leaf by leaf; `limits` has one for each."""
-    others = map(jax.tree.leaves, (tree, limits))
-    for leaf, value, limit in zip(leaves_with_paths(wanted), *others, strict=True):
+    """Compares two trees of the same structure leaf by leaf; `limits` has one for each.
+
+    `rests` has the shapes to which leaves of the first tree may be padded.
+    """
+    leaves = leaves_with_paths(wanted)
+    others = [*map(jax.tree.leaves, (tree, limits)), rests or [None] * len(leaves)]
+    for leaf, value, limit, shape in zip(leaves, *others, strict=True):
         if kind == "gradient" and not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
             continue  # an integer's or a key's
         name = "/".join(filter(None, (prefix, leaf.name)))
-        yield compare(name, kind, value, leaf.value, limit)
+        yield compare(name, kind, value, leaf.value, limit, rests=shape)
 
 
-def copies(value: ArrayLike) -> Iterator[tuple[PyTree, np.ndarray]]:
+def copies(value: ArrayLike) -> Iterator[tuple[Index, np.ndarray]]:
     """Yields the index of each piece of an array and its value, for every device that has it."""
     if isinstance(value, jax.Array):
         for shard in value.addressable_shards:
             yield shard.index, _raw(shard.data)
     else:
-        yield ..., np.asarray(value)
+        yield (slice(None),) * np.ndim(value), np.asarray(value)
+
+
+def logical_part(index: Index, shape: Shape) -> Index:
+    """Returns where a piece of an array at `index` is no padding; `shape` is without it."""
+    return tuple(
+        slice(max(0, size - (piece.start or 0))) for piece, size in zip(index, shape, strict=True)
+    )
 
 
 def numbers(value: ArrayLike) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._plan.optimizer import apply_gradients
+from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
@@ -41,7 +42,7 @@ class Reference:
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
         _replay.check_fits(plan, self.device)
-        self.state = on_one_device(state, self.device)
+        self.state = on_one_device(on_host(state, plan), self.device)
         self.args = on_one_device(tuple(args), self.device)
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
@@ -195,13 +196,25 @@ class Comparison:
             _state.leaves_of(new),
             spreads,
             self.tolerance,
+            [leaf.padded_shape for leaf in self.reference.plan.leaves],
         )
+
+    def padding_checks(self) -> Iterator[Check]:
+        """Checks that the padding of the new state is zero."""
+        padded = {leaf.path: leaf for leaf in self.reference.plan.leaves if leaf.rest.padding}
+        for leaf in _state.leaves_of(self.observed.state):
+            planned = padded.get(leaf.name)
+            if planned is not None and np.shape(leaf.value) == planned.padded_shape:
+                yield _compare.compare_padding(leaf, planned.shape)
 
     def gradient_checks(self, grads: PyTree, limits: PyTree) -> Iterator[Check]:
         """Compares the step's gradients, where they are known, with others."""
         if self.observed.grads is None:
             return iter(())
-        return _compare.compare_trees("grads", "gradient", self.observed.grads, grads, limits)
+        rests = [leaf.update.padded(leaf.shape) for leaf in self.reference.plan.params]
+        return _compare.compare_trees(
+            "grads", "gradient", self.observed.grads, grads, limits, rests
+        )
 
 
 def averaged(aux: PyTree, mutable: Sequence[str] = ()) -> PyTree:

@@ -172,7 +172,7 @@ def _gradients(recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]
     """Returns the gradients of a step, which traces the fields of its state, as this does."""
 
     def gradients(state: PyTree, args: Sequence[PyTree]) -> PyTree:
-        loss = with_fields(recipe.loss_fn, state, recipe.mutable)
+        loss = with_fields(recipe.loss_fn, plan.logical(state), recipe.mutable)
         return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
 
     return jax.jit(gradients)(state, args)
@@ -209,6 +209,7 @@ def _compared(comparison: Comparison) -> Found:
         *_metric_checks(comparison),
         *comparison.gradient_checks(comparison.right.grads, comparison.limits),
         *comparison.state_checks(*comparison.wanted),
+        *comparison.padding_checks(),
     ]
     is_wrong = any(check.is_wrong or check.copies_differ for check in checks)
     causes = list(_causes.of_the_step(comparison, checks)) if is_wrong else []
