@@ -149,11 +149,14 @@ def test_with_microbatches_what_crosses_nodes_waits_for_the_last():
         ({"params": ("gpu", "node"), "grads": "gpu"}, r"grads.*needs.*'node'"),
         ({"grads": ("gpu", "node"), "opt_state": "gpu"}, r"opt_state.*needs.*'node'"),
         ({"params": "tpu"}, r"no axis 'tpu'"),
-        ({"optimizer": "gpu"}, r"'optimizer'.*params.*grads.*opt_state"),
+        ({"optimizer": "gpu"}, r"'optimizer'. Name one of params, grads, opt_state"),
+        ("gpu", r"groups='gpu' is no mapping. Pass for example {'params': 'gpu'}"),
+        ({"grads": 8}, r"grads over 8. Name an axis of the mesh"),
+        ({"grads": ["gpu", 8]}, r"grads over \['gpu', 8\]. Name an axis of the mesh"),
     ],
 )
-def test_groups_that_are_not_nested_are_refused(groups, message):
-    with pytest.raises(ValueError, match=message):
+def test_groups_that_are_not_nested_or_no_groups_are_refused(groups, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         zerojax.plan(
             {"params": {"w": jnp.ones((64, 64))}}, mesh=zerojax.mesh(node=2, gpu=4), groups=groups
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
 from tests.collectives import collectives
@@ -28,7 +28,7 @@ def reference(optimizer, rows):
 
 def placed(made, optimizer, stage, devices, **options):
     state = make_state(made, OPTIMIZERS[optimizer]())
-    return zerojax.shard_train_state(state, stage, mesh=make_mesh(devices), **options)
+    return zerojax.shard_train_state(state, stage, **{"mesh": make_mesh(devices), **options})
 
 
 def logical_and_rest(tree, plan, kind):
@@ -45,11 +45,11 @@ def logical_and_rest(tree, plan, kind):
     return treedef.unflatten(parts), most
 
 
-def check(optimizer, stage, accumulate, devices):
+def check(optimizer, stage, accumulate, devices, **options):
     rows = 2 * devices * accumulate
     made = odd_gpt(rows)
     wanted, wanted_losses, _ = reference(optimizer, rows)
-    state = placed(made, optimizer, stage, devices)
+    state = placed(made, optimizer, stage, devices, **options)
     plan = state.tx.plan
     assert plan.pads == (devices > 1)
     step = zerojax.train_step(made.loss, accumulate=accumulate)
@@ -90,6 +90,47 @@ def test_odd_shapes_match_one_device(optimizer, stage, devices):
 )
 def test_odd_shapes_match_one_device_over_microbatches(optimizer, stage, devices):
     check(optimizer, stage, 2, devices)
+
+
+GPU, BOTH = "gpu", ("gpu", "node")
+GROUPS = {
+    "HSDP": {"params": GPU, "grads": GPU, "opt_state": GPU},
+    "AMSP": {"params": GPU, "grads": GPU, "opt_state": BOTH},
+    "params": {"params": GPU, "grads": BOTH, "opt_state": BOTH},
+    "grads": {"params": (), "grads": GPU, "opt_state": BOTH},
+}
+
+
+def levels(node, gpu):
+    devices = np.array(jax.devices()[: node * gpu]).reshape(node, gpu)
+    return Mesh(devices, ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "accumulate", "sizes"),
+    mostly_slow(
+        itertools.product(GROUPS, (1, 2), ((2, 3), (3, 2), (2, 4))),
+        lambda groups, accumulate, sizes: (
+            (groups, accumulate, sizes) in [("AMSP", 1, (2, 3)), ("params", 2, (2, 4))]
+        ),
+    ),
+)
+def test_odd_shapes_in_groups_match_one_device(groups, accumulate, sizes):
+    mesh = levels(*sizes)
+    check("muon", 3, accumulate, mesh.size, mesh=mesh, groups=GROUPS[groups])
+
+
+def test_shards_of_all_groups_nest():
+    """One padding in all placements: a device's part of an outer group is in its inner one."""
+    made = odd_gpt(12)
+    mesh = levels(2, 3)
+    plan = placed(made, "adamw", 3, 6, mesh=mesh, groups=GROUPS["AMSP"]).tx.plan
+    leaf = {leaf.path: leaf for leaf in plan.params}["params/embed"]
+    assert (leaf.rest.axes, leaf.update.axes) == (("gpu",), ("gpu", "node"))
+    assert leaf.rest.padding == leaf.grad.padding == leaf.update.padding == 1
+    hsdp = placed(made, "adamw", 3, 6, mesh=mesh, groups=GROUPS["HSDP"]).tx.plan
+    (table,) = (leaf for leaf in hsdp.params if leaf.path == "params/blocks/qkv")
+    assert table.update.padding == 0, "111 is 3 x 37: the GPUs of a node divide it"
 
 
 def test_the_embedding_of_gpt2_matches_one_device():

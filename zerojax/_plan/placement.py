@@ -57,11 +57,13 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     row = groups_of(stage, axes)
     if not given:
         return row
+    if not isinstance(given, Mapping):
+        raise TypeError(f"groups={given!r} is no mapping. Pass for example {{'params': 'gpu'}}.")
     over = dataclasses.asdict(row)
     for kind, names in given.items():
         if kind not in KINDS:
-            raise ValueError(f"groups= has the key {kind!r}; its keys are {KINDS}.")
-        over[kind] = (names,) if isinstance(names, str) else tuple(names or ())
+            raise ValueError(f"groups= has the key {kind!r}. Name one of {', '.join(KINDS)}.")
+        over[kind] = _names(kind, names)
         if unknown := beyond(over[kind], axes):
             raise ValueError(
                 f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
@@ -77,6 +79,16 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     for kind in KINDS:
         order += tuple(a for a in fastest_first if a in over[kind] and a not in order)
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
+
+
+def _names(kind: str, given: str | Sequence[str] | None) -> Axes:
+    names = (given,) if isinstance(given, str) else given or ()
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"groups= shards {kind} over {given!r}. Name an axis of the mesh, or several: "
+            "('gpu', 'node')."
+        )
+    return tuple(names)
 
 
 def _listed(names: Axes) -> str:
