@@ -88,7 +88,7 @@ def plan(
     stage = over.stage
     rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
-    tx = tx if tx is not None else _state.get_tx(state)
+    tx = tx if tx is not None else _state.get_tx(_carried.without_plan(state))
     over = over if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
     found = _shard_specs(state, leaves, rule, stacks, tx)

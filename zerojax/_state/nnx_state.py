@@ -26,6 +26,8 @@ class State(TrainState):
     `variables` has the batch statistics and the random streams.
     """
 
+    makes_models = True  # `update` has variables show logical shapes: see `carried.hides_padding`
+
     variables: Variables
 
 
