@@ -137,7 +137,7 @@ class Layout:
 
     @functools.cached_property
     def positions(self) -> dict[str, dict[str, int]]:
-        """The position of each leaf in a state, by its kind and its path in what is of that kind."""
+        """The position of each leaf in a state, by its kind and its path within that kind."""
         found: dict[str, dict[str, int]] = {PARAMS: {}, OPT_STATE: {}, OTHER: {}}
         for i, leaf in enumerate(self.leaves):
             found[leaf.kind][leaf.path.partition("/")[2]] = i

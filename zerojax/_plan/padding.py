@@ -36,7 +36,7 @@ def padded(value: np.ndarray, shape: Shape) -> np.ndarray: ...
 def padded(value: Array, shape: Shape) -> Array: ...
 def padded(value, shape):
     """Returns `value` with zeros at its end, where it is not padded yet."""
-    if value.shape == shape:
+    if np.shape(value) == shape:  # of a number too, as states made by functions have
         return value
     widths = [(0, want - have) for have, want in zip(value.shape, shape, strict=True)]
     return jnp.pad(value, widths) if isinstance(value, jax.Array) else np.pad(value, widths)

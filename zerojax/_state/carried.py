@@ -41,10 +41,11 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, tx: optax.GradientTransformation, plan: Any) -> "PlannedTransformation":
         original = getattr(tx, "original", tx)
-        functions = original.init, original.update
+        init, update = original.init, original.update
         if plan.pads:
-            functions = (functools.partial(f, original, plan) for f in (_init, _update))
-        self = super().__new__(cls, *functions)
+            init = functools.partial(_init, original, plan)
+            update = functools.partial(_update, original, plan)
+        self = super().__new__(cls, init, update)
         self.plan, self.original = plan, original
         return self
 
@@ -130,9 +131,9 @@ def carry_plan(state: PyTree, plan: Any) -> PyTree:
 
 def without_plan(state: PyTree) -> PyTree:
     """Returns `state` with the optimizer and the `apply_fn` that the user made."""
-    found = {name: getattr(state, name, None) for name in ("tx", "apply_fn")}
-    ours = PlannedTransformation | PlannedApply
-    originals = {name: f.original for name, f in found.items() if isinstance(f, ours)}
+    found = ((name, getattr(state, name, None)) for name in ("tx", "apply_fn"))
+    ours = (PlannedTransformation, PlannedApply)
+    originals = {name: own.original for name, own in found if isinstance(own, ours)}
     return state.replace(**originals) if originals else state
 
 

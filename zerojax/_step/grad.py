@@ -100,8 +100,8 @@ def loss_and_grads(
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
-    given_padded = plan.pads and any(
-        np.shape(value) != leaf.shape
+    drops_padding = options.differentiate and all(
+        np.shape(value) == leaf.shape
         for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True)
     )
     arg_values = jax.tree.leaves(tuple(args))
@@ -121,7 +121,7 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
         loss, aux, grads = sharded(*inputs)
-        return loss, aux, grads if given_padded else plan.logical_grads(grads)
+        return loss, aux, plan.logical_grads(grads) if drops_padding else grads
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
