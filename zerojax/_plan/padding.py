@@ -132,12 +132,13 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     if _carried.hides_padding(state) or _WARNED:
         return
     _WARNED.append(longer[0].path)
-    leaf, others = longer[0], len(longer) - 1
+    leaf, more = longer[0], len(longer) - 1
+    others = f"{more} more parameter{'s' * (more > 1)}"
     given = "state" if _carried.carried_plan(state) is not None else "state, plan"
     warnings.warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
         f"{plan.size} devices do not divide it"
-        + (f"; so do {others} more parameters. " if others else ". ")
+        + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
         + "Steps, checkpoints and gather_params show the first shape. Where you apply the model "
         f"yourself, take the parameters from zerojax.logical({given}), or place the state with "
         "pad=False.",
