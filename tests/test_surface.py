@@ -25,9 +25,9 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted", "Rates",
     "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast",
-    "gather", "gather_params", "import_safetensors", "initialize", "log", "master_weights", "mean",
-    "memory_table", "mesh", "param_specs", "peak_flops", "plan", "process_slice", "read_extras",
-    "restore", "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops",
+    "gather", "gather_params", "import_safetensors", "initialize", "log", "logical",
+    "master_weights", "mean", "memory_table", "mesh", "param_specs", "peak_flops", "plan",
+    "process_slice", "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops",
     "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 

@@ -125,7 +125,7 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     Flax names two shapes that differ, and gets a note about them. A plain function of parameters
     may just return more columns, so whoever has a state that does not drop the padding is warned.
     """
-    longer = [leaf for leaf in plan.params if leaf.rest.padding]
+    longer = sorted((x for x in plan.params if x.rest.padding), key=lambda x: -x.nbytes)
     if not longer:
         return
     _refusals.explain_to_flax({(leaf.padded_shape, leaf.shape) for leaf in longer})
@@ -142,7 +142,7 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
         + "Steps, checkpoints and gather_params show the first shape. Where you apply the model "
         f"yourself, take the parameters from zerojax.logical({given}), or place the state with "
         "pad=False.",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
