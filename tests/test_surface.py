@@ -27,8 +27,8 @@ PUBLIC = {
     "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast",
     "gather", "gather_params", "import_safetensors", "initialize", "log", "logical",
     "master_weights", "mean", "memory_table", "mesh", "param_specs", "peak_flops", "plan",
-    "process_slice", "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops",
-    "train_step", "value_and_grad", "verify",
+    "process_slice", "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state",
+    "shards", "step_flops", "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
