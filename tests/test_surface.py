@@ -25,10 +25,10 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Plan", "Precision", "Preempted", "Rates",
     "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors", "forecast",
-    "gather", "gather_params", "import_safetensors", "initialize", "log", "master_weights", "mean",
-    "memory_table", "mesh", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice",
-    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
-    "step_flops", "train_step", "value_and_grad", "verify",
+    "gather", "gather_params", "import_safetensors", "initialize", "log", "logical",
+    "master_weights", "mean", "memory_table", "mesh", "pad_batch", "param_specs", "peak_flops",
+    "plan", "process_slice", "read_extras", "restore", "save", "scan", "shard_batch",
+    "shard_train_state", "shards", "step_flops", "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}

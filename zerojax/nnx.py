@@ -77,11 +77,7 @@ def shard(
         >>> print(model.kernel.shape, model.kernel.addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
-    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
-            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
-        )
+    _check_optimizer(optimizer)
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
         model, optimizer = nnx.eval_shape(functools.partial(_made, model))
@@ -104,6 +100,14 @@ def shard(
     optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))
     update(model, optimizer, placed)
     return model, optimizer
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
 
 
 def _stored_with(

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.conftest import make_mesh
 from tests.families import tx
 from tests.reference import assert_close
 
@@ -124,3 +125,33 @@ def test_equinox_keeps_what_is_no_array():
     assert_close(trained.linear.weight, eqx.apply_updates(model, updates).linear.weight, 1e-5)
     evaluated = zerojax.eval_step(loss)(new, batch)["loss"]
     assert float(evaluated) == pytest.approx(float(loss(trained, batch)), rel=1e-5)
+
+
+def test_the_model_of_a_padded_state_is_logical():
+    class Linear(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            assert self.w.shape == (257, 5)
+            return x @ self.w.T
+
+    model = Linear(jax.random.normal(jax.random.key(0), (257, 5)))
+    x = np.ones((6, 5), np.float32)
+    state = zerojax.ModuleState.create(model, optax.contrib.muon(1e-2))
+    rests = zerojax.shard_train_state(state, mesh=make_mesh(6))
+    assert rests.params.w.shape == (258, 5)
+    for found in (rests.model, rests.model_of(rests.params), zerojax.logical(rests).model):
+        np.testing.assert_allclose(found(x), model(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda s, x: s.model(x))(rests, x), model(x), rtol=1e-5)
+
+    @jax.jit
+    def own(state, x):
+        grads = jax.grad(lambda params: jnp.mean(state.model_of(params)(x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    step = zerojax.train_step(lambda model, x: jnp.mean(model(x) ** 2), donate=False)
+    wanted = own(state, x).params.w
+    for new in (own(rests, x), step(rests, x)[0]):
+        assert new.params.w.sharding.spec == P("data")
+        assert_close(new.model.w, wanted, 1e-5)
+        np.testing.assert_array_equal(new.params.w[257:], 0)

@@ -56,6 +56,11 @@ class LeafPlan:
         return self.rest.padded(self.shape)
 
     @property
+    def padded_place(self) -> Placement:
+        """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
+        return self.rest if self.rest.padding else self.update
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -124,6 +129,19 @@ class Layout:
     def pads(self) -> bool:
         """Whether some leaf is padded, between steps or where it is updated."""
         return any(leaf.update.padding for leaf in self.leaves)
+
+    @functools.cached_property
+    def pads_params(self) -> bool:
+        """Whether parameters, or a state's own copies of them, are padded between steps."""
+        return any(leaf.rest.padding for leaf in self.leaves if leaf.kind != OPT_STATE)
+
+    @functools.cached_property
+    def positions(self) -> dict[str, dict[str, int]]:
+        """The position of each leaf in a state, by its kind and its path within that kind."""
+        found: dict[str, dict[str, int]] = {PARAMS: {}, OPT_STATE: {}, OTHER: {}}
+        for i, leaf in enumerate(self.leaves):
+            found[leaf.kind][leaf.path.partition("/")[2]] = i
+        return found
 
     @property
     def params(self) -> list[LeafPlan]:

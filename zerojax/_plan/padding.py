@@ -10,6 +10,7 @@ depend on them.
 """
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import TypeVar, overload
 
@@ -20,8 +21,10 @@ from jax import Array
 
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
-from zerojax._state import carried as _carried
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
+
+_WARNED: list[str] = []  # what a user was warned of: once in a process
 
 T = TypeVar("T", Array, np.ndarray)
 Shape = tuple[int, ...]
@@ -33,7 +36,7 @@ def padded(value: np.ndarray, shape: Shape) -> np.ndarray: ...
 def padded(value: Array, shape: Shape) -> Array: ...
 def padded(value, shape):
     """Returns `value` with zeros at its end, where it is not padded yet."""
-    if np.shape(value) == shape:
+    if np.shape(value) == shape:  # of a number too, as states made by functions have
         return value
     widths = [(0, want - have) for have, want in zip(value.shape, shape, strict=True)]
     return jnp.pad(value, widths) if isinstance(value, jax.Array) else np.pad(value, widths)
@@ -50,9 +53,97 @@ def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
     constrain = jax.lax.with_sharding_constraint
     found: dict[int, Array] = {}
     for i, value in values.items():
-        sharding = plan.shardings[i]
-        found[i] = constrain(unpadded(constrain(value, sharding), plan.leaves[i].shape), sharding)
+        leaf = plan.leaves[i]
+        sharding = leaf.padded_place.sharding(plan.mesh)
+        found[i] = constrain(unpadded(constrain(value, sharding), leaf.shape), sharding)
     return found
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
+    """Pads the leaves at some positions in a state of `plan`."""
+    found: dict[int, Array] = {}
+    for i, value in values.items():
+        place = plan.leaves[i].padded_place
+        value = padded(value, place.padded(plan.leaves[i].shape))
+        found[i] = jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
+    return found
+
+
+def logical_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
+    """Drops the padding of parameters, of their gradients, or of an optimizer state.
+
+    `kind` says of which. The leaves of `tree` may be some of the plan's, which are found by their
+    paths. What is not padded stays as it is.
+    """
+    long = {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+    return _with(tree, plan, kind, logical_leaves(long, plan)) if long else tree
+
+
+def padded_part(tree: PyTree, plan: Layout, kind: str, like: PyTree = None) -> PyTree:
+    """Pads what `logical_part` takes; with `like`, the leaves that are padded there."""
+    among = _known(tree if like is None else like, plan, kind)
+    short = {
+        i: value
+        for i, value in _known(tree, plan, kind).items()
+        if value.shape == plan.leaves[i].shape
+        and plan.leaves[i].padded_place.padding
+        and (like is None or (i in among and is_padded(among[i], plan, i)))
+    }
+    return _with(tree, plan, kind, padded_leaves(short, plan)) if short else tree
+
+
+def is_padded(value: Array, plan: Layout, position: int) -> bool:
+    """Whether `value` has the padded shape of a leaf, and that is another than its own."""
+    leaf = plan.leaves[position]
+    return value.shape != leaf.shape and value.shape == leaf.padded_place.padded(leaf.shape)
+
+
+def _known(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
+    """Returns the leaves of `tree` that have the path of a leaf of the plan, by its position."""
+    at = plan.positions[kind]
+    leaves = _state.leaves_with_paths(tree)
+    return {at[leaf.name]: leaf.value for leaf in leaves if leaf.name in at and _is_array(leaf)}
+
+
+def _is_array(leaf: _state.Leaf) -> bool:
+    return isinstance(leaf.value, jax.Array | np.ndarray)
+
+
+def _with(tree: PyTree, plan: Layout, kind: str, found: Mapping[int, Array]) -> PyTree:
+    """Returns `tree` with the leaves in `found` in their places."""
+    at = plan.positions[kind]
+    leaves, treedef = jax.tree.flatten(tree)
+    names = [leaf.name for leaf in _state.leaves_with_paths(tree)]
+    pairs = zip(names, leaves, strict=True)
+    return treedef.unflatten(found.get(at.get(name, -1), value) for name, value in pairs)
+
+
+def tell_of_padding(state: PyTree, plan: Layout) -> None:
+    """Tells users who apply a model to padded parameters themselves what to do instead.
+
+    Flax names two shapes that differ, and gets a note about them. A plain function of parameters
+    may just return more columns, so whoever has a state that does not drop the padding is warned.
+    """
+    longer = sorted((x for x in plan.params if x.rest.padding), key=lambda x: -x.nbytes)
+    if not longer:
+        return
+    _refusals.explain_to_flax({(leaf.padded_shape, leaf.shape) for leaf in longer})
+    if _carried.hides_padding(state) or _WARNED:
+        return
+    _WARNED.append(longer[0].path)
+    leaf, more = longer[0], len(longer) - 1
+    others = f"{more} more parameter{'s' * (more > 1)}"
+    given = "state" if _carried.carried_plan(state) is not None else "state, plan"
+    warnings.warn(
+        f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
+        f"{plan.size} devices do not divide it"
+        + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
+        + "Steps, checkpoints and gather_params show the first shape. Where you apply the model "
+        f"yourself, take the parameters from zerojax.logical({given}), or place the state with "
+        "pad=False.",
+        stacklevel=3,
+    )
 
 
 def on_host(state: PyTree, plan: Layout | None = None) -> PyTree:

@@ -9,7 +9,7 @@ from jax import Array
 
 from zerojax import _agreement, _collectives, _fingerprint
 from zerojax._collectives import Cut, Route, Wire
-from zerojax._plan import mesh as _mesh, move as _move, show as _show
+from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.padding import logical_leaves, on_host, padded, unpadded
 from zerojax._plan.placement import Placement, beyond
@@ -55,7 +55,9 @@ class Plan(Layout):
             make = self.born_sharded(state, made.append)
             self._agree(lambda: {"how it is made": _fingerprint.of_program(make.trace().jaxpr)})
             leaves = make()  # before `made[0]` is read
-            return made[0].unflatten(leaves)
+            born = made[0].unflatten(leaves)
+            _padding.tell_of_padding(born, self)
+            return born
         _refusals.check_alive(state)
         state = stored_with(on_host(state), self.precision)
         leaves, treedef = jax.tree.flatten(state)
@@ -67,7 +69,9 @@ class Plan(Layout):
             _move.moved(padded(value, leaf.padded_shape), sharding)
             for value, leaf, sharding in zip(values, self.leaves, self.shardings, strict=True)
         ]
-        return _carried.carry_plan(treedef.unflatten(placed), self)
+        state = _carried.carry_plan(treedef.unflatten(placed), self)
+        _padding.tell_of_padding(state, self)
+        return state
 
     def _agree(self, state: Callable[[], dict[str, str]]) -> None:
         """Raises where processes have different states, programs that make them, or plans."""
@@ -157,6 +161,14 @@ class Plan(Layout):
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, self.params, strict=True)
         return treedef.unflatten(padded(v, leaf.padded_shape) for v, leaf in pairs)
+
+    def logical_part(self, tree: PyTree, kind: str) -> PyTree:
+        """As `padding.logical_part`, for packages that this one builds upon."""
+        return _padding.logical_part(tree, self, kind) if self.pads else tree
+
+    def padded_part(self, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
+        """As `padding.padded_part`."""
+        return _padding.padded_part(tree, self, kind, like) if self.pads else tree
 
     def scatter(self, state: PyTree) -> PyTree:
         """Constrains a state, inside `jax.jit`, to where the optimizer updates it.

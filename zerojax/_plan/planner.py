@@ -88,12 +88,11 @@ def plan(
     stage = over.stage
     rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
-    tx = tx if tx is not None else _state.get_tx(state)
+    tx = tx if tx is not None else _state.get_tx(_carried.without_plan(state))
     over = over if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
     found = _shard_specs(state, leaves, rule, stacks, tx)
-    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
-    frozen = set(itertools.compress(params, _optimizer.frozen_params(state, tx)))
+    frozen = _frozen_paths(state, leaves, tx)
     planned = [
         _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks)
         for leaf in leaves
@@ -102,6 +101,13 @@ def plan(
     made = Plan(stage, mesh, axes, over, tuple(planned), treedef, precision)
     _check_worth(made)
     return made
+
+
+def _frozen_paths(
+    state: PyTree, leaves: list[Leaf], tx: optax.GradientTransformation | None
+) -> set[tuple]:
+    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
+    return set(itertools.compress(params, _optimizer.frozen_params(state, tx)))
 
 
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:

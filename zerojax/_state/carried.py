@@ -12,54 +12,145 @@ The optimizer is there already. It is a static field of a `TrainState`, so it su
 `update`, together with the plan. The plan takes part in its equality, so a state placed by
 another plan compiles another program. A state without an optimizer field (a tuple, a dict) cannot
 carry a plan; its user passes `plan=` to the step.
+
+[Note: the user's own functions and padding]
+Arrays that the devices do not divide rest padded, and a user may call the optimizer or `apply_fn`
+with them: `state.apply_gradients(grads=grads)` in a loop of one's own, `state.apply_fn({"params":
+state.params}, x)` to sample. Both functions are static fields, so both can know the plan. Where it
+pads, they drop the padding of what they are given, call the user's function with the shapes that
+it would see on one device, and pad what the optimizer returns. A step calls them with shapes that
+are logical already, and they do nothing more than the user's own.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
-from zerojax._state.state import get_tx
+from zerojax._state.state import OPT_STATE, PARAMS, get_tx
 from zerojax._types import PyTree
 
 
 class PlannedTransformation(optax.GradientTransformationExtraArgs):
-    """A user's optimizer with the plan its state was placed by; see the note above."""
+    """A user's optimizer with the plan its state was placed by; see the notes above."""
 
     plan: Any  # a `Plan`, which a package above this one defines
     original: optax.GradientTransformation
 
-    def __new__(cls, tx: optax.GradientTransformation, plan: object) -> "PlannedTransformation":
-        self = super().__new__(cls, tx.init, tx.update)
-        self.plan, self.original = plan, getattr(tx, "original", tx)
+    def __new__(cls, tx: optax.GradientTransformation, plan: Any) -> "PlannedTransformation":
+        original = getattr(tx, "original", tx)
+        init, update = original.init, original.update
+        if plan.pads:
+            init = functools.partial(_init, original, plan)
+            update = functools.partial(_update, original, plan)
+        self = super().__new__(cls, init, update)
+        self.plan, self.original = plan, original
         return self
 
     def __getnewargs__(self) -> tuple[optax.GradientTransformation, object]:  # for copy.copy
         return self.original, self.plan
 
     def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) is True and self.plan == getattr(other, "plan", None)
+        return isinstance(other, PlannedTransformation) and self._compared == other._compared
 
     def __ne__(self, other: object) -> bool:  # or tuple's own would be used
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple.__hash__(self), self.plan))
+        return hash(self._compared)
+
+    @property
+    def _compared(self) -> tuple:
+        return self.original.init, self.original.update, self.plan
 
 
-def carry_plan(state: PyTree, plan: object) -> PyTree:
+def _init(tx: optax.GradientTransformation, plan: Any, params: PyTree) -> PyTree:
+    """Returns what `tx.init` makes of logical parameters, padded if `params` are."""
+    logical = plan.logical_part(params, PARAMS)
+    made = tx.init(logical)
+    return made if logical is params else plan.padded_part(made, OPT_STATE)
+
+
+def _update(
+    tx: optax.GradientTransformation,
+    plan: Any,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree = None,
+    **extra: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Runs `tx.update` on logical shapes; what it returns is padded where its arguments are."""
+    extra = {name: plan.logical_part(value, PARAMS) for name, value in extra.items()}
+    new_updates, new_state = tx.update(
+        plan.logical_part(updates, PARAMS),
+        plan.logical_part(state, OPT_STATE),
+        plan.logical_part(params, PARAMS),
+        **extra,
+    )
+    like = updates if params is None else params
+    return (
+        plan.padded_part(new_updates, PARAMS, like),
+        plan.padded_part(new_state, OPT_STATE, state),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedApply:
+    """A user's `apply_fn` for parameters that may be padded; see the second note above."""
+
+    original: Callable[..., PyTree]
+    plan: Any
+
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
+        first = [self._logical(variables) for variables in args[:1]]
+        named |= {k: self._logical(named[k]) for k in ("variables", PARAMS) if k in named}
+        return self.original(*first, *args[1:], **named)
+
+    def _logical(self, variables: PyTree) -> PyTree:
+        """Drops the padding of parameters, be they all of `variables` or one collection."""
+        variables = self.plan.logical_part(variables, PARAMS)
+        if not isinstance(variables, Mapping) or PARAMS not in variables:
+            return variables
+        params = self.plan.logical_part(variables[PARAMS], PARAMS)
+        return variables if params is variables[PARAMS] else {**variables, PARAMS: params}
+
+
+def carry_plan(state: PyTree, plan: Any) -> PyTree:
     """Returns `state` with `plan` in its optimizer, or as it is where it has no optimizer field."""
+    state = without_plan(state)
     tx = get_tx(state)
     if tx is None or not hasattr(state, "replace"):
         return state
-    return state.replace(tx=PlannedTransformation(tx, plan))
+    functions: dict[str, object] = {"tx": PlannedTransformation(tx, plan)}
+    if plan.pads_params and _has_static_apply(state):
+        functions["apply_fn"] = PlannedApply(state.apply_fn, plan)
+    return state.replace(**functions)
 
 
 def without_plan(state: PyTree) -> PyTree:
-    """Returns `state` with the optimizer as the user made it."""
-    tx = get_tx(state)
-    return state.replace(tx=tx.original) if isinstance(tx, PlannedTransformation) else state
+    """Returns `state` with the optimizer and the `apply_fn` that the user made."""
+    found = ((name, getattr(state, name, None)) for name in ("tx", "apply_fn"))
+    ours = (PlannedTransformation, PlannedApply)
+    originals = {name: own.original for name, own in found if isinstance(own, ours)}
+    return state.replace(**originals) if originals else state
 
 
 def carried_plan(state: PyTree) -> Any:
     """Returns the plan in the optimizer of `state`, or None."""
     return getattr(get_tx(state), "plan", None)
+
+
+def hides_padding(state: PyTree) -> bool:
+    """Whether a placed state has a way to its model that shows parameters without padding."""
+    return isinstance(getattr(state, "apply_fn", None), PlannedApply) or getattr(
+        type(state), "makes_models", False
+    )
+
+
+def _has_static_apply(state: PyTree) -> bool:
+    """Whether a state has a function `apply_fn` in a field that `jax.jit` compares."""
+    fields = getattr(type(state), "__dataclass_fields__", {})
+    static = "apply_fn" in fields and not fields["apply_fn"].metadata.get("pytree_node", True)
+    return static and callable(state.apply_fn)

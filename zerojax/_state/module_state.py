@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 from flax import struct
 
+from zerojax._state import carried as _carried
+from zerojax._state.state import PARAMS
 from zerojax._types import PyTree
 
 
@@ -31,6 +34,8 @@ class ModuleState:
         >>> print(state.model(np.ones((1, 64))).shape)
         (1, 16)
     """
+
+    makes_models = True  # `model` has logical shapes: see `carried.hides_padding`
 
     step: jax.Array
     params: PyTree
@@ -68,10 +73,12 @@ class ModuleState:
     def model_of(self) -> Callable[[PyTree], PyTree]:
         """A function from parameters to the model that has them, which a step gives to its loss.
 
-        It is a `Partial`, in which a trace finds the model's other arrays.
+        It is a `Partial`, in which a trace finds the model's other arrays. Parameters that rest
+        padded get their logical shapes.
         """
         treedef, leaves = self.static
-        joined = functools.partial(_joined, treedef.unflatten(leaves))
+        plan = _carried.carried_plan(self)
+        joined = functools.partial(_joined, plan, treedef.unflatten(leaves))
         return jax.tree_util.Partial(joined, self.arrays)
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> "ModuleState":
@@ -81,7 +88,9 @@ class ModuleState:
         return dataclasses.replace(self, **new)
 
 
-def _joined(static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
+def _joined(plan: Any, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
+    params = params if plan is None else plan.logical_part(params, PARAMS)
+
     def first(*found: PyTree) -> PyTree:
         return next((x for x in found if x is not None), None)
 

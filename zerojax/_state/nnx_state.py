@@ -8,7 +8,7 @@ import optax
 from flax import nnx, struct
 from flax.training.train_state import TrainState
 
-from zerojax._state import carried as _carried
+from zerojax._state import carried as _carried, nnx_padded as _nnx_padded
 from zerojax._types import PyTree
 
 
@@ -25,6 +25,8 @@ class State(TrainState):
 
     `variables` has the batch statistics and the random streams.
     """
+
+    makes_models = True  # `update` has variables show logical shapes: see `carried.hides_padding`
 
     variables: Variables
 
@@ -54,9 +56,14 @@ def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     """Puts a state's arrays into a model and its optimizer."""
     nnx.update(model, state.params, state.variables.values)
+    plan = _carried.carried_plan(state)
+    if plan is not None and plan.pads_params:
+        _nnx_padded.show_logical(model, plan)
     optimizer.step.set_value(state.step)
     variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for variable, value in zip(variables, jax.tree.leaves(state.opt_state), strict=True):
+    # Where an optimizer is for some parameters alone, the others' variables have no array.
+    held = [variable for variable in variables if jax.tree.leaves(variable.get_raw_value())]
+    for variable, value in zip(held, jax.tree.leaves(state.opt_state), strict=True):
         variable.set_value(value)
 
 

@@ -1,10 +1,12 @@
 """Errors for what users pass at first where something else belongs."""
 
+import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
 
+import flax.errors
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -161,3 +163,35 @@ def _takes(
     except ValueError:  # builtins and the like have no signature
         return True
     return True
+
+
+Shape = tuple[int, ...]
+_PADDED: set[tuple[Shape, Shape]] = set()
+
+
+def explain_to_flax(pairs: set[tuple[Shape, Shape]]) -> None:
+    """Has Flax's error about a parameter's shape say what to do where it meets these pairs.
+
+    They are shapes with padding and without. That error is raised in the user's own call of a
+    model, where no code of ours is on the way; it says what it always says, with a note.
+    """
+    _PADDED.update(pairs)
+    _note_on_shapes()
+
+
+@functools.cache  # once in a process
+def _note_on_shapes() -> None:
+    error = flax.errors.ScopeParamShapeError
+    original = error.__init__
+
+    @functools.wraps(original)
+    def noted(self, param_name, scope_path, value_shape, init_shape):
+        original(self, param_name, scope_path, value_shape, init_shape)
+        if (tuple(value_shape), tuple(init_shape)) in _PADDED:
+            self.add_note(
+                f"zerojax pads {param_name} from {tuple(init_shape)} to {tuple(value_shape)} so "
+                "that the devices divide it. Apply the model to the parameters of "
+                "zerojax.logical(state), by state.apply_fn, or place the state with pad=False."
+            )
+
+    error.__init__ = noted

@@ -1,0 +1,199 @@
+"""Leaves that the devices do not divide: padded at rest, logical to whoever computes with them."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests.conftest import make_mesh
+from tests.reference import assert_equal_bits
+from zerojax._plan import padding as _padding
+
+COLLECTIVES = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
+W = np.arange(1, 257 * 5 + 1, dtype=np.float32).reshape(257, 5)
+RESTS = {1: 257, 6: 258, 7: 259}
+
+
+def made(tx=None, **params):
+    params = {"w": jnp.asarray(W)} | params
+    return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adam(0.1))
+
+
+def placed(devices=6, stage=3, **params):
+    return zerojax.shard_train_state(made(**params), stage, mesh=make_mesh(devices))
+
+
+@pytest.mark.parametrize("devices", RESTS)
+def test_logical_in_and_out_of_jit(devices):
+    state = placed(devices)
+    for where in (lambda f: f, jax.jit):
+        rests = state.params["w"]
+        assert rests.shape == (RESTS[devices], 5)
+        assert {s.data.shape for s in rests.addressable_shards} == {(RESTS[devices] // devices, 5)}
+        for logical in (zerojax.logical, state.tx.plan.logical):
+            found = where(logical)(state)
+            np.testing.assert_array_equal(found.params["w"], W)
+            assert found.opt_state[0].mu["w"].shape == (257, 5)
+            assert found.step.shape == () and found.tx == state.tx
+
+
+def test_logical_of_a_state_without_an_optimizer():
+    pair = ({"w": jnp.asarray(W)}, ())
+    plan = zerojax.plan(pair, mesh=make_mesh(6))
+    state = plan.place(pair)
+    assert_equal_bits(zerojax.logical(state, plan)[0], {"w": W})
+    with pytest.raises(ValueError, match=r"tuple does not carry.*zerojax.logical\(state, plan\)"):
+        zerojax.logical(state)
+
+
+def test_padding_is_dropped_and_added_without_a_collective():
+    state = placed(6)
+    plan = state.tx.plan
+
+    def update(state):
+        logical = zerojax.logical(state)
+        assert logical.params["w"].shape == (257, 5)
+        return plan.constrain(jax.tree.map(lambda x: 2 * x, logical))
+
+    lowered = jax.jit(update).lower(state).compile()
+    assert not re.findall(COLLECTIVES, lowered.as_text())
+    new = lowered(state)
+    assert new.params["w"].sharding == state.params["w"].sharding
+    np.testing.assert_array_equal(new.params["w"], np.pad(2 * W, ((0, 1), (0, 0))))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_constrain_clears_what_a_user_put_into_the_padding(stage):
+    state = placed(7, stage)
+    garbage = jax.tree.map(lambda x: x + jnp.ones_like(x), state)
+    assert np.all(np.asarray(garbage.opt_state[0].mu["w"])[257:] == 1)
+    new = jax.jit(state.tx.plan.constrain)(garbage)
+    for leaf in (new.params["w"], new.opt_state[0].mu["w"]):
+        np.testing.assert_array_equal(leaf[257:], 0)
+    np.testing.assert_array_equal(zerojax.gather_params(new)["w"], W + 1)
+
+
+@pytest.mark.parametrize("devices", RESTS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_value_and_grad_of_padded_and_of_logical_parameters(devices, stage):
+    loss = lambda params, x: jnp.mean((x @ params["w"].T) ** 2 / 1e6)
+    x = np.arange(2 * 42 * 5, dtype=np.float32).reshape(84, 5) / 100
+    state = placed(devices, stage)
+    plan = state.tx.plan
+    wanted, wanted_grads = jax.value_and_grad(loss)({"w": jnp.asarray(W)}, x)
+    for params in (state.params, zerojax.logical(state).params):
+        for where in (lambda f: f, jax.jit):
+            value, grads = where(zerojax.value_and_grad(loss, plan))(params, x)
+            assert grads["w"].shape == params["w"].shape
+            np.testing.assert_allclose(value, wanted, rtol=1e-5)
+            np.testing.assert_allclose(grads["w"][:257], wanted_grads["w"], rtol=1e-4)
+            np.testing.assert_array_equal(grads["w"][257:], 0)
+
+
+@pytest.mark.parametrize("stage, devices", [(3, 7), (3, 1), (1, 6), (2, 4), (0, 8)])
+def test_a_padded_state_is_placed_again(stage, devices):
+    state = placed(6)
+    again = zerojax.shard_train_state(state, stage, mesh=make_mesh(devices))
+    wanted = placed(devices, stage)
+    assert again.tx.plan == wanted.tx.plan
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(wanted), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+    assert_equal_bits(zerojax.gather_params(again), {"w": W})
+    assert state.params["w"].shape == (258, 5) and not state.params["w"].is_deleted()
+
+
+def test_a_plan_of_a_padded_state_sees_logical_shapes():
+    state = placed(7)
+    assert zerojax.plan(state, mesh=make_mesh(7)) == state.tx.plan
+    other = zerojax.plan(state, mesh=make_mesh(6))
+    assert {leaf.path: (leaf.shape, leaf.padded_shape) for leaf in other.params} == {
+        "params/w": ((257, 5), (258, 5))
+    }
+
+
+@pytest.fixture
+def not_warned(monkeypatch):
+    monkeypatch.setattr(_padding, "_WARNED", [])
+
+
+def applied(params, x):
+    return x @ params["w"].T
+
+
+@flax.struct.dataclass
+class Bare:
+    params: dict
+    opt_state: tuple
+
+
+@pytest.mark.parametrize(
+    "state, remedy",
+    [
+        (({"w": W}, ()), r"0/w has.*zerojax\.logical\(state, plan\)"),
+        ({"params": {"w": W}}, r"params/w has.*zerojax\.logical\(state, plan\)"),
+        (Bare({"w": W}, ()), r"params/w has.*zerojax\.logical\(state, plan\)"),
+        (made(v=W), r"so does 1 more parameter.*zerojax\.logical\(state\)"),
+        (lambda: made(), r"params/w has.*zerojax\.logical\(state\)"),
+    ],
+    ids=["tuple", "dict", "dataclass", "TrainState", "function"],
+)
+def test_who_cannot_be_helped_is_warned_once(state, remedy, not_warned):
+    shapes = r"has the shape \(257, 5\) and rests padded as \(258, 5\), because 6 devices do not"
+    with pytest.warns(UserWarning, match=f"{shapes}.*pad=False") as seen:
+        zerojax.plan(state, mesh=make_mesh(6)).place(state)
+    assert re.search(remedy, str(seen[0].message)) and len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed(7)
+
+
+def handled(**options):
+    state = made().replace(apply_fn=applied)
+    zerojax.shard_train_state(state, mesh=make_mesh(6), **options)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        handled,
+        lambda: placed(6, stage=2),
+        lambda: placed(1),
+        lambda: zerojax.shard_train_state(made(), mesh=make_mesh(6), pad=False),
+        lambda: zerojax.shard_train_state(
+            zerojax.ModuleState.create(
+                jax.tree_util.Partial(applied, {"w": jnp.asarray(W)}), optax.sgd(0.1)
+            ),
+            mesh=make_mesh(6),
+        ),
+    ],
+    ids=["apply_fn", "stage 2", "divides", "pad=False", "ModuleState"],
+)
+def test_who_needs_no_help_is_not_warned(place, not_warned):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        place()
+
+
+def test_flaxs_error_about_a_shape_has_a_note():
+    model = nn.Dense(257)
+    params = model.init(jax.random.key(0), jnp.ones((1, 31)))["params"]
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state = zerojax.shard_train_state(state, mesh=make_mesh(6))
+    with pytest.raises(Exception, match=r"expected to generate shape \(31, 257\)") as caught:
+        model.apply({"params": state.params}, jnp.ones((1, 31)))
+    (note,) = (n for n in caught.value.__notes__ if "zerojax" in n)
+    assert re.search(
+        r"pads kernel from \(31, 257\) to \(31, 258\).*zerojax\.logical\(state\)", note
+    )
+    with pytest.raises(Exception, match="expected to generate shape") as caught:
+        model.apply({"params": params}, jnp.ones((1, 30)))
+    assert not any("zerojax" in n for n in getattr(caught.value, "__notes__", []))
