@@ -4,19 +4,28 @@ The saved tree is the same at every stage; only the placement of its leaves diff
 therefore reads each shard of the new placement straight from the file.
 """
 
+import dataclasses
 import functools
 import glob
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.tree_util import keystr
 
 from zerojax import _agreement, _fingerprint
-from zerojax._checkpoint import extras as _extras, files as _files, matching as _matching
+from zerojax._checkpoint import (
+    extras as _extras,
+    files as _files,
+    matching as _matching,
+    shapes as _shapes,
+)
 from zerojax._checkpoint.extras import Extras, Json
+from zerojax._checkpoint.shapes import Shape
 from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
@@ -28,23 +37,38 @@ METADATA = "_METADATA"  # Orbax's file of the tree, and of what is saved with it
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler, which writes checksums just before a checkpoint counts as complete.
+    """Orbax's handler, which ends a checkpoint just before it counts as complete.
+
+    It drops the padding of arrays, and writes checksums. One state is saved at a time.
 
     It does not compress: the floats of a trained state would shrink by 8%, for twice the processor
     time, which a write in the background takes from the steps.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(use_compression=False, **options)
+        super().__init__(use_compression=False, use_zarr3=False, **options)
+        self._logical: Mapping[str, Shape] = {}
+
+    def save(self, directory: epath.Path, *, args: "SaveArgs") -> None:
+        self._logical = args.shapes
+        super().save(directory, args=args)
+
+    async def async_save(self, directory: epath.Path, *, args: "SaveArgs") -> Any:
+        self._logical = args.shapes
+        return await super().async_save(directory, args=args)
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
+        _shapes.drop_padding(directory, self._logical)
         _files.write_checksums(directory)
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
+@dataclasses.dataclass
 class SaveArgs(ocp.args.PyTreeSave):
-    pass
+    """What Orbax saves, and the logical shapes of padded arrays, by their names in its files."""
+
+    shapes: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
@@ -60,6 +84,7 @@ def save(
     rng: PyTree = None,
     data: object = None,
     metadata: PyTree = None,
+    plan: Plan | None = None,
 ) -> None:
     """Writes a state as an Orbax checkpoint, complete or not at all.
 
@@ -73,6 +98,8 @@ def save(
         data: the state of the data iterator, or an iterator with `get_state()`, as Grain's; each
             process saves its own;
         metadata: anything made of numbers, strings, bytes, arrays, lists, tuples and dicts.
+        plan: the plan, for states that do not carry an optimizer (tuples, dicts): files hold arrays
+            without padding, and these do not tell what is padding.
 
     Example:
         >>> import tempfile
@@ -85,12 +112,13 @@ def save(
     """
     target = absolute(path)
     check_leaves(state)
-    agree("zerojax.save", target, state, step=step)
+    shapes = _shapes.padded_leaves(state, plan)
+    agree("zerojax.save", target, state, step=step, shapes=shapes)
     custom = _extras.pack(step, rng, data, metadata)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
     with _files.only_writer_of_new(target, "Save to a new path.", mine):
         handler = Handler(**_limits(state, "save_concurrent_gb"))
-        args = save_args(jax.tree.map(_one_replica, state), custom)
+        args = save_args(jax.tree.map(_one_replica, state), custom, shapes)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(target, args=args)
 
@@ -111,7 +139,8 @@ def restore(
     Arguments:
         path: the directory given to `save`, or one step of `Checkpoints` or of Orbax's manager.
         like: a `Plan` (which needs memory for one state only), a placed state, or an abstract one.
-            Leaves without a sharding go to the first local device.
+            Leaves without a sharding go to the first local device. For a padded state that does
+            not carry an optimizer (a tuple, a dict), give its plan.
         keep: a path regex; leaves of `like` that it finds keep their value and are not read.
         ignore: a path regex; leaves of the checkpoint that it finds need not be in `like`.
         cast: read floats of other dtypes, cast to those of `like`.
@@ -132,11 +161,13 @@ def restore(
             "like= is a function, which says nothing of placement. Pass "
             "zerojax.plan(make_state, stage=3), or a state."
         )
-    if isinstance(like, Plan):
-        like = like.abstract()
+    plan = like if isinstance(like, Plan) else None
+    like = like if plan is None else plan.abstract()
+    shapes = _shapes.padded_leaves(like, plan)
     target = absolute(path)
     found = _tree_in(target) is not None  # False where the file system is not shared
-    agree("zerojax.restore", target, like, found=found, keep=keep, ignore=ignore, cast=cast)
+    options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
+    agree("zerojax.restore", target, like, found=found, shapes=shapes, **options)
     directory, tree, _ = _opened(target)
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
@@ -147,7 +178,7 @@ def restore(
         if leaf.name not in saved and not _matching.nbytes(leaf.value)
     }
     leaves = [leaf for leaf in leaves if leaf.name not in made]
-    wanted = _matching.match(leaves, saved, directory, keep=keep, ignore=ignore, cast=cast)
+    wanted = _matching.match(leaves, saved, directory, shapes, **options)
     handler = Handler(**_limits(like, "restore_concurrent_gb"))
     read = _matching.read(functools.partial(handler.restore, directory), tree, wanted)
     return _matching.filled(like, read | made)
@@ -224,10 +255,11 @@ def check_leaves(state: PyTree) -> None:
             )
 
 
-def save_args(state: PyTree, custom: dict[str, Json]) -> SaveArgs:
+def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape]) -> SaveArgs:
     """Returns what Orbax saves: arrays of the dtypes that a step would see, in small chunks.
 
-    Arrays without elements are left out, because Orbax refuses them.
+    `shapes` are the logical ones of padded leaves, whose padding the handler drops. Arrays
+    without elements are left out, because Orbax refuses them.
     """
 
     def as_array(leaf: PyTree) -> jax.Array | np.ndarray | None:
@@ -239,7 +271,12 @@ def save_args(state: PyTree, custom: dict[str, Json]) -> SaveArgs:
     arrays = jax.tree.map(as_array, state)
     jax.block_until_ready(arrays)  # a step that failed raises here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
-    return SaveArgs(arrays, save_args=chunks, custom_metadata=custom)
+    logical = {
+        keystr(leaf.path, simple=True, separator="."): shapes[leaf.name]
+        for leaf in _state.leaves_with_paths(arrays)
+        if leaf.name in shapes
+    }
+    return SaveArgs(arrays, save_args=chunks, custom_metadata=custom, shapes=logical)
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:

@@ -11,7 +11,12 @@ from typing import SupportsFloat
 import jax
 import numpy as np
 
-from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
+from zerojax._checkpoint import (
+    checkpoint as _checkpoint,
+    extras as _extras,
+    files as _files,
+    shapes as _shapes,
+)
 from zerojax._checkpoint.extras import Extras
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
 from zerojax._plan.plan import Plan
@@ -171,11 +176,12 @@ class Checkpoints:
         metadata: PyTree = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
         force: bool = False,
+        plan: Plan | None = None,
     ) -> bool:
         """Saves where `step` is a multiple of `every`, with `force=True`, or after a SIGTERM.
 
         Call it after each step. It returns whether it saved, as soon as the next step may donate
-        `state`. `rng`, `data` and `metadata` are as in `zerojax.save`.
+        `state`. `rng`, `data`, `metadata` and `plan` are as in `zerojax.save`.
         """
         step = _extras.step_number(step)
         if self._closed:
@@ -187,13 +193,14 @@ class Checkpoints:
         due = force or preempted or step % self._every == 0
         if due:
             _checkpoint.check_leaves(state)
-            _checkpoint.agree("Checkpoints.save", self.directory, state, step=step)
+            shapes = _shapes.padded_leaves(state, plan)
+            _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
             self.wait()
         if due and not (preempted and self._has(step)):
             self._check_free(step)
             ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
             custom = _extras.pack(step, rng, data, metadata)
-            args = _checkpoint.save_args(state, custom)
+            args = _checkpoint.save_args(state, custom, shapes)
             with self._cleaned_up():
                 self._manager.save(step, args=args, metrics=ranked, force=True)
         if preempted or not self._entered:

@@ -1,6 +1,6 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -10,12 +10,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
+from zerojax._checkpoint.shapes import Shape
 from zerojax._plan import move as _move
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
 
 SHOWN = 5  # paths that a message names before it counts the rest
+KEEP = "keep=<path regex> keeps like='s own value"
+PADDED = (
+    "; or padding makes the difference, and a tuple or dict does not carry its plan: pass that as "
+    "like=, and to what saved it as plan="
+)
 
 
 class Saved(NamedTuple):
@@ -43,37 +49,51 @@ def match(
     leaves: list[Leaf],
     saved: dict[str, Saved],
     path: object,
+    shapes: Mapping[str, Shape],
     *,
     keep: str | None,
     ignore: str | None,
     cast: bool,
 ) -> dict[str, PyTree]:
-    """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ."""
+    """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ.
+
+    `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
+    """
     wanted = [leaf for leaf in leaves if not _is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
     extra = [n for n in saved if n not in names and not _finds(ignore, n, "ignore=")]
     both = [(leaf, saved[leaf.name]) for leaf in wanted if leaf.name in saved]
     structs = {leaf.name: stored_struct(leaf.value) for leaf, _ in both}
-    reshaped = [
-        f"{leaf.name}: {list(found.shape)} saved, {list(structs[leaf.name].shape)} wanted"
+    logical = {name: shapes.get(name, struct.shape) for name, struct in structs.items()}
+    different = [
+        (leaf.name, found.shape, logical[leaf.name])
         for leaf, found in both
-        if structs[leaf.name].shape != found.shape
+        if found.shape != logical[leaf.name]
     ]
+    reshaped = [
+        f"{name}: {list(have)} saved, {list(want)} wanted" for name, have, want in different
+    ]
+    may_be_padding = any(_differ_in_length(have, want) for _, have, want in different)
     retyped = [
         f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
         for leaf, found in both
         if not _same_type(found, structs[leaf.name].dtype, cast)
     ]
     problems = [
-        _problem(missing, "not in the checkpoint", "keep=<path regex> keeps like='s own value"),
+        _problem(missing, "not in the checkpoint", KEEP),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
-        _problem(reshaped, "of another shape", "keep=<path regex> keeps like='s own value"),
+        _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
     ]
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
     return {leaf.name: leaf.value for leaf, _ in both}
+
+
+def _differ_in_length(have: Shape, want: Shape) -> bool:
+    """Whether two shapes differ in one dimension, as they do where one array is padded."""
+    return len(have) == len(want) and sum(a != b for a, b in zip(have, want, strict=True)) == 1
 
 
 def _is_kept(leaf: Leaf, keep: str | None) -> bool:
@@ -115,7 +135,8 @@ def _read_group(
         return group.get(_state.path_name(path), ocp.PLACEHOLDER)
 
     targets = jax.tree_util.tree_map_with_path(target, tree, is_leaf=_is_metadata)
-    restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+    # Not strict: leaves that rest padded get zeros at their end. `match` has compared the shapes.
+    restore_args = ocp.checkpoint_utils.construct_restore_args(targets, strict=False)
     leaves = _state.named_leaves(restore(args=ocp.args.PyTreeRestore(targets, restore_args)))
     return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 

@@ -7,15 +7,23 @@ write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._checkpoint import checkpoint as _checkpoint, files as _files, matching as _matching
+from zerojax._checkpoint import (
+    checkpoint as _checkpoint,
+    files as _files,
+    matching as _matching,
+    shapes as _shapes,
+)
 from zerojax._checkpoint.matching import Saved
+from zerojax._checkpoint.shapes import Shape
 from zerojax._plan import move as _move
+from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
@@ -29,8 +37,25 @@ INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
 
 
+class Tensor(NamedTuple):
+    """A leaf as the files have it: named with dots, and without its padding."""
+
+    name: str
+    value: PyTree
+    shape: Shape
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def export_safetensors(
-    path: str | os.PathLike, params: PyTree, *, max_file_bytes: int = 5 * 10**9
+    path: str | os.PathLike,
+    params: PyTree,
+    *,
+    max_file_bytes: int = 5 * 10**9,
+    plan: Plan | None = None,
 ) -> None:
     """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
 
@@ -41,6 +66,9 @@ def export_safetensors(
         path: a new directory; complete or not there at all.
         params: a tree of parameters, or a state that has them.
         max_file_bytes: start a new file rather than grow one beyond this.
+        plan: the plan, for parameters without their state, and for states that do not carry an
+            optimizer (tuples, dicts): files hold arrays without padding, and these do not tell
+            what is padding.
 
     Example:
         >>> import tempfile
@@ -52,7 +80,8 @@ def export_safetensors(
         (8, 16)
     """
     _refusals.check_alive(params)
-    leaves = _state.named_leaves(_state.params_in(params))
+    tree = _state.params_in(params)
+    leaves, shapes = _state.named_leaves(tree), _shapes.padded_params(tree, params, plan)
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
@@ -61,7 +90,8 @@ def export_safetensors(
         _files.remove([parts])  # of an export that was killed
         if first:
             os.makedirs(parts)
-        _write_all(os.fspath(parts), leaves, max_file_bytes, first)
+        tensors = [_tensor_of(leaf, shapes) for leaf in leaves]
+        _write_all(os.fspath(parts), tensors, max_file_bytes, first)
         if first:
             os.rename(parts, target)
         _files.raise_together(None)  # no process continues before it is there
@@ -98,13 +128,18 @@ def import_safetensors(
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (8, 16)
     """
-    like = _state.get_params(like.abstract()) if isinstance(like, Plan) else _state.params_in(like)
-    leaves = _state.named_leaves(like)
+    if isinstance(like, Plan):
+        params = _state.get_params(like.abstract())
+        shapes = _shapes.padded_params(params, None, like)
+    else:
+        params = _state.params_in(like)
+        shapes = _shapes.padded_params(params, like)
+    leaves = _state.named_leaves(params)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, slashed)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     try:
-        wanted = _matching.match(leaves, saved, path, keep=keep, ignore=ignore, cast=cast)
+        wanted = _matching.match(leaves, saved, path, shapes, keep=keep, ignore=ignore, cast=cast)
     except ValueError as error:
         if rename is not None or saved.keys() & slashed.values():
             raise
@@ -113,7 +148,7 @@ def import_safetensors(
             f"{_some(slashed)}. Pass rename=, a function from their names to those."
         ) from None
     read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
-    return _matching.filled(like, read)
+    return _matching.filled(params, read)
 
 
 def _tensors(
@@ -174,46 +209,59 @@ def _dtype(leaf: Leaf) -> np.dtype:
     return np.asarray(leaf.value).dtype if given is None else given
 
 
-def _nbytes(leaf: Leaf) -> int:
-    return math.prod(np.shape(leaf.value)) * _dtype(leaf).itemsize
+def _tensor_of(leaf: Leaf, shapes: Mapping[str, Shape]) -> Tensor:
+    shape = shapes.get(leaf.name, np.shape(leaf.value))
+    return Tensor(_dotted(leaf), leaf.value, shape, _dtype(leaf))
 
 
-def _write_all(directory: str, leaves: list[Leaf], most: int, first: bool) -> None:
-    files = list(_files.grouped(leaves, _nbytes, most))
+def _write_all(directory: str, tensors: list[Tensor], most: int, first: bool) -> None:
+    files = list(_files.grouped(tensors, lambda tensor: tensor.nbytes, most))
     weight_map = {}
     for number, group in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {_dotted(leaf): name for leaf in group}
+        weight_map |= {tensor.name: name for tensor in group}
         file = os.path.join(directory, name)
         try:
             _write_file(file, group, first)
         except OSError as error:  # a full disk, say; Python does not name the file
             raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
     if first:
-        index = {"metadata": {"total_size": sum(map(_nbytes, leaves))}, "weight_map": weight_map}
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with open(os.path.join(directory, INDEX), "w") as file:
             json.dump(index, file)
 
 
-def _write_file(name: str, group: list[Leaf], first: bool) -> None:
+def _write_file(name: str, group: list[Tensor], first: bool) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "np"}}
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     end = 0
-    for leaf in group:
-        start, end = end, end + _nbytes(leaf)
-        header[_dotted(leaf)] = {
-            "dtype": kinds[str(_dtype(leaf))],
-            "shape": list(np.shape(leaf.value)),
+    for tensor in group:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": kinds[str(tensor.dtype)],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(name if first else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for leaf in group:
-            full = _move.to_host(leaf.value)  # every process has a part of it
-            if first:
-                file.write(np.ascontiguousarray(full).reshape(-1).view(np.uint8).data)
+        for tensor in group:
+            full = unpadded(_move.to_host(tensor.value), tensor.shape)  # all processes have a part
+            for part in _contiguous(full) if first else ():
+                file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def _contiguous(full: np.ndarray) -> Iterable[np.ndarray]:
+    """Yields a leaf in contiguous parts; without its padding it may not be one itself.
+
+    Then it goes row by row, so that the host does not have the leaf twice.
+    """
+    if full.flags.c_contiguous:
+        yield full
+    else:
+        yield from map(np.ascontiguousarray, full)
 
 
 def _stored_files(path: str) -> list[str]:
@@ -290,9 +338,10 @@ def _check_tiled(offsets: list[list[int]], size: int) -> None:
 
 def _placed(stored: np.ndarray, like: PyTree) -> jax.Array:
     struct = _matching.stored_struct(like)
+    shard = struct.sharding.shard_shape(struct.shape)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.asarray(stored[index], struct.dtype)
+        return padded(np.asarray(stored[index], struct.dtype), shard)
 
     read = jax.make_array_from_callback(struct.shape, struct.sharding, part)
     return _matching.laundered(read, like)
