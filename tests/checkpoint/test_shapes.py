@@ -22,6 +22,7 @@ from tests.conftest import make_mesh
 from tests.processes import completed
 from tests.reference import assert_equal_bits
 from zerojax._checkpoint import shapes as _shapes
+from zerojax._plan.padding import padded_shapes
 from zerojax._state.state import leaves_with_paths
 
 # No number of devices from 2 to 8 divides a dimension of `w`. The 33 columns of `v` end on the
@@ -159,7 +160,7 @@ def test_plans_of_many_devices_ask_files_for_the_same_shapes():
     for count in (400, 384):
         plan = zerojax.plan({"params": params}, mesh=zerojax.aot.mesh(f"{count}xH100"))
         rests[count] = plan.abstract()["params"]["w"].shape
-        assert _shapes.padded_leaves(plan.abstract(), plan) == {"params/w": (50257, 1021)}
+        assert padded_shapes(plan.abstract(), plan) == {"params/w": (50257, 1021)}
     assert rests == {400: (50400, 1021), 384: (50304, 1021)}
 
 

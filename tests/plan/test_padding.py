@@ -54,6 +54,43 @@ def test_logical_of_a_state_without_an_optimizer():
         zerojax.logical(state)
 
 
+def test_parameters_are_gathered_without_padding_wherever_they_are():
+    state = placed(6)
+    pair = ({"w": jnp.asarray(W)}, ())
+    plan = zerojax.plan(pair, mesh=make_mesh(6))
+    params, _ = pair_of = plan.place(pair)
+    both = zerojax.gather_params({"one": state, "other": {"x": np.ones(3)}})
+    assert_equal_bits(both["one"].params, {"w": W})
+    for found in (
+        zerojax.gather_params(state),
+        zerojax.gather_params(pair_of, plan),
+        zerojax.gather_params(params, plan),
+        zerojax.gather_params(params, plan=state.tx.plan),
+    ):
+        assert_equal_bits(found, {"w": W})
+    assert zerojax.gather_params(params)["w"].shape == (258, 5)  # nothing tells
+    with pytest.raises(ValueError, match=r"state leaf params/w is missing"):
+        zerojax.gather_params({"v": params["w"]}, plan)
+    with pytest.raises(TypeError, match=r"plan= takes a plan, got 3"):
+        zerojax.gather_params(params, 3)
+
+
+def test_parameters_may_be_one_array():
+    plan = zerojax.plan((jnp.asarray(W), ()), mesh=make_mesh(6))
+    params, _ = plan.place((jnp.asarray(W), ()))
+    _, grads = jax.jit(zerojax.value_and_grad(lambda w, x: jnp.mean(x @ w), plan))(
+        params, np.ones((6, 257), np.float32)
+    )
+    np.testing.assert_allclose(np.asarray(grads)[:257], 0.2)
+    np.testing.assert_array_equal(zerojax.gather_params(params, plan), W)
+
+
+def test_a_state_that_changed_since_it_was_placed_is_planned_by_what_it_is_now():
+    state = placed(6).replace(step=5, opt_state=())
+    leaves = {leaf.path: leaf for leaf in zerojax.plan(state, tx=optax.identity()).leaves}
+    assert leaves["params/w"].shape == (257, 5) and leaves["step"].shape == ()
+
+
 def test_padding_is_dropped_and_added_without_a_collective():
     state = placed(6)
     plan = state.tx.plan

@@ -25,8 +25,8 @@ from zerojax._checkpoint import (
     shapes as _shapes,
 )
 from zerojax._checkpoint.extras import Extras, Json
-from zerojax._checkpoint.shapes import Shape
-from zerojax._plan.plan import Plan
+from zerojax._plan.padding import Shape, padded_shapes
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
 
@@ -112,7 +112,9 @@ def save(
     """
     target = absolute(path)
     check_leaves(state)
-    shapes = _shapes.padded_leaves(state, plan)
+    if plan is not None:
+        check_plan(plan, "plan=")
+    shapes = padded_shapes(state, plan)
     agree("zerojax.save", target, state, step=step, shapes=shapes)
     custom = _extras.pack(step, rng, data, metadata)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
@@ -163,7 +165,7 @@ def restore(
         )
     plan = like if isinstance(like, Plan) else None
     like = like if plan is None else plan.abstract()
-    shapes = _shapes.padded_leaves(like, plan)
+    shapes = padded_shapes(like, plan)
     target = absolute(path)
     found = _tree_in(target) is not None  # False where the file system is not shared
     options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}

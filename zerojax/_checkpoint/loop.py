@@ -11,15 +11,11 @@ from typing import SupportsFloat
 import jax
 import numpy as np
 
-from zerojax._checkpoint import (
-    checkpoint as _checkpoint,
-    extras as _extras,
-    files as _files,
-    shapes as _shapes,
-)
+from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
 from zerojax._checkpoint.extras import Extras
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
-from zerojax._plan.plan import Plan
+from zerojax._plan.padding import padded_shapes
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._types import PyTree
 
 
@@ -184,6 +180,8 @@ class Checkpoints:
         `state`. `rng`, `data`, `metadata` and `plan` are as in `zerojax.save`.
         """
         step = _extras.step_number(step)
+        if plan is not None:
+            check_plan(plan, "plan=")
         if self._closed:
             raise ValueError(
                 f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
@@ -193,7 +191,7 @@ class Checkpoints:
         due = force or preempted or step % self._every == 0
         if due:
             _checkpoint.check_leaves(state)
-            shapes = _shapes.padded_leaves(state, plan)
+            shapes = padded_shapes(state, plan)
             _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
             self.wait()
         if due and not (preempted and self._has(step)):

@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
-from zerojax._checkpoint.shapes import Shape
 from zerojax._plan import move as _move
+from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key

@@ -14,17 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._checkpoint import (
-    checkpoint as _checkpoint,
-    files as _files,
-    matching as _matching,
-    shapes as _shapes,
-)
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files, matching as _matching
 from zerojax._checkpoint.matching import Saved
-from zerojax._checkpoint.shapes import Shape
 from zerojax._plan import move as _move
-from zerojax._plan.padding import padded, unpadded
-from zerojax._plan.plan import Plan
+from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
@@ -80,8 +74,10 @@ def export_safetensors(
         (8, 16)
     """
     _refusals.check_alive(params)
+    if plan is not None:
+        check_plan(plan, "plan=")
     tree = _state.params_in(params)
-    leaves, shapes = _state.named_leaves(tree), _shapes.padded_params(tree, params, plan)
+    leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
@@ -130,10 +126,10 @@ def import_safetensors(
     """
     if isinstance(like, Plan):
         params = _state.get_params(like.abstract())
-        shapes = _shapes.padded_params(params, None, like)
+        shapes = padded_param_shapes(params, None, like)
     else:
         params = _state.params_in(like)
-        shapes = _shapes.padded_params(params, like)
+        shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
     slashed = {_dotted(leaf): leaf.name for leaf in leaves}
     tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, slashed)

@@ -11,8 +11,8 @@ depend on them.
 
 import functools
 import warnings
-from collections.abc import Mapping
-from typing import TypeVar, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from zerojax._plan import move as _move
-from zerojax._plan.layout import Layout
+from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
 
@@ -146,17 +146,67 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     )
 
 
-def on_host(state: PyTree, plan: Layout | None = None) -> PyTree:
-    """Returns a state whose padded leaves are on the host, without their padding.
+def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
+    """Returns the logical shapes of the padded leaves of a tree, by name.
 
-    The plan is the one that the state carries, where it has one.
+    The states in the tree carry their plans; `plan` is for a tree that is a state without one.
     """
-    plan = _carried.carried_plan(state) or plan
-    if plan is None or not plan.pads:
-        return state
-    leaves, treedef = jax.tree.flatten(_carried.without_plan(state))
-    pairs = zip(leaves, plan.leaves, strict=True)
-    return treedef.unflatten(
-        v if np.shape(v) == leaf.shape else unpadded(_move.to_host(v), leaf.shape)
-        for v, leaf in pairs
+    if plan is not None and not _has_plan(tree):
+        plan.check_structure(tree)
+        return _padded(_state.leaves_with_paths(tree), _planned(plan.leaves))
+    found: dict[str, Shape] = {}
+    for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_plan)[0]:
+        if _has_plan(part):
+            planned = _planned(_carried.carried_plan(part).leaves)
+            named = _padded(_state.leaves_with_paths(part), planned)
+            prefix = f"{_state.path_name(path)}/" if path else ""
+            found |= {prefix + name: shape for name, shape in named.items()}
+    return found
+
+
+def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict[str, Shape]:
+    """Returns the logical shapes of the padded parameters of a state, by their names among these.
+
+    `plan` is for a state without one, or for parameters in place of a state.
+    """
+    layout: Layout | None = _carried.carried_plan(state)
+    if layout is None and plan is not None:
+        plan.check_params(params)
+        layout = plan
+    if layout is None:
+        return {}
+    planned = {name.partition("/")[2]: leaf for name, leaf in _planned(layout.params).items()}
+    return _padded(_state.leaves_with_paths(params), planned)
+
+
+def _has_plan(node: object) -> bool:
+    return _carried.carried_plan(node) is not None
+
+
+def _planned(leaves: Iterable[LeafPlan]) -> dict[str, LeafPlan]:
+    """Returns, by name, the leaves that rest padded."""
+    return {leaf.path: leaf for leaf in leaves if leaf.rest.padding}
+
+
+def _padded(leaves: list[_state.Leaf], planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
+    """Returns the logical shapes of leaves that a plan pads.
+
+    A state may carry its plan and have other leaves by now, or leaves without their padding.
+    """
+    pairs = ((leaf, planned.get(leaf.name)) for leaf in leaves)
+    return {
+        leaf.name: plan.shape
+        for leaf, plan in pairs
+        if plan is not None and np.shape(leaf.value) == plan.padded_shape
+    }
+
+
+def on_host(tree: PyTree, shapes: Mapping[str, Shape]) -> PyTree:
+    """Returns a tree whose padded leaves are on the host, in these logical shapes."""
+    leaves = _state.leaves_with_paths(tree)
+    return jax.tree.structure(tree).unflatten(
+        unpadded(_move.to_host(leaf.value), shapes[leaf.name])
+        if leaf.name in shapes
+        else leaf.value
+        for leaf in leaves
     )

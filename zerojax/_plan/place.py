@@ -6,9 +6,13 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._plan import dimension as _dimension, move as _move, planner as _planner
-from zerojax._plan.padding import on_host
-from zerojax._plan.plan import Plan
+from zerojax._plan import (
+    dimension as _dimension,
+    move as _move,
+    padding as _padding,
+    planner as _planner,
+)
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, is_key
@@ -86,6 +90,8 @@ def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
     """
     _refusals.check_alive(state)
     found = _carried.carried_plan(state) or plan
+    if found is not None:
+        check_plan(found, "plan=")
     if found is None:
         raise ValueError(
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
@@ -99,8 +105,8 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
 
     Takes a state, or any tree of arrays; a pair that may be either is refused. In several
     processes every one calls it and gets all parameters; a model too large for that goes to files
-    with `zerojax.export_safetensors`. A state that does not carry its plan (a tuple, a dict) is
-    given with it where the plan pads parameters.
+    with `zerojax.export_safetensors`. What does not carry its plan (a tuple, a dict, parameters
+    alone) is given with it where the plan pads parameters.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
@@ -110,5 +116,12 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """
     _refusals.check_alive(state)
     _refusals.check_values(state)
-    params = _state.params_in(on_host(state, plan))
+    if plan is not None:
+        check_plan(plan, "plan=")
+    params = _state.params_in(state)
+    if params is state and plan is None:  # parameters, or several states in one tree
+        shapes = _padding.padded_shapes(params)
+    else:
+        shapes = _padding.padded_param_shapes(params, state, plan)
+    params = _padding.on_host(params, shapes)
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else _move.to_host(leaf), params)

@@ -11,7 +11,7 @@ from zerojax import _agreement, _collectives, _fingerprint
 from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
-from zerojax._plan.padding import logical_leaves, on_host, padded, unpadded
+from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes, unpadded
 from zerojax._plan.placement import Placement, beyond
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -59,7 +59,7 @@ class Plan(Layout):
             _padding.tell_of_padding(born, self)
             return born
         _refusals.check_alive(state)
-        state = stored_with(on_host(state), self.precision)
+        state = stored_with(_moved_off(state), self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = list(map(_as_array, leaves, self.leaves))
@@ -203,8 +203,9 @@ class Plan(Layout):
     def check_params(self, params: PyTree) -> None:
         """Raises where `params` are not the parameters that this plan was made for."""
         have = {leaf.name: leaf.value for leaf in _state.leaves_of({_state.PARAMS: params})}
-        want = {leaf.path.partition("/")[2]: leaf for leaf in self.params}
-        _check_same(have, {f"{_state.PARAMS}/{path}": leaf for path, leaf in want.items()})
+        paths = (leaf.path.partition("/") for leaf in self.params)  # "0/w" of a tuple's
+        names = [f"{_state.PARAMS}{slash}{rest}" for _, slash, rest in paths]
+        _check_same(have, dict(zip(names, self.params, strict=True)))
 
     def plot(self, path: str | None = None) -> Any:
         """Draws with matplotlib what each device has, the largest leaves first; saves to `path`."""
@@ -237,6 +238,12 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
                 f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
                 f"{leaf.dtype}{list(leaf.shape)}. {remedy}"
             )
+
+
+def _moved_off(state: PyTree) -> PyTree:
+    """Returns a state without the padding of another plan, and without that plan."""
+    shapes = padded_shapes(state)
+    return on_host(_carried.without_plan(state), shapes) if shapes else state
 
 
 def _as_array(value: PyTree, leaf: LeafPlan) -> Array | np.ndarray:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan
+from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
@@ -130,17 +131,16 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
 
 def _logical_shapes(state: PyTree) -> PyTree:
     """Returns a state with shapes in place of the leaves that its plan has padded."""
-    carried = _carried.carried_plan(state)
-    if carried is None or not carried.pads:
-        return state
+    shapes = padded_shapes(state)
 
-    def logical(value: PyTree, leaf: LeafPlan) -> PyTree:
-        if value.shape == leaf.shape:
-            return value
-        return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=value.sharding)
+    def logical(leaf: Leaf) -> PyTree:
+        if leaf.name not in shapes:
+            return leaf.value
+        dtype, sharding = leaf.value.dtype, leaf.value.sharding
+        return jax.ShapeDtypeStruct(shapes[leaf.name], dtype, sharding=sharding)
 
-    leaves, treedef = jax.tree.flatten(state)
-    return treedef.unflatten(map(logical, leaves, carried.leaves))
+    leaves = _state.leaves_with_paths(state) if shapes else []
+    return jax.tree.structure(state).unflatten(map(logical, leaves)) if shapes else state
 
 
 def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
