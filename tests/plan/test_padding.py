@@ -89,6 +89,7 @@ def test_a_state_that_changed_since_it_was_placed_is_planned_by_what_it_is_now()
     state = placed(6).replace(step=5, opt_state=())
     leaves = {leaf.path: leaf for leaf in zerojax.plan(state, tx=optax.identity()).leaves}
     assert leaves["params/w"].shape == (257, 5) and leaves["step"].shape == ()
+    assert_equal_bits(zerojax.logical(state).params, {"w": W})
 
 
 def test_padding_is_dropped_and_added_without_a_collective():

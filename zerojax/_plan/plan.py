@@ -147,14 +147,16 @@ class Plan(Layout):
 
         Inside it stays sharded; outside JAX has no such arrays, and what was padded is replicated.
         """
-        leaves, treedef = jax.tree.flatten(state)
-        longer = {
-            i: value
-            for i, (value, leaf) in enumerate(zip(leaves, self.leaves, strict=True))
-            if np.shape(value) != leaf.shape
-        }
-        found = logical_leaves(longer, self) if longer else {}
-        return treedef.unflatten(found.get(i, value) for i, value in enumerate(leaves))
+        shapes = padded_shapes(state, self)
+        if not shapes:
+            return state
+        at = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        leaves = _state.leaves_with_paths(state)
+        longer = {at[leaf.name]: leaf.value for leaf in leaves if leaf.name in shapes}
+        found = logical_leaves(longer, self)
+        return jax.tree.structure(state).unflatten(
+            found[at[leaf.name]] if leaf.name in shapes else leaf.value for leaf in leaves
+        )
 
     def pad_params(self, params: PyTree) -> PyTree:
         """Pads parameters as they rest, where they are not."""
