@@ -256,9 +256,10 @@ def _train(
     loss, aux, grads = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args)
     loss, grads = _finite.unscaled((loss, grads), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
+    grads = plan.logical_grads(grads)
     metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
     # From stage 1 on the optimizer sees shards of everything, so XLA updates shards only.
-    old_state, grads = plan.scatter(state), plan.logical_grads(grads)
+    old_state = plan.scatter(state)
     with jax.named_scope("optimizer"):
         new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
     if recipe.skip_nonfinite or scale is not None:
