@@ -59,3 +59,24 @@ def test_a_ring_leaves_a_host_by_another_card_for_each_gpu_and_an_all_to_all_doe
     assert share("all-to-all", 64, 8) == 56 / 63 and share("all-to-all", 8, 8) == 0
     # 100 MB: as long as a reduce-scatter that sends eight times as much.
     assert RATES.bandwidth(64, 8, "all-to-all") == RATES.network * 63 / 56
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "on_host", "between", "inside"),
+    [
+        ("all-gather", 64, 8, 7, 56),
+        ("reduce-scatter", 8, 1, 7, 0),
+        ("all-gather", 8, 8, 0, 7),
+        ("all-reduce", 64, 8, 2 * 3, 2 * 7),
+        ("all-reduce", 400, 8, 2 * 6, 2 * 7),
+        ("all-to-all", 64, 8, 1, 0),
+        ("all-to-all", 8, 8, 0, 1),
+        ("all-gather", 1, 1, 0, 0),
+        ("all-reduce", 1, 1, 0, 0),
+    ],
+)
+def test_hops(kind, group, on_host, between, inside):
+    assert _gpus.hops(kind, group, on_host) == (between, inside)
+    rates = dataclasses.replace(RATES, link_hop=1e-6, network_hop=1e-3)
+    waited = 1e-6 + inside * 1e-6 + between * 1e-3
+    assert rates.seconds(kind, 0, group, on_host) == pytest.approx(waited)

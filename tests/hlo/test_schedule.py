@@ -1,5 +1,7 @@
 """The replay of a schedule on two streams, against times computed by hand."""
 
+import dataclasses
+
 import pytest
 
 import zerojax
@@ -67,7 +69,7 @@ def test_a_loop_whose_gather_outlasts_its_matmul():
 
 
 def test_on_one_host_the_matmul_hides_it():
-    fast = zerojax.Rates(flops=1e14, memory=1e12, link=4e11, network=1e10, latency=1e-6)
+    fast = dataclasses.replace(RATES, link=4e11)
     found = _schedule.replay(loop(3), fast, per_host=16)
     assert found.collectives[0].seconds == pytest.approx(MATRIX / 16 * 15 / 4e11 + US)
     assert found.collectives[0].exposed == 0
@@ -143,3 +145,11 @@ def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen
                                         '%a = f32[64,1024]{1,0} parameter(0), metadata={op_name='
                                         "\"state.params['w']\"}")).traffic  # fmt: skip
     assert one.paths == ("params/w",)
+
+
+def test_hops_of_a_ring_take_time():
+    slow = dataclasses.replace(RATES, link_hop=1e-6, network_hop=1e-5)
+    gather, mean = _schedule.replay(loop(3), slow).collectives
+    # 16 GPUs in two hosts: a ring has 14 hops inside them and 1 between, a tree two of 7 and of 1
+    assert gather.seconds == pytest.approx(GATHER + 14e-6 + 1e-5)
+    assert mean.seconds == pytest.approx(SCALAR + 14e-6 + 2e-5)

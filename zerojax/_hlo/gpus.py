@@ -11,11 +11,16 @@ REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 USABLE_MEMORY = 0.92
 
 MOST_GPUS = 100_000
+IN_RINGS = ("all-gather", "reduce-scatter", "all-reduce")  # NCCL's way to run them
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """The speeds that a replayed program is charged: FLOP/s, and bytes/s for each device.
+
+    A collective takes `latency` to start, and `link_hop` or `network_hop` for each time that its
+    data goes on to the next GPU, in a host or between hosts. Rings over hundreds of GPUs take long
+    for that: with NCCL about 1.5 and 6 microseconds. Data sheets do not say, so both are 0 here.
 
     Example:
         >>> slow_network = zerojax.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
@@ -27,12 +32,20 @@ class Rates:
     memory: float
     link: float  # between the GPUs of a host
     network: float  # of one GPU's network card
-    latency: float = 8e-6  # to start one collective
+    latency: float = 8e-6
+    link_hop: float = 0.0
+    network_hop: float = 0.0
 
     def bandwidth(self, group: int, on_host: int, kind: str = "all-gather") -> float:
         """Returns the bytes/s of a collective over `group` devices, `on_host` of them per host."""
         share = network_share(kind, group, on_host)
         return min(self.link, self.network / share) if share else self.link
+
+    def seconds(self, kind: str, wire: float, group: int, on_host: int) -> float:
+        """Returns the time of a collective in which each device sends `wire` bytes."""
+        between, inside = hops(kind, group, on_host)
+        waited = self.latency + inside * self.link_hop + between * self.network_hop
+        return wire / self.bandwidth(group, on_host, kind) + waited
 
 
 def network_share(kind: str, group: int, on_host: int) -> float:
@@ -43,8 +56,21 @@ def network_share(kind: str, group: int, on_host: int) -> float:
     """
     if on_host >= group:
         return 0.0
-    in_ring = kind in ("all-gather", "reduce-scatter", "all-reduce")
-    return 1 / on_host if in_ring else (group - on_host) / (group - 1)
+    return 1 / on_host if kind in IN_RINGS else (group - on_host) / (group - 1)
+
+
+def hops(kind: str, group: int, on_host: int) -> tuple[int, int]:
+    """Returns how often data goes on to the next GPU, between hosts and inside one.
+
+    A ring takes it past every GPU. An all-reduce may go up a tree of the hosts and down again, an
+    all-to-all sends it straight to its end.
+    """
+    hosts = -(-group // on_host)
+    if kind == "all-reduce":
+        return 2 * (hosts - 1).bit_length(), 2 * (on_host - 1)
+    if kind in IN_RINGS:
+        return hosts - 1, group - hosts
+    return int(hosts > 1), int(hosts == 1 < group)
 
 
 @dataclasses.dataclass(frozen=True)

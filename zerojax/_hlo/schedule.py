@@ -1,7 +1,8 @@
 """A replay of a module's schedule on two streams, compute and collectives, each in order.
 
-A collective costs the bytes it sends over its group's bandwidth, plus a latency. A `-done` waits
-for it, and that wait is exposed communication. A loop runs as often as XLA knows that it does.
+A collective costs the bytes it sends over its group's bandwidth, and the hops of its rings. A
+`-done` waits for it, and that wait is exposed communication. A loop runs as often as XLA knows
+that it does.
 """
 
 import dataclasses
@@ -182,7 +183,7 @@ class _Player:
         wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)
         network = wire * network_share(kind, size, on_host)
         found = Collective(instruction, name, arrays, group, wire, network, trips, loops)
-        found.seconds = wire / self.rates.bandwidth(size, on_host, kind) + self.rates.latency
+        found.seconds = self.rates.seconds(kind, wire, size, on_host)
         self.result.collectives.append(found)
         return found
 
