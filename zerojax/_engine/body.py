@@ -10,8 +10,9 @@ import numpy as np
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from zerojax import _compat
-from zerojax._collectives import Held, dispose, obtain
+from zerojax import _collectives, _compat
+from zerojax._collectives import Held
+from zerojax._engine import padded as _padded
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.vary import (
     Gradient,
@@ -49,7 +50,8 @@ class How:
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
     all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
     starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
-    keep collectives in order. `in_loop`: what runs is the body of a loop over layers.
+    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
+    loops use padded weights where they were gathered, see the note in `padded.py`.
     """
 
     regather: bool
@@ -57,6 +59,7 @@ class How:
     in_turn: bool = False
     by_data: bool = False
     in_loop: bool = False
+    in_place: bool = True
 
 
 @functools.partial(
@@ -117,6 +120,8 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
+        self.closes = how.in_loop and how.in_place
+        self.late = frozenset(split.opened_late) if self.closes else frozenset()
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""
@@ -125,8 +130,12 @@ class Body:
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
     def gather(self, weights: Sequence[Value | None], kept: Env | None = None) -> list[Array]:
-        """Returns the full weights, from the inputs that are weights; those in `kept` are there."""
+        """Returns the full weights, from the inputs that are weights; those in `kept` are there.
+
+        In a loop, padded ones come closed.
+        """
         held, kept = self._by_var(weights), kept or {}
+        obtain = _padded.obtain if self.closes else _collectives.obtain
         return [
             kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut)
             for var, s in self.split.gathers.items()
@@ -135,10 +144,16 @@ class Body:
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and what comes from weights alone."""
         env: Env = {**self.split.constants, **self._by_var(weights)}
-        write(env, list(self.split.gathers), gathered)
+        write(env, [*self.split.gathers], [*map(self.opened, self.split.gathers, gathered)])
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
+
+    def opened(self, var: Var, full: Array) -> Array:
+        """Returns a gathered weight as the frontier has it."""
+        if not self.closes or var in self.late:
+            return full
+        return _padded.opened(full, self.split.gathers[var].cut)
 
     def main(
         self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
@@ -146,6 +161,9 @@ class Body:
         """Returns the outputs, from the frontier, the shards that inner loops gather, and the
         plain inputs."""
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
+        for var in self.late & env.keys():
+            env[var] = _padded.Closed(env[var], self.split.gathers[var].cut)
+        plain = [x.opened() if isinstance(x, _padded.Closed) else x for x in plain]
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
         self.run(self.split.main, env, self.how)
@@ -281,6 +299,7 @@ class Body:
         """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
+        dispose = _padded.dispose if self.closes else _collectives.dispose
         for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
             if grad is not None:
                 seen, to_root = jax.vjp(shard.view, held[shard.root].shard)

@@ -120,6 +120,19 @@ class Split:
         return unique(s.root for s in shards_read(self.main))
 
     @property
+    def opened_late(self) -> list[Var]:
+        """The weights gathered here that are read inside of `jax.checkpoint`s alone.
+
+        Only where these have no policy: one might keep what is opened inside.
+        """
+        late = [op for op in self.main if isinstance(op, Scope) and op.policy is None]
+        late = [op for op in late if not op.split.frontier]
+        others = [op for op in self.main if all(op is not one for one in late)]
+        elsewhere = {v for op in [*self.prefix, *others] for v in reads_of(op)}
+        elsewhere |= {*filter(is_var, self.outvars)}
+        return [v for v in self.gathers if v not in elsewhere]
+
+    @property
     def read_last(self) -> list[Var]:
         """The matrix gathered here that the main part reads last (a head), and vectors after it.
 

@@ -20,8 +20,8 @@ from zerojax._engine.vary import Value, by_hand, instantiated, is_float, merge, 
 from zerojax._jaxpr import Atom, Var
 
 
-def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str) -> How:
-    """Returns how a loss runs on these devices.
+def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str, derives: bool = True) -> How:
+    """Returns how a loss runs on these devices. `derives`: it is differentiated.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
@@ -31,6 +31,7 @@ def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str) -> How:
         ahead,
         in_turn=_xla_options.knows_wires(mesh),
         by_data=_xla_options.mixes_up_collectives(mesh),
+        in_place=regather or not derives,  # else each weight would be kept closed and open
     )
 
 

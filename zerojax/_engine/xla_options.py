@@ -18,14 +18,17 @@ MEMORY_SLOP = "xla_gpu_memory_limit_slop_factor"  # percent of the memory for it
 DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 # Its kernel for small all-reduces does not compile over several hosts.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
+# Only cuBLAS reads and writes parts of arrays in place: see the note in `padded.py`.
+TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 # By itself, XLA's scheduler hides communication under compute on Hopper and later GPUs only.
 HIDE_LATENCY, OLDER = "xla_gpu_enable_latency_hiding_scheduler", ("6.", "7.", "8.")
 
 Options = dict[str, int | bool | str]
 
 
-def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool) -> Options:
-    """Returns the options for a step on this mesh. `ahead`: its loops gather one layer ahead.
+def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool, padded: bool = False) -> Options:
+    """Returns the options for a step on this mesh. `ahead`: its loops gather one layer ahead;
+    `padded`: some of its weights with padding.
 
     Such loops run faster when XLA combines all collectives of a layer into one, and when gathered
     weights pass to the next iteration without a copy. Both make other programs slower.
@@ -35,10 +38,13 @@ def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool) -> Options:
         return {}
     wanted: Options = {}
     # A loop over layers does both in backward; one that only gathers is the end of a step.
-    loops = [loop for loop in loops_of(jaxpr) if loop.gathered and loop.scattered]
+    all_loops = loops_of(jaxpr)
+    loops = [loop for loop in all_loops if loop.gathered and loop.scattered]
     if loops and ahead:
         wanted |= combined(loops, _compat.LARGEST_COLLECTIVE)
         wanted[DOUBLE_BUFFER] = True
+    if padded and any(loop.gathered for loop in all_loops):
+        wanted[TRITON_GEMM] = False
     if mesh.size > 1 and is_older(device):
         wanted[HIDE_LATENCY] = True
     if spans_hosts(mesh):

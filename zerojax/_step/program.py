@@ -81,6 +81,7 @@ class Program:
             plan.mesh,
             regather=options.regather and options.differentiate,
             prefetch=options.prefetch if plan.groups.params else 0,
+            derives=options.differentiate,
         )
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params

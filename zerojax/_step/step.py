@@ -125,7 +125,8 @@ class Step:
         if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
             return {}
         ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
-        return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead)
+        padded = any(leaf.rest.padding for leaf in plan.params)
+        return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded)
 
     def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
         """Raises where several processes run different steps; asked once for a plan and shapes.

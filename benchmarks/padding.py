@@ -1,0 +1,113 @@
+"""Steps whose leaves the GPUs do not divide, beside counts that divide; GPUs that are not there.
+
+python benchmarks/padding.py           # printed
+python benchmarks/padding.py --json    # and stored
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+import figures  # before JAX: it says what JAX may look for
+import jax
+import results
+import rivals
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+from zerojax._engine import xla_options as _xla_options
+from zerojax._forecast import presets as _presets
+
+COUNTS = (6, 12, 48, 100, 384, 400, 1000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    model: str
+    gpus: str
+    per_host: int = 8
+    rows: int = 4  # sequences of 1024 tokens per GPU
+    remat: str = "full"
+    rival: str = ""
+    cublas: bool = False  # as steps that pad are compiled
+
+    @property
+    def name(self):
+        how = self.rival or "stage 3" + " + cuBLAS" * self.cublas
+        return f"{self.model} {self.gpus} ({self.per_host} a host) x{self.rows} {self.remat}: {how}"
+
+
+RIVAL = "annotations, blocks"
+NEAR = (("60xH100", 4), ("64xH100", 4), ("400xH100", 8), ("512xH100", 8))
+ROWS = [
+    *(Row("7.5b", *gpus) for gpus in NEAR),
+    *(Row("7.5b", *gpus, cublas=True) for gpus in NEAR if gpus[0] in ("64xH100", "512xH100")),
+    *(Row("7.5b", *gpus, rows=rows) for rows in (2, 8, 16) for gpus in NEAR[:2]),
+    *(Row("7.5b", *gpus, remat="dots") for gpus in NEAR[:2]),
+    *(Row("13b", *gpus) for gpus in NEAR[:2]),
+    *(Row("7.5b", *gpus, rival=RIVAL) for gpus in NEAR),
+    *(Row(model, "400xH100", rows=rows) for model, rows in (("100b", 4), ("170b", 4))),
+    Row("100b", "512xH100"),
+]
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def measured(row):
+    """Compiles the step of a row, and reads what it costs off its program."""
+    mesh = zerojax.aot.mesh(row.gpus, per_host=row.per_host)
+    model = _presets.preset(row.model)
+    batch = model.batch(row.rows * mesh.size)
+    if row.rival:
+        step, state = rivals.STEPS[row.rival](model, mesh, row.remat, 1)
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=split)
+        options = figures.compiler_options((), mesh.devices.flat[0])
+        program, plan = step.lower(state, batch).compile(compiler_options=options), None
+    else:
+        plan = zerojax.plan(model.make_state, mesh=mesh)
+        options = {_xla_options.TRITON_GEMM: False} if row.cublas else None
+        step = zerojax.train_step(model.losses((row.remat,))[row.remat], compiler_options=options)
+        batch = zerojax.aot.batch(batch, plan)
+        program = step.lower(plan.abstract(), batch).compile()
+    return figures.figures(row.name, program, plan)
+
+
+def bytes_by_count(name):
+    """Returns a preset's state on each device, in times its share of the logical bytes."""
+    found = {}
+    for count in COUNTS:
+        per_host = next(n for n in (8, 6, 4) if count % n == 0)
+        mesh = zerojax.aot.mesh(f"{count}xH100", per_host=per_host)
+        plan = zerojax.plan(_presets.preset(name).make_state, mesh=mesh)
+        logical = sum(leaf.nbytes for leaf in plan.leaves)
+        found[str(count)] = round(sum(plan.bytes_per_device().values()) * count / logical, 4)
+    return {"row": f"state bytes: {name}"} | found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    path = pathlib.Path(__file__).with_suffix(".json")
+    parser.add_argument("--json", action="store_true", help=f"store in {path.name}")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
+    arguments = parser.parse_args()
+    states = {f"state bytes: {name}": name for name in _presets.PRESETS}
+    names = [*BY_NAME, *states]
+    kept = results.Results(path if arguments.json else None, names, figures.versions())
+    print(figures.head())
+    for name in results.chosen(arguments.only, names):
+        if name in states:
+            row = bytes_by_count(states[name])
+            print(row, flush=True)
+        else:
+            try:
+                row = measured(BY_NAME[name])
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                row = {"row": name, "refused": str(error).splitlines()[0][:160]}
+                print(row, flush=True)
+            else:
+                print(figures.shown(row), *row["findings"], sep="\n    ", flush=True)
+        kept.put(name, row)
+
+
+if __name__ == "__main__":
+    main()
