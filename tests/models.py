@@ -41,7 +41,8 @@ def mlp(remat: bool) -> Model:
     return Model(params, loss, batch)
 
 
-def gpt_params(layers=3, dim=32, vocab=64, tokens=16, hidden=128):
+def gpt_params(layers=3, dim=32, vocab=64, tokens=16, hidden=None):
+    hidden = 4 * dim if hidden is None else hidden
     keys = iter(jax.random.split(jax.random.key(1), 8))
     normal = lambda *shape: jax.random.normal(next(keys), shape) * 0.2
     return {

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from zerojax._types import Device, PyTree
@@ -155,6 +155,18 @@ class Thunk:
 
 
 # -- meshes and devices
+
+
+def constrained(value: Array, sharding: NamedSharding) -> Array:
+    """Returns `value` constrained to a sharding that does not divide it, inside `jax.jit`.
+
+    Where such a value is the result of a jitted function, XLA chooses a sharding that divides it.
+    JAX 0.12 fails to name that one ("IndivisibleError") unless an operation follows the constraint.
+    Another constraint, which leaves every dimension open, is such a one, and does nothing.
+    """
+    free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * value.ndim)
+    value = jax.lax.with_sharding_constraint(value, sharding)
+    return jax.lax.with_sharding_constraint(value, NamedSharding(sharding.mesh, free))
 
 
 def bound_axes() -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from zerojax import _compat
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -50,12 +51,12 @@ def unpadded(value: T, shape: Shape) -> T:
 @functools.partial(jax.jit, static_argnums=1)
 def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
     """Drops the padding of the leaves at some positions in a state of `plan`."""
-    constrain = jax.lax.with_sharding_constraint
     found: dict[int, Array] = {}
     for i, value in values.items():
         leaf = plan.leaves[i]
         sharding = leaf.padded_place.sharding(plan.mesh)
-        found[i] = constrain(unpadded(constrain(value, sharding), leaf.shape), sharding)
+        value = unpadded(jax.lax.with_sharding_constraint(value, sharding), leaf.shape)
+        found[i] = _compat.constrained(value, sharding)
     return found
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from zerojax import _agreement, _collectives, _fingerprint
+from zerojax import _agreement, _collectives, _compat, _fingerprint
 from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
@@ -192,6 +192,8 @@ class Plan(Layout):
         """Constrains one leaf, or its gradient, to where the optimizer updates it."""
         if value.shape != leaf.shape:
             value = unpadded(self._constrained(value, leaf.update), leaf.shape)
+        if leaf.update.padding:
+            return _compat.constrained(value, leaf.update.sharding(self.mesh))
         return self._constrained(value, leaf.update)
 
     def _constrained(self, value: Array, place: Placement) -> Array:

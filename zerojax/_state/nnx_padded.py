@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from zerojax import _compat
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree
 
@@ -67,8 +68,8 @@ def _logical(value: jax.Array, rests: Rests) -> jax.Array:
     )
     if value.shape != rests.padded_shape:  # one layer: where it is, XLA knows
         return shown(value)
-    constrain = jax.lax.with_sharding_constraint
-    return constrain(shown(constrain(value, rests.sharding)), rests.sharding)
+    value = jax.lax.with_sharding_constraint(value, rests.sharding)
+    return _compat.constrained(shown(value), rests.sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -239,9 +239,8 @@ def copies(value: ArrayLike) -> Iterator[tuple[Index, np.ndarray]]:
 
 def logical_part(index: Index, shape: Shape) -> Index:
     """Returns where a piece of an array at `index` is no padding; `shape` is without it."""
-    return tuple(
-        slice(max(0, size - (piece.start or 0))) for piece, size in zip(index, shape, strict=True)
-    )
+    pairs = zip(index, shape, strict=False)  # the words of a key have a dimension more
+    return tuple(slice(max(0, size - (piece.start or 0))) for piece, size in pairs)
 
 
 def numbers(value: ArrayLike) -> np.ndarray:
