@@ -65,7 +65,7 @@ def test_no_weight_is_kept_for_backward_open_or_closed(name, prefetch):
 
 def test_layers_are_gathered_and_reduced_along_their_first_dimension():
     """XLA reads and writes a part of an array in place if it is contiguous."""
-    grad, params, _ = padded_grad(PROGRAMS["several_stacks"], prefetch=1)
+    grad, params, _ = padded_grad(PROGRAMS["remat_nothing"], prefetch=1)
     jaxpr = grad.trace(params, ROWS).jaxpr
     loops = [e for e in scans_of(jaxpr, nested=True) if LAYERS - 2 <= e.params["length"] <= LAYERS]
     found = [eqn for loop in loops for eqn in _eqns(loop.params["jaxpr"])]

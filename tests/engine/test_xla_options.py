@@ -21,17 +21,19 @@ def test_steps_on_older_gpus_ask_xla_to_hide_communication():
 
 
 @pytest.mark.gpu_code
-def test_loops_that_gather_padded_weights_multiply_by_cublas():
-    gather = lambda total, x: (total + jax.lax.all_gather(x, "data", tiled=True).sum(), None)
-    loop = lambda xs: jax.lax.scan(gather, 0.0, xs)[0]
-    specs = {"in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
-    mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
-    gathers = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
-    nothing = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
-    mesh = zerojax.aot.mesh("8xH100")
-    options = lambda jaxpr, padded: _xla_options.options_for(jaxpr, mesh, True, padded)
-    assert options(gathers, True) == {_xla_options.TRITON_GEMM: False}
-    assert options(gathers, False) == options(nothing, True) == {}
+def test_loops_that_read_padded_weights_in_place_multiply_by_cublas():
+    def options(policy, padded):
+        layer = jax.checkpoint(lambda total, x: total + jnp.sin(x).sum(), policy=policy)
+        turn = lambda total, x: (layer(total, jax.lax.all_gather(x, "data", tiled=True)), None)
+        loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
+        specs = {"in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
+        mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
+        jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
+        return _xla_options.options_for(jaxpr, zerojax.aot.mesh("8xH100"), True, padded)
+
+    assert options(None, True) == {_xla_options.TRITON_GEMM: False}
+    assert options(None, False) == {}
+    assert options(jax.checkpoint_policies.dots_saveable, True) == {}
 
 
 def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():

@@ -120,8 +120,8 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
-        self.closes = how.in_loop and how.in_place
-        self.late = frozenset(split.opened_late) if self.closes else frozenset()
+        self.late = frozenset(split.opened_late if how.in_loop and how.in_place else ())
+        self.closes = bool(self.late)
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""

@@ -9,6 +9,7 @@ from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax._collectives import Cut, Held
+from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 
 Dims = tuple[int | None, ...]
@@ -123,10 +124,10 @@ class Split:
     def opened_late(self) -> list[Var]:
         """The weights gathered here that are read inside of `jax.checkpoint`s alone.
 
-        Only where these have no policy: one might keep what is opened inside.
+        Only where these keep nothing: another policy might keep what is opened inside.
         """
-        late = [op for op in self.main if isinstance(op, Scope) and op.policy is None]
-        late = [op for op in late if not op.split.frontier]
+        scopes = [op for op in self.main if isinstance(op, Scope)]
+        late = [op for op in scopes if keeps_nothing(op.policy) and not op.split.frontier]
         others = [op for op in self.main if all(op is not one for one in late)]
         elsewhere = {v for op in [*self.prefix, *others] for v in reads_of(op)}
         elsewhere |= {*filter(is_var, self.outvars)}

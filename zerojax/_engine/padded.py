@@ -21,6 +21,8 @@ from zerojax._collectives import Cut, Exact, Held, Wire
 # - In a loop a weight is *closed*: gathered along its first dimension, and carried with its
 #   padding. It is opened, that is sliced, where it is used: inside the `jax.checkpoint` that
 #   reads it, because XLA would copy a slice on its way through the barrier around that.
+# - Only loops over such layers do so, which keep nothing for backward. With less to compute
+#   there (7.5B, "dots"), XLA's scheduler no longer hid the collectives: 538 ms instead of 515.
 # - The gradient is written over the weight, which nothing reads any more. What stays of the weight
 #   is its padding, and that is zero, which is just what the gradient needs there.
 
@@ -29,6 +31,11 @@ def is_closed(cut: Cut) -> bool:
     """Whether a weight comes padded. Of a quantised one, zeros may decode to something else."""
     gather = cut.wire.gather
     return bool(gather.padding) and isinstance(gather.codec, Exact) and cut.use_dtype is None
+
+
+def keeps_nothing(policy: object) -> bool:
+    """Whether a `jax.checkpoint` of this policy keeps nothing for backward but its inputs."""
+    return policy is None or policy is jax.checkpoint_policies.nothing_saveable
 
 
 @functools.partial(register_dataclass, data_fields=["array"], meta_fields=["cut"])

@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
+from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, type_of
 from zerojax._types import Device
 
@@ -43,7 +44,7 @@ def options_for(jaxpr: Jaxpr, mesh: Mesh, ahead: bool, padded: bool = False) -> 
     if loops and ahead:
         wanted |= combined(loops, _compat.LARGEST_COLLECTIVE)
         wanted[DOUBLE_BUFFER] = True
-    if padded and any(loop.gathered for loop in all_loops):
+    if padded and any(loop.gathered and loop.in_place for loop in all_loops):
         wanted[TRITON_GEMM] = False
     if mesh.size > 1 and is_older(device):
         wanted[HIDE_LATENCY] = True
@@ -81,11 +82,15 @@ def is_older(device: Device) -> bool:
 
 @dataclasses.dataclass
 class LoopBytes:
-    """The results of one iteration's all-gathers and reduce-scatters, and the latter's operands."""
+    """The results of one iteration's all-gathers and reduce-scatters, and the latter's operands.
+
+    `in_place`: where weights are padded, it reads them so. See the note in `padded.py`.
+    """
 
     gathered: int = 0
     scattered: int = 0
     reduced: int = 0
+    in_place: bool = False
 
 
 def combined(loops: Sequence[LoopBytes], most: int) -> Options:
@@ -126,6 +131,8 @@ def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
         elif name == "reduce_scatter":
             loop.scattered += _nbytes(eqn.outvars)
             loop.reduced += _nbytes(eqn.invars)
+        elif name in _compat.REMAT:
+            loop.in_place |= keeps_nothing(eqn.params["policy"])
         inside = loop
         if name in ("scan", "while"):
             inside = LoopBytes()
