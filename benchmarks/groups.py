@@ -12,6 +12,7 @@ import figures  # before JAX: it says what JAX may look for
 import results
 
 import zerojax
+from zerojax._forecast import presets as _presets
 from zerojax._hlo import gpus as _gpus
 
 CARDS = (50, 25, 12.5, 6.25)  # GB/s of each GPU's network card
@@ -23,15 +24,17 @@ GROUPS = {
     "P, G in the node": {"params": GPU, "grads": GPU, "opt_state": NODE},
     "P in the node": {"params": GPU, "grads": NODE, "opt_state": NODE},
 }
-ROWS = {f"{name}, accumulate {m}": (name, m) for m in (1, 8) for name in GROUPS}
+# As MaxText's own, whose hybrid sharding is in `docs/groups.md`.
+LLAMA_7B = _presets.Llama(32, 4096, 32, vocab=32000, kv_heads=32, inner=11008)
+ROWS = {f"{name}, accumulate {m}": (name, m, figures.MODEL) for m in (1, 8) for name in GROUPS}
+ROWS |= {f"Llama 7B: {name}, accumulate 1": (name, 1, LLAMA_7B) for name in ("flat", "HSDP")}
 STORED = pathlib.Path(__file__).parent / "groups.json"
 
 
-def measured(groups, accumulate):
-    """Compiles the 7.5B step and replays it for each speed of the network."""
+def measured(groups, accumulate, model):
+    """Compiles a model's step and replays it for each speed of the network."""
     mesh = zerojax.aot.mesh(figures.GPUS, (NODES, PER_NODE), ("node", "gpu"))
     precision = zerojax.Precision(compute="bfloat16")
-    model = figures.MODEL
     plan = zerojax.plan(model.make_state, mesh=mesh, groups=groups, precision=precision)
     step = zerojax.train_step(model.loss, plan=plan, accumulate=accumulate)
     rows = figures.ROWS_PER_GPU * plan.size * accumulate
@@ -60,8 +63,8 @@ def main():
     arguments = parser.parse_args()
     kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions())
     for name in results.chosen(arguments.only, ROWS):
-        groups, accumulate = ROWS[name]
-        row = {"row": name} | measured(GROUPS[groups], accumulate)
+        groups, accumulate, model = ROWS[name]
+        row = {"row": name} | measured(GROUPS[groups], accumulate, model)
         print(row, flush=True)
         kept.put(name, row)
 

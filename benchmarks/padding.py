@@ -19,7 +19,8 @@ from zerojax._engine import xla_options as _xla_options
 from zerojax._forecast import presets as _presets
 from zerojax._hlo import gpus as _gpus
 
-# The ZeRO paper's GPU, for which this XLA does not compile: its rates and memory, H100 programs.
+# The ZeRO paper's GPU. XLA refuses bfloat16 for it, and CUDA 13's ptxas knows no V100: its rates
+# and memory, with the H100's programs.
 V100 = dataclasses.replace(
     _gpus.named("H100"),
     name="V100",
@@ -50,15 +51,25 @@ class Row:
 
 RIVAL = "annotations, blocks"
 NEAR = (("60xH100", 4), ("64xH100", 4), ("400xH100", 8), ("512xH100", 8))
+PADDED = [
+    *(Row("7.5b", "60xH100", 4, rows) for rows in (4, 2, 8)),
+    Row("7.5b", "60xH100", 4, remat="dots"),
+    Row("7.5b", "60xH100", 4, rows=1, remat="none"),
+    Row("13b", "60xH100", 4),
+    *(Row(model, "400xH100") for model in ("7.5b", "100b")),
+]
+
+
+def beside(row):
+    """Returns the row of the next count that divides, as XLA compiles it and with cuBLAS."""
+    even = dataclasses.replace(row, gpus={"60xH100": "64xH100", "400xH100": "512xH100"}[row.gpus])
+    return even, dataclasses.replace(even, cublas=True)
+
+
 ROWS = [
-    *(Row("7.5b", *gpus) for gpus in NEAR),
-    *(Row("7.5b", *gpus, cublas=True) for gpus in NEAR if gpus[0] in ("64xH100", "512xH100")),
-    *(Row("7.5b", *gpus, rows=rows) for rows in (2, 8) for gpus in NEAR[:2]),
-    *(Row("7.5b", *gpus, remat="dots") for gpus in NEAR[:2]),
-    *(Row("13b", *gpus) for gpus in NEAR[:2]),
+    *(each for row in PADDED for each in (row, *beside(row))),
+    Row("170b", "400xH100"),
     *(Row("7.5b", *gpus, rival=RIVAL) for gpus in NEAR),
-    *(Row(model, "400xH100", rows=rows) for model, rows in (("100b", 4), ("170b", 4))),
-    Row("100b", "512xH100"),
 ]
 BY_NAME = {row.name: row for row in ROWS}
 
