@@ -88,11 +88,12 @@ def gpt(remat: bool) -> Model:
     return Model(gpt_params(), functools.partial(gpt_loss, wrap=wrap), tokens)
 
 
-def odd_gpt(rows: int) -> Model:
+def odd_gpt(rows: int, remat: bool = False) -> Model:
     """A GPT of which every dimension is odd, most of them prime."""
+    wrap = jax.checkpoint if remat else lambda f: f
     tokens = jax.random.randint(jax.random.key(2), (rows, 13), 0, 7)
     params = gpt_params(dim=37, vocab=131, tokens=13, hidden=149)
-    return Model(params, functools.partial(gpt_loss, heads=1), tokens)
+    return Model(params, functools.partial(gpt_loss, wrap=wrap, heads=1), tokens)
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 from jax import Array
-from jax.core import AbstractValue
+from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -160,10 +160,13 @@ class Thunk:
 def constrained(value: Array, sharding: NamedSharding) -> Array:
     """Returns `value` constrained to a sharding that does not divide it, inside `jax.jit`.
 
+    Where JAX runs a program one operation at a time (`jax_debug_nans`), it stays where it is.
     Where such a value is the result of a jitted function, XLA chooses a sharding that divides it.
     JAX 0.12 fails to name that one ("IndivisibleError") unless an operation follows the constraint.
     Another constraint, which leaves every dimension open, is such a one, and does nothing.
     """
+    if not isinstance(value, Tracer):
+        return value
     free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * value.ndim)
     value = jax.lax.with_sharding_constraint(value, sharding)
     return jax.lax.with_sharding_constraint(value, NamedSharding(sharding.mesh, free))

@@ -10,18 +10,18 @@ from flax.training.train_state import TrainState
 import zerojax
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_jax_debug_flags_say_where(stage, mesh):
+@pytest.mark.parametrize(("stage", "shape"), [(0, (8, 8)), (3, (8, 8)), (3, (9, 31))])
+def test_jax_debug_flags_say_where(stage, shape, mesh):
     def loss(params, batch):
         logarithms = jnp.log(batch["x"] @ params["w"])
         return jnp.mean(logarithms**2) + jnp.sqrt(params["b"])
 
     def step_on(x, b, **flags):
-        params = {"w": jnp.ones((8, 8)), "b": jnp.float32(b)}
+        params = {"w": jnp.ones(shape), "b": jnp.float32(b)}
         state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
         state = zerojax.shard_train_state(state, stage=stage, mesh=mesh)
         with jax.debug_nans("nans" in flags), jax.debug_infs("infs" in flags):
-            return zerojax.train_step(loss)(state, {"x": np.full((8, 8), x, np.float32)})
+            return zerojax.train_step(loss)(state, {"x": np.full((8, shape[0]), x, np.float32)})
 
     with pytest.raises(FloatingPointError, match="not finite, in batch/x"):
         step_on(np.nan, 1, nans=True)

@@ -4,7 +4,9 @@ import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from tests.conftest import make_mesh
 from tests.shapes import params_plan, shape, specs
+from zerojax._plan import dimension as _dimension
 
 
 def test_first_divisible_dimension_is_sharded():
@@ -56,6 +58,12 @@ def test_the_first_dimension_of_a_stack_is_never_padded_and_pad_is_a_switch():
     assert specs(plan) == {"params/blocks/a": P(None, "data"), "params/blocks/b": P()}
     with pytest.raises(TypeError, match=r"pad='no' must be True or False"):
         params_plan({"w": shape(16, 3)}, pad="no")
+
+
+def test_of_two_dimensions_that_count_layers_the_second_is_sharded_last():
+    rule = _dimension.Rule(make_mesh(), ("data",), {}, 128, True)
+    found = [rule("w", shape, P(), 2)[0] for shape in ((3, 8, 37, 37), (3, 8, 3, 3))]
+    assert [_dimension.shard_dim(spec, ("data",)) for spec in found] == [2, 1]
 
 
 def test_an_override_names_the_dimension_to_pad():

@@ -47,7 +47,8 @@ def logical_and_rest(tree, plan, kind):
 
 def check(optimizer, stage, accumulate, devices, **options):
     rows = 2 * devices * accumulate
-    made = odd_gpt(rows)
+    # Under a `jax.checkpoint`, padded weights are used in place (`_engine/padded.py`).
+    made = odd_gpt(rows, remat=accumulate > 1 or "groups" in options or optimizer == "muon")
     wanted, wanted_losses, _ = reference(optimizer, rows)
     state = placed(made, optimizer, stage, devices, **options)
     plan = state.tx.plan
@@ -70,8 +71,7 @@ def check(optimizer, stage, accumulate, devices, **options):
     mostly_slow(
         itertools.product(OPTIMIZERS, STAGES, DEVICES),
         lambda optimizer, stage, devices: (
-            (stage, devices) == (3, 6)
-            and optimizer in ("adafactor", "lamb", "muon", "multi_transform")
+            (stage, devices) == (3, 6) and optimizer in ("adafactor", "muon")
         ),
     ),
 )
@@ -84,7 +84,7 @@ def test_odd_shapes_match_one_device(optimizer, stage, devices):
     mostly_slow(
         itertools.product(("adamw", "muon"), STAGES, DEVICES),
         lambda optimizer, stage, devices: (
-            optimizer == "adamw" and (stage, devices) in [(1, 7), (2, 3), (3, 5), (3, 8)]
+            optimizer == "adamw" and (stage, devices) in [(1, 7), (2, 3), (3, 5)]
         ),
     ),
 )
@@ -110,9 +110,7 @@ def levels(node, gpu):
     ("groups", "accumulate", "sizes"),
     mostly_slow(
         itertools.product(GROUPS, (1, 2), ((2, 3), (3, 2), (2, 4))),
-        lambda groups, accumulate, sizes: (
-            (groups, accumulate, sizes) in [("AMSP", 1, (2, 3)), ("params", 2, (2, 4))]
-        ),
+        lambda groups, accumulate, sizes: (groups, accumulate, sizes) == ("AMSP", 1, (2, 3)),
     ),
 )
 def test_odd_shapes_in_groups_match_one_device(groups, accumulate, sizes):

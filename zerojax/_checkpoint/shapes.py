@@ -58,12 +58,16 @@ def _chunks_beyond(
 def _replicate(file: epath.Path, dims: Mapping[str, int]) -> None:
     """Has Orbax, where it is told no sharding, replicate dimensions that no longer divide.
 
-    It would otherwise ask JAX for the sharding that the padded array had, which JAX refuses.
+    It would otherwise ask JAX for the sharding that the padded array had, which JAX refuses. Of
+    arrays on the host or on one device, Orbax notes none.
     """
-    noted = json.loads(file.read_text())
+    noted = json.loads(file.read_text()) if file.exists() else {}
     for name, dim in dims.items():
         key = base64.urlsafe_b64encode(name.encode()).decode()
-        sharding = json.loads(noted[key])
-        sharding["partition_spec"][dim] = None
-        noted[key] = json.dumps(sharding)
+        sharding = json.loads(noted.get(key, "{}"))
+        if dim < len(spec := sharding.get("partition_spec", ())):
+            spec[dim] = None
+            noted[key] = json.dumps(sharding)
+    if not noted:
+        return
     file.write_text(json.dumps(noted))

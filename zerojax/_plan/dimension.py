@@ -63,9 +63,9 @@ class Rule:
         """Returns the spec of a leaf, and the reason where it stays replicated.
 
         `base` has the axes that the user sharded the leaf over already; they are kept. The first
-        `layers` dimensions count layers. ZeRO never shards the first of them, and another only
-        where nothing else divides: the full stack would be gathered for one layer. Where no
-        dimension divides, the one of least padding is sharded, if padding is allowed.
+        `layers` dimensions count layers. Of those after them, the first that divides is sharded;
+        where none does, the one of least padding. ZeRO never shards the first that counts layers,
+        and another only where nothing else can be: the full stack would be gathered for one layer.
         """
         for pattern, spec in self.overrides.items():
             if re.search(pattern, path):
@@ -76,14 +76,19 @@ class Rule:
         if np.prod(shape) < self.min_shard_size:
             return base, f"smaller than min_shard_size={self.min_shard_size}"
         entries = [*base, *[None] * (len(shape) - len(base))]
-        dims = [*range(layers, len(shape)), *range(1, layers)]
-        free = [d for d in dims if entries[d] is None]
-        even = [d for d in free if shape[d] and shape[d] % self.size == 0]
-        dim = even[0] if even else self._least_padded(shape, [d for d in free if d >= layers])
+        free = [d for d in range(layers, len(shape)) if entries[d] is None]
+        inner = [d for d in range(1, layers) if entries[d] is None]
+        dim = self._first_even(shape, free)
+        dim = self._least_padded(shape, free) if dim is None else dim
+        dim = self._first_even(shape, inner) if dim is None else dim
         if dim is None:
-            return base, self._indivisible(shape, free, layers > 0)
+            return base, self._indivisible(shape, [*free, *inner], layers > 0)
         entries[dim] = entry_over(self.axes)
         return PartitionSpec(*entries), None
+
+    def _first_even(self, shape: Sequence[int], dims: list[int]) -> int | None:
+        even = (d for d in dims if shape[d] and shape[d] % self.size == 0)
+        return next(even, None)
 
     def _least_padded(self, shape: Sequence[int], dims: list[int]) -> int | None:
         """Returns the dimension that grows least when it is padded, if that is worth it."""

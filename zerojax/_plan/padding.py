@@ -71,6 +71,18 @@ def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]
     return found
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def cleared_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
+    """Puts zeros into the padding of the leaves at some positions in a state of `plan`."""
+    return padded_leaves(logical_leaves(values, plan), plan)
+
+
+def cleared_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
+    """Puts zeros into the padding of what `logical_part` takes."""
+    long = {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+    return _with(tree, plan, kind, cleared_leaves(long, plan)) if long else tree
+
+
 def logical_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
     """Drops the padding of parameters, of their gradients, or of an optimizer state.
 
@@ -207,7 +219,7 @@ def on_host(tree: PyTree, shapes: Mapping[str, Shape]) -> PyTree:
     leaves = _state.leaves_with_paths(tree)
     return jax.tree.structure(tree).unflatten(
         unpadded(_move.to_host(leaf.value), shapes[leaf.name])
-        if leaf.name in shapes
+        if leaf.name in shapes and not isinstance(leaf.value, jax.ShapeDtypeStruct)
         else leaf.value
         for leaf in leaves
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -15,6 +16,7 @@ from zerojax._plan import (
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
 
 
@@ -90,13 +92,12 @@ def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
     """
     _refusals.check_alive(state)
     found = _carried.carried_plan(state) or plan
-    if found is not None:
-        check_plan(found, "plan=")
     if found is None:
         raise ValueError(
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
             "by. Pass it: zerojax.logical(state, plan)."
         )
+    check_plan(found, "plan=")
     return found.logical(state)
 
 
@@ -123,5 +124,11 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         shapes = _padding.padded_shapes(params)
     else:
         shapes = _padding.padded_param_shapes(params, state, plan)
-    params = _padding.on_host(params, shapes)
-    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else _move.to_host(leaf), params)
+
+    def full(leaf: Leaf) -> PyTree:
+        if is_key(leaf.value):
+            return leaf.value
+        value = _move.to_host(leaf.value)
+        return np.ascontiguousarray(_padding.unpadded(value, shapes.get(leaf.name, value.shape)))
+
+    return jax.tree.structure(params).unflatten(map(full, _state.leaves_with_paths(params)))

@@ -113,6 +113,10 @@ class Plan(Layout):
         moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
         if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
+            old = [  # parameters that a user replaced may have no padding
+                value if np.shape(value) == leaf.padded_shape else None
+                for value, leaf in zip(old, self.leaves, strict=True)
+            ]
             full = self._gathered(moving, leaves, old)
             for i, leaf in zip(moving, full, strict=True):
                 leaves[i] = leaf
@@ -168,6 +172,10 @@ class Plan(Layout):
         """As `padding.logical_part`, for packages that this one builds upon."""
         return _padding.logical_part(tree, self, kind) if self.pads else tree
 
+    def cleared(self, grads: PyTree) -> PyTree:
+        """Puts zeros into the padding of gradients."""
+        return _padding.cleared_part(grads, self, _state.PARAMS) if self.pads else grads
+
     def padded_part(self, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
         """As `padding.padded_part`."""
         return _padding.padded_part(tree, self, kind, like) if self.pads else tree
@@ -182,10 +190,14 @@ class Plan(Layout):
 
     def logical_grads(self, grads: PyTree) -> PyTree:
         """Drops the padding of gradients, inside `jax.jit`."""
+        return self.like_params(grads, [leaf.shape for leaf in self.params])
+
+    def like_params(self, grads: PyTree, shapes: Sequence[tuple[int, ...]]) -> PyTree:
+        """Drops the padding of gradients that have more than these shapes, inside `jax.jit`."""
         leaves, treedef = jax.tree.flatten(grads)
-        pairs = zip(leaves, self.params, strict=True)
+        triples = zip(leaves, self.params, shapes, strict=True)
         return treedef.unflatten(
-            g if g.shape == leaf.shape else self.scattered(g, leaf) for g, leaf in pairs
+            g if g.shape == shape else self.scattered(g, leaf) for g, leaf, shape in triples
         )
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:

@@ -136,7 +136,7 @@ def _logical_shapes(state: PyTree) -> PyTree:
     def logical(leaf: Leaf) -> PyTree:
         if leaf.name not in shapes:
             return leaf.value
-        dtype, sharding = leaf.value.dtype, leaf.value.sharding
+        dtype, sharding = leaf.value.dtype, getattr(leaf.value, "sharding", None)
         return jax.ShapeDtypeStruct(shapes[leaf.name], dtype, sharding=sharding)
 
     leaves = _state.leaves_with_paths(state) if shapes else []

@@ -29,6 +29,7 @@ from typing import Any
 
 import optax
 
+from zerojax._state.refusals import is_flax_module
 from zerojax._state.state import OPT_STATE, PARAMS, get_tx
 from zerojax._types import PyTree
 
@@ -104,9 +105,8 @@ class PlannedApply:
     plan: Any
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        first = [self._logical(variables) for variables in args[:1]]
-        named |= {k: self._logical(named[k]) for k in ("variables", PARAMS) if k in named}
-        return self.original(*first, *args[1:], **named)
+        named = {name: self._logical(value) for name, value in named.items()}
+        return self.original(*map(self._logical, args), **named)
 
     def _logical(self, variables: PyTree) -> PyTree:
         """Drops the padding of parameters, be they all of `variables` or one collection."""
@@ -144,9 +144,10 @@ def carried_plan(state: PyTree) -> Any:
 
 def hides_padding(state: PyTree) -> bool:
     """Whether a placed state has a way to its model that shows parameters without padding."""
-    return isinstance(getattr(state, "apply_fn", None), PlannedApply) or getattr(
-        type(state), "makes_models", False
-    )
+    apply_fn = getattr(state, "apply_fn", None)
+    # Flax's models say that a shape differs; a function that the user calls directly may not.
+    model = getattr(getattr(apply_fn, "original", None), "__self__", None)
+    return is_flax_module(model) or getattr(type(state), "makes_models", False)
 
 
 def _has_static_apply(state: PyTree) -> bool:

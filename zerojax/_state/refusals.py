@@ -185,9 +185,13 @@ def _note_on_shapes() -> None:
     original = error.__init__
 
     @functools.wraps(original)
-    def noted(self, param_name, scope_path, value_shape, init_shape):
-        original(self, param_name, scope_path, value_shape, init_shape)
-        if (tuple(value_shape), tuple(init_shape)) in _PADDED:
+    def noted(self, *args, **named):
+        original(self, *args, **named)
+        given = inspect.signature(original).bind(self, *args, **named).arguments
+        param_name, value_shape, init_shape = map(
+            given.get, ("param_name", "value_shape", "init_shape")
+        )
+        if value_shape and init_shape and (tuple(value_shape), tuple(init_shape)) in _PADDED:
             self.add_note(
                 f"zerojax pads {param_name} from {tuple(init_shape)} to {tuple(value_shape)} so "
                 "that the devices divide it. Apply the model to the parameters of "

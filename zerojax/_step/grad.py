@@ -13,6 +13,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats
 from zerojax._state import refusals as _refusals
+from zerojax._state.state import PARAMS
 from zerojax._step.program import Options, Program, precision_of
 from zerojax._types import PyTree
 
@@ -78,6 +79,7 @@ def value_and_grad(
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
             loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
+            grads = plan.cleared(grads)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
@@ -96,11 +98,12 @@ def loss_and_grads(
 ) -> tuple[Array, PyTree, PyTree]:
     """Returns the mean loss, the aux and the gradients; for these None without derivatives.
 
-    Gradients have the padding that the parameters come with.
+    Gradients are padded where the parameters are. That of a weight that was used in place has the
+    weight's padding (`_engine/padded.py`).
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
-    keep_padding = not options.differentiate or _are_padded(params, plan)
+    given = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
@@ -118,21 +121,18 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
         loss, aux, grads = sharded(*inputs)
-        return loss, aux, grads if keep_padding else plan.logical_grads(grads)
+        if options.differentiate:
+            grads = plan.like_params(grads, given)
+        return loss, aux, grads
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
         loss, aux, grads = _nans.run(
             jax.jit(run),
             (values, arg_values, program.traced.closed_over),
-            lambda: _nans.explain(loss_fn, plan, params, args, roles),
+            lambda: _nans.explain(loss_fn, plan, plan.logical_part(params, PARAMS), args, roles),
         )
     return loss, aux, treedef.unflatten(grads) if options.differentiate else None
-
-
-def _are_padded(params: PyTree, plan: Plan) -> bool:
-    pairs = zip(jax.tree.leaves(params), plan.params, strict=True)
-    return any(np.shape(value) != leaf.shape for value, leaf in pairs)
 
 
 def _program(

@@ -125,7 +125,7 @@ class Step:
         if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
             return {}
         ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
-        padded = any(leaf.rest.padding for leaf in plan.params)
+        padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
         return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded)
 
     def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
