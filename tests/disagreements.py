@@ -117,7 +117,7 @@ def main() -> None:
             told = "nothing"
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-        print("case", json.dumps([name, told]), flush=True)
+        print("\ncase", json.dumps([name, told]), flush=True)  # XLA may have begun a line
     jax.distributed.shutdown()
 
 

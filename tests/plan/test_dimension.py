@@ -49,7 +49,7 @@ def test_the_dimension_of_least_padding_is_padded_where_none_divides():
         "layers": ((3, 9, 1008), P(None, None, "data")),
     }
     reasons = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.reason}
-    near = "no dimension of (3, 3, 3, 3, 3) is near 8: padded, it would be more than 2 times as"
+    near = "padding any dimension of (3, 3, 3, 3, 3) to a multiple of 8 would make it more than 2"
     assert list(reasons) == ["params/narrow"] and reasons["params/narrow"].startswith(near)
 
 
@@ -94,7 +94,7 @@ def test_bad_override_names_path_and_remedy(spec, error, remedy):
 
 
 def test_an_override_may_not_name_a_dimension_that_does_not_divide_without_padding():
-    remedy = r"w .*8 does not divide dimension 1 \(3\). Make it 8 or override another"
+    remedy = r"w .*8 does not divide dimension 1 \(3\). Resize it to 8 or override another"
     with pytest.raises(ValueError, match=remedy):
         params_plan({"w": shape(16, 3)}, overrides={"w": P(None, "data")}, pad=False)
     # JAX shards over the user's own axes, and does not pad.

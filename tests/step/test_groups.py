@@ -150,7 +150,7 @@ def test_with_microbatches_what_crosses_nodes_waits_for_the_last():
         ({"grads": ("gpu", "node"), "opt_state": "gpu"}, r"opt_state.*needs.*'node'"),
         ({"params": "tpu"}, r"no axis 'tpu'"),
         ({"optimizer": "gpu"}, r"'optimizer'. Name one of params, grads, opt_state"),
-        ("gpu", r"groups='gpu' is no mapping. Pass for example {'params': 'gpu'}"),
+        ("gpu", r"groups='gpu' is not a mapping. Pass for example {'params': 'gpu'}"),
         ({"grads": 8}, r"grads over 8. Name an axis of the mesh"),
         ({"grads": ["gpu", 8]}, r"grads over \['gpu', 8\]. Name an axis of the mesh"),
     ],

@@ -104,8 +104,8 @@ class Rule:
         after = " after the layer dimension" if stacked else ""
         if self.pad:
             return (
-                f"no dimension of {tuple(shape)}{after} is near {self.size}: padded, it would be "
-                f"more than {MOST_PADDED} times as large"
+                f"padding any dimension of {tuple(shape)}{after} to a multiple of {self.size} "
+                f"would make it more than {MOST_PADDED} times as large"
             )
         return f"no dimension of {tuple(shape)}{after} divides by {self.size}, and pad=False"
 
@@ -153,7 +153,7 @@ class Rule:
             if shape[dim] % total and not is_padded:
                 raise ValueError(
                     f"overrides= puts {leaf} on {spec}, but {total} does not divide dimension "
-                    f"{dim} ({shape[dim]}). Make it {padded(shape[dim], total)} or override "
+                    f"{dim} ({shape[dim]}). Resize it to {padded(shape[dim], total)} or override "
                     "another dimension."
                 )
 

@@ -58,7 +58,7 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     if not given:
         return row
     if not isinstance(given, Mapping):
-        raise TypeError(f"groups={given!r} is no mapping. Pass for example {{'params': 'gpu'}}.")
+        raise TypeError(f"groups={given!r} is not a mapping. Pass for example {{'params': 'gpu'}}.")
     over = dataclasses.asdict(row)
     for kind, names in given.items():
         if kind not in KINDS:
