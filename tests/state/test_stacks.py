@@ -23,8 +23,9 @@ def test_neither_layer_dimension_of_nested_loops_is_sharded():
     stack = {"w": shape(4, 8, 16, 24), "b": shape(4, 8, 24)}
     plan = params_plan({"groups": stack, "blocks": {"w": shape(6, 8, 24), "v": shape(6, 8, 16)}})
     assert [leaf.dim for leaf in plan.params] == [1, 1, 2, 2]
-    only = params_plan({"groups": {"w": shape(4, 8, 15, 7), "b": shape(4, 8, 7)}})
-    assert [leaf.dim for leaf in only.params] == [1, 1]  # nothing else divides
+    odd = {"groups": {"w": shape(4, 8, 15, 7), "b": shape(4, 8, 7)}}
+    assert [leaf.dim for leaf in params_plan(odd).params] == [2, 2]  # padded
+    assert [leaf.dim for leaf in params_plan(odd, pad=False).params] == [1, 1]  # nothing else
 
 
 def test_plain_layer_is_not_mistaken_for_a_stack():
