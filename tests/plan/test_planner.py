@@ -63,7 +63,7 @@ def test_stage_outside_0_to_3(stage):
 
 
 def test_large_replicated_leaves_are_warned_about():
-    said = r"params/table .*divides by 8, and pad=False.*Leave out pad=False"
+    said = r"params/table .*divides by 8, and pad=False.*Allow padding"
     with pytest.warns(UserWarning, match=said):
         params_plan({"table": shape(50257, 13)}, pad=False)
     params_plan({"table": shape(50257, 13)})  # padded: a warning would fail

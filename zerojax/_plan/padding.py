@@ -79,7 +79,7 @@ def cleared_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
 
 def cleared_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
     """Puts zeros into the padding of what `logical_part` takes."""
-    long = {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+    long = _padded_among(tree, plan, kind)
     return _with(tree, plan, kind, cleared_leaves(long, plan)) if long else tree
 
 
@@ -89,7 +89,7 @@ def logical_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
     `kind` says of which. The leaves of `tree` may be some of the plan's, which are found by their
     paths. What is not padded stays as it is.
     """
-    long = {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+    long = _padded_among(tree, plan, kind)
     return _with(tree, plan, kind, logical_leaves(long, plan)) if long else tree
 
 
@@ -104,6 +104,10 @@ def padded_part(tree: PyTree, plan: Layout, kind: str, like: PyTree = None) -> P
         and (like is None or (i in among and is_padded(among[i], plan, i)))
     }
     return _with(tree, plan, kind, padded_leaves(short, plan)) if short else tree
+
+
+def _padded_among(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
+    return {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
 
 
 def is_padded(value: Array, plan: Layout, position: int) -> bool:

@@ -279,6 +279,6 @@ def _check_worth(made: Plan) -> None:
     more = f"; and {len(replicated) - 3} more" if len(replicated) > 3 else ""
     warnings.warn(
         f"{share:.0%} of the parameter bytes are replicated on every device ({named}{more}). "
-        "Leave out pad=False, lower min_shard_size=, or accept them with overrides=.",
+        "Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=.",
         stacklevel=3,
     )
