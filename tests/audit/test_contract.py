@@ -309,11 +309,13 @@ def test_a_gather_in_a_loop_that_nothing_hides():
     one = next(t for t in report.traffic if t.kind == "all-gather" and t.loops)
     slow = dataclasses.replace(one, asynchronous=False, wire_bytes=_contract.BIG_GATHER + 1)
     with_it = lambda what: dataclasses.replace(report, traffic=(what,))
-    line = broken(with_it(slow), "is synchronous inside a loop: nothing hides its time")
+    line = broken(with_it(slow), "is synchronous inside a loop over layers: nothing hides its time")
     assert line.startswith(f"all-gather {one.name} (params/layers/") and "prefetch=1" in line
     for fine in ({"asynchronous": True}, {"wire_bytes": _contract.BIG_GATHER}, {"loops": ()}):
         found = with_it(dataclasses.replace(slow, **fine)).findings()
         assert not any("synchronous" in line for line in found)
+    first = dataclasses.replace(with_it(slow), accumulate=2)
+    assert not any("synchronous" in line for line in first.findings()), "of each microbatch"
 
 
 @pytest.mark.gpu_code

@@ -2,6 +2,8 @@
 
 import pytest
 
+import zerojax
+from tests.hlo.modules import module
 from tests.stored import F32, LAYER, report
 
 
@@ -32,3 +34,18 @@ def test_state_is_donated_and_named(name):
     assert found.memory.parameters == leaves // n * kept
     assert found.memory.optimizer == leaves // n
     assert {path for t in found.traffic for path in t.paths} >= {"params/layers/w"}
+
+
+def test_gathers_that_xla_joined_are_traced_one_by_one():
+    entry = """
+  %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['a']"}
+  %b = f32[32,1024]{1,0} parameter(1), metadata={op_name="state.params['b']"}
+  %both = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) all-gather(%a, %b), replica_groups={}, dimensions={0}
+  %full = f32[512,1024]{1,0} get-tuple-element(%both), index=1
+  %again = f32[512,16384]{1,0} all-gather(%full), replica_groups={}, dimensions={1}
+  ROOT %r = f32[] constant(0)
+"""
+    text = module(entry).text.replace("(a: f32[64,1024])", "(a: f32[64,1024], b: f32[32,1024])")
+    joined, again = zerojax.audit(text).traffic
+    assert [part.paths for part in joined.parts] == [("params/a",), ("params/b",)]
+    assert again.paths == ("params/b",)

@@ -59,17 +59,17 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
     """Returns what the plan's stage promises of each sharded parameter.
 
     At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
-    may gather one layer more, at its end. What rests over fewer axes than it is updated over is
-    gathered over the others once, after the update.
+    may gather one layer more, at its end. What rests over more axes than a step keeps it over is
+    gathered over these once, and what rests over fewer than it is updated over, after the update.
     """
     found = {}
     for leaf in plan.params:
         if leaf.update.dim is None:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
-        gathers = accumulate * (2 + 2 / layers) if leaf.rest.dim is not None else 0
-        if leaf.rest != leaf.update:
-            gathers += 1 / _mesh.axes_size(plan.mesh, leaf.rest.axes)
+        gathers = accumulate * (2 + 2 / layers) if leaf.near.dim is not None else 0
+        if not leaf.near.axes == leaf.rest.axes == leaf.update.axes:
+            gathers += 1 / _mesh.axes_size(plan.mesh, leaf.near.axes)
         replicas = beyond(plan.batch_axes, leaf.update.axes)
         found[leaf.path] = Promise(leaf, plan.stage, gathers, replicas)
     return found
@@ -144,13 +144,14 @@ def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
 
 
 def _synchronous(report: Measured) -> Iterator[str]:
+    # In the loop over microbatches alone is the first gather of each, which nothing goes before.
+    outer = int(report.accumulate > 1)
     for one in _of_kinds(report, "all-gather") if report.backend == "gpu" else ():
-        if not one.asynchronous and one.loops and one.wire_bytes > BIG_GATHER:
+        if not one.asynchronous and len(one.loops) > outer and one.wire_bytes > BIG_GATHER:
             yield (
-                f"all-gather {one.name} ({one.serves}) is synchronous inside a loop: nothing hides "
-                "its time. Use prefetch=1 and the default compiler options. If both are set, this "
-                "is either the first gather of a microbatch, or XLA ran out of memory to overlap "
-                "it."
+                f"all-gather {one.name} ({one.serves}) is synchronous inside a loop over layers: "
+                "nothing hides its time. Use prefetch=1 and the default compiler options. If both "
+                "are set, XLA ran out of memory to overlap it."
             )
 
 

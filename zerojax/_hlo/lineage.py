@@ -88,6 +88,8 @@ class Lineage(Generic[L]):
             return [_union(operands[0] + operands[1])]
         if opcode in _MOVES:
             moved = operands[0] if operands else []
+            if opcode == "all-gather":  # XLA joins several into one, with an operand for each
+                moved = [labels for operand in operands for labels in operand]
             return moved if len(moved) == count else [_union(moved)] * count
         if opcode == "select" and not self.arithmetic:
             return [_union(operands[1] + operands[2])]
