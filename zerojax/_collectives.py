@@ -138,28 +138,43 @@ class Held:
         return Held(change(self.shard), None if self.rest is None else change(self.rest))
 
 
-def obtain(held: Held, cut: Cut) -> Array:
-    """Returns the full weight, whose gradient is disposed of through the shard."""
-    if not jax.dtypes.issubdtype(held.shard.dtype, jnp.inexact):
-        return gathered(held.source, cut)
-    return _obtained(held.source, held.shard, cut)
+Parts = tuple[Array, ...]  # what a codec made of an array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _obtained(source: Array, shard: Array, cut: Cut) -> Array:
+def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
+    """Returns the full weight, whose gradient is disposed of through the shard.
+
+    `parts` is what `brought_near` returned for it, if the far hop is done.
+    """
+    if not _is_inexact(held.shard):
+        return opened(near(parts or far(held.source, cut), cut), cut)
+    return _obtained(held.source, parts, held.shard, cut)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _obtained(source: Array, parts: Parts, shard: Array, cut: Cut) -> Array:
     del shard
-    return gathered(source.astype(cut.dtype), cut).astype(cut.final_dtype)
+    parts = parts or far(source.astype(cut.dtype), cut)
+    return opened(near(parts, cut), cut).astype(cut.final_dtype)
 
 
-def _obtained_fwd(source: Array, shard: Array, cut: Cut) -> tuple[Array, Array]:
-    return _obtained(source, shard, cut), _like(shard)
+def _obtained_fwd(source: Array, parts: Parts, shard: Array, cut: Cut) -> tuple[Array, Array]:
+    return _obtained(source, parts, shard, cut), _like(shard)
 
 
-def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, Array]:
-    return None, dispose(grad, like.dtype, cut)
+def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, None, Array]:
+    return None, None, dispose(grad, like.dtype, cut)
 
 
 _obtained.defvjp(_obtained_fwd, _obtained_bwd)
+
+
+def brought_near(held: Held, cut: Cut) -> Parts:
+    """Returns a weight after the far hop of its route, for `obtain`; nothing if it has none."""
+    if not cut.wire.gather.far:
+        return ()
+    source = held.source
+    return far(source.astype(cut.dtype) if _is_inexact(source) else source, cut)
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
@@ -167,18 +182,18 @@ def gathered(shard: Array, cut: Cut) -> Array:
     return opened(near(far(shard, cut), cut), cut)
 
 
-def far(shard: Array, cut: Cut) -> tuple[Array, ...]:
+def far(shard: Array, cut: Cut) -> Parts:
     """Encodes a shard, and all-gathers it over the far axes of its route."""
     route = cut.wire.gather
     return tuple(_collected(part, cut, route.far) for part in route.codec.encode(shard))
 
 
-def near(parts: tuple[Array, ...], cut: Cut) -> tuple[Array, ...]:
+def near(parts: Parts, cut: Cut) -> Parts:
     """All-gathers what `far` returned over the near axes."""
     return tuple(_collected(part, cut, cut.wire.gather.near) for part in parts)
 
 
-def opened(parts: tuple[Array, ...], cut: Cut) -> Array:
+def opened(parts: Parts, cut: Cut) -> Array:
     """Decodes what was gathered, and drops the padding."""
     route, dim = cut.wire.gather, cut.dim
     full = route.codec.decode(parts)
@@ -272,6 +287,11 @@ def _each_part(
 def names_in(entries: Iterable[Entry]) -> set[str]:
     """Returns the mesh axes that entries of a spec name."""
     return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
+
+
+def _is_inexact(array: Array) -> bool:
+    """Whether an array has a gradient: a float, or a complex number."""
+    return jax.dtypes.issubdtype(array.dtype, jnp.inexact)
 
 
 def _like(array: Array) -> Array:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from tests.collectives import collectives
-from zerojax._collectives import Cut, Exact, Held, Route, Wire, dispose, obtain
+from zerojax._collectives import Cut, Exact, Held, Route, Wire, brought_near, dispose, obtain
 
 ROWS, COLUMNS = 16, 3
 FULL = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
@@ -122,6 +122,28 @@ def test_what_rests_over_fewer_axes_is_gathered_over_those_and_reduced_over_all(
         ("reduce-scatter", ("a",), ROWS * COLUMNS),
         ("reduce-scatter", ("b",), ROWS * COLUMNS // 2),
     ]
+
+
+def test_a_weight_that_was_brought_near_is_gathered_over_the_near_axes_alone(mesh):
+    two_hops, both = cut(Wire(IN_TWO_HOPS, IN_TWO_HOPS)), (("a", "b"),)
+    bring = on_devices(lambda shard, _: brought_near(Held(shard), two_hops)[0], mesh, both, ("a",))
+    np.testing.assert_array_equal(bring(FULL, EACH), FULL)
+
+    def loss(shard, near, factor):
+        return jnp.sum(obtain(Held(shard), two_hops, (near,)) ** 2) * factor / 2
+
+    def grad(near, factor):
+        unread = jnp.full((ROWS // 8, COLUMNS), jnp.nan)
+        return jax.grad(loss)(unread, near, factor)
+
+    run = on_devices(grad, mesh, ("a",), both)
+    np.testing.assert_array_equal(run(bring(FULL, EACH), EACH), FULL * EACH.sum())
+    found = [(c.kind, c.axes) for c in collectives(run.trace(FULL, EACH).jaxpr)]
+    assert [axes for kind, axes in found if kind == "all-gather"] == [("a",)]
+
+
+def test_a_route_of_one_hop_brings_nothing_near():
+    assert brought_near(Held(FULL), cut(Wire(Route(("a",))))) == ()
 
 
 @pytest.mark.parametrize("route", [Route(("a", "b")), IN_TWO_HOPS], ids=["one hop", "two hops"])

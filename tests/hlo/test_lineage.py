@@ -40,7 +40,7 @@ def test_gathers_that_xla_joined_are_traced_one_by_one():
     entry = """
   %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['a']"}
   %b = f32[32,1024]{1,0} parameter(1), metadata={op_name="state.params['b']"}
-  %both = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) all-gather(%a, %b), replica_groups={}, dimensions={0}
+  %both = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) all-gather(%a, %b), dimensions={0}
   %full = f32[512,1024]{1,0} get-tuple-element(%both), index=1
   %again = f32[512,16384]{1,0} all-gather(%full), replica_groups={}, dimensions={1}
   ROOT %r = f32[] constant(0)

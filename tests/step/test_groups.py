@@ -1,5 +1,6 @@
 """Groups: parameters, gradients and optimizer state, each sharded over its own mesh axes."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -65,7 +66,9 @@ def check(model, optimizer, groups, mesh, accumulate=1):
     assert_close(state.params, wanted.params, what="params")
     assert_close(state.opt_state, wanted.opt_state, 2e-5, what="opt_state")
     over = lambda axes: P(None, axes if len(axes) > 1 else axes[0]) if axes else P()
-    assert state.params["blocks"]["up"].sharding.spec == over(groups.params)
+    # What a step shards rests where it is updated.
+    resting = groups.opt_state if groups.params else ()
+    assert state.params["blocks"]["up"].sharding.spec == over(resting)
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (3, 32, 128)]
     assert moments and all(x.sharding.spec == over(groups.opt_state) for x in moments)
 
@@ -94,8 +97,28 @@ def test_three_levels(accumulate):
     check("gpt", "adamw", groups, mesh, accumulate)
 
 
-def weights_of(loss_groups, accumulate=1):
-    """The collectives on the stacked weight of a plain loop of three layers, by axes."""
+FLAT, IN_NODE = Groups(BOTH, BOTH, BOTH), Groups(("gpu",), BOTH, BOTH)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "prefetch"),
+    mostly_slow(itertools.product((1, 4), (0, 1)), lambda *case: case == (1, 1)),
+)
+def test_weights_that_stay_in_the_node_are_those_of_flat_zero(accumulate, prefetch):
+    """The same bits on the way to other GPUs, in two hops or in one."""
+    mesh, made = zerojax.mesh(node=2, gpu=4), MODELS["gpt"](True)
+    states = []
+    for groups in (FLAT, IN_NODE):
+        tx = OPTIMIZERS["adamw"]()
+        state = zerojax.shard_train_state(make_state(made, tx), mesh=mesh, groups=as_option(groups))
+        step = zerojax.train_step(made.loss, accumulate=accumulate, prefetch=prefetch)
+        states.append(step(state, made.batch)[0])
+    assert_equal_bits(states[1].params, states[0].params)
+
+
+def weights_of(loss_groups, accumulate=1, prefetch=0):
+    """The collectives on the two stacked weights of a plain loop of three layers, by axes, and how
+    often a step runs each."""
     dim, layers = 64, 3
     params = {"w": jnp.ones((layers, dim, dim)) / dim, "x": jnp.ones((layers, dim, dim)) / dim}
 
@@ -107,15 +130,18 @@ def weights_of(loss_groups, accumulate=1):
     state = {"params": params, "opt_state": optax.sgd(0.1).init(params)}
     mesh = zerojax.mesh(node=2, gpu=4)
     plan = zerojax.plan(state, mesh=mesh, groups=as_option(loss_groups), tx=optax.sgd(0.1))
-    step = zerojax.train_step(loss, tx=optax.sgd(0.1), accumulate=accumulate, prefetch=0, plan=plan)
+    step = zerojax.train_step(
+        loss, tx=optax.sgd(0.1), accumulate=accumulate, prefetch=prefetch, plan=plan
+    )
     state = plan.place(state)
     batch = zerojax.shard_batch(jnp.ones((64, dim)), mesh, axis=mesh.axis_names)
     found = collectives(jax.make_jaxpr(step)(state, batch))
-    return {
-        (c.kind, frozenset(c.axes), c.depth, c.elements // (dim * dim)): 0
-        for c in found
-        if c.elements >= dim * dim // 8
-    }
+    times = collections.Counter()
+    for c in found:
+        if c.elements >= dim * dim // 8:
+            key = (c.kind, frozenset(c.axes), c.depth, c.elements // (dim * dim))
+            times[key] += c.times
+    return dict(times)
 
 
 def test_hsdp_gathers_within_a_node_and_sums_shards_between_nodes():
@@ -135,11 +161,24 @@ def test_with_microbatches_what_crosses_nodes_waits_for_the_last():
         ("reduce-scatter", gpu, 2, 1),
         ("all-reduce", node, 0, 0),  # of a quarter of three layers
     }
-    assert set(weights_of(AMSP, accumulate=4)) == {
-        ("all-gather", gpu, 2, 1),
-        ("reduce-scatter", gpu, 2, 1),
-        ("reduce-scatter", node, 0, 0),
-        ("all-gather", node, 1, 0),  # after the update, layer by layer
+    assert weights_of(AMSP, accumulate=4) == {
+        ("all-gather", node, 0, 0): 2,  # of both weights, before the first
+        ("all-gather", gpu, 2, 1): 2 * 3 * 2 * 4,
+        ("reduce-scatter", gpu, 2, 1): 2 * 3 * 4,
+        ("reduce-scatter", node, 0, 0): 2,
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_forward_brings_each_layer_into_the_node_and_backward_finds_it_there(prefetch):
+    sent = collections.Counter()
+    for (kind, axes, *_), times in weights_of(AMSP, prefetch=prefetch).items():
+        sent[kind, *axes] += times
+    assert sent == {
+        ("all-gather", "node"): 2 * 3,
+        ("all-gather", "gpu"): 2 * (3 + 3 - prefetch),  # prefetched, the last layer is still there
+        ("reduce-scatter", "gpu"): 2 * 3,
+        ("reduce-scatter", "node"): 2 * 3,
     }
 
 
@@ -182,7 +221,7 @@ def test_the_bytes_of_a_device_are_those_of_its_groups():
     made = zerojax.plan(
         state, mesh=zerojax.mesh(node=2, gpu=4), groups=as_option(AMSP), tx=optax.adam(1e-3)
     )
-    assert made.bytes_per_device()["params"] == 64 * 64 * 4 // 4
+    assert made.bytes_per_device()["params"] == 64 * 64 * 4 // 8, "where it is updated"
     assert made.bytes_per_device()["opt_state"] == 2 * 64 * 64 * 4 // 8 + 4
     assert made.gradient_bytes() == 64 * 64 * 4 // 4
 
@@ -275,8 +314,9 @@ def test_audit_and_verify_know_groups(groups, accumulate):
     report.check()
     stack = [t for t in report.traffic if "params/layers/w" in t.paths]
     gathered = {frozenset(t.axes) for t in stack if t.kind == "all-gather" and t.loops}
-    update = frozenset(groups.opt_state) - frozenset(groups.params)
-    assert gathered == {axes for axes in (frozenset(groups.params), update) if axes}
+    far = frozenset(groups.opt_state) - frozenset(groups.params)
+    far = frozenset() if groups.params and accumulate > 1 else far  # before the microbatches
+    assert gathered == {axes for axes in (frozenset(groups.params), far) if axes}
     assert zerojax.verify(step, state, batch).ok
 
 
@@ -311,7 +351,7 @@ def test_nnx_models_take_groups():
 @pytest.mark.gpu_code
 def test_bytes_by_level_on_two_hosts_of_four_gpus():
     """HSDP sends only a quarter of each gradient between hosts, twice over; AMSP the same bytes,
-    in one reduce-scatter and one all-gather, in the 32 bits that parameters rest in."""
+    in one reduce-scatter and one all-gather."""
     mesh = zerojax.aot.mesh("8xH100", (2, 4), ("node", "gpu"), per_host=4)
     sent = {}
     for groups in (HSDP, AMSP):
@@ -324,4 +364,4 @@ def test_bytes_by_level_on_two_hosts_of_four_gpus():
     elements = sum(x.size for x in jax.tree.leaves(audits.make_state().params))
     width = 2  # of what the loss casts to bfloat16, all but a few norms
     assert sent[HSDP] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)
-    assert sent[AMSP] == pytest.approx(elements / 4 * (width + 4) / 2, rel=0.05)
+    assert sent[AMSP] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)

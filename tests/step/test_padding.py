@@ -124,8 +124,8 @@ def test_shards_of_all_groups_nest():
     mesh = levels(2, 3)
     plan = placed(made, "adamw", 3, 6, mesh=mesh, groups=GROUPS["AMSP"]).tx.plan
     leaf = {leaf.path: leaf for leaf in plan.params}["params/embed"]
-    assert (leaf.rest.axes, leaf.update.axes) == (("gpu",), ("gpu", "node"))
-    assert leaf.rest.padding == leaf.grad.padding == leaf.update.padding == 1
+    assert (leaf.near.axes, leaf.rest.axes) == (("gpu",), ("gpu", "node"))
+    assert leaf.near.padding == leaf.grad.padding == leaf.update.padding == 1
     hsdp = placed(made, "adamw", 3, 6, mesh=mesh, groups=GROUPS["HSDP"]).tx.plan
     (table,) = (leaf for leaf in hsdp.params if leaf.path == "params/blocks/qkv")
     assert table.update.padding == 0, "111 is 3 x 37: the GPUs of a node divide it"

@@ -11,7 +11,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from zerojax import _collectives, _compat
-from zerojax._collectives import Held
+from zerojax._collectives import Held, Parts
 from zerojax._engine import padded as _padded
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.vary import (
@@ -36,8 +36,9 @@ from zerojax._types import TreeDef
 # the same way: run the prefix (gathers and whatever comes from weights alone), take `jax.vjp` of
 # the main part, and drop from the residuals every array that the prefix made or that came in as an
 # input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
-# last stays: backward wants it first.) Which other values are kept is JAX's and the user's
-# affair: their `jax.checkpoint` policies apply inside the main part.
+# last stays: backward wants it first. Of a weight whose route has a far hop, what that returned
+# stays, so that it crosses the network once: ZeRO++'s hpZ.) Which other values are kept is JAX's
+# and the user's affair: their `jax.checkpoint` policies apply inside the main part.
 
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
@@ -129,16 +130,28 @@ class Body:
         frontier = self.prefix(weights, self.gather(weights))
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def gather(self, weights: Sequence[Value | None], kept: Env | None = None) -> list[Array]:
+    def near(self, weights: Sequence[Value | None]) -> list[Parts]:
+        """Returns what all weights are gathered from after their far hops, for `gather`."""
+        held = self._by_var(weights)
+        shards = self.split.gathers.values()
+        return [_collectives.brought_near(s.of(held[s.root]), s.cut) for s in shards]
+
+    def gather(
+        self,
+        weights: Sequence[Value | None],
+        near: Sequence[Parts] | None = None,
+        kept: Env | None = None,
+    ) -> list[Array]:
         """Returns the full weights, from the inputs that are weights; those in `kept` are there.
 
-        In a loop, padded ones come closed.
+        With `near`, the far hops are done. In a loop, padded weights come closed.
         """
         held, kept = self._by_var(weights), kept or {}
         obtain = _padded.obtain if self.closes else _collectives.obtain
+        gathers = self.split.gathers.items()
         return [
-            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut)
-            for var, s in self.split.gathers.items()
+            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, parts)
+            for (var, s), parts in zip(gathers, near or [()] * len(gathers), strict=True)
         ]
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zerojax._collectives import Parts
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
@@ -58,22 +59,24 @@ class Layers:
         wanted = self.wanted_inside(wanted)
 
         def step(carry: list, xs: list) -> tuple[Any, Any]:
-            gathered = self.gathered(inputs, xs)
+            near = self.near(inputs, xs)
+            gathered = self.gathered(inputs, xs, near)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
-            return outs[:num_carry], (outs[num_carry:], saved)
+            return outs[:num_carry], (outs[num_carry:], (saved, near))
 
-        carry, (ys, saved) = self.scan(step, carry, xs, reverse=self.loop.reverse)
-        return [*carry, *ys], saved
+        carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
+        return [*carry, *ys], kept
 
     def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
+        saved, near = saved
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 
-        def step(state: tuple[list, list], layer: tuple[Any, list, list]) -> Any:
-            (d_carry, d_consts), (saved, d_ys, xs) = state, layer
-            gathered = self.gathered(inputs, xs)
+        def step(state: tuple[list, list], layer: tuple[Any, list, list, list]) -> Any:
+            (d_carry, d_consts), (saved, near, d_ys, xs) = state, layer
+            gathered = self.gathered(inputs, xs, near)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
@@ -81,7 +84,7 @@ class Layers:
 
         start = (d_carry, self.d_consts(consts, saved.wanted))
         (d_carry, d_consts), d_xs = self.scan(
-            step, start, (saved, d_ys, xs), reverse=not self.loop.reverse
+            step, start, (saved, near, d_ys, xs), reverse=not self.loop.reverse
         )
         return [*d_consts, *d_carry, *d_xs]
 
@@ -92,10 +95,19 @@ class Layers:
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
         )
 
-    def gathered(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Array]:
+    def near(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Parts]:
+        """Returns what one layer's weights are gathered from after their far hops."""
+        return self.body.near(self.weights(inputs, xs))
+
+    def gathered(
+        self, inputs: Sequence[Value], xs: Sequence[Value | None], near: Sequence[Parts]
+    ) -> list[Array]:
         """Returns the full weights of one layer, whose shards are among `xs`."""
+        return self.body.gather(self.weights(inputs, xs), near)
+
+    def weights(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
         consts, carry, _ = self.parts(inputs)
-        return self.body.gather(self.body.weights_of([*consts, *carry, *xs]))
+        return self.body.weights_of([*consts, *carry, *xs])
 
     def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
         """The carry may vary inside the loop even where its first value does not."""

@@ -10,7 +10,7 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _collectives
-from zerojax._collectives import Cut, Exact, Held, Wire
+from zerojax._collectives import Cut, Exact, Held, Parts, Wire
 
 # [Note: padded weights in place]
 # To drop a weight's padding, and to add it to the gradient, XLA copies both: with 4096 tokens per
@@ -50,11 +50,12 @@ class Closed:
         return opened(self.array, self.cut)
 
 
-def obtain(held: Held, cut: Cut) -> Array:
+def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
     """Returns the full weight, closed if it is padded."""
     if not is_closed(cut):
-        return _collectives.obtain(held, cut)
-    return _collectives.obtain(held.map(lambda x: jnp.moveaxis(x, _dim(cut), 0)), _first(cut))
+        return _collectives.obtain(held, cut, parts)
+    first = functools.partial(jnp.moveaxis, source=_dim(cut), destination=0)
+    return _collectives.obtain(held.map(first), _first(cut), tuple(map(first, parts)))
 
 
 def opened(full: Array, cut: Cut) -> Array:

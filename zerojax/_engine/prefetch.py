@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._collectives import Held
+from zerojax._collectives import Held, Parts
 from zerojax._engine.body import Saved
 from zerojax._engine.layers import Layers
 from zerojax._engine.vary import Gradient, Value, add
@@ -38,7 +38,7 @@ class PrefetchedLayers(Layers):
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
         """Returns the outputs, and what to keep: the residuals of all layers but the last, those of
-        the last, and its weights."""
+        the last, its weights, and what far hops returned for each layer."""
         consts, carry, xs = self.parts(inputs)
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
@@ -48,46 +48,48 @@ class PrefetchedLayers(Layers):
             outs, saved = self.body.forward(layer, gathered, wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
-        def step(state: tuple[list, list], at: Index) -> tuple[Any, Any]:
-            carry, gathered = state
-            ahead = self.weights_at(inputs, at + 1)
+        def step(state: tuple[list, list, list], at: Index) -> tuple[Any, Any]:
+            carry, gathered, stacks = state
+            near, ahead = self.brought(inputs, at + 1)
             carry, kept = iteration(carry, gathered, at)
-            return (carry, ahead), kept
+            return (carry, ahead, with_layer(stacks, near, self.index(at + 1))), kept
 
-        start = (carry, self.weights_at(inputs, 0))
-        (carry, gathered), (ys, saved) = self.iterate(step, start, last)
+        near, first = self.brought(inputs, 0)
+        stacks = with_layer(empty_stacks(near, last + 1), near, self.index(0))
+        (carry, gathered, near), (ys, saved) = self.iterate(step, (carry, first, stacks), last)
         carry, (last_ys, last_saved) = iteration(carry, gathered, last)
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
         # Within an outer loop, weights kept here would be kept for each of its iterations.
-        return [*carry, *ys], (saved, last_saved, [] if self.how.in_loop else gathered)
+        return [*carry, *ys], (saved, last_saved, [] if self.how.in_loop else gathered, near)
 
     def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
         """Each iteration reduce-scatters the previous layer's gradients and all-gathers the next
         layer's weights while it computes its own layer."""
-        kept, last_kept, gathered = saved
+        kept, last_kept, gathered, near = saved
         d_carry, d_ys = self.d_outs(cts)
         last = self.loop.length - 1
+        source_at = functools.partial(self.source_at, inputs, near)
         compute = functools.partial(self.unreduced, inputs, d_ys)
         reduced = functools.partial(self.reduced, inputs)
 
         def step(state: tuple, count: Array) -> tuple[tuple, None]:
             grads, gathered, left, stacks = state
             at = last - 1 - count
-            done, shards = reduced(left, at + 1), self.shards_at(inputs, at - 1)
+            done, (shards, parts) = reduced(left, at + 1), source_at(at - 1)
             if self.how.in_turn:  # frees the gradients' memory before the weights need theirs
-                shards, done = lax.optimization_barrier((shards, done))
-            ahead = self.gathered(inputs, shards)
+                shards, parts, done = lax.optimization_barrier((shards, parts, done))
+            ahead = self.gathered(inputs, shards, parts)
             stacks = with_layer(stacks, done, self.index(at + 1))
             grads, left = compute(grads, gathered, layer_of(kept, at), at)
             return (grads, ahead, left, stacks), None
 
         consts, _, _ = self.parts(inputs)
         grads = (d_carry, self.d_consts(consts, last_kept.wanted))
-        ahead = self.weights_at(inputs, last - 1)
-        grads, left = compute(grads, gathered or self.weights_at(inputs, last), last_kept, last)
-        types_of_d_xs = jax.eval_shape(lambda left: reduced(left, last), left)
-        stacks = jax.tree.map(lambda d: jnp.zeros((last + 1, *d.shape), d.dtype), types_of_d_xs)
+        ahead = self.gathered(inputs, *source_at(last - 1))
+        gathered = gathered or self.gathered(inputs, *source_at(last))
+        grads, left = compute(grads, gathered, last_kept, last)
+        stacks = empty_stacks(jax.eval_shape(lambda left: reduced(left, last), left), last + 1)
         (grads, gathered, left, stacks), _ = self.iterate(
             step, (grads, ahead, left, stacks), last - 1
         )
@@ -134,8 +136,17 @@ class PrefetchedLayers(Layers):
         """Returns where in the stack the layer of an iteration is."""
         return self.loop.length - 1 - at if self.loop.reverse else at
 
-    def weights_at(self, inputs: Sequence[Value], at: Index) -> list[Array]:
-        return self.gathered(inputs, self.shards_at(inputs, at))
+    def brought(self, inputs: Sequence[Value], at: Index) -> tuple[list[Parts], list[Array]]:
+        """Returns one layer's weights after their far hops, and all-gathered."""
+        shards = self.shards_at(inputs, at)
+        near = self.near(inputs, shards)
+        return near, self.gathered(inputs, shards, near)
+
+    def source_at(
+        self, inputs: Sequence[Value], near: list[Parts], at: Index
+    ) -> tuple[list[Value | None], list[Parts]]:
+        """Returns what backward gathers one layer's weights from."""
+        return self.shards_at(inputs, at), layer_of(near, self.index(at))
 
     def shards_at(self, inputs: Sequence[Value], at: Index) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
@@ -146,6 +157,11 @@ class PrefetchedLayers(Layers):
 
 def layer_of(stacks: PyTree, index: Index) -> PyTree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacks)
+
+
+def empty_stacks(layer: PyTree, length: int) -> PyTree:
+    """Returns stacks of zeros for so many layers."""
+    return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), layer)
 
 
 def with_layer(stacks: PyTree, layer: PyTree, index: Index) -> PyTree:

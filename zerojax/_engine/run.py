@@ -16,7 +16,7 @@ from zerojax._engine.ir import InputKind, Loop, Op, Scope, Shard, Split
 from zerojax._engine.layers import Layers
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
-from zerojax._engine.vary import Value, by_hand, instantiated, is_float, merge, where
+from zerojax._engine.vary import T, Value, by_hand, instantiated, is_float, merge, where
 from zerojax._jaxpr import Atom, Var
 
 
@@ -75,18 +75,20 @@ def run_scope(
         return body(inputs)
 
     def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
-        gathered = body.gather(body.weights_of(inputs))
+        weights = body.weights_of(inputs)
+        near = body.near(weights)
+        gathered = body.gather(weights, near)
         outs, saved = body.forward(inputs, gathered, wanted)
         still_there = where(gathered, [v in kept for v in scope.gathers])
-        return outs, (saved, still_there, _mark(outs, how))
+        return outs, (saved, near, still_there, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, still_there, done = residuals
+        saved, near, still_there, done = residuals
         floats = [is_float(v.aval) for v in scope.outvars]
         cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
-        weights, cts = _tied(body.weights_of(inputs), cts, done)
+        (weights, near), cts = _tied((body.weights_of(inputs), near), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
-        gathered = body.gather(weights, dict(zip(kept, still_there, strict=True)))
+        gathered = body.gather(weights, near, dict(zip(kept, still_there, strict=True)))
         return body.backward(inputs, gathered, saved, cts)
 
     return by_hand(body, saving, backward, inputs)
@@ -118,7 +120,7 @@ def _mark(outs: list[Array], how: How) -> Array | None:
     return _fence.mark(outs) if how.by_data else None
 
 
-def _tied(shards: list[Any], cts: list[Any], done: Array | None) -> tuple[list[Any], list[Any]]:
+def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
     """Keeps backward's all-gathers behind forward. See the note in `fence.py`."""
     if done is None:
         return lax.optimization_barrier((shards, cts))

@@ -18,10 +18,11 @@ from zerojax._types import TreeDef
 class LeafPlan:
     """One leaf: where it rests between steps, where its gradient goes, where it is updated.
 
-    `shape` is the one that the user knows; placements say how it is padded where it is sharded.
-    Only parameters have gradients. While they are summed over microbatches they are at `grad`;
-    after the last one they move to `update`. A parameter that is `frozen` has none, because the
-    optimizer would not read it. `reason` says why the leaf is replicated.
+    `shape` is the one that the user knows; placements say how it is padded where it is sharded. A
+    step keeps a parameter at `near`, once it is there, to gather it from there again. Only
+    parameters have gradients. While they are summed over microbatches they are at `grad`; after the
+    last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
+    would not read it. `reason` says why the leaf is replicated.
     """
 
     path: str
@@ -29,6 +30,7 @@ class LeafPlan:
     shape: tuple[int, ...]
     dtype: np.dtype
     rest: Placement
+    near: Placement
     grad: Placement | None
     update: Placement
     stacked: bool

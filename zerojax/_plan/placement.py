@@ -2,6 +2,12 @@
 
 A ZeRO stage is nothing but placements: `groups_of` says over which axes parameters, gradients and
 optimizer state are sharded, and the planner gives each leaf the placements that follow.
+
+[Note: where parameters rest] Groups say how each kind is sharded in a step. If a parameter rested
+like that, over fewer axes than its optimizer state, the update would end with an all-gather over
+the others, with no compute left to hide it (72 of 599 ms, 7.5B parameters on 8 nodes of 8 H100s).
+So it rests where it is updated. The next forward brings each layer `near` while the layer before it
+computes, and backward gathers it from there; of several microbatches, all do.
 """
 
 import dataclasses

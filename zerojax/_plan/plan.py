@@ -291,7 +291,8 @@ def check_stage(stage: object) -> None:
 def fingerprint(plan: Layout) -> dict[str, str]:
     """Returns what must be the same in every process, each with its name."""
     leaves = [
-        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.rest} {leaf.grad} {leaf.update}"
+        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.rest} {leaf.near} {leaf.grad} "
+        f"{leaf.update}"
         for leaf in plan.leaves
     ]
     return {

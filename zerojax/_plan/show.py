@@ -146,10 +146,10 @@ def _axes_text(plan: Layout, leaf: LeafPlan) -> str:
     """Says over which axes a leaf is sharded, where the plan has groups."""
     if not plan.is_grouped or leaf.dim is None:
         return ""
-    over = " x ".join(leaf.rest.axes)
-    text = f", sharded over {over}" if over else ", replicated"
-    further = leaf.update.axes != leaf.rest.axes
-    return text + (f", updated over {' x '.join(leaf.update.axes)}" if further else "")
+    rest, near, update = (" x ".join(p.axes) for p in (leaf.rest, leaf.near, leaf.update))
+    text = f", sharded over {rest}" if rest else ", replicated"
+    text += f", kept over {near} in a step" if near != rest else ""
+    return text + (f", updated over {update}" if update != rest else "")
 
 
 def shape_text(leaf: LeafPlan) -> str:

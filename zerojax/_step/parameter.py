@@ -72,13 +72,33 @@ class Parameter:
     @property
     def cut(self) -> Cut:
         """The sharding and the wire that the engine sees, where the parameter is `Held`."""
-        update, rank = self.leaf.update, len(self.leaf.shape)
-        rest = self.leaf.rest
         # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
-        wire = Wire(Route(rest.axes, padding=rest.padding), reduce)
+        near, far = self.leaf.near, () if self.accumulates else self.far
+        return self.cut_by(Wire(Route(near.axes, far, padding=near.padding), reduce))
+
+    def cut_by(self, wire: Wire) -> Cut:
+        update, rank = self.leaf.update, len(self.leaf.shape)
         others, path = update.others(rank), self.leaf.path
         return Cut(update.dim, rank, self.compute_dtype, wire, others=others, path=path)
+
+    @property
+    def far(self) -> Axes:
+        """The axes that shard it between steps alone: a step all-gathers over these once."""
+        return beyond(self.leaf.rest.axes, self.leaf.near.axes)
+
+    def brought_near(self, value: Array) -> Array:
+        """Returns what the loss gathers from. Microbatches share what crosses nodes."""
+        if not (self.accumulates and self.far):
+            return value
+        cut = self.cut_by(Wire(Route(self.far)))
+        return _collectives.gathered(value.astype(self.compute_dtype), cut)
+
+    @property
+    def is_own_source(self) -> bool:
+        """Whether the loss gathers from the very shard that its gradient leaves through."""
+        source = self.leaf.near if self.accumulates else self.leaf.rest
+        return source == self.leaf.rest == self.landing
 
     @property
     def replicas(self) -> Axes:
@@ -114,7 +134,7 @@ class Parameter:
         if not self.is_varied:
             return value
         # A shard is cast again as it is gathered; its gradient comes back in this dtype.
-        if self.leaf.rest == self.landing:
+        if self.is_own_source:
             return value.astype(self.grad_dtype)
         return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)  # unread: see `Held`
 
@@ -122,7 +142,7 @@ class Parameter:
         """Returns the parameter as the engine takes it."""
         if not self.is_held:
             return varied
-        return Held(varied) if self.leaf.rest == self.landing else Held(varied, rest=value)
+        return Held(varied) if self.is_own_source else Held(varied, rest=value)
 
     def reduced(self, grad: Array) -> Array:
         """Returns the gradient summed over the devices, as far as the loss did not do so itself."""

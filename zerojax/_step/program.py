@@ -112,6 +112,7 @@ class Program:
     ) -> tuple[Array, PyTree, list[Array | np.ndarray]]:
         """Returns the loss, the aux and the gradients, all of them means over the devices."""
         args = self.prepared(args)
+        values = [p.brought_near(value) for p, value in zip(self.params, values, strict=True)]
         counts = self.counts(args, closed_over)
         varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
