@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
+Shape = tuple[int, ...]
 
 
 class Device(Protocol):

@@ -136,6 +136,18 @@ def test_what_7_devices_saved_opens_bit_equal_anywhere(saved, place):
     assert_holds(zerojax.restore(path, plan), logical(state))
 
 
+def test_fewer_and_fewer_devices_pass_a_state_on(saved, tmp_path):
+    """As a run of 400 GPUs is moved to 384, to one host, to a notebook."""
+    make, options, state, _ = saved
+    wanted = logical(state)
+    for devices in (6, 3, 1):
+        path = tmp_path / f"for {devices}"
+        zerojax.save(path, state)
+        plan = zerojax.plan(make, mesh=make_mesh(devices), **options)
+        state = zerojax.restore(path, plan)
+    assert_holds(state, wanted)
+
+
 def test_a_placed_state_is_restored_as_it_was(saved):
     _, _, state, path = saved
     back = zerojax.restore(path, like=state)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
@@ -131,7 +132,7 @@ def test_shards_of_all_groups_nest():
     assert table.update.padding == 0, "111 is 3 x 37: the GPUs of a node divide it"
 
 
-def test_the_embedding_of_gpt2_matches_one_device():
+def test_steps_with_the_embedding_of_gpt2_match_one_device():
     table = np.asarray(jax.random.normal(jax.random.key(0), (50257, 768))) / 28
     tokens = np.arange(7 * 3).reshape(7, 3) * 2393
 
@@ -140,14 +141,20 @@ def test_the_embedding_of_gpt2_matches_one_device():
         logits = found[:, 0] @ params["embed"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1]).mean()
 
-    grad = jax.grad(loss)({"embed": table}, tokens)["embed"]
-    state = {"params": {"embed": table}, "opt_state": ()}
-    plan = zerojax.plan(state, stage=3, mesh=make_mesh(7))
-    params = plan.place(state)["params"]
-    assert params["embed"].addressable_shards[6].data.shape == (50260 // 7, 768)
-    _, grads = jax.jit(zerojax.value_and_grad(loss, plan))(params, tokens)
-    assert grads["embed"].shape == (50260, 768) and grads["embed"].sharding.spec == P("data")
-    assert_close(np.asarray(grads["embed"])[:50257], grad)
+    tx = optax.sgd(1.0, momentum=0.9)
+    wanted = TrainState.create(apply_fn=None, params={"embed": table}, tx=tx)
+    state = zerojax.shard_train_state(wanted, mesh=make_mesh(7))
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        assert leaf.shape == (50260, 768) and leaf.sharding.spec == P("data")
+    step, grad = zerojax.train_step(loss), jax.jit(jax.grad(loss))
+    for _ in range(2):
+        wanted = wanted.apply_gradients(grads=grad(wanted.params, tokens))
+        state, _ = step(state, tokens)
+    change = np.asarray(state.params["embed"])[:50257] - table
+    assert_close(change, wanted.params["embed"] - table)
+    (momentum,) = jax.tree.leaves(state.opt_state)
+    assert_close(np.asarray(momentum)[:50257], jax.tree.leaves(wanted.opt_state)[0])
+    assert not np.asarray(momentum)[50257:].any()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -23,12 +23,11 @@ from zerojax import _compat
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._types import PyTree
+from zerojax._types import PyTree, Shape
 
 _WARNED: list[str] = []  # what a user was warned of: once in a process
 
 T = TypeVar("T", Array, np.ndarray)
-Shape = tuple[int, ...]
 
 
 @overload

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
-from zerojax._types import PyTree
+from zerojax._types import PyTree, Shape
 
 
 def check_functional(state: object) -> None:
@@ -165,7 +165,6 @@ def _takes(
     return True
 
 
-Shape = tuple[int, ...]
 _PADDED: set[tuple[Shape, Shape]] = set()
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, leaves_with_paths
-from zerojax._types import PyTree, is_key
+from zerojax._types import PyTree, Shape, is_key
 
-Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 
 PADDING = "padding"  # the kind of a check
