@@ -57,6 +57,7 @@ SAID = {
     "placed, a loss": (
         lambda: zerojax.shard_train_state(loss), r"^loss takes arguments.*that makes the state tak"
     ),
+    "placed by a plan, a loss": (lambda: PLAN.place(loss), r"^loss takes arguments.*make_state"),
     "planned, a loss": (lambda: zerojax.plan(loss), r"^loss takes arguments.*lambda: make_state"),
     "forecast, swapped": (
         lambda: zerojax.forecast(made, loss, BATCH, gpus="8xH100"),

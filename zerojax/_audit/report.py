@@ -157,7 +157,7 @@ class Report(Measured):
             human_bytes(one.wire_bytes),
             str(one.trips),
             str(len(one.loops)),
-            "x".join(one.axes) if one.axes else str(one.group),
+            " x ".join(one.axes) if one.axes else str(one.group),
             "async" if one.asynchronous else "sync",
             *times,
             one.serves,

@@ -50,6 +50,7 @@ class Plan(Layout):
         in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
+        _refusals.check_state_function(state)
         if _state.is_state_function(state):
             made: list[TreeDef] = []
             make = self.born_sharded(state, made.append)

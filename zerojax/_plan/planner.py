@@ -114,9 +114,7 @@ def _frozen_paths(
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
     """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves."""
     _refusals.check_functional(state_or_fn)
-    _refusals.check_state_function(
-        state_or_fn, "Pass the state, or a function with its arguments: lambda: make_state(key)."
-    )
+    _refusals.check_state_function(state_or_fn)
     born = _state.is_state_function(state_or_fn)
     state = jax.eval_shape(state_or_fn) if born else _logical_shapes(state_or_fn)
     _refusals.check_functional(state)

@@ -36,7 +36,10 @@ def check_functional(state: object) -> None:
         )
 
 
-def check_state_function(state_or_fn: PyTree, remedy: str) -> None:
+MAKER = "Pass the state, or a function with its arguments: lambda: make_state(key)."
+
+
+def check_state_function(state_or_fn: PyTree, remedy: str = MAKER) -> None:
     """Raises for a function that needs arguments, where one that makes the state is expected."""
     if _state.is_state_function(state_or_fn) and not _takes(state_or_fn, (), {}):
         name = getattr(state_or_fn, "__name__", type(state_or_fn).__name__)
