@@ -224,7 +224,7 @@ def test_forecast_of_groups(run, module):
     (case,) = json.loads(out)["cases"]
     assert (code, err, case["stage"]) == (OK, "", 3)
     assert case["groups"] == "params over gpu, grads over gpu, opt_state over gpu x node"
-    assert case["parameters"] == 256 * 256 * 4 // 4
+    assert case["parameters"] == 256 * 256 * 4 // 8, "where they are updated"
     assert case["optimizer"] == 2 * 256 * 256 * 4 // 8 + 4
     assert case["step_seconds"] == pytest.approx(case["network_bytes"] / 1e3, rel=0.01)
     assert run("forecast", f"{name}:model", *nodes, "--groups", "params=data")[2].startswith(

@@ -1,19 +1,18 @@
 """The two halves of a split as functions, and their derivative by hand."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from jax.tree_util import register_dataclass
 
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Parts
 from zerojax._engine import padded as _padded
 from zerojax._engine.ir import Op, Split
+from zerojax._engine.residuals import Saved, restore, strip
 from zerojax._engine.vary import (
     Gradient,
     T,
@@ -27,7 +26,6 @@ from zerojax._engine.vary import (
     zeros_like,
 )
 from zerojax._jaxpr import Atom, Var, is_var, type_of
-from zerojax._types import TreeDef
 
 # [Note: what is kept for backward]
 # JAX keeps for backward whatever the derivative needs, full weights among it: with plain
@@ -61,45 +59,6 @@ class How:
     by_data: bool = False
     in_loop: bool = False
     in_place: bool = True
-
-
-@functools.partial(
-    register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "slots", "wanted"]
-)
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A vjp function without the arrays that backward has anyway: slot k is known array k.
-
-    `wanted` says for which inputs a gradient was wanted.
-    """
-
-    arrays: list[Array]
-    treedef: TreeDef
-    slots: tuple[int | None, ...]
-    wanted: tuple[bool, ...]
-
-
-def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
-    """Returns `vjp` without the arrays in `known`.
-
-    [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. One
-    that is an input of the differentiated function comes out as the very object that went in, so
-    `id` tells it from an equal value computed there. That is JAX's habit, not its promise; where
-    it were broken, full weights would be kept and nothing else would show it. Hence
-    `Body.check_stripped`.
-    """
-    index = {id(array): k for k, array in enumerate(known) if array is not None}
-    leaves, treedef = jax.tree.flatten(vjp)
-    slots = tuple(index.get(id(leaf)) for leaf in leaves)
-    arrays = [x for x, k in zip(leaves, slots, strict=True) if k is None]
-    return Saved(arrays, treedef, slots, tuple(wanted))
-
-
-def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
-    """Returns the vjp function that was stripped."""
-    arrays = iter(saved.arrays)
-    leaves = [next(arrays) if k is None else known[k] for k in saved.slots]
-    return saved.treedef.unflatten(leaves)
 
 
 class Body:

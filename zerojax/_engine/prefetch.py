@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax._collectives import Held, Parts
-from zerojax._engine.body import Saved
 from zerojax._engine.layers import Layers
+from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
 from zerojax._types import PyTree
 
