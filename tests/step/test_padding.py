@@ -71,9 +71,7 @@ def check(optimizer, stage, accumulate, devices, **options):
     ("optimizer", "stage", "devices"),
     mostly_slow(
         itertools.product(OPTIMIZERS, STAGES, DEVICES),
-        lambda optimizer, stage, devices: (
-            (stage, devices) == (3, 6) and optimizer in ("adafactor", "muon")
-        ),
+        lambda *case: case == ("muon", 3, 6),
     ),
 )
 def test_odd_shapes_match_one_device(optimizer, stage, devices):
@@ -85,7 +83,7 @@ def test_odd_shapes_match_one_device(optimizer, stage, devices):
     mostly_slow(
         itertools.product(("adamw", "muon"), STAGES, DEVICES),
         lambda optimizer, stage, devices: (
-            optimizer == "adamw" and (stage, devices) in [(1, 7), (2, 3), (3, 5)]
+            optimizer == "adamw" and (stage, devices) in [(1, 7), (2, 3)]
         ),
     ),
 )
