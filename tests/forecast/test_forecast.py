@@ -130,9 +130,9 @@ AMSP = HSDP | {"opt_state": ("gpu", "node")}
 
 @pytest.mark.gpu_code
 @pytest.mark.parametrize(
-    ("groups", "accumulate", "resting"), [(HSDP, (1, 4), 4), (AMSP, (1, 4), 8)]
+    ("groups", "accumulate", "resting", "near"), [(HSDP, (1, 4), 4, 0), (AMSP, (1, 4), 8, 4)]
 )
-def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resting):
+def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resting, near):
     """Two hosts of four: parameters and gradients of 2 bytes, over the GPUs of a host."""
     narrow = zerojax.Precision(param="bfloat16", compute="bfloat16")
     found = zerojax.forecast(
@@ -141,7 +141,8 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
     )  # fmt: skip
     assert [(case.stage, case.accumulate) for case in found.cases] == [(3, m) for m in accumulate]
     for case in found.cases:
-        assert case.formula == 2 * PSI / 4 + (2 + 4) * PSI / resting + 8
+        kept = 2 * PSI / near if near else 0  # of parameters, in the node
+        assert case.formula == 2 * PSI / 4 + (2 + 4) * PSI / resting + kept + 8
         # Once in a step, however many microbatches: an all-reduce of shards between two hosts, or
         # a reduce-scatter of gradients and an all-gather of parameters.
         assert case.network_bytes == pytest.approx(2 * (2 * PSI / 4) / 2, rel=1e-3)

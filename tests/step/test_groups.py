@@ -122,31 +122,50 @@ def test_weights_that_stay_in_the_node_are_those_of_flat_zero(accumulate, prefet
     assert_equal_bits(states[1].params, states[0].params)
 
 
-def weights_of(loss_groups, accumulate=1, prefetch=0):
-    """The collectives on the two stacked weights of a plain loop of three layers, by axes, and how
-    often a step runs each."""
-    dim, layers = 64, 3
-    params = {"w": jnp.ones((layers, dim, dim)) / dim, "x": jnp.ones((layers, dim, dim)) / dim}
+DIM, LAYERS = 64, 3
 
-    def loss(params, batch):
-        layer = lambda x, p: (jnp.tanh(x @ p["w"] + x @ p["x"]), None)
-        x, _ = jax.lax.scan(layer, batch, params)
-        return jnp.mean(x**2)
 
-    state = {"params": params, "opt_state": optax.sgd(0.1).init(params)}
+def layers(params, batch, cast="float32", **options):
+    """The output of a plain loop over two stacked weights."""
+
+    def layer(x, p):
+        p = jax.tree.map(lambda w: w.astype(cast), p)
+        return jnp.tanh(x @ p["w"] + x @ p["x"]), None
+
+    return jax.lax.scan(layer, batch.astype(cast), params, **options)[0]
+
+
+def step_of(groups, run=layers, tx=None, **options):
+    """A step of that loop with the state and the batch that it takes."""
+    weights = jnp.ones((LAYERS, DIM, DIM)) / DIM
+    params, tx = {"w": weights, "x": weights}, tx or optax.sgd(0.1)
+    state = {"params": params, "opt_state": tx.init(params)}
     mesh = zerojax.mesh(node=2, gpu=4)
-    plan = zerojax.plan(state, mesh=mesh, groups=as_option(loss_groups), tx=optax.sgd(0.1))
-    step = zerojax.train_step(
-        loss, tx=optax.sgd(0.1), accumulate=accumulate, prefetch=prefetch, plan=plan
-    )
-    state = plan.place(state)
-    batch = zerojax.shard_batch(jnp.ones((64, dim)), mesh, axis=mesh.axis_names)
+    plan = zerojax.plan(state, mesh=mesh, groups=as_option(groups), tx=tx)
+    loss = lambda params, batch: jnp.mean(run(params, batch).astype("float32") ** 2)
+    step = zerojax.train_step(loss, tx=tx, plan=plan, **{"prefetch": 0, **options})
+    return step, plan.place(state), zerojax.shard_batch(jnp.ones((64, DIM)), plan=plan)
+
+
+def large_collectives(*args, **options):
+    step, state, batch = step_of(*args, **options)
     found = collectives(jax.make_jaxpr(step)(state, batch))
+    return [c for c in found if c.elements >= DIM * DIM // 8]
+
+
+def weights_of(groups, accumulate=1):
+    """The collectives on the weights by axes, and how often a step runs each."""
     times = collections.Counter()
-    for c in found:
-        if c.elements >= dim * dim // 8:
-            key = (c.kind, frozenset(c.axes), c.depth, c.elements // (dim * dim))
-            times[key] += c.times
+    for c in large_collectives(groups, accumulate=accumulate):
+        key = (c.kind, frozenset(c.axes), c.depth, c.elements // (DIM * DIM))
+        times[key] += c.times
+    return dict(times)
+
+
+def times_by_axes(*args, **options):
+    times = collections.Counter()
+    for c in large_collectives(*args, **options):
+        times[c.kind, *c.axes] += c.times
     return dict(times)
 
 
@@ -177,15 +196,84 @@ def test_with_microbatches_what_crosses_nodes_waits_for_the_last():
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_forward_brings_each_layer_into_the_node_and_backward_finds_it_there(prefetch):
-    sent = collections.Counter()
-    for (kind, axes, *_), times in weights_of(AMSP, prefetch=prefetch).items():
-        sent[kind, *axes] += times
-    assert sent == {
+    assert times_by_axes(AMSP, prefetch=prefetch) == {
         ("all-gather", "node"): 2 * 3,
         ("all-gather", "gpu"): 2 * (3 + 3 - prefetch),  # prefetched, the last layer is still there
         ("reduce-scatter", "gpu"): 2 * 3,
         ("reduce-scatter", "node"): 2 * 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("policy", "gathers"), [(None, 3), (jax.checkpoint_policies.dots_saveable, 2)]
+)
+def test_a_remat_of_all_layers_crosses_the_network_once(policy, gathers):
+    """Its backward runs the loop again, but for what forward brought into the node."""
+    found = times_by_axes(AMSP, run=jax.checkpoint(layers, policy=policy))
+    assert found["all-gather", "node"] == 2 * 3
+    assert found["all-gather", "gpu"] == 2 * 3 * gathers
+
+
+def test_what_the_loss_casts_crosses_the_network_in_that_dtype():
+    """Also before microbatches, outside of the loss."""
+    run = functools.partial(layers, cast="bfloat16")
+    for accumulate in (1, 2):
+        found = large_collectives(AMSP, run=run, accumulate=accumulate)
+        gathers = {(c.axes, c.dtype) for c in found if c.kind == "all-gather"}
+        assert gathers == {(("node",), "bfloat16"), (("gpu",), "bfloat16")}
+
+
+def test_frozen_weights_stay_in_the_node():
+    labels = {"w": "frozen", "x": "trained"}
+    tx = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.sgd(0.1)}, labels)
+    _, state, _ = step_of(AMSP, tx=tx)
+    assert state["params"]["w"].sharding.spec == P(None, "gpu")
+    assert state["params"]["x"].sharding.spec == P(None, BOTH)
+    assert times_by_axes(AMSP, tx=tx)["all-gather", "node"] == 3, "of x, in forward"
+
+
+def test_an_unrolled_loop_gathers_again_in_backward():
+    """XLA would merge forward's and backward's gathers, and keep full weights."""
+    run = functools.partial(layers, unroll=LAYERS)
+    gathered = {}
+    for groups in (HSDP, AMSP):
+        report = zerojax.audit(*step_of(groups, run=run))
+        found = [t for t in report.traffic if t.kind == "all-gather" and t.axes == ("gpu",)]
+        gathered[groups] = sum(t.wire_bytes * t.trips for t in found)
+    assert gathered[AMSP] == gathered[HSDP] > 0
+
+
+@pytest.mark.parametrize("groups", [HSDP, AMSP], ids=named)
+def test_parts_taken_by_hand_are_gathered_as_in_a_step(groups):
+    step, state, batch = step_of(groups)
+    plan = step.recipe.plan
+
+    def grads(params, batch):
+        def loss(parts):
+            layer = lambda x, p: (jnp.tanh(x @ p["w"] + x @ p["x"]), None)
+            return jnp.mean(zerojax.scan(layer, batch, parts, prefetch=0)[0] ** 2) / plan.size
+
+        found = jax.grad(loss)(zerojax.shards(params, plan))
+        return {name: part.data for name, part in found.items()}
+
+    specs = zerojax.param_specs(plan)
+    run = jax.jit(
+        jax.shard_map(
+            grads,
+            mesh=plan.mesh,
+            in_specs=(specs, P(plan.batch_axes)),
+            out_specs=specs,
+            check_vma=False,
+        )
+    )
+    params = state["params"]
+    gathers = [c for c in collectives(run.trace(params, batch).jaxpr) if c.kind == "all-gather"]
+    assert collections.Counter(axes for c in gathers for axes in [c.axes] * c.times) == {
+        ("gpu",): 2 * (3 + 3),
+        **({("node",): 2 * 3} if groups == AMSP else {}),
+    }
+    loss = lambda params, batch: jnp.mean(layers(params, batch) ** 2)
+    assert_close(run(params, batch), jax.grad(loss)(zerojax.gather_params(params), batch), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +412,23 @@ def test_audit_and_verify_know_groups(groups, accumulate):
     far = frozenset() if groups.params and accumulate > 1 else far  # before the microbatches
     assert gathered == {axes for axes in (frozenset(groups.params), far) if axes}
     assert zerojax.verify(step, state, batch).ok
+
+
+@pytest.mark.parametrize(
+    ("groups", "accumulate"), [(AMSP, 1), (AMSP, 2), (Groups((), (), BOTH), 1)]
+)
+def test_weights_that_cross_the_network_twice_break_the_contract(groups, accumulate):
+    report = zerojax.audit(*step_of(groups, accumulate=accumulate))
+    report.check()
+    twice = [
+        dataclasses.replace(t, trips=2 * t.trips)
+        if t.kind == "all-gather" and t.axes != ("gpu",)
+        else t
+        for t in report.traffic
+    ]
+    over = " over node" if groups == AMSP else ""
+    with pytest.raises(AssertionError, match=f"/w is gathered 2 times a step{over}; .* at most 1"):
+        dataclasses.replace(report, traffic=tuple(twice)).check()
 
 
 def test_a_step_over_other_groups_breaks_the_contract():

@@ -42,7 +42,7 @@ def audit(
         step: what `zerojax.train_step` or `jax.jit` returns, to be compiled for `state` and
             `batch` (arrays, or shapes such as `plan.abstract()`); or a compiled program; or the
             text of an HLO module.
-        plan: the plan of the state, where the state does not carry it.
+        plan: the plan of the state, where neither the state carries it nor the step was given it.
         gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
         per_host: how many devices share a host's links; by default as the devices say, or 8.
         accumulate: the step's microbatches, where it does not say so itself.
@@ -61,7 +61,8 @@ def audit(
     gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
     compiled, text, warnings = None, step, []
     if not isinstance(step, str):
-        plan = (_carried.carried_plan(state) if state is not None else None) or plan
+        carried = _carried.carried_plan(state) if state is not None else None
+        plan = carried or plan or (recipe.plan if recipe else None)
         compiled, warnings = _compiled(step, state, batch, rng)
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)

@@ -42,6 +42,7 @@ class Promise:
     leaf: LeafPlan
     stage: int
     gathers: float  # at most, in times its size
+    far: Axes  # crossed once, by a gather over these alone
     replicas: Axes
 
     @property
@@ -59,8 +60,8 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
     """Returns what the plan's stage promises of each sharded parameter.
 
     At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
-    may gather one layer more, at its end. What rests over more axes than a step keeps it over is
-    gathered over these once, and what rests over fewer than it is updated over, after the update.
+    may gather one layer more, at its end. Over the axes that a step does not keep it sharded over,
+    it is gathered once: on its way near, or after the update.
     """
     found = {}
     for leaf in plan.params:
@@ -68,10 +69,9 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
             continue
         layers = leaf.shape[0] if leaf.stacked else math.inf
         gathers = accumulate * (2 + 2 / layers) if leaf.near.dim is not None else 0
-        if not leaf.near.axes == leaf.rest.axes == leaf.update.axes:
-            gathers += 1 / _mesh.axes_size(plan.mesh, leaf.near.axes)
+        far = beyond(leaf.update.axes, leaf.near.axes)
         replicas = beyond(plan.batch_axes, leaf.update.axes)
-        found[leaf.path] = Promise(leaf, plan.stage, gathers, replicas)
+        found[leaf.path] = Promise(leaf, plan.stage, gathers, far, replicas)
     return found
 
 
@@ -156,20 +156,23 @@ def _synchronous(report: Measured) -> Iterator[str]:
 
 
 def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iterator[str]:
-    sent: dict[str, float] = collections.defaultdict(float)
+    sent: dict[tuple[str, Axes], float] = collections.defaultdict(float)
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts if _is_ours(one, plan) else ():
             for promise in _promises_of(part, promised):
                 leaf, gathered = promise.leaf, part.elements * one.group
-                sent[leaf.path] += gathered * one.trips / promise.size
+                far = promise.far if _is_within(one, promise.far) else ()
+                near = _mesh.axes_size(plan.mesh, leaf.near.axes) if far else 1
+                sent[leaf.path, far] += gathered * one.trips * near / promise.size
                 if leaf.stacked and leaf.rest.dim is not None and gathered >= promise.size:
                     yield _gathered_at_once(one, part, leaf)
-    for path, times in sent.items():
-        most = promised[path].gathers
+    for (path, far), times in sent.items():
+        most = 1 if far else promised[path].gathers
+        over = f" over {' x '.join(far)}" if far and promised[path].leaf.near.axes else ""
         if times > most + 0.01:
             yield (
-                f"{path} is gathered {times:.3g} times a step; stage {plan.stage} promises at "
-                f"most {most:.3g}. Look for uses in several jax.checkpoint regions, or a gather "
+                f"{path} is gathered {times:.3g} times a step{over}; stage {plan.stage} promises "
+                f"at most {most:.3g}. Look for uses in several jax.checkpoint regions, or a gather "
                 "inside a loop that does not need it there."
             )
 
@@ -190,10 +193,9 @@ def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
         return
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts:
+            # What rests whole is gathered after the update, in its own dtype.
             leaves = [promise.leaf for promise in _promises_of(part, promised)]
-            # After the update a parameter is gathered as it rests.
-            used = [x for x in leaves if not _is_within(one, beyond(x.update.axes, x.rest.axes))]
-            known = [x.path for x in used if x.rest.dim is not None and _is_matrix(x)]
+            known = [x.path for x in leaves if x.rest.dim is not None and _is_matrix(x)]
             if part.dtype in WIDE and known:
                 yield (
                     f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Parts
@@ -38,6 +39,7 @@ from zerojax._jaxpr import Atom, Var, is_var, type_of
 # stays, so that it crosses the network once: ZeRO++'s hpZ.) Which other values are kept is JAX's
 # and the user's affair: their `jax.checkpoint` policies apply inside the main part.
 
+NEAR = "zerojax_near"  # names, for policies of `jax.checkpoint`, what far hops returned
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
 
@@ -93,7 +95,8 @@ class Body:
         """Returns what all weights are gathered from after their far hops, for `gather`."""
         held = self._by_var(weights)
         shards = self.split.gathers.values()
-        return [_collectives.brought_near(s.of(held[s.root]), s.cut) for s in shards]
+        near = [_collectives.brought_near(s.of(held[s.root]), s.cut) for s in shards]
+        return jax.tree.map(lambda part: checkpoint_name(part, NEAR), near)
 
     def gather(
         self,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import numpy as np
 from jax import Array
 from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
@@ -163,6 +164,24 @@ def reads_of(op: Op) -> list[Var]:
 
 def unique(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
+
+
+def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
+    """Returns the dtypes in which each shard is gathered, here and in loops and scopes."""
+    found: dict[Var, set[np.dtype]] = {}
+    for shard in split.gathers.values():
+        found.setdefault(shard.root, set()).add(np.dtype(shard.cut.dtype))
+    for op in (op for op in split.main if isinstance(op, Nested)):
+        inside = dtypes_of(op.split)
+        for var, operand in zip(op.split.invars, op.operands, strict=True):
+            if isinstance(operand, Shard):
+                found.setdefault(operand.root, set()).update(inside.get(var, ()))
+    return found
+
+
+def crosses_far(ops: Iterable[Op]) -> bool:
+    """Whether loops and scopes among these gather a weight whose route has a far hop."""
+    return any(shard.cut.wire.gather.far for shard in shards_read(ops))
 
 
 def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:

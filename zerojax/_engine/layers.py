@@ -53,7 +53,8 @@ class Layers:
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Returns the outputs, and what `backward` needs that is not among the inputs."""
+        """Returns the outputs, and what `backward` needs that is not among the inputs: what it
+        saved, and what weights are gathered from after their far hops."""
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
         wanted = self.wanted_inside(wanted)
@@ -67,10 +68,11 @@ class Layers:
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
 
-    def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
+    def backward(
+        self, inputs: Sequence[Value], saved: Any, near: list[Parts], cts: Sequence[Any]
+    ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
-        saved, near = saved
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 

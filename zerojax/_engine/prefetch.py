@@ -38,7 +38,7 @@ class PrefetchedLayers(Layers):
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
         """Returns the outputs, and what to keep: the residuals of all layers but the last, those of
-        the last, its weights, and what far hops returned for each layer."""
+        the last and its weights; and what far hops returned for each layer."""
         consts, carry, xs = self.parts(inputs)
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
@@ -61,12 +61,15 @@ class PrefetchedLayers(Layers):
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
         # Within an outer loop, weights kept here would be kept for each of its iterations.
-        return [*carry, *ys], (saved, last_saved, [] if self.how.in_loop else gathered, near)
+        last_weights = [] if self.how.in_loop else gathered
+        return [*carry, *ys], ((saved, last_saved, last_weights), near)
 
-    def backward(self, inputs: Sequence[Value], saved: Any, cts: Sequence[Any]) -> list[Gradient]:
+    def backward(
+        self, inputs: Sequence[Value], saved: Any, near: list[Parts], cts: Sequence[Any]
+    ) -> list[Gradient]:
         """Each iteration reduce-scatters the previous layer's gradients and all-gathers the next
         layer's weights while it computes its own layer."""
-        kept, last_kept, gathered, near = saved
+        kept, last_kept, gathered = saved
         d_carry, d_ys = self.d_outs(cts)
         last = self.loop.length - 1
         source_at = functools.partial(self.source_at, inputs, near)

@@ -7,12 +7,13 @@ import jax
 from jax import Array, lax
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
-from zerojax._engine.body import Body, Env, How, read, read_arrays, write
-from zerojax._engine.ir import InputKind, Loop, Op, Scope, Shard, Split
+from zerojax._engine.body import NEAR, Body, Env, How, read, read_arrays, write
+from zerojax._engine.ir import InputKind, Loop, Op, Scope, Shard, Split, crosses_far, dtypes_of
 from zerojax._engine.layers import Layers
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
@@ -42,6 +43,14 @@ def evaluate(
     scope = split(jaxpr, (), kinds, pull=False)
     # As in loops that prefetch, backward starts with the weights that forward ended with.
     return run_scope(scope, inputs, how, kept=scope.read_last if how.prefetch else ())
+
+
+def gathered_dtypes(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[DTypeLike | None]:
+    """Returns the widest dtype in which each input is gathered: its own, or what the loss casts it
+    to. None where it is not gathered."""
+    found = dtypes_of(split(jaxpr, (), kinds, pull=False))
+    wide = {var: max(dtypes, key=lambda d: d.itemsize) for var, dtypes in found.items()}
+    return [wide.get(var) for var in jaxpr.invars]
 
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
@@ -102,16 +111,16 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
         return layers.forward(list(inputs))
 
     def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
-        outs, saved = layers.forward_saving(inputs, wanted)
-        return outs, (saved, _mark(outs, how))
+        outs, (saved, near) = layers.forward_saving(inputs, wanted)
+        return outs, (saved, near, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, done = residuals
+        saved, near, done = residuals
         if how.by_data or loop.unroll != 1:  # else the loop keeps them apart, a short one too
             shards = [x if isinstance(x, Held) else None for x in inputs]
-            shards, cts = _tied(shards, layers.float_cts(cts), done)
+            (shards, near), cts = _tied((shards, near), layers.float_cts(cts), done)
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
-        return layers.backward(inputs, saved, cts)
+        return layers.backward(inputs, saved, near, cts)
 
     return by_hand(layers.forward, saving, backward, inputs)
 
@@ -128,8 +137,13 @@ def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:
-    """Returns the user's own `jax.checkpoint`."""
-    return lambda f: jax.checkpoint(f, policy=scope.policy, prevent_cse=scope.prevent_cse)
+    """Returns the user's own `jax.checkpoint`. What far hops returned is kept inside it too."""
+    policy = scope.policy
+    if crosses_far(scope.split.main):
+        policies = jax.checkpoint_policies
+        near = policies.save_only_these_names(NEAR)
+        policy = near if policy is None else policies.save_from_both_policies(policy, near)
+    return lambda f: jax.checkpoint(f, policy=policy, prevent_cse=scope.prevent_cse)
 
 
 def operand_values(operands: Sequence[Shard | Atom], env: Env) -> list[Value]:

@@ -202,7 +202,9 @@ class _Workload:
             optimizer=memory.optimizer,
             gradients=memory.gradients,
             activations=memory.activations + memory.gathered,
-            formula=sum(plan.bytes_per_device().values()) + plan.gradient_bytes(),
+            formula=sum(plan.bytes_per_device().values())
+            + plan.gradient_bytes()
+            + plan.kept_bytes(),
             peak=memory.peak,
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,

@@ -19,9 +19,9 @@ class Case:
     """One way to train, compiled. Bytes are per GPU, times are modelled seconds of one step.
 
     `groups` says which arrays are sharded over which axes, where that is not over all of them.
-    `formula` is the state by the plan alone, with gradients in the parameters' dtypes. `peak` is
-    the compiler's peak memory; `gradients` and `activations` (with the gathered weights) are parts
-    of it.
+    `formula` is the state by the plan alone, with gradients in the parameters' dtypes, and with the
+    parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
+    `gradients` and `activations` (with the gathered weights) are parts of it.
     """
 
     stage: int

@@ -166,6 +166,12 @@ class Layout:
             totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
 
+    def kept_bytes(self) -> int:
+        """Returns the bytes on each device of the parameters that a step keeps at `near`, where
+        that is not where they rest, in their own dtypes."""
+        kept = [leaf for leaf in self.params if leaf.near.axes != leaf.rest.axes]
+        return sum(leaf._bytes_at(leaf.near, self.mesh) for leaf in kept)
+
     def gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
         return sum(leaf.gradient_bytes_per_device(self.mesh) for leaf in self.leaves)

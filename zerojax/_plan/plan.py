@@ -12,7 +12,7 @@ from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes, unpadded
-from zerojax._plan.placement import Placement, beyond
+from zerojax._plan.placement import Placement
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
@@ -132,9 +132,8 @@ class Plan(Layout):
 
         def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
             rank = len(leaf.shape)
-            axes = beyond(leaf.update.axes, leaf.rest.axes)
-            padding = leaf.update.padding - leaf.rest.padding
-            wire = Wire(gather=Route(axes, padding=padding))  # exact: parameters would drift
+            # All over: what does not rest where it is updated rests whole. Exact: it would drift.
+            wire = Wire(gather=Route(leaf.update.axes, padding=leaf.update.padding))
             cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=leaf.update.others(rank))
             return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
 

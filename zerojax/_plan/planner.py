@@ -171,15 +171,15 @@ def _leaf_plan(
         spread = _normal(entry if d == dim else e for d, e in enumerate(spec))
         return Placement(spread, here, padding=padding if here else 0)
 
-    update = over(groups.opt_state)
-    near = over(groups.params) if is_param else update
+    near = over(groups.params if is_param else groups.opt_state)
+    update = near if frozen else over(groups.opt_state)
     return LeafPlan(
         path=leaf.name,
         kind=leaf.kind,
         shape=tuple(struct.shape),
         dtype=struct.dtype,
         # See the note in `placement.py`: what is updated stays where it is.
-        rest=update if near.axes and not frozen else near,
+        rest=update if near.axes else near,
         near=near,
         grad=over(groups.grads) if is_param and not frozen else None,
         update=update,

@@ -47,7 +47,7 @@ class Sharded:
     def full(self) -> jax.ShapeDtypeStruct:
         """The full parameter without padding, as a shape."""
         route, dim = self.cut.wire.gather, self.cut.dim
-        size = lax.axis_size(route.near)
+        size = lax.axis_size((*route.near, *route.far))
         shape = (n * size - route.padding if d == dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
 
@@ -107,7 +107,8 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         axes, padding = leaf.rest.axes, leaf.rest.padding
         replicas = beyond(plan.batch_axes, axes)
         reduce = Route(axes, replicas=replicas, padding=padding)
-        wire = Wire(Route(axes, padding=padding), reduce)
+        near = leaf.near.axes
+        wire = Wire(Route(near, beyond(axes, near), padding=padding), reduce)
         cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
         return Sharded(value, cut, how)
 

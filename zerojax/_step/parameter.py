@@ -87,18 +87,19 @@ class Parameter:
         """The axes that shard it between steps alone: a step all-gathers over these once."""
         return beyond(self.leaf.rest.axes, self.leaf.near.axes)
 
-    def brought_near(self, value: Array) -> Array:
-        """Returns what the loss gathers from. Microbatches share what crosses nodes."""
-        if not (self.accumulates and self.far):
-            return value
-        cut = self.cut_by(Wire(Route(self.far)))
-        return _collectives.gathered(value.astype(self.compute_dtype), cut)
+    @property
+    def is_brought_near(self) -> bool:
+        """Whether it crosses nodes once, before microbatches that share what arrives."""
+        return self.accumulates and bool(self.far)
+
+    def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
+        """Returns what microbatches gather from, in the dtype that they gather."""
+        return _collectives.gathered(value.astype(dtype), self.cut_by(Wire(Route(self.far))))
 
     @property
     def is_own_source(self) -> bool:
         """Whether the loss gathers from the very shard that its gradient leaves through."""
-        source = self.leaf.near if self.accumulates else self.leaf.rest
-        return source == self.leaf.rest == self.landing
+        return self.leaf.rest == self.landing and not self.is_brought_near
 
     @property
     def replicas(self) -> Axes:

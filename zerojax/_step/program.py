@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -112,7 +113,7 @@ class Program:
     ) -> tuple[Array, PyTree, list[Array | np.ndarray]]:
         """Returns the loss, the aux and the gradients, all of them means over the devices."""
         args = self.prepared(args)
-        values = [p.brought_near(value) for p, value in zip(self.params, values, strict=True)]
+        values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
@@ -134,6 +135,28 @@ class Program:
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         return loss, aux, self.reduced(grads, remaining) if self.options.differentiate else []
+
+    def brought_near(self, values: list[Array]) -> list[Array]:
+        """Returns what the loss gathers parameters from."""
+        if not any(p.is_brought_near for p in self.params):
+            return values
+        dtypes = _run.gathered_dtypes(self.jaxpr, self.kinds)
+        return [
+            p.brought_near(value, dtype or p.compute_dtype) if p.is_brought_near else value
+            for p, value, dtype in zip(self.params, values, dtypes, strict=False)
+        ]
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The loss of a microbatch; counts over the batch are among its inputs if they are known
+        before."""
+        return self.traced.jaxpr if self.hoisted is None else self.hoisted.loss
+
+    @property
+    def kinds(self) -> list[InputKind]:
+        """What its inputs are: after the parameters, plain arrays."""
+        others = len(self.jaxpr.invars) - len(self.params)
+        return [*(p.kind() for p in self.params), *[None] * others]
 
     def over_microbatches(
         self,
@@ -176,16 +199,12 @@ class Program:
 
     def loss(self, inputs: list, counts: list[Array]) -> tuple[Array, PyTree]:
         """Returns the loss and the aux of one microbatch, weights being as `loss_input` says."""
-        jaxpr = self.traced.jaxpr
         if self.hoisted is not None:
-            jaxpr, inputs = self.hoisted.loss, [*inputs, *self.hoisted.constants, *counts]
+            inputs = [*inputs, *self.hoisted.constants, *counts]
         if any(p.is_held for p in self.params):
-            # Inputs after the parameters are plain arrays.
-            kinds: list[InputKind] = [p.kind() for p in self.params]
-            kinds += [None] * (len(inputs) - len(kinds))
-            outs = _run.evaluate(jaxpr, inputs, kinds, self.how)
+            outs = _run.evaluate(self.jaxpr, inputs, self.kinds, self.how)
         else:
-            outs = _compat.run_jaxpr(jaxpr, inputs)
+            outs = _compat.run_jaxpr(self.jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
         return loss.astype(self.loss_dtype), jax.tree.structure(self.traced.aux).unflatten(aux)
 
