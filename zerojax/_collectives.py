@@ -122,8 +122,8 @@ class Held:
     """A parameter as one device has it: the shard that its gradient leaves through, and what rests.
 
     Where the two are sharded alike, `rest` is None and the shard is what rests. Otherwise (at
-    stages below 3 the full weight rests) the shard's value is never read; at stage 0 it is as
-    large.
+    stages below 3 the full weight rests; what microbatches share was brought near) the shard's
+    value is never read; at stage 0 it is as large.
     """
 
     shard: Array

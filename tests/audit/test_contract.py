@@ -373,3 +373,10 @@ def test_statistics_of_wide_batch_norms_may_be_reduced():
     )
     part = Part("f32[8192]", "f32", 8192, 4.0 * 8192, ())
     assert _contract._most_reduced(part, plan) == part.nbytes
+
+
+def test_an_eval_step_has_no_gradients_to_reduce_and_no_state_to_donate():
+    plan = planned("cpu", 3)
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((256,), jnp.int32), plan)
+    report = zerojax.audit(zerojax.eval_step(audits.loss, plan=plan), plan.abstract(), batch)
+    assert report.check().totals["all-gather"] > 0 and not report.trains

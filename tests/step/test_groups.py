@@ -281,7 +281,9 @@ def test_parts_taken_by_hand_are_gathered_as_in_a_step(groups):
     [
         ({"params": ("gpu", "node"), "grads": "gpu"}, r"grads.*needs.*'node'"),
         ({"grads": ("gpu", "node"), "opt_state": "gpu"}, r"opt_state.*needs.*'node'"),
-        ({"params": "tpu"}, r"no axis 'tpu'"),
+        ({"params": "tpu"}, r"no axis 'tpu'. Name one of those, or pass a mesh that has it"),
+        ({"opt_state": "gpu"}, r"^stage 3 shards grads .* or groups= grads over fewer axes"),
+        ({"params": None}, r"params over None. Name an axis.*\(\) replicates"),
         ({"optimizer": "gpu"}, r"'optimizer'. Name one of params, grads, opt_state"),
         ("gpu", r"groups='gpu' is not a mapping. Pass for example {'params': 'gpu'}"),
         ({"grads": 8}, r"grads over 8. Name an axis of the mesh"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
@@ -127,3 +128,21 @@ def test_batchnorm_is_named_and_its_remedy_passes():
     assert verified(normalised("data")).ok
     split = verified(normalised("data"), accumulate=4)
     assert "with accumulate=1 it is the same" in split.causes[0]
+
+
+def test_an_optimizer_that_cannot_run_on_a_shard_is_no_cause():
+    """Adafactor's factors of a shard have other shapes than those of the matrix."""
+    params = {"w": jnp.ones((256, 128)) / 16}
+    make = lambda: TrainState.create(apply_fn=None, params=params, tx=optax.adafactor(1e-2))
+    state = zerojax.shard_train_state(make)
+    plan = state.tx.plan
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+
+    @jax.jit
+    def wrong(state, x):
+        value, grads = zerojax.value_and_grad(loss, plan)(state.params, x)
+        grads = jax.tree.map(lambda g: g + 0.05, grads)
+        return plan.constrain(state.apply_gradients(grads=grads)), {"loss": value}
+
+    found = zerojax.verify(wrong, state, jnp.ones((32, 256)), loss_fn=loss)
+    assert not found.ok and "two causes are left" in str(found)

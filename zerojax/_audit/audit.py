@@ -79,6 +79,7 @@ def audit(
         plan=plan,
         memory=_memory.measured(reading, compiled, replay.collectives),
         accumulate=accumulate or (recipe.options.accumulate if recipe else 1),
+        trains=recipe is None or recipe.options.differentiate,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),

@@ -85,9 +85,9 @@ def findings(report: Measured) -> list[str]:
     promised = promises(report.plan, report.accumulate)
     return [
         *_placement(report),
-        *_donation(report),
+        *(_donation(report) if report.trains else ()),
         *_all_reduces(report, promised),
-        *_reduced(report, promised),
+        *(_reduced(report, promised) if report.trains else ()),
         *_synchronous(report),
         *_gathers(report, report.plan, promised),
         *_dtypes(report, promised),

@@ -114,6 +114,7 @@ class Measured:
     devices: int
     plan: Plan | None
     accumulate: int
+    trains: bool  # else the step has no gradients and returns no state
     not_donated: tuple[str, ...]
     placement: tuple[tuple[str, str], ...]  # leaves not sharded as planned: (path, how)
     kept: tuple[tuple[str, str], ...]  # stacks of gathered weights that a loop keeps: (path, array)

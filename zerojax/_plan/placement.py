@@ -73,13 +73,17 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
         if unknown := beyond(over[kind], axes):
             raise ValueError(
                 f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
-                f"with no axis {unknown[0]!r}. Name one of those, or add it to axis=."
+                f"with no axis {unknown[0]!r}. Name one of those, or pass a mesh that has it, "
+                "mesh=zerojax.mesh(node=2, gpu=4); where you give axis=, name it there too."
             )
     for inner, outer in itertools.pairwise(KINDS):
         if missing := beyond(over[inner], over[outer]):
+            by_stage = inner not in given
             raise ValueError(
-                f"groups= shards {inner} over {over[inner]} and {outer} over {over[outer]}. What "
-                f"shards {inner} must shard {outer} too: {outer} needs {_listed(missing)} as well."
+                f"{f'stage {stage}' if by_stage else 'groups='} shards {inner} over {over[inner]} "
+                f"and groups= {outer} over {over[outer]}. What shards {inner} must shard {outer} "
+                f"too: {outer} needs {_listed(missing)} as well"
+                + (f", or groups= {inner} over fewer axes." if by_stage else ".")
             )
     fastest_first, order = axes[::-1], ()
     for kind in KINDS:
@@ -87,12 +91,12 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
 
 
-def _names(kind: str, given: str | Sequence[str] | None) -> Axes:
-    names = (given,) if isinstance(given, str) else given or ()
+def _names(kind: str, given: str | Sequence[str]) -> Axes:
+    names = (given,) if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"groups= shards {kind} over {given!r}. Name an axis of the mesh, or several: "
-            "('gpu', 'node')."
+            "('gpu', 'node'); () replicates."
         )
     return tuple(names)
 

@@ -224,5 +224,7 @@ def _total_rows(plan: Layout) -> list[Row]:
         full[leaf.kind] += leaf.nbytes
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
     sums.append(("in all", sum(full.values()), sum(now.values())))
+    if kept := plan.kept_bytes():
+        sums.append(("parameters that a step keeps", full[PARAMS], kept))
     empty = ("",) * (2 + _rests_padded(plan))
     return [(kind, *empty, human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
