@@ -16,6 +16,7 @@ from tests.models import gpt, mlp
 from tests.placed import place, shardings
 from tests.reference import assert_close, assert_equal_bits, make_state
 from tests.shapes import params_plan, shape
+from zerojax._state.stacks import layer_dims
 
 LEAVES = st.tuples(
     st.lists(st.sampled_from([1, 2, 3, 5, 8, 16, 24]), max_size=4),
@@ -46,6 +47,7 @@ def build(tree):
 def test_placing_any_tree_keeps_values_and_follows_the_plan(tree, stage, devices):
     state = {"params": build(tree), "opt_state": ()}
     hypothesis.assume(jax.tree.leaves(state))
+    hypothesis.assume(2 not in layer_dims(state["params"], None).values())  # loops within loops
     plan = zerojax.plan(state, stage=stage, mesh=make_mesh(devices), min_shard_size=1)
     placed = plan.place(state)
     assert jax.tree.structure(placed) == jax.tree.structure(state)

@@ -61,8 +61,7 @@ def audit(
     gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
     compiled, text, warnings = None, step, []
     if not isinstance(step, str):
-        carried = _carried.carried_plan(state) if state is not None else None
-        plan = carried or plan or (recipe.plan if recipe else None)
+        plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         compiled, warnings = _compiled(step, state, batch, rng)
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)
