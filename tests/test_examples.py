@@ -79,9 +79,8 @@ def test_gpt_goes_on_where_it_was(gpt, tmp_path):
     assert again.split("validation loss")[-1] == said.split("validation loss")[-1]
 
 
-@pytest.mark.parametrize(
-    "script", ["train_convnet", pytest.param("finetune_lora", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_convnet", "finetune_lora"])
 def test_others_go_on_where_they_were(script, gpt, tmp_path):
     """The data, and what dropout draws: the last batch's loss is the same to three digits."""
     lora = [*SMALL, "--base", gpt[0] / "base", "--sample", 40]
