@@ -8,9 +8,12 @@ import tempfile
 NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
 flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+# Of a step whose bits or memory depend on what XLA fuses: `compiler_options`.
+FUSED_AS_USERS = {}
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Compiles in two thirds of the time. Newer versions do not know the flag, and would abort.
     flags += " --xla_cpu_use_fusion_emitters=false"
+    FUSED_AS_USERS = {"xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = flags
 # LLVM's optimizations would take a third of the suite's time to make programs fast that run once.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -4,6 +4,7 @@ import pytest
 
 from tests import audits
 from tests.audit.models import STAGES, audited
+from tests.conftest import FUSED_AS_USERS
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -27,8 +28,9 @@ def test_memory_is_the_plans_and_the_compilers(model, stage):
 
 def test_gradients_are_full_at_stage_1_and_shards_at_3():
     """At the fullest moment; stage 1 sums those of microbatches whole."""
+    options = {"accumulate": 2, "compiler_options": FUSED_AS_USERS}
     gradients = {
-        stage: audits.audited(audits.planned("cpu", stage), accumulate=2).memory.gradients
+        stage: audits.audited(audits.planned("cpu", stage), **options).memory.gradients
         for stage in (1, 3)
     }
     stack = audits.LAYERS * audits.DIM**2 * 4

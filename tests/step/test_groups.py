@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests import audits
 from tests.collectives import collectives
-from tests.conftest import mostly_slow
+from tests.conftest import FUSED_AS_USERS, mostly_slow
 from tests.models import MODELS, OPTIMIZERS
 from tests.reference import assert_close, assert_equal_bits, make_state, reference_run
 from zerojax._plan.placement import Groups
@@ -117,7 +117,8 @@ def test_weights_that_stay_in_the_node_are_those_of_flat_zero(accumulate, prefet
     for groups in (FLAT, IN_NODE):
         tx = OPTIMIZERS["adamw"]()
         state = zerojax.shard_train_state(make_state(made, tx), mesh=mesh, groups=as_option(groups))
-        step = zerojax.train_step(made.loss, accumulate=accumulate, prefetch=prefetch)
+        options = {"prefetch": prefetch, "compiler_options": FUSED_AS_USERS}
+        step = zerojax.train_step(made.loss, accumulate=accumulate, **options)
         states.append(step(state, made.batch)[0])
     assert_equal_bits(states[1].params, states[0].params)
 
