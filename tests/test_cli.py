@@ -194,7 +194,10 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     assert given["groups"] is given["rates"] is given["stages"] is None and given["per_host"] == 2
     assert given["pad"] is True
     run("forecast", *model, "--no-pad")
-    assert given["pad"] is False
+    assert given["pad"] is False and given["offload"] is None
+    run("forecast", *model, "--offload", "opt_state", "--host-link", "12")
+    assert given["offload"] == "opt_state"
+    assert given["rates"] == dataclasses.replace(known, host=12e9) != known
 
 
 @pytest.mark.gpu_code
@@ -214,6 +217,24 @@ def test_gpus_that_do_not_divide_the_model(run, module):
     code, out, err = run("audit", name, *six, "--no-pad")
     assert (code, err) == (OK, "")
     assert json.loads(out)["memory"]["parameters"] == 256 * 256 * 4
+
+
+@pytest.mark.gpu_code
+def test_state_in_host_memory(run, module):
+    name = module("mymodel", MODEL) + ":model"
+    gpus = ("--gpus", "1xT4", "--offload", "opt_state", "--host-link", "1", "--json")
+    code, out, err = run("forecast", name, *gpus, "--stages", "0")
+    (case,) = json.loads(out)["cases"]
+    moments = 2 * 256 * 256 * 4
+    assert (code, err, case["optimizer"], case["on_host"]) == (OK, "", 4, moments)
+    assert case["waited_seconds"] > moments / 1e9  # both ways, one after the other: no stack
+    parts = case["compute_seconds"], case["exposed_seconds"], case["waited_seconds"]
+    assert case["step_seconds"] == pytest.approx(sum(parts))
+    code, out, err = run("audit", name, "--gpus", "1xT4", "--offload", "opt_state", "--json")
+    found = json.loads(out)
+    assert (code, err, found["findings"]) == (OK, "", [])
+    assert found["memory"]["on_host"] == found["bytes_to_device"] == moments
+    assert found["bytes_to_host"] == moments
 
 
 @pytest.mark.gpu_code

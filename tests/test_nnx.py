@@ -42,6 +42,23 @@ def test_a_loop_is_what_it_is_on_one_device(stage, compiled):
     assert compiled.count("jit(step)") == 1
 
 
+@pytest.mark.parametrize("born", [False, True])
+def test_optimizer_state_rests_in_host_memory(born):
+    ends = []
+    for offload in (zerojax.Offload(min_bytes=0), None):
+        given = (make,) if born else make()
+        model, optimizer = zerojax.nnx.shard(*given, stage=3, offload=offload)
+        step = zerojax.nnx.train_step(loss_fn)
+        for _ in range(2):
+            metrics = step(model, optimizer, BATCH)
+        plain_loop(model, optimizer, 1)  # nnx's own call of the optimizer
+        arrays = [x for x in jax.tree.leaves(nnx.as_pure(optimizer.opt_state)) if x.ndim]
+        kinds = {x.sharding.memory_kind for x in arrays}
+        assert kinds == {"device" if offload is None else "pinned_host"}
+        ends.append((metrics["loss"], params_of(model), nnx.as_pure(optimizer.opt_state)))
+    assert_close(*ends, 1e-6)
+
+
 def test_statistics_are_means_over_the_devices():
     model, optimizer = zerojax.nnx.shard(*make())
     before = np.asarray(model.layers[0](BATCH)).reshape(8, 8, WIDTH)

@@ -90,7 +90,8 @@ def forecast(arguments: argparse.Namespace) -> int:
     losses, make_state, batch, rng = _model(arguments)
     mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
     precision = mixed if arguments.master else None
-    options = _given(arguments, "gpus", "stages", "accumulate", "tokens", "groups", "pad")
+    names = ("gpus", "stages", "accumulate", "tokens", "groups", "pad", "offload")
+    options = _given(arguments, *names)
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
     _show(arguments, found.to_dict(), str(found))
@@ -111,11 +112,11 @@ def _per_host(arguments: argparse.Namespace) -> int:
 
 
 def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
-    """Returns the GPU's rates with another network card, where `--network` names one."""
-    if arguments.network is None:
-        return None
+    """Returns the GPU's rates with those of other links, where any is named."""
+    links = {"network": arguments.network, "host": arguments.host_link}
+    given = {name: speed * GB for name, speed in links.items() if speed is not None}
     _, gpu = _gpus.parse_count(arguments.gpus)
-    return dataclasses.replace(gpu.rates, network=arguments.network * GB)
+    return dataclasses.replace(gpu.rates, **given) if given else None
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -143,7 +144,8 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     jax.config.update("jax_platforms", "cpu")
     losses, make_state, batch, rng = _model(arguments)
     mesh = zerojax.aot.mesh(arguments.gpus, per_host=arguments.per_host)
-    plan = zerojax.plan(make_state, stage=arguments.stage, mesh=mesh, pad=arguments.pad)
+    placed = {"stage": arguments.stage, "pad": arguments.pad, "offload": arguments.offload}
+    plan = zerojax.plan(make_state, mesh=mesh, **placed)
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, accumulate=arguments.accumulate)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
@@ -254,6 +256,8 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     _gpu_arguments(parser)
     parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
     parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
+    text = "GB/s between a GPU and its host's memory, in each direction: 25"
+    parser.add_argument("--host-link", type=rate, help=text)
     parser.add_argument(
         "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
     )
@@ -331,6 +335,8 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
+    text = "what rests in host memory between steps"
+    parser.add_argument("--offload", choices=("opt_state",), help=text)
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 

@@ -44,8 +44,7 @@ def inner_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[ArrayLike]]:
 
     0.10 has closed and open jaxprs; from 0.12 on there is one kind that carries its constants.
     """
-    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+    return opened(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -60,8 +59,12 @@ def closed_jaxprs(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[ArrayLike]]]:
         for value in eqn.params.values()
         for one in (value if isinstance(value, tuple | list) else (value,))
     ]
-    opened = [(getattr(value, "jaxpr", value), getattr(value, "consts", ())) for value in values]
-    return [(jaxpr, consts) for jaxpr, consts in opened if hasattr(jaxpr, "eqns")]
+    return [(jaxpr, consts) for jaxpr, consts in map(opened, values) if hasattr(jaxpr, "eqns")]
+
+
+def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """Returns an open jaxpr and its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -219,6 +222,29 @@ def shared_store() -> Any:
     return multihost_utils.distributed.global_state.client  # type: ignore
 
 
+# -- memories
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether an array, inside `jax.jit` or outside, is in host memory of a device."""
+    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == HOST
+
+
+def fetched(value: Array) -> Array:
+    """Returns a value in the memory of its devices.
+
+    A sharding constraint that names another memory moves nothing and says nothing.
+    """
+    return jax.device_put(value, DEVICE) if is_on_host(value) else value
+
+
+def stored(value: Array) -> Array:
+    """Returns a value in host memory."""
+    return value if is_on_host(value) else jax.device_put(value, HOST)
+
+
 # -- error messages: what JAX and XLA say where
 
 OTHER_DEVICES = "incompatible devices"  # arrays are on other devices than the program
@@ -234,7 +260,7 @@ LOG_MESSAGE = re.compile(r"^(?=[IWEF]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log)",
 # Information, and what XLA logs of its own work: `audit` and `forecast` say what came of it.
 HARMLESS = re.compile(
     r"I\d{4} |.* I .*\.cc|WARNING: All log messages before absl::InitializeLog"
-    r"|.*(slow_operation_alarm|hlo_rematerialization)\.cc|.*Registers are spilled"
+    r"|.*(slow_operation_alarm|hlo_rematerialization|gpu_hlo_schedule)\.cc|.*Registers are spilled"
 )
 
 

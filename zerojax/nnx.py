@@ -37,6 +37,7 @@ from zerojax._state.nnx_state import (
 )
 from zerojax._step import step as _step
 from zerojax._types import PyTree, is_key
+from zerojax._update.offload import Offload
 
 
 def shard(
@@ -52,6 +53,7 @@ def shard(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
+    offload: Offload | str | None = None,
 ) -> tuple[PyTree, nnx.Optimizer]:
     """Places a model and its optimizer for a ZeRO stage, in place.
 
@@ -62,8 +64,8 @@ def shard(
             ones) are kept.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
-        stage, mesh, axis, groups, overrides, min_shard_size, stacked, pad, precision: as in
-            `zerojax.shard_train_state`.
+        stage, mesh, axis, groups, overrides, min_shard_size, stacked, pad, precision, offload: as
+            in `zerojax.shard_train_state`.
 
     Returns:
         The model and the optimizer.
@@ -95,6 +97,7 @@ def shard(
         stacked=stacked,
         pad=pad,
         precision=precision,
+        offload=offload,
     )
     tx = _stored_with(precision, model, optimizer, placed)
     optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))

@@ -32,6 +32,18 @@ def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
     assert not overlapping(figure)
 
 
+def test_what_rests_on_the_host_has_columns_and_a_bar():
+    there = dataclasses.replace(
+        case(3, 30), on_host=2**30, waited_seconds=0.3, step_seconds=0.9
+    )  # fmt: skip
+    made = Forecast("64xH100", _gpus.GPUS["H100"], (there,))
+    text = str(made)
+    assert "on the host" in text and "1.0 GiB" in text and "300.0 ms" in text
+    _, times = made.plot().axes
+    assert max(bar.get_x() + bar.get_width() for bar in times.patches) == pytest.approx(900)
+    assert "on the host" not in str(Forecast("64xH100", _gpus.GPUS["H100"], (case(3, 30),)))
+
+
 def test_groups_are_named_once_in_titles():
     cases = [dataclasses.replace(case(3, peak), groups="params over gpu") for peak in (30, 40)]
     made = Forecast("64xH100", _gpus.GPUS["H100"], tuple(cases))

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from zerojax._audit import transfers as _transfers
 from zerojax._audit.measured import Measured, Part, Traffic
 from zerojax._hlo.schedule import REDUCING
 from zerojax._plan import mesh as _mesh
@@ -92,6 +93,7 @@ def findings(report: Measured) -> list[str]:
         *_gathers(report, report.plan, promised),
         *_dtypes(report, promised),
         *_kept(report),
+        *_transfers.findings(report),
         *found,
     ]
 

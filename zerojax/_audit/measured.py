@@ -76,8 +76,8 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes per device. The state's are exact; of temporary memory, gathered weights and gradients
-    are those alive at the schedule's peak, and activations are the rest."""
+    """Bytes of a device's memory. The state's are exact; of temporary memory, gathered weights and
+    gradients are those alive at the schedule's peak, and activations are the rest."""
 
     parameters: int
     optimizer: int
@@ -88,6 +88,8 @@ class MemoryUse:
     activations: int
     outputs: int  # that reuse no argument's memory
     donated: int  # arguments whose memory outputs reuse
+    on_host: int = 0  # arguments in host memory, which are not counted above
+    host_temporary: int = 0
 
     @property
     def state(self) -> int:
@@ -128,6 +130,10 @@ class Measured:
     @property
     def exposed_seconds(self) -> float | None:
         return self.replay.exposed if self.gpu else None
+
+    def host_bytes(self, way: str) -> float:
+        """The bytes that each device copies in a step, to the host or from there."""
+        return sum(one.total_bytes for one in self.replay.transfers if one.way == way)
 
     @property
     def overlap(self) -> float | None:

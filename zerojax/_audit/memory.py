@@ -20,12 +20,13 @@ def measured(
     module = reading.module
     arguments: collections.Counter[str] = collections.Counter()
     for parameter, kind in zip(module.parameters, reading.kinds, strict=True):
-        arguments[kind] += int(parameter.nbytes)
+        arguments[kind] += int(parameter.device_bytes)
+    on_host = sum(parameter.nbytes - parameter.device_bytes for parameter in module.parameters)
     kept = _temporary(reading, collectives)
     stats = compiled.memory_analysis() if compiled is not None else None
     temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
-    outputs = module.root(module.entry).nbytes
-    donated = sum(module.parameters[p].nbytes for p in module.aliases.values())
+    outputs = module.root(module.entry).device_bytes
+    donated = sum(module.parameters[p].device_bytes for p in module.aliases.values())
     # Where the compiler packs tighter than the schedule read here, activations are charged less.
     gathered = min(kept["gathered"], temporary)
     gradients = min(kept["gradients"], temporary - gathered)
@@ -39,6 +40,8 @@ def measured(
         activations=temporary - gathered - gradients,
         outputs=int(outputs - donated),
         donated=int(donated),
+        on_host=int(on_host),
+        host_temporary=stats.host_temp_size_in_bytes if stats else 0,
     )
 
 

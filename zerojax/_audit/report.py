@@ -7,6 +7,7 @@ import math
 from zerojax._audit import contract as _contract, timeline as _timeline
 from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
+from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 
 ROWS = 40  # of the printed table; to_dict has them all
@@ -67,6 +68,9 @@ class Report(Measured):
             "wire_bytes": self.wire_bytes,
             "network_bytes": self.network_bytes,
             "wire_bytes_by_kind": self.totals,
+            "bytes_to_device": self.host_bytes(TO_DEVICE),
+            "bytes_to_host": self.host_bytes(TO_HOST),
+            "host_wait_seconds": self.replay.waited if self.gpu else None,
             "memory": memory | {"peak": self.memory.peak, "temporary": self.memory.temporary},
             "not_donated": list(self.not_donated),
             "placement": [list(pair) for pair in self.placement],
@@ -107,11 +111,19 @@ class Report(Measured):
             + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
             + (f"; {human_bytes(self.network_bytes)} between hosts" if self.network_bytes else ""),
         ]
+        if memory.on_host:
+            ways = (f"{human_bytes(self.host_bytes(way))} {way}" for way in (TO_DEVICE, TO_HOST))
+            lines.append(
+                f"host memory        {human_bytes(memory.on_host)} of each device's state; copied "
+                f"in a step: {', '.join(ways)}"
+            )
         if self.gpu:
+            waits = f", waiting for the host {human_time(self.replay.waited)}"
             lines.append(
                 f"modelled step      {human_time(self.replay.step)}: compute "
                 f"{human_time(self.replay.compute)}, exposed communication "
-                f"{human_time(self.replay.exposed)} (overlap {self.overlap or 0:.3f})"
+                f"{human_time(self.replay.exposed)}{waits if self.replay.transfers else ''} "
+                f"(overlap {self.overlap or 0:.3f})"
             )
         if self.replay.unknown_loops:
             names = ", ".join(self.replay.unknown_loops[:3])

@@ -8,6 +8,7 @@ from zerojax import _figures
 from zerojax._audit.measured import Measured
 from zerojax._figures import Axes, Figure
 from zerojax._hlo.schedule import Span
+from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST
 from zerojax._text import human_time
 
 # Readable in grey too: each is darker than the one before.
@@ -16,10 +17,13 @@ COLOURS = {
     "all-gather": "#4f9bd0",
     "reduce-scatter": "#1b4f80",
     "all-reduce": "#6a3d9a",
+    TO_DEVICE: "#b2ab8c",
+    TO_HOST: "#7d7660",
     "other": "#777777",
     "exposed": _figures.EXPOSED,
 }
 LANES = {"compute": 2, "collectives": 1, "waiting": 0}
+COPIES = {TO_DEVICE: -1, TO_HOST: -2}  # lanes of programs that have them
 
 
 def plot(report: Measured, path: str | None) -> Figure:
@@ -30,18 +34,19 @@ def plot(report: Measured, path: str | None) -> Figure:
             f"{report.backend}. Pass gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
         )
     figure, axes = _figures.panels(2.8)
-    spans = drawn_once(report.replay.spans)
+    spans = drawn_once([span for span in report.replay.spans if span.stream != IN_HOST])
     order = list(COLOURS)
+    lanes = LANES | (COPIES if report.replay.transfers else {})
     by_what = sorted(spans, key=lambda span: order.index(_what(span)))
     for what, group in itertools.groupby(by_what, key=_what):
         drawn = list(group)
         bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in drawn]
-        place = (LANES[drawn[0].stream] - 0.4, 0.8)
+        place = (lanes[drawn[0].stream] - 0.4, 0.8)
         # Collectives may follow one another at once: a white line tells them apart.
         line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
         axes.broken_barh(bars, place, facecolor=COLOURS[what], label=what, **line)
     _mark_loops(spans, axes)
-    axes.set_yticks(list(LANES.values()), LANES)
+    axes.set_yticks(list(lanes.values()), lanes)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     looped = any(span.trips > 1 for span in spans)
     axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
@@ -51,7 +56,7 @@ def plot(report: Measured, path: str | None) -> Figure:
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, _extent(spans)[1])
-    axes.set_ylim(-0.6, 2.9)
+    axes.set_ylim(min(lanes.values()) - 0.6, 2.9)
     return _figures.finished(figure, path)
 
 

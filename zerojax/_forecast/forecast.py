@@ -31,6 +31,7 @@ from zerojax._plan.show import groups_text
 from zerojax._state import refusals as _refusals
 from zerojax._step.step import Recipe, Step, train_step
 from zerojax._types import PyTree
+from zerojax._update.offload import Offload
 
 Loss = Callable[..., PyTree]
 
@@ -46,6 +47,7 @@ def forecast(
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
+    offload: Offload | str | None = None,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
     rng: PyTree = None,
@@ -64,7 +66,7 @@ def forecast(
         stages, accumulate: what to try; default, all stages, with `groups` only 3.
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
-        pad: as for `zerojax.shard_train_state`.
+        pad, offload: as for `zerojax.shard_train_state`.
         precision, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -87,16 +89,15 @@ def forecast(
     _check(make_state, batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     options = {"tx": tx, "mutable": mutable}
-    if stages is None:
-        stages = STAGES if groups is None else 3
+    stages = (STAGES if groups is None else 3) if stages is None else stages
     if isinstance(loss_fn, Step):
         recipe, options = loss_fn.recipe, _options_of(loss_fn.recipe, tx)
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
     choices = _choices(losses, stages, accumulate)
-    planned = {"groups": groups, "pad": pad, "precision": precision}
-    planned["mesh"] = _mesh(gpus, per_host, groups)
+    mesh = _mesh(gpus, per_host, groups)
+    planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
     cases = [
         work.case(variant, loss, stage, each)
@@ -208,10 +209,12 @@ class _Workload:
             peak=memory.peak,
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,
+            on_host=memory.on_host,
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
             compute_seconds=replay.compute,
             exposed_seconds=replay.exposed,
+            waited_seconds=replay.waited,
             step_seconds=replay.step,
             examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
             tokens_per_second=None if tokens is None else tokens / replay.step,

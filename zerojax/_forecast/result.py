@@ -12,6 +12,7 @@ from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 
 GIB, MS = 2**30, 1e-3
+COPIES = "#b2ab8c"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Case:
     `groups` says which arrays are sharded over which axes, where that is not over all of them.
     `formula` is the state by the plan alone, with gradients in the parameters' dtypes, and with the
     parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
-    `gradients` and `activations` (with the gathered weights) are parts of it.
+    `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is the
+    state in host memory, and `waited_seconds` the wait for its copies.
     """
 
     stage: int
@@ -36,10 +38,12 @@ class Case:
     peak: int
     fits: bool
     spare: int
+    on_host: int
     link_bytes: float
     network_bytes: float
     compute_seconds: float
     exposed_seconds: float
+    waited_seconds: float
     step_seconds: float
     examples_per_second: float
     tokens_per_second: float | None
@@ -60,6 +64,7 @@ def _tokens_text(case: Case) -> str:
     return "-" if case.tokens_per_second is None else f"{case.tokens_per_second:,.0f}"
 
 
+ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "stage": lambda case: str(case.stage),
     "accumulate": lambda case: str(case.accumulate),
@@ -72,14 +77,15 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
     "peak": _bytes_of("peak"),
     "fits": lambda case: "yes" if case.fits else "no",
     "spare": _bytes_of("spare"),
+    ON_HOST: _bytes_of("on_host"),
     "sent, host": _bytes_of("link_bytes"),
     "sent, network": _bytes_of("network_bytes"),
     "step": lambda case: human_time(case.step_seconds),
     "exposed": lambda case: human_time(case.exposed_seconds),
+    HOST_WAIT: lambda case: human_time(case.waited_seconds),
     "tokens/s": _tokens_text,
     "MFU": lambda case: f"{case.mfu:.1%}",
 }
-RIGHT = [at for at, title in enumerate(COLUMNS) if title not in ("remat", "fits")]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -119,7 +125,9 @@ class Forecast:
         return _figures.finished(figure, path)
 
     def __str__(self) -> str:
-        table = text_table(self._rows(), RIGHT, flexible=(2,), keys=3)
+        rows = self._rows()
+        right = [at for at, title in enumerate(rows[0]) if title not in ("remat", "fits")]
+        table = text_table(rows, right, flexible=(2,), keys=3)
         return f"{paragraphs([self._title()])}\n{table}\n{paragraphs([self._advice()])}"
 
     __repr__ = __str__
@@ -143,8 +151,12 @@ class Forecast:
         return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
 
     def _rows(self) -> list[Row]:
-        cells = (tuple(column(case) for column in COLUMNS.values()) for case in self.cases)
-        return [tuple(COLUMNS), *cells]
+        offloads = any(case.on_host for case in self.cases)
+        shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
+        return [
+            tuple(shown),
+            *(tuple(cell(case) for cell in shown.values()) for case in self.cases),
+        ]
 
     def _advice(self) -> str:
         best = self.best
@@ -152,7 +164,8 @@ class Forecast:
             least = min(self.cases, key=lambda case: case.peak)
             return (
                 f"Nothing fits. The least is {human_bytes(least.peak)} at stage {least.stage}: use "
-                "more GPUs, more microbatches (accumulate), or more rematerialization."
+                "more GPUs, more microbatches (accumulate), more rematerialization, or the host's "
+                "memory (offload='opt_state')."
             )
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
         remat = f", remat {best.variant!r}" if best.variant else ""
@@ -204,6 +217,10 @@ def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
     axes.barh(rows, compute, color="0.75", label="compute")
     label = "waiting for communication"
     axes.barh(rows, exposed, left=compute, color=_figures.EXPOSED, label=label)
+    if any(case.on_host for case in cases):
+        left = [a + b for a, b in zip(compute, exposed, strict=True)]
+        waited = [case.waited_seconds / MS for case in cases]
+        axes.barh(rows, waited, left=left, color=COPIES, label="waiting for the host")
     for row, case in enumerate(cases):
         _write(axes, case.step_seconds / MS, row, f"{case.step_seconds / MS:,.0f}")
     axes.set_xlabel("ms per step, modelled")

@@ -6,6 +6,8 @@ import re
 # What well-tuned programs reach of the data sheet's figures, measured on H100s: 600 of 989
 # TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink.
 REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
+PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes, in each direction
+REACHED_HOST = 50 / 64
 
 # The CUDA context, NCCL's buffers and fragmentation take the rest.
 USABLE_MEMORY = 0.92
@@ -21,6 +23,7 @@ class Rates:
     A collective takes `latency` to start, and `link_hop` or `network_hop` for each time that its
     data goes on to the next GPU, in a host or between hosts. Rings over hundreds of GPUs take long
     for that: with NCCL about 1.5 and 6 microseconds. Data sheets do not say, so both are 0 here.
+    Where the GPUs of a host copy all at once, its memory may allow each of them less than `host`.
 
     Example:
         >>> slow_network = zerojax.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
@@ -35,6 +38,8 @@ class Rates:
     latency: float = 8e-6
     link_hop: float = 0.0
     network_hop: float = 0.0
+    host: float = 50e9  # between a GPU and its host's memory, in each direction at once
+    host_latency: float = 10e-6
 
     def bandwidth(self, group: int, on_host: int, kind: str = "all-gather") -> float:
         """Returns the bytes/s of a collective over `group` devices, `on_host` of them per host."""
@@ -98,6 +103,7 @@ class Gpu:
     link_rate: float
     network_rate: float
     chip: Chip
+    host_rate: float = PCIE_4
     given_rates: Rates | None = None  # replace those derived from the data sheet
 
     @property
@@ -112,6 +118,7 @@ class Gpu:
             self.memory_rate * REACHED_MEMORY,
             self.link_rate * REACHED_LINK,
             self.network_rate,
+            host=self.host_rate * REACHED_HOST,
         )
 
     def target_config(self) -> str:
@@ -154,14 +161,24 @@ _A100 = Chip((8, 0), 108, 1.41, 40 * MB, 167936, fpus_per_core=64)
 _H100 = Chip((9, 0), 132, 1.98, 50 * MB, 233472)
 _B200 = Chip((10, 0), 148, 1.965, 126 * MB, 233472)
 _KNOWN = (
-    Gpu("T4", "Tesla T4", 15_843_721_216, 0.32e12, 65e12, 16e9, 12.5e9, _T4),
+    Gpu("T4", "Tesla T4", 15_843_721_216, 0.32e12, 65e12, 16e9, 12.5e9, _T4, PCIE_3),
     Gpu("L4", "NVIDIA L4", 23_659_151_360, 0.3e12, 121e12, 32e9, 12.5e9, _L4),
     Gpu("L40S", "NVIDIA L40S", 47_576_711_168, 0.864e12, 362e12, 32e9, 25e9, _L40S),
     Gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, 1.555e12, 312e12, 3e11, 25e9, _A100),
     Gpu("A100-80GB", "NVIDIA A100-SXM4-80GB", 85_094_825_984, 2.039e12, 312e12, 3e11, 25e9, _A100),
-    Gpu("H100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 3.352e12, 989e12, 450e9, 50e9, _H100),
-    Gpu("H200", "NVIDIA H200", 150_110_011_392, 4.8e12, 989e12, 450e9, 50e9, _H100),
-    Gpu("B200", "NVIDIA B200", 191_512_969_216, 8.0e12, 2250e12, 900e9, 50e9, _B200),
+    Gpu(
+        "H100",
+        "NVIDIA H100 80GB HBM3",
+        84_978_434_048,
+        3.352e12,
+        989e12,
+        450e9,
+        50e9,
+        _H100,
+        PCIE_5,
+    ),
+    Gpu("H200", "NVIDIA H200", 150_110_011_392, 4.8e12, 989e12, 450e9, 50e9, _H100, PCIE_5),
+    Gpu("B200", "NVIDIA B200", 191_512_969_216, 8.0e12, 2250e12, 900e9, 50e9, _B200, PCIE_5),
 )
 GPUS = {gpu.name: gpu for gpu in _KNOWN}
 ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200"}

@@ -1,4 +1,4 @@
-"""The buffers that are in memory at the peak of a schedule, found from the module's text.
+"""The buffers that are in a device's memory at the peak of a schedule, from the module's text.
 
 A compiler for GPUs reports how many bytes a program needs, but not what for. This module walks
 the schedule: a buffer lives from the instruction that makes it to the last one that reads it,
@@ -173,7 +173,7 @@ class _Walk:
 
     def new(self, name: str, instruction: Instruction) -> Buffers:
         return [
-            frozenset([Buffer(name, instruction.name, i, array.nbytes)])
+            frozenset([Buffer(name, instruction.name, i, array.device_bytes)])
             for i, array in enumerate(instruction.arrays)
         ]
 

@@ -19,7 +19,8 @@ COLLECTIVES = (
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
+_HOST = "S(5)"  # in a layout: XLA's number for the memory of the host
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -29,10 +30,11 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array type: its dtype as XLA writes it, and its dimensions."""
+    """An array type: its dtype as XLA writes it, its dimensions, whether it is in host memory."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -41,6 +43,11 @@ class Array:
     @property
     def nbytes(self) -> float:
         return self.size * dtype_bytes(self.dtype)
+
+    @property
+    def device_bytes(self) -> float:
+        """The bytes that it has of the device's own memory."""
+        return 0 if self.on_host else self.nbytes
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -77,6 +84,10 @@ class Instruction:
     @property
     def nbytes(self) -> float:
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(array.device_bytes for array in self.arrays)
 
     @functools.cached_property
     def called(self) -> list[str]:
@@ -118,9 +129,13 @@ class Instruction:
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
     return [
-        Array(dtype, tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip()))
-        for dtype, dims in _ARRAY.findall(type_text)
+        Array(dtype, _sizes(dims), _HOST in layout)
+        for dtype, dims, layout in _ARRAY.findall(type_text)
     ]
+
+
+def _sizes(dims: str) -> tuple[int, ...]:
+    return tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip())
 
 
 def top_level_types(type_text: str) -> list[str]:
@@ -255,6 +270,11 @@ class Module:
         entry = self.computations[self.entry].values()
         found = [i for i in entry if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.inside))
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether some array is in the memory of the host."""
+        return _HOST in self.text
 
     @property
     def devices(self) -> int:

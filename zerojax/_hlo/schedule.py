@@ -1,17 +1,19 @@
-"""A replay of a module's schedule on two streams, compute and collectives, each in order.
+"""A replay of a module's schedule: compute, collectives, and copies to and from the host, each in
+order.
 
 A collective costs the bytes it sends over its group's bandwidth, and the hops of its rings. A
-`-done` waits for it, and that wait is exposed communication. A loop runs as often as XLA knows
-that it does.
+`-done` waits for it, and that wait is exposed communication. Copies run in one lane for each
+direction. A loop runs as often as XLA knows that it does.
 """
 
 import dataclasses
 from collections import Counter
 
-from zerojax._hlo import groups as _groups, module as _module
+from zerojax._hlo import groups as _groups, module as _module, transfers as _transfers
 from zerojax._hlo.cost import CostModel
 from zerojax._hlo.gpus import Rates, network_share
 from zerojax._hlo.module import Instruction, Module
+from zerojax._hlo.transfers import Transfer
 
 REDUCING = ("reduce-scatter", "all-reduce")
 
@@ -48,7 +50,7 @@ class Span:
     start: float
     end: float
     name: str
-    stream: str  # "compute", "collectives" or "waiting"
+    stream: str  # "compute", "collectives", "waiting" or the way of a copy
     trips: int
     kind: str = ""  # of a collective; newer JAX names instructions freely
 
@@ -60,7 +62,9 @@ class Replay:
     step: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
+    waited: float = 0.0  # for copies to and from the host
     collectives: list[Collective] = dataclasses.field(default_factory=list)
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops_by_dtype: Counter[str] = dataclasses.field(default_factory=Counter)
     spans: list[Span] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
@@ -72,7 +76,9 @@ class Replay:
     def add(self, part: "Replay") -> None:
         """Adds what happened inside a called computation, except for its time."""
         self.exposed += part.exposed
+        self.waited += part.waited
         self.collectives += part.collectives
+        self.transfers += part.transfers
         self.spans += part.spans
         self.unknown_loops += part.unknown_loops
         self.flops_by_dtype.update(part.flops_by_dtype)
@@ -103,6 +109,14 @@ def collective_kind(instruction: Instruction) -> str:
     return instruction.base if instruction.base in _module.COLLECTIVES else ""
 
 
+@dataclasses.dataclass
+class _Lanes:
+    """The copies of one run of a computation."""
+
+    free: dict[str, float] = dataclasses.field(default_factory=dict)  # when each way is
+    ends: dict[str, tuple[float, Transfer]] = dataclasses.field(default_factory=dict)
+
+
 class _Player:
     def __init__(self, module: Module, rates: Rates, per_host: int) -> None:
         self.module, self.rates, self.per_host = module, rates, per_host
@@ -115,6 +129,7 @@ class _Player:
         # Compute has reached `now`; the stream of collectives is busy until `free`.
         now = free = compute = 0.0
         pending: dict[str, tuple[float, float, Collective]] = {}
+        lanes = _Lanes()
         for instruction in self.module.computations[name].values():
             kind = collective_kind(instruction)
             if kind and instruction.opcode.endswith("-done"):
@@ -131,6 +146,8 @@ class _Player:
                     pending[instruction.name] = (free, compute, collective)
                 else:
                     now = self.wait(collective, now, free, origin)
+            elif (after := self.copy(name, instruction, trips, now, origin, lanes)) is not None:
+                now = after
             elif instruction.opcode == "while":
                 elapsed, inside = self.loop(instruction, trips, loops, origin + now)
                 now, compute = now + elapsed, compute + inside
@@ -193,6 +210,38 @@ class _Player:
         self.result.exposed += waited * collective.trips
         name, trips = collective.instruction.name, collective.trips
         self.draw(Span(origin + now, origin + end, name, "waiting", trips))
+        return max(now, end)
+
+    def copy(
+        self,
+        name: str,
+        instruction: Instruction,
+        trips: int,
+        now: float,
+        origin: float,
+        lanes: _Lanes,
+    ) -> float | None:
+        """Returns when the schedule goes on after a copy to or from the host; None for anything
+        else."""
+        if not self.module.uses_host:
+            return None
+        if instruction.opcode.endswith("-done") and instruction.operands[0] in lanes.ends:
+            end, transfer = lanes.ends.pop(instruction.operands[0])
+        elif transfer := _transfers.transfer_of(self.module, name, instruction):
+            transfer.trips = trips
+            transfer.seconds = transfer.nbytes / self.rates.host + self.rates.host_latency
+            start = max(now, lanes.free.get(transfer.way, 0.0))
+            lanes.free[transfer.way] = end = start + transfer.seconds
+            self.result.transfers.append(transfer)
+            self.draw(Span(origin + start, origin + end, instruction.name, transfer.way, trips))
+            if transfer.asynchronous:
+                lanes.ends[instruction.name] = end, transfer
+                return now
+        else:
+            return None
+        transfer.waited = max(0.0, end - now)
+        self.result.waited += transfer.waited * trips
+        self.draw(Span(origin + now, origin + end, instruction.name, "waiting", trips))
         return max(now, end)
 
     def draw(self, span: Span) -> None:

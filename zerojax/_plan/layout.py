@@ -22,7 +22,8 @@ class LeafPlan:
     step keeps a parameter at `near`, once it is there, to gather it from there again. Only
     parameters have gradients. While they are summed over microbatches they are at `grad`; after the
     last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
-    would not read it. `reason` says why the leaf is replicated.
+    would not read it. `reason` says why the leaf is replicated; `memory`, where state was to rest
+    in host memory, how a step brings the leaf from there, or why it stays on the device.
     """
 
     path: str
@@ -36,6 +37,12 @@ class LeafPlan:
     stacked: bool
     reason: str | None
     frozen: bool = False
+    memory: str | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the leaf rests in host memory."""
+        return self.rest.memory is not None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -60,7 +67,7 @@ class LeafPlan:
     @property
     def padded_place(self) -> Placement:
         """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
-        return self.rest if self.rest.padding else self.update
+        return (self.rest if self.rest.padding else self.update).on_device
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +80,13 @@ class LeafPlan:
         return self._bytes_at(self.grad, mesh) if self.grad else 0
 
     def _bytes_at(self, place: Placement, mesh: Mesh) -> int:
-        part = place.sharding(mesh).shard_shape(place.padded(self.shape))
+        part = place.on_device.sharding(mesh).shard_shape(place.padded(self.shape))
         return math.prod(part) * self.dtype.itemsize
+
+
+def by_layer(leaf: LeafPlan) -> bool:
+    """Whether a step can have one layer of a leaf at a time: a stack whose layers are whole."""
+    return leaf.stacked and leaf.update.dim != 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,6 +140,11 @@ class Layout:
         return any(axes and set(axes) != set(self.batch_axes) for axes in kinds)
 
     @functools.cached_property
+    def offloads(self) -> bool:
+        """Whether some leaf rests in host memory."""
+        return any(leaf.is_on_host for leaf in self.leaves)
+
+    @functools.cached_property
     def pads(self) -> bool:
         """Whether some leaf is padded, between steps or where it is updated."""
         return any(leaf.update.padding for leaf in self.leaves)
@@ -160,10 +177,18 @@ class Layout:
         return [leaf.update.sharding(self.mesh) for leaf in self.leaves]
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Returns the bytes on each device between steps, by kind of state."""
+        """Returns the bytes in the memory of each device between steps, by kind of state."""
+        return self._bytes_by_kind(on_host=False)
+
+    def host_bytes_per_device(self) -> dict[str, int]:
+        """Returns the bytes in host memory between steps, for each device, by kind of state."""
+        return self._bytes_by_kind(on_host=True)
+
+    def _bytes_by_kind(self, on_host: bool) -> dict[str, int]:
         totals = {PARAMS: 0, OPT_STATE: 0, OTHER: 0}
         for leaf in self.leaves:
-            totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
+            if leaf.is_on_host == on_host:
+                totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
 
     def kept_bytes(self) -> int:

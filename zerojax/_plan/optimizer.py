@@ -5,20 +5,19 @@ that carry their specs on a mesh of Explicit axes, any optax state comes back wi
 leaf.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from zerojax import _compat
-from zerojax._jaxpr import Inliner, alive, is_var, reads
 from zerojax._plan.dimension import Rule
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
 from zerojax._types import PyTree, is_key
+from zerojax._update import parts as _parts
+from zerojax._update.parts import Update
 
 
 def typed_state(
@@ -135,27 +134,51 @@ def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> lis
     Where the update cannot be traced, all gradients count as read. It may need values or further
     arguments, or be wrong; the step will raise that.
     """
+    function, shapes = _flat_update(state, tx)
+    params = jax.tree.leaves(jax.tree.map(shape_dtype, _state.get_params(state)))
+    try:
+        read = _parts.inputs_of(_parts.traced(function, shapes))
+    except Exception:
+        return [False] * len(params)
+    return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
+
+
+def update_in_parts(
+    state: PyTree,
+    tx: optax.GradientTransformation | None,
+    on_host: Sequence[bool],
+    stacked: Sequence[bool],
+) -> Update | None:
+    """Returns the update of a state whose leaves rest where `on_host` says; None where it cannot be
+    traced. Its inputs are the gradients, then the state's leaves."""
+    function, shapes = _flat_update(state, tx)
+    params = len(shapes) - len(on_host)
+    of_params = [
+        s
+        for s, leaf in zip(stacked, leaves_with_paths(state), strict=True)
+        if leaf.kind == _state.PARAMS
+    ]
+    try:
+        return Update(function, shapes, [False] * params + [*on_host], of_params + [*stacked])
+    except Exception:
+        return None
+
+
+def _flat_update(
+    state: PyTree, tx: optax.GradientTransformation | None
+) -> tuple[Callable[[list], list], list[PyTree]]:
+    """Returns the update as a function from gradients and the leaves of a state to those of the
+    next, and the shapes that it takes."""
     state = jax.tree.map(shape_dtype, state)
-    params, treedef = jax.tree.flatten(_state.get_params(state))
+    leaves, treedef = jax.tree.flatten(state)
+    params, params_treedef = jax.tree.flatten(_state.get_params(state))
+    grads = [zero_gradient(p) if is_key(p) else p for p in params]
 
-    def update(grads: list, state: PyTree) -> PyTree:
-        return apply_gradients(state, treedef.unflatten(grads), tx, {})
+    def update(values: list) -> list:
+        grads = params_treedef.unflatten(values[: len(params)])
+        state = treedef.unflatten(values[len(params) :])
+        # A mesh of Explicit axes, as above, would refuse some updates.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return jax.tree.leaves(apply_gradients(state, grads, tx, {}))
 
-    # A mesh of Explicit axes, as above, would refuse some updates.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        try:
-            grads = [zero_gradient(p) if is_key(p) else p for p in params]
-            jaxpr = jax.make_jaxpr(update)(grads, state).jaxpr
-        except Exception:
-            return [False] * len(params)
-    read = _sources(jaxpr)
-    pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
-    return [jnp.issubdtype(p.dtype, jnp.inexact) and grad not in read for p, grad in pairs]
-
-
-def _sources(jaxpr: Jaxpr) -> set[Var]:
-    """Returns the variables that the results of a jaxpr come from, inside of calls too."""
-    inliner = Inliner()
-    eqns = list(inliner.flat(jaxpr.eqns, lambda eqn: eqn.primitive.name in _compat.CALLS))
-    outvars = [inliner.named(v) for v in jaxpr.outvars]
-    return {*filter(is_var, outvars)}.union(*map(reads, alive(eqns, outvars, reads)))
+    return update, [*grads, *leaves]

@@ -54,7 +54,8 @@ def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
     for i, value in values.items():
         leaf = plan.leaves[i]
         sharding = leaf.padded_place.sharding(plan.mesh)
-        value = unpadded(jax.lax.with_sharding_constraint(value, sharding), leaf.shape)
+        value = jax.lax.with_sharding_constraint(_compat.fetched(value), sharding)
+        value = unpadded(value, leaf.shape)
         found[i] = _compat.constrained(value, sharding)
     return found
 
@@ -65,7 +66,7 @@ def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]
     found: dict[int, Array] = {}
     for i, value in values.items():
         place = plan.leaves[i].padded_place
-        value = padded(value, place.padded(plan.leaves[i].shape))
+        value = padded(_compat.fetched(value), place.padded(plan.leaves[i].shape))
         found[i] = jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
     return found
 

@@ -18,6 +18,7 @@ from zerojax._plan.precision import Precision
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
+from zerojax._update.offload import Offload
 
 
 def shard_train_state(
@@ -32,6 +33,7 @@ def shard_train_state(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
+    offload: Offload | str | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> PyTree:
     """Places a training state for a ZeRO stage, as `zerojax.train_step` expects it.
@@ -43,6 +45,8 @@ def shard_train_state(
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
             them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
+        offload: "opt_state" has the optimizer state rest in host memory, from where a step brings
+            it to the devices a part at a time; a `zerojax.Offload` says how much of it.
         mesh, axis, groups, overrides, min_shard_size, stacked, pad, tx: as in `zerojax.plan`.
 
     Returns:
@@ -67,6 +71,7 @@ def shard_train_state(
         stacked=stacked,
         pad=pad,
         precision=precision,
+        offload=offload,
         tx=tx,
     )
     return plan.place(state_or_fn)

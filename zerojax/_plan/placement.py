@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax import _compat
 from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension
 
@@ -136,7 +137,15 @@ class Placement:
         return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(shape))
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
+        if self.memory is not None and _compat.is_compile_only(mesh.devices.flat[0]):
+            # Such devices list no memories, and on their mesh JAX drops the kind without a word.
+            return NamedSharding(mesh.abstract_mesh, self.spec, memory_kind=self.memory)
         return NamedSharding(mesh, self.spec, memory_kind=self.memory)
+
+    @property
+    def on_device(self) -> "Placement":
+        """The same place in the device's own memory."""
+        return dataclasses.replace(self, memory=None)
 
     def others(self, rank: int) -> tuple[Entry, ...]:
         """Returns, for each dimension, the user's own axes that it is sharded over; () for none."""

@@ -16,6 +16,7 @@ from zerojax._plan.placement import Placement
 from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
+from zerojax._update import offload as _offload
 
 
 class Plan(Layout):
@@ -50,6 +51,9 @@ class Plan(Layout):
         in stay valid and untouched: a step may donate what comes out.
         """
         _mesh.check_runs(self.mesh)
+        if self.offloads and _compat.is_gpu(self.mesh.devices.flat[0]):
+            local = len(self.mesh.local_devices)
+            _offload.check_pool(local * sum(self.host_bytes_per_device().values()))
         _refusals.check_state_function(state)
         if _state.is_state_function(state):
             made: list[TreeDef] = []
@@ -106,12 +110,9 @@ class Plan(Layout):
         one layer at a time instead of beside it.
         """
         self.check_structure(state)
-        leaves, treedef = jax.tree.flatten(self.scatter(state))
-        for i, leaf in enumerate(self.leaves):
-            if leaf.update.padding:
-                value = padded(leaves[i], leaf.update.padded(leaf.shape))
-                leaves[i] = self._constrained(value, leaf.update)
-        moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest != leaf.update]
+        leaves, treedef = jax.tree.flatten(state)
+        leaves = list(map(self.updated, leaves, self.leaves))
+        moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest.on_device != leaf.update]
         if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
             old = [  # parameters that a user replaced may have no padding
@@ -121,7 +122,23 @@ class Plan(Layout):
             full = self._gathered(moving, leaves, old)
             for i, leaf in zip(moving, full, strict=True):
                 leaves[i] = leaf
-        return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, self.shardings))
+        return treedef.unflatten(map(self.at_rest, leaves, self.leaves))
+
+    def updated(self, value: Array, leaf: LeafPlan) -> Array:
+        """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""
+        if _compat.is_on_host(value):  # stored already
+            return value
+        value = self.scattered(value, leaf)
+        if not leaf.update.padding:
+            return value
+        return self._constrained(padded(value, leaf.update.padded(leaf.shape)), leaf.update)
+
+    def at_rest(self, value: Array, leaf: LeafPlan) -> Array:
+        """Constrains a padded leaf, inside `jax.jit`, to where it is between steps."""
+        if _compat.is_on_host(value):
+            return value
+        value = self._constrained(value, leaf.rest.on_device)
+        return _compat.stored(value) if leaf.is_on_host else value
 
     def _gathered(
         self, indices: list[int], shards: list[Array], old: Sequence[Array | None]
@@ -202,6 +219,7 @@ class Plan(Layout):
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains one leaf, or its gradient, to where the optimizer updates it."""
+        value = _compat.fetched(value)
         if value.shape != leaf.shape:
             value = unpadded(self._constrained(value, leaf.update), leaf.shape)
         if leaf.update.padding:

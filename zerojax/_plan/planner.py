@@ -1,5 +1,6 @@
 """Makes a plan from shapes: decides how each leaf of a state is sharded, or says why it is not."""
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.layout import LeafPlan
+from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan, check_stage
@@ -20,6 +21,7 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._state.stacks import layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
+from zerojax._update.offload import HOST, Offload, as_offload
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
@@ -40,6 +42,7 @@ def plan(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
+    offload: Offload | str | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Decides where each leaf of a state lives. Moves nothing.
@@ -65,6 +68,7 @@ def plan(
             checkpoints; `zerojax.logical(state)` shows them. Where False, such leaves are
             replicated.
         precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
+        offload: what rests in host memory between steps: "opt_state", or a `zerojax.Offload`.
         tx: the optimizer, for states that do not carry theirs.
 
     Returns:
@@ -78,18 +82,15 @@ def plan(
     """
     check_stage(stage)
     check_precision(precision)
+    offload = as_offload(offload)
     if tx is not None:
         _refusals.check_tx(tx)
-    if groups is not None and mesh is not None and axis is None:
-        axis = mesh.axis_names
-    given, (mesh, axes) = mesh, _mesh.resolve(mesh, axis)
-    if given is None and stage >= 1 and mesh.devices.size == 1:
-        _say_alone(mesh.devices.flat[0].platform)
+    mesh, axes = _devices(mesh, axis, stage, grouped=groups is not None)
     over = chosen_groups(stage, axes, groups or {})
     stage = over.stage
     rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
-    tx = tx if tx is not None else _state.get_tx(_carried.without_plan(state))
+    tx = _state.get_tx(_carried.without_plan(state)) if tx is None else tx
     over = over if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
     found = _shard_specs(state, leaves, rule, stacks, tx)
@@ -98,10 +99,24 @@ def plan(
         _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks)
         for leaf in leaves
     ]
-    treedef = jax.tree.structure(_carried.without_plan(state))
+    state = _carried.without_plan(state)
+    planned = _offloaded(planned, offload, state, tx, mesh)
+    treedef = jax.tree.structure(state)
     made = Plan(stage, mesh, axes, over, tuple(planned), treedef, precision)
     _check_worth(made)
     return made
+
+
+def _devices(
+    given: Mesh | None, axis: str | Sequence[str] | None, stage: int, *, grouped: bool
+) -> tuple[Mesh, Axes]:
+    """Returns the mesh, and the axes that the batch is split over: with groups, all of them."""
+    if grouped and given is not None and axis is None:
+        axis = given.axis_names
+    mesh, axes = _mesh.resolve(given, axis)
+    if given is None and stage >= 1 and mesh.devices.size == 1:
+        _say_alone(mesh.devices.flat[0].platform)
+    return mesh, axes
 
 
 def _frozen_paths(
@@ -183,10 +198,46 @@ def _leaf_plan(
         near=near,
         grad=over(groups.grads) if is_param and not frozen else None,
         update=update,
-        stacked=is_param and leaf.path[1:] in stacks,
+        stacked=_is_stack(leaf, stacks),
         reason=reason,
         frozen=frozen,
     )
+
+
+def _is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
+    """Whether a leaf is a stack of layers, or follows a parameter that is one."""
+    path = leaf.path[1:]
+    if leaf.kind == PARAMS:
+        return path in stacks
+    return any(path[-len(stack) :] == stack for stack in stacks)
+
+
+def _offloaded(
+    leaves: list[LeafPlan],
+    offload: Offload | None,
+    state: PyTree,
+    tx: optax.GradientTransformation | None,
+    mesh: Mesh,
+) -> list[LeafPlan]:
+    """Puts optimizer state in host memory, and notes how a step brings it from there."""
+    if offload is None:
+        return leaves
+    own = [i for i, leaf in enumerate(leaves) if leaf.kind == OPT_STATE and leaf.shape]
+    sizes = [leaves[i].bytes_per_device(mesh) for i in own]
+    layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
+    why = offload.stay(sizes, [size // n for size, n in zip(sizes, layers, strict=True)])
+    found = list(leaves)
+    for i, reason in zip(own, why, strict=True):
+        rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=HOST)
+        note = f"device: {reason}" if reason else "host"
+        found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
+    on_host = [leaf.is_on_host for leaf in found]
+    update = _optimizer.update_in_parts(state, tx, on_host, list(map(by_layer, found)))
+    ways = {} if update is None else update.ways(len(update.streamed) - len(found))
+    for i, leaf in enumerate(found):
+        if leaf.is_on_host:
+            found[i] = dataclasses.replace(leaf, memory=f"host, {ways.get(i, 'updated at once')}")
+    return found
 
 
 def _shard_specs(
@@ -260,7 +311,7 @@ def _say_alone(platform: str) -> None:
         f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
         "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
         "so with mesh=.",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

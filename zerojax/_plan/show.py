@@ -28,6 +28,7 @@ TITLES = {
     OTHER: "other",
 }
 
+REASON = "why not sharded"  # the column that is wrapped first
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34
 Bounds = tuple[int, int]  # along one dimension
@@ -76,7 +77,7 @@ def parts(plan: Layout, leaf: LeafPlan, devices: Sequence[Device]) -> list[list[
 
 def _held(plan: Layout, leaf: LeafPlan) -> dict[Device, list[Bounds]]:
     """Returns the part of a leaf that each device has, by dimension and without the padding."""
-    index = leaf.rest.sharding(plan.mesh).devices_indices_map(leaf.padded_shape)
+    index = leaf.rest.on_device.sharding(plan.mesh).devices_indices_map(leaf.padded_shape)
     shapes = list(zip(leaf.padded_shape, leaf.shape, strict=True))
     return {
         device: [_clipped(piece, *sizes) for piece, sizes in zip(pieces, shapes, strict=True)]
@@ -191,8 +192,9 @@ def groups_text(groups: Groups) -> str:
 
 def plan_text(plan: Layout) -> str:
     rows = [*_rows(plan), *_total_rows(plan)]
-    reason = len(rows[0]) - 1
-    table = text_table(rows, right=(reason - 2, reason - 1), flexible=(0, reason))
+    reason = rows[0].index(REASON)
+    flexible = (0, *range(reason, len(rows[0])))
+    table = text_table(rows, right=(reason - 2, reason - 1), flexible=flexible)
     return f"{paragraphs([plan_title(plan)])}\n{table}"
 
 
@@ -201,16 +203,25 @@ def plan_html(plan: Layout) -> str:
 
 
 def _rows(plan: Layout) -> list[Row]:
-    """Makes the rows of the leaves; only a plan that pads some has a column for that."""
-    pads = _rests_padded(plan)
+    """Makes the rows of the leaves; only plans that pad some, or have some in host memory, have
+    columns for that."""
+    pads, names_memory = _rests_padded(plan), _names_memory(plan)
     head = ("padded to",) * pads
-    rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", "why not sharded")]
+    rows: list[Row] = [
+        ("leaf", "shape", *head, "spec", "size", "per device", REASON, *("memory",) * names_memory)
+    ]
     for leaf in plan.leaves:
         shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
         padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
         size, part = human_bytes(leaf.nbytes), human_bytes(leaf.bytes_per_device(plan.mesh))
-        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, leaf.reason or ""))
+        memory = (leaf.memory or "",) * names_memory
+        why = leaf.reason or ""
+        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, why, *memory))
     return rows
+
+
+def _names_memory(plan: Layout) -> bool:
+    return any(leaf.memory for leaf in plan.leaves)
 
 
 def _rests_padded(plan: Layout) -> bool:
@@ -218,13 +229,18 @@ def _rests_padded(plan: Layout) -> bool:
 
 
 def _total_rows(plan: Layout) -> list[Row]:
-    now = plan.bytes_per_device()
-    full = dict.fromkeys(now, 0)
+    now, on_host = plan.bytes_per_device(), plan.host_bytes_per_device()
+    full, full_on_host = dict.fromkeys(now, 0), dict.fromkeys(now, 0)
     for leaf in plan.leaves:
-        full[leaf.kind] += leaf.nbytes
+        (full_on_host if leaf.is_on_host else full)[leaf.kind] += leaf.nbytes
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
     sums.append(("in all", sum(full.values()), sum(now.values())))
     if kept := plan.kept_bytes():
         sums.append(("parameters that a step keeps", full[PARAMS], kept))
-    empty = ("",) * (2 + _rests_padded(plan))
-    return [(kind, *empty, human_bytes(size), human_bytes(part), "") for kind, size, part in sums]
+    for kind in now:
+        if on_host[kind]:
+            sums.append((f"{TITLES[kind]} in host memory", full_on_host[kind], on_host[kind]))
+    before, after = ("",) * (2 + _rests_padded(plan)), ("",) * (1 + _names_memory(plan))
+    return [
+        (name, *before, human_bytes(size), human_bytes(part), *after) for name, size, part in sums
+    ]

@@ -27,8 +27,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 
+from zerojax import _compat
 from zerojax._state.refusals import is_flax_module
 from zerojax._state.state import OPT_STATE, PARAMS, get_tx
 from zerojax._types import PyTree
@@ -43,7 +45,7 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
     def __new__(cls, tx: optax.GradientTransformation, plan: Any) -> "PlannedTransformation":
         original = getattr(tx, "original", tx)
         init, update = original.init, original.update
-        if plan.pads:
+        if plan.pads or plan.offloads:
             init = functools.partial(_init, original, plan)
             update = functools.partial(_update, original, plan)
         self = super().__new__(cls, init, update)
@@ -82,7 +84,9 @@ def _update(
     params: PyTree = None,
     **extra: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Runs `tx.update` on logical shapes; what it returns is padded where its arguments are."""
+    """Runs `tx.update` on logical shapes, on the devices; what it returns is padded, and in host
+    memory, where its arguments are."""
+    resting, state = state, jax.tree.map(_compat.fetched, state)
     extra = {name: plan.logical_part(value, PARAMS) for name, value in extra.items()}
     new_updates, new_state = tx.update(
         plan.logical_part(updates, PARAMS),
@@ -91,10 +95,11 @@ def _update(
         **extra,
     )
     like = updates if params is None else params
-    return (
-        plan.padded_part(new_updates, PARAMS, like),
-        plan.padded_part(new_state, OPT_STATE, state),
+    new_state = plan.padded_part(new_state, OPT_STATE, state)
+    new_state = jax.tree.map(
+        lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new, new_state, resting
     )
+    return plan.padded_part(new_updates, PARAMS, like), new_state
 
 
 @dataclasses.dataclass(frozen=True)

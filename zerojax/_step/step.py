@@ -21,7 +21,7 @@ from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
 from zerojax._plan.precision import Precision, wide
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._step import finite as _finite
+from zerojax._step import finite as _finite, host_slices as _slices, stream as _stream
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.idle_axes import check_used
 from zerojax._step.program import Options
@@ -126,7 +126,10 @@ class Step:
             return {}
         ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
         padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
-        return _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded)
+        options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded)
+        if plan.offloads and not _slices.are_found(plan.mesh.devices.flat[0]):
+            options.pop(_xla_options.DOUBLE_BUFFER, None)
+        return options
 
     def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
         """Raises where several processes run different steps; asked once for a plan and shapes.
@@ -259,16 +262,21 @@ def _train(
     aux, fields = split_fields(aux, logical, recipe.mutable)
     grads = plan.logical_grads(grads)
     metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
-    # From stage 1 on the optimizer sees shards of everything, so XLA updates shards only.
-    old_state = plan.scatter(state)
-    with jax.named_scope("optimizer"):
-        new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
-    if recipe.skip_nonfinite or scale is not None:
-        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
+    guards = recipe.skip_nonfinite or scale is not None
+    finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+
+    def update(old_state: PyTree, grads: PyTree) -> PyTree:
+        with jax.named_scope("optimizer"):
+            new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
+        if guards:
+            new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
+        return new_state
+
+    new_state = _stream.updated(update, plan, state, grads)
+    if guards:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
-        if scale is not None:
-            metrics["loss_scale"] = scale.scale
+    if scale is not None:
+        metrics["loss_scale"] = scale.scale
     if aux is not None:
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's, and no memory to gather into.

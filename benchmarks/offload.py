@@ -1,0 +1,109 @@
+"""Optimizer state in host memory, on GPUs that are not there, by the speed of their link to it.
+
+python benchmarks/offload.py           # printed
+python benchmarks/offload.py --json    # and stored
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+import figures  # before JAX: it says what JAX may look for
+import jax
+import jax.numpy as jnp
+import optax
+import results
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax._forecast import presets as _presets
+
+LINKS = (50, 35, 25, 12.5)  # GB/s in each direction, of each GPU
+STORED = pathlib.Path(__file__).parent / "offload.json"
+ADAM, CLIPPED = optax.adamw(1e-4), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    model: str
+    gpus: str
+    rows: int  # of each GPU
+    tx: optax.GradientTransformation = ADAM
+    offload: str | None = "opt_state"
+    at_once: bool = False  # the whole tree to the devices and back, as a loop by hand would
+
+
+ROWS = {
+    "7.5B on 8 H100s: on the devices": Row("7.5b", "8xH100", 4, offload=None),
+    "7.5B on 8 H100s: in host memory": Row("7.5b", "8xH100", 4),
+    "7.5B on 8 H100s: in host memory, clipped": Row("7.5b", "8xH100", 4, CLIPPED),
+    "7.5B on 8 H100s: the whole tree at once": Row("7.5b", "8xH100", 4, at_once=True),
+    "7.5B on one H100: on the device": Row("7.5b", "1xH100", 16, offload=None),
+    "7.5B on one H100: in host memory": Row("7.5b", "1xH100", 16),
+    "13B on one H200: in host memory": Row("13b", "1xH200", 16),
+    "1.5B on one T4: in host memory": Row("1.5b", "1xT4", 2),
+    "1.5B on one L4: in host memory": Row("1.5b", "1xL4", 8),
+}
+
+
+def stepped(row, plan, model):
+    """A step of zerojax, or by hand: `apply_gradients` fetches all of the state and stores it."""
+    if not row.at_once:
+        return zerojax.train_step(model.loss, plan=plan)
+    value_and_grad = zerojax.value_and_grad(model.loss, plan)
+
+    def step(state, batch):
+        loss, grads = value_and_grad(state.params, batch)
+        return plan.constrain(state.apply_gradients(grads=grads)), loss
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def measured(row):
+    """Compiles a model's step and replays it for each speed of the link."""
+    model, mesh = _presets.preset(row.model), zerojax.aot.mesh(row.gpus)
+    if row.gpus.endswith("T4"):  # has no bfloat16
+        model = dataclasses.replace(model, compute=jnp.float16)
+    precision = zerojax.Precision(compute=model.compute)
+
+    def make():
+        params = model.make_state().params
+        return TrainState.create(apply_fn=None, params=params, tx=row.tx)
+
+    plan = zerojax.plan(make, mesh=mesh, offload=row.offload, precision=precision)
+    batch = zerojax.aot.batch(model.batch(row.rows * plan.size), plan)
+    program = stepped(row, plan, model).lower(plan.abstract(), batch).compile()
+    found = {}
+    for speed in LINKS:
+        report = zerojax.audit(program, plan=plan)
+        rates = dataclasses.replace(report.gpu.rates, host=speed * 1e9)
+        report = zerojax.audit(
+            program, plan=plan, gpu=dataclasses.replace(report.gpu, given_rates=rates)
+        )
+        found[f"step_ms at {speed} GB/s"] = round(1e3 * report.step_seconds, 1)
+    gib = lambda count: round(count / 2**30, 2)
+    return found | {
+        "compute_ms": round(1e3 * report.replay.compute, 1),
+        "device_gib": gib(report.memory.peak),
+        "usable_gib": gib(report.gpu.usable),
+        "host_gib": gib(report.memory.on_host),
+        "to_device_gib": gib(report.host_bytes("to the device")),
+        "to_host_gib": gib(report.host_bytes("to the host")),
+        "findings": report.findings(),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
+    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
+    arguments = parser.parse_args()
+    kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions())
+    for name in results.chosen(arguments.only, ROWS):
+        row = {"row": name} | measured(ROWS[name])
+        print(row, flush=True)
+        kept.put(name, row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What an audit finds wrong with state in host memory."""
+
+import dataclasses
+
+import pytest
+
+import zerojax
+from tests import audits
+from zerojax._audit import transfers as _transfers
+from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def report():
+    """An audit whose plan has the moments in host memory, as of a program for GPUs."""
+    mesh = audits.mesh_of("cpu")
+    plan = zerojax.plan(audits.make_state, mesh=mesh, offload=zerojax.Offload(min_bytes=1024))
+    made = audits.audited(audits.planned("cpu", 3))
+    return dataclasses.replace(made, plan=plan, backend="gpu")
+
+
+def found(report, transfers, on_host=None, temporary=0):
+    """The findings for some copies of a program; by default, it has the planned bytes."""
+    planned = sum(report.plan.host_bytes_per_device().values())
+    assert 0 < planned < MIB
+    memory = dataclasses.replace(
+        report.memory, on_host=planned if on_host is None else on_host, host_temporary=temporary
+    )
+    replay = dataclasses.replace(report.replay, transfers=transfers)
+    return list(_transfers.findings(dataclasses.replace(report, memory=memory, replay=replay)))
+
+
+def copy(report, way, nbytes, by_engine=True, trips=1):
+    instruction = next(iter(report.module.computations[report.module.entry].values()))
+    return Transfer(instruction, way, nbytes, by_engine, trips)
+
+
+def test_bytes_that_travel_once_each_way_are_as_promised(report):
+    assert found(report, [copy(report, TO_DEVICE, MIB), copy(report, TO_HOST, MIB)]) == []
+
+
+@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
+def test_what_travels_twice_is_found(report, way):
+    (finding,) = found(report, [copy(report, way, MIB / 2, trips=8)])
+    assert finding.startswith(f"4.0 MiB are copied {way} in a step, and the plan has")
+    assert finding.endswith("Look for state that the step reads outside of the optimizer.")
+
+
+def test_state_elsewhere_than_planned_is_found(report):
+    (finding,) = found(report, [], on_host=3 * MIB)
+    assert finding.startswith("3.0 MiB of the state are in host memory and the plan has")
+
+
+def test_copies_within_host_memory_are_found(report):
+    (finding,) = found(report, [], temporary=2 * MIB)
+    assert finding.startswith("2.0 MiB of host memory are temporary") and "donate=True" in finding
+    (finding,) = found(report, [copy(report, IN_HOST, 2 * MIB)])
+    assert "is a copy from host memory to host memory. Look for a loop" in finding
+
+
+def test_kernels_that_read_host_memory_are_found_in_loops(report):
+    slow = copy(report, TO_DEVICE, MIB + 1, by_engine=False, trips=2)
+    assert any("is made by a kernel" in one for one in found(report, [slow]))
+    alone = copy(report, TO_DEVICE, MIB + 1, by_engine=False)
+    assert found(report, [alone]) == []
+
+
+def test_cpus_have_one_memory(report):
+    assert list(_transfers.findings(dataclasses.replace(report, backend="cpu"))) == []

@@ -1,0 +1,44 @@
+"""Slices of host memory, and whether XLA finds them."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax._step import host_slices as _slices
+
+
+def test_a_layer_is_read_and_written_as_a_stack_of_one():
+    stack = jnp.arange(24.0).reshape(4, 3, 2)
+    read = jax.jit(_slices.layer_of)(stack, 2)
+    np.testing.assert_array_equal(read, stack[2:3])
+    written = jax.jit(_slices.with_layer)(stack, -read, 1)
+    np.testing.assert_array_equal(written, stack.at[1].set(-stack[2]))
+
+
+def test_the_program_that_is_looked_at_reads_each_layer_and_doubles_it():
+    stack, total = jnp.arange(9.0)[:, None, None] * jnp.ones((9, 2, 2)), jnp.zeros((1, 2, 2))
+    with jax.transfer_guard("allow"):
+        new, total = jax.jit(_slices._walk)(jax.device_put(stack, jax.memory.Space.Host), total)
+    np.testing.assert_array_equal(np.asarray(new)[:8], 2 * stack[:8])
+    np.testing.assert_array_equal(total, np.full((1, 2, 2), sum(range(8))))
+
+
+def test_cpus_have_no_copy_engines():
+    assert _slices.are_found(jax.devices()[0])
+
+
+@pytest.mark.gpu_code
+def test_only_an_older_xla_takes_other_layers():
+    _slices.are_found.cache_clear()
+    (device,) = zerojax.aot.mesh("1xH100").devices.flat
+    if jax.__version_info__ < (0, 11):
+        with pytest.warns(UserWarning, match="A newer JAX needs neither"):
+            assert not _slices.are_found(device)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _slices.are_found(device)

@@ -1,0 +1,56 @@
+"""Which optimizer state rests in host memory."""
+
+import pytest
+
+from zerojax._update.offload import POOL_LIMIT, Offload, as_offload, check_pool
+
+SIZES = [100, 400, 50, 300]
+
+
+@pytest.mark.parametrize(
+    ("share", "goes"),
+    [(True, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3}), (False, set()), (0.0, set()), (0.5, {1, 3}),
+     (0.47, {1}), (0.9, {0, 1, 3})],
+)  # fmt: skip
+def test_the_largest_leaves_go_until_they_have_the_share(share, goes):
+    why = Offload(opt_state=share, min_bytes=1).stay(SIZES, SIZES)
+    assert {k for k, reason in enumerate(why) if reason is None} == goes
+    assert {reason for reason in why if reason} <= {f"opt_state={share} is reached"}
+
+
+def test_what_travels_in_small_pieces_stays():
+    why = Offload(min_bytes=100).stay(SIZES, [100, 99, 50, 300])
+    assert why == [None, "smaller than 100 B", "smaller than 100 B", None]
+
+
+def test_short_forms():
+    assert as_offload(None) is None
+    assert as_offload("opt_state") == Offload(opt_state=True)
+    assert as_offload(Offload(0.5)) == Offload(opt_state=0.5)
+
+
+@pytest.mark.parametrize("wrong", ["params", True, 0.5, {"opt_state"}])
+def test_another_offload_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"Pass 'opt_state', or zerojax.Offload\(opt_state=0.5\)"):
+        as_offload(wrong)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "all", None])
+def test_another_share_is_refused(share):
+    with pytest.raises(ValueError, match=r"Pass a number from 0.0 to 1.0"):
+        Offload(opt_state=share)
+
+
+@pytest.mark.parametrize("count", [-1, 0.5, True])
+def test_another_number_of_bytes_is_refused(count):
+    with pytest.raises(ValueError, match="Pass an integer, 0 for all leaves"):
+        Offload(min_bytes=count)
+
+
+def test_more_than_xla_pins_is_refused(monkeypatch):
+    monkeypatch.delenv(POOL_LIMIT, raising=False)
+    check_pool(64 * 2**30)
+    with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts; otherwise"):
+        check_pool(100 * 2**30 + 1)
+    monkeypatch.setenv(POOL_LIMIT, "111")
+    check_pool(100 * 2**30 + 1)

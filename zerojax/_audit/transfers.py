@@ -1,0 +1,57 @@
+"""What the contract says of state in host memory: each byte travels once in each direction, by the
+copy engines, and nothing else is kept there."""
+
+from collections.abc import Iterator
+
+from zerojax._audit.measured import Measured
+from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
+from zerojax._text import human_bytes
+
+SMALL = 2**20  # bytes of a copy that may be anything
+MOST = 1.01  # times the plan's bytes, of those that are copied
+
+
+def findings(report: Measured) -> Iterator[str]:
+    """Yields what breaks the contract of a program for GPUs. For CPUs all memory is one."""
+    if report.plan is None or report.backend != "gpu":
+        return
+    planned = sum(report.plan.host_bytes_per_device().values())
+    if abs(report.memory.on_host - planned) > SMALL:
+        yield (
+            f"{human_bytes(report.memory.on_host)} of the state are in host memory and the plan "
+            f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
+            "state by this plan."
+        )
+    for way in (TO_DEVICE, TO_HOST) if report.trains else ():
+        copied = report.host_bytes(way)
+        if copied > planned * MOST + SMALL:
+            yield (
+                f"{human_bytes(copied)} are copied {way} in a step, and the plan has "
+                f"{human_bytes(planned)} in host memory, which travel once. Look for state that "
+                "the step reads outside of the optimizer."
+            )
+    if report.memory.host_temporary > SMALL:
+        yield (
+            f"{human_bytes(report.memory.host_temporary)} of host memory are temporary: XLA copies "
+            "state there instead of updating it in place. Donate the state, donate=True."
+        )
+    yield from map(_told, filter(_is_slow, report.replay.transfers))
+
+
+def _is_slow(one: Transfer) -> bool:
+    # Outside of loops nothing else occupies the GPU.
+    return one.nbytes > SMALL and (one.way == IN_HOST or (one.trips > 1 and not one.by_engine))
+
+
+def _told(one: Transfer) -> str:
+    what = f"{one.instruction.name}, {human_bytes(one.total_bytes)} a step"
+    if one.way == IN_HOST:
+        return (
+            f"{what}, is a copy from host memory to host memory. Look for a loop that reads and "
+            "writes one stack in host memory in the same turn."
+        )
+    return (
+        f"{what} {one.way}, is made by a kernel, which occupies the GPU, and not by its copy "
+        "engines. XLA could not tell where the slice is: index stacks in host memory by the "
+        "loop's own counter."
+    )

@@ -1,0 +1,80 @@
+"""Slices of host memory, and whether XLA finds them."""
+
+import functools
+import re
+import warnings
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from zerojax import _compat
+from zerojax._engine.xla_options import DOUBLE_BUFFER
+from zerojax._plan.placement import Placement
+from zerojax._types import Device
+from zerojax._update.offload import HOST
+
+# [Note: slices of host memory]
+# The GPU's engines copy a slice of a stack in host memory, beside its kernels, only where XLA sees
+# that the index is linear in the counter of the loop. From an `arange`, a clamp, or a negative
+# index that wraps around, the copy becomes a kernel, which occupies the GPU. The engines are given
+# an address, `offset + stride * iteration`. XLA of JAX 0.10 takes the stride of a layer and no
+# offset, even if the index is another one than the counter (the next layer's) or if it has doubled
+# the body of the loop. Other layers would be copied, and nothing would say so.
+
+_ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
+_LAYERS, _WIDTH = 9, 1024  # of the loop that is looked at
+
+
+def layer_of(stack: Array, i: int | Array) -> Array:
+    """Returns layer `i` of a stack, as a stack of one."""
+    start, sizes = (i, *[0] * (stack.ndim - 1)), (1, *stack.shape[1:])
+    return lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
+
+
+def with_layer(stack: Array, layer: Array, i: int | Array) -> Array:
+    """Writes layer `i` into a stack, in place where a loop carries it."""
+    start = (i, *[0] * (stack.ndim - 1))
+    return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
+
+
+@functools.cache
+def are_found(device: Device) -> bool:
+    """Whether XLA finds the next layer's slice, and those of loops that it doubled.
+
+    It compiles such a loop and reads the addresses. See the note above.
+    """
+    if not _compat.is_gpu(device):
+        return True
+    mesh = Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
+    here = Placement(PartitionSpec())
+    there = Placement(PartitionSpec(), memory=HOST)
+    layer = (1, _WIDTH, _WIDTH)
+    stack = jax.ShapeDtypeStruct((_LAYERS, *layer[1:]), "float32", sharding=there.sharding(mesh))
+    total = jax.ShapeDtypeStruct(layer, "float32", sharding=here.sharding(mesh))
+    options = {DOUBLE_BUFFER: True}
+    program = jax.jit(_walk, donate_argnums=0, compiler_options=options).lower(stack, total)
+    nbytes = 4 * _WIDTH**2
+    found = {(int(a), int(b)) for a, b in _ADDRESS.findall(program.compile().as_text() or "")}
+    right = all(b == 2 * nbytes for _, b in found)
+    if not right:
+        warnings.warn(
+            f"JAX {jax.__version__} does not find slices of host memory in loops that it doubles, "
+            "so steps with state there run without that: they copy gathered weights from layer to "
+            "layer, and wait longer for the host. A newer JAX needs neither.",
+            stacklevel=2,
+        )
+    return right
+
+
+def _walk(stack: Array, total: Array) -> tuple[Array, Array]:
+    """Reads each layer a turn early, and writes it back."""
+
+    def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        stack, total, layer = carry
+        stack = with_layer(stack, _compat.stored(layer * 2), i)
+        return stack, total + layer, _compat.fetched(layer_of(stack, i + 1))
+
+    first = _compat.fetched(layer_of(stack, 0))
+    return lax.fori_loop(0, _LAYERS - 1, turn, (stack, total, first))[:2]

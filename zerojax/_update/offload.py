@@ -1,0 +1,83 @@
+"""Which part of a state rests in host memory."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+
+from zerojax._text import human_bytes
+
+POOL_LIMIT, POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64  # XLA's variable, its default
+HOST = "pinned_host"  # what JAX calls host memory that a GPU copies to and from by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What rests in host memory between steps. A step has it on the devices a part at a time.
+
+    Arguments:
+        opt_state: True for the optimizer state, or a share of its bytes, from 0.0 to 1.0: the
+            largest leaves go, until they have that share.
+        min_bytes: what is smaller on each device, a leaf or one layer of a stack, stays there. It
+            would save nothing and be slow to send.
+
+    Example:
+        >>> params = {"w": jnp.ones((1024, 256))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3, offload=zerojax.Offload())
+        >>> print(state.opt_state[0].mu["w"].sharding.memory_kind)
+        pinned_host
+    """
+
+    opt_state: bool | float = True
+    min_bytes: int = 2**16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.opt_state, bool | int | float) or not 0 <= self.opt_state <= 1:
+            raise ValueError(
+                f"Offload(opt_state={self.opt_state!r}) is neither True nor False nor a share of "
+                "the bytes. Pass a number from 0.0 to 1.0."
+            )
+        if type(self.min_bytes) is not int or self.min_bytes < 0:
+            raise ValueError(
+                f"Offload(min_bytes={self.min_bytes!r}) is not a number of bytes. Pass an integer, "
+                "0 for all leaves."
+            )
+
+    def stay(self, sizes: Sequence[int], pieces: Sequence[int]) -> list[str | None]:
+        """Returns, for each leaf of the optimizer state, why it stays on the device; None for one
+        that goes. `sizes` are the bytes that a device has of each, `pieces` those that travel at
+        once."""
+        small = f"smaller than {human_bytes(self.min_bytes)}"
+        why = [small if piece < self.min_bytes else None for piece in pieces]
+        left = float(self.opt_state) * sum(sizes)
+        for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+            if why[k] is None and left <= 0:
+                why[k] = f"opt_state={self.opt_state} is reached"
+            elif why[k] is None:
+                left -= sizes[k]
+        return why
+
+
+def check_pool(nbytes: int) -> None:
+    """Raises where one process would have more in pinned memory than XLA gives it."""
+    limit = float(os.environ.get(POOL_LIMIT, POOL_GB)) * 2**30
+    if nbytes > limit:
+        raise ValueError(
+            f"{human_bytes(nbytes)} of this process's state are to rest in host memory, and XLA "
+            f"keeps at most {human_bytes(int(limit))} of it pinned. If the host has more, set "
+            f"{POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before JAX starts; otherwise leave a "
+            "part on the devices: offload=zerojax.Offload(opt_state=0.5)."
+        )
+
+
+def as_offload(given: Offload | str | None) -> Offload | None:
+    """Returns what `offload=` stands for."""
+    if given is None or isinstance(given, Offload):
+        return given
+    if given == "opt_state":
+        return Offload()
+    raise ValueError(
+        f"offload={given!r} is not known. Pass 'opt_state', or zerojax.Offload(opt_state=0.5) for "
+        "half of it."
+    )
