@@ -31,6 +31,7 @@ parser.add_argument("--layers", type=int)
 parser.add_argument("--dim", type=int, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=512, help="length of a training sequence")
 parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--plot", help="a prefix for pictures of the largest model's memory")
 
@@ -52,8 +53,8 @@ def workload(layers, dim, args):
 def forecast(size, offload, gpu, args):
     loss_fn, make_state = workload(*size, args)
     batch = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
-    gpus = f"1x{gpu}"
-    return zerojax.forecast(loss_fn, make_state, batch, gpus=gpus, stages=0, offload=offload)
+    options = {"gpus": f"1x{gpu}", "stages": 0, "accumulate": args.accumulate}
+    return zerojax.forecast(loss_fn, make_state, batch, offload=offload, **options)
 
 
 def parameters(size, args):
@@ -90,7 +91,7 @@ def described(case):
 def train(size, offload, args):
     loss_fn, make_state = workload(*size, args)
     state = zerojax.shard_train_state(make_state, stage=0, offload=offload)
-    step = zerojax.train_step(loss_fn)
+    step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     text, _ = read_text()
     rows = batches(text, args.batch, args.tokens + 1)
     for number in range(args.steps):

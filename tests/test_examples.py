@@ -167,6 +167,7 @@ def test_slurm_requeues_what_was_saved_before_its_end(tmp_path, code):
         assert (tmp_path / "asked").read_text() == "requeue 17\n"
 
 
+@pytest.mark.slow
 def test_lora_learns_with_the_base_frozen(gpt, tmp_path):
     base, adapters = gpt[0] / "base", tmp_path / "adapters"
     options = ["--steps", 20, "--eval-every", 20, "--sample", 0, "--accumulate", 2]

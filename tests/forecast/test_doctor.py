@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from zerojax._forecast import doctor as _doctor
+from zerojax._update.offload import POOL_LIMIT
 
 
 def statuses(**environ):
@@ -15,6 +16,7 @@ def test_doctor_finds_nothing_in_a_clean_environment():
     found = statuses()
     assert found["flags"] == ("ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
     assert found["processes"][0] == "ok" and found["memory"][0] == "note"
+    assert "host memory" not in found, "there is no GPU"
     assert found["versions"][0] == "ok" and "optax" in found["versions"][1]
 
 
@@ -37,6 +39,8 @@ def test_doctor_finds_nothing_in_a_clean_environment():
         ({"XLA_CLIENT_MEM_FRACTION": ".9"}, "memory", "ok", "takes 90% of each GPU"),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, "memory", "ok", "takes 92% of each GPU"),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, "memory", "fail", "'most' is no share of a"),
+        ({POOL_LIMIT: "128"}, "host memory", "ok", "offload= may use 128 GiB in each process"),
+        ({POOL_LIMIT: "all"}, "host memory", "fail", "'all' is no number of GiB. Set it to 64"),
         ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
         ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
     ],

@@ -16,7 +16,7 @@ from tests.reference import assert_close, assert_equal_bits, make_state
 BF16 = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 
 
-@pytest.mark.parametrize("stage", mostly_slow((0, 1, 2, 3), lambda stage: stage in (1, 3)))
+@pytest.mark.parametrize("stage", mostly_slow((0, 1, 2, 3), lambda stage: stage == 3))
 def test_master_copies_train_like_float32_and_parameters_are_their_rounding(stage):
     made = gpt(True)
     state = make_state(made, optax.adamw(1e-3))

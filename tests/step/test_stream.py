@@ -165,6 +165,36 @@ def test_groups_and_the_host():
     same_after(2, mesh=zerojax.mesh(node=2, gpu=4), groups={"params": "gpu"})
 
 
+def test_state_that_was_moved_to_the_devices_comes_back():
+    state, step = trained(ALL)
+    here = jax.device_put(state.opt_state, jax.memory.Space.Device)
+    assert not any(map(is_on_host, jax.tree.leaves(here)))
+    moved, _ = step(state.replace(opt_state=here), BATCH)
+    state, _ = step(trained(ALL)[0], BATCH)
+    assert [is_on_host(x) for x in jax.tree.leaves(moved)] == list(
+        map(is_on_host, jax.tree.leaves(state))
+    )
+    assert_close(*jax.device_get((moved.params, state.params)), 1e-6)
+
+
+def test_a_state_without_its_optimizer():
+    """A pair; the plan is told the optimizer, or says that it was not."""
+    tx = optax.adam(1e-3)
+    params = stacks().params
+    pair = (params, tx.init(params))
+    text = str(zerojax.plan(pair, offload=ALL))
+    assert "host, updated as tx= allows: the plan was given none" in text
+    plan = zerojax.plan(pair, offload=ALL, tx=tx)
+    assert "host, updated layer by layer" in str(plan)
+    step = zerojax.train_step(loss, plan=plan, tx=tx)
+    state, _ = step(plan.place(pair), BATCH)
+    wanted, _ = zerojax.train_step(loss, plan=zerojax.plan(pair, tx=tx), tx=tx)(
+        zerojax.plan(pair, tx=tx).place(pair), BATCH
+    )
+    assert_close(*jax.device_get((state, wanted)), 1e-6)
+    assert all(is_on_host(x) for x in jax.tree.leaves(state[1]) if x.ndim)
+
+
 def test_a_share_of_the_bytes():
     half = zerojax.Offload(opt_state=0.5, min_bytes=0)
     plan = zerojax.plan(stacks, offload=half)

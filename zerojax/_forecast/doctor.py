@@ -13,6 +13,7 @@ import jax
 
 from zerojax import aot
 from zerojax._hlo import gpus as _gpus
+from zerojax._update.offload import POOL_GB, POOL_LIMIT
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 OLDEST_JAX = (0, 10, 2)
@@ -58,6 +59,7 @@ def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
         *_devices(),
         *_flags(environ),
         Check("memory", *_memory(environ)),
+        *_host_memory(environ),
         Check("processes", *_processes(environ)),
         *_extras(),
     ]
@@ -125,6 +127,19 @@ def _memory(environ: Mapping[str, str]) -> tuple[str, str]:
     if share <= 0:
         return "fail", f"{name}={environ[name]!r} is no share of a GPU. Set it to 0.92, say."
     return "ok", f"JAX takes {share:.0%} of each GPU"
+
+
+def _host_memory(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Says how much of the host's memory `offload=` may use, where there are GPUs."""
+    given = environ.get(POOL_LIMIT)
+    if given is None and jax.default_backend() == "gpu":
+        text = f"offload= may use {POOL_GB} GiB in each process. For more, set {POOL_LIMIT}."
+        yield Check("host memory", "note", text)
+    elif given is not None and not given.isdigit():
+        text = f"{POOL_LIMIT}={given!r} is no number of GiB. Set it to {POOL_GB}, say."
+        yield Check("host memory", "fail", text)
+    elif given is not None:
+        yield Check("host memory", "ok", f"offload= may use {given} GiB in each process")
 
 
 def _processes(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -234,9 +234,10 @@ def _offloaded(
     on_host = [leaf.is_on_host for leaf in found]
     update = _optimizer.update_in_parts(state, tx, on_host, list(map(by_layer, found)))
     ways = {} if update is None else update.ways(len(update.streamed) - len(found))
+    unknown = "updated as tx= allows: the plan was given none" if tx is None else "updated at once"
     for i, leaf in enumerate(found):
         if leaf.is_on_host:
-            found[i] = dataclasses.replace(leaf, memory=f"host, {ways.get(i, 'updated at once')}")
+            found[i] = dataclasses.replace(leaf, memory=f"host, {ways.get(i, unknown)}")
     return found
 
 

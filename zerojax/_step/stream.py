@@ -54,7 +54,9 @@ class _Streamed:
         self.leaves: list[LeafPlan] = [*plan.params, *plan.leaves]
         self.values: list[Any] = [*grads]
         for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
-            self.values.append(value if leaf.is_on_host else plan.scattered(value, leaf))
+            # A user may have moved some of it to the devices.
+            rests_there = leaf.is_on_host and _compat.is_on_host(value)
+            self.values.append(value if rests_there else plan.scattered(value, leaf))
         streamed = list(map(_compat.is_on_host, self.values))
         shapes = list(map(_shape, self.values, self.leaves))
         self.update = Update(update, shapes, streamed, list(map(by_layer, self.leaves)))
