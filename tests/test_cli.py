@@ -220,6 +220,7 @@ def test_gpus_that_do_not_divide_the_model(run, module):
 
 
 @pytest.mark.gpu_code
+@pytest.mark.filterwarnings("ignore:.* does not find slices of host memory")  # older JAX
 def test_state_in_host_memory(run, module):
     name = module("mymodel", MODEL) + ":model"
     gpus = ("--gpus", "1xT4", "--offload", "opt_state", "--host-link", "1", "--json")
