@@ -116,26 +116,59 @@ class Cut:
         return dataclasses.replace(self, dim=dim, rank=len(dims), others=others)
 
 
-@functools.partial(register_dataclass, data_fields=["shard", "rest"], meta_fields=[])
+@functools.partial(register_dataclass, data_fields=["stacks", "given"], meta_fields=["apply"])
+@dataclasses.dataclass(frozen=True)
+class Updating:
+    """How a loop over layers updates a parameter in backward, as soon as it has a layer's gradient.
+
+    `apply(grad, layers, given)` returns the new `layers`, one of each of `stacks`: the parameter as
+    it rests, then all else that is updated with it. What JAX takes for the gradients of `stacks` is
+    the stacks after the update.
+    """
+
+    stacks: tuple[Array, ...]
+    given: tuple[Array, ...]
+    apply: Callable[[Array, list[Array], Sequence[Array]], list[Array]]
+
+
+@functools.partial(register_dataclass, data_fields=["shard", "rest", "updating"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:
     """A parameter as one device has it: the shard that its gradient leaves through, and what rests.
 
     Where the two are sharded alike, `rest` is None and the shard is what rests. Otherwise (at
     stages below 3 the full weight rests; what microbatches share was brought near) the shard's
-    value is never read; at stage 0 it is as large.
+    value is never read; at stage 0 it is as large. Where backward is `updating` the parameter, it
+    rests there.
     """
 
     shard: Array
     rest: Array | None = None
+    updating: Updating | None = None
 
     @property
     def source(self) -> Array:
         """The array that the full weight is obtained from."""
+        if self.updating is not None:
+            return self.updating.stacks[0]
         return self.shard if self.rest is None else self.rest
 
+    @property
+    def as_read(self) -> "Held":
+        """The parameter without what updates it."""
+        return self if self.updating is None else Held(self.shard, rest=self.source)
+
+    def read_from(self, held: "Held") -> "Held":
+        """Returns the parameter as it is updated, read from another value of `as_read`."""
+        if self.updating is None:
+            return held
+        stacks = (held.source, *self.updating.stacks[1:])
+        return Held(held.shard, updating=dataclasses.replace(self.updating, stacks=stacks))
+
     def map(self, change: Callable[[Array], Array]) -> "Held":
-        return Held(change(self.shard), None if self.rest is None else change(self.rest))
+        """Returns a view of the parameter, which nothing updates."""
+        held = self.as_read
+        return Held(change(held.shard), None if held.rest is None else change(held.rest))
 
 
 Parts = tuple[Array, ...]  # what a codec made of an array

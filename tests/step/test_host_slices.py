@@ -11,14 +11,6 @@ import zerojax
 from zerojax._step import host_slices as _slices
 
 
-def test_a_layer_is_read_and_written_as_a_stack_of_one():
-    stack = jnp.arange(24.0).reshape(4, 3, 2)
-    read = jax.jit(_slices.layer_of)(stack, 2)
-    np.testing.assert_array_equal(read, stack[2:3])
-    written = jax.jit(_slices.with_layer)(stack, -read, 1)
-    np.testing.assert_array_equal(written, stack.at[1].set(-stack[2]))
-
-
 def test_the_program_that_is_looked_at_reads_each_layer_and_doubles_it():
     stack, total = jnp.arange(9.0)[:, None, None] * jnp.ones((9, 2, 2)), jnp.zeros((1, 2, 2))
     with jax.transfer_guard("allow"):

@@ -26,7 +26,9 @@ BY_LAYER = {
 def in_parts(update, values):
     """The results of an update, part after part and layer after layer."""
     inputs = list(zip(values, update.streamed, update.stacked, strict=True))
-    free = _parts.run(update.beforehand(), [None if on_host else v for v, on_host, _ in inputs])
+    free = _parts.run(
+        update.beforehand(update.free), [None if on_host else v for v, on_host, _ in inputs]
+    )
     before = [free.pop() for _ in update.before][::-1]
     results = dict(zip(update.free, free, strict=True))
     for part in update.parts:

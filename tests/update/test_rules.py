@@ -56,7 +56,8 @@ MIX = {
 
 def labelled(function):
     update = _parts.Update(lambda v: [function(v[0])], [X], [True], [True])
-    return update, update._label_of(0)
+    pair = update.full.outvars[0], update.one.outvars[0]
+    return update, _rules.label(*pair, update.labels) if update.alike else MIXED
 
 
 @pytest.mark.parametrize("name", KEEP)

@@ -19,6 +19,7 @@ from zerojax._engine.vary import (
     T,
     Value,
     add,
+    add_held,
     gradients,
     is_float,
     merge,
@@ -264,7 +265,7 @@ class Body:
         num_roots = len(self.split.loop_roots)
         totals = self._by_var(d_sources[len(gathered) :])
         for root, grad in zip(self.split.loop_roots, d_roots_and_plain[:num_roots], strict=True):
-            totals[root] = Held(add(totals[root].shard, grad.shard))
+            totals[root] = add_held(totals[root], grad)
         grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
         return grads, d_sources[: len(gathered)]
 
@@ -279,7 +280,8 @@ class Body:
             if grad is not None:
                 seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
                 (mine,) = to_root(dispose(grad, seen.dtype, shard.cut))
-                totals[shard.root] = Held(add(totals[shard.root].shard, mine))
+                total = totals[shard.root]
+                totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, mine))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
     # -- what is differentiated

@@ -48,7 +48,7 @@ class Shard:
 
     def of(self, held: Held) -> Held:
         """Returns this variable, from its root."""
-        return held.map(self.view)
+        return held.map(self.view) if self.views else held
 
     def view(self, array: Array) -> Array:
         for one in self.views:

@@ -1,8 +1,8 @@
 """A scan over stacked weights, one layer gathered at a time in both directions.
 
 Forward keeps of each layer what its derivative needs, less the weights; backward walks the
-layers in reverse, gathers each again and reduce-scatters its gradient inside the loop.
-See the note in `body.py`.
+layers in reverse, gathers each again and reduce-scatters its gradient inside the loop, or updates
+the layer with it. See the note in `body.py`.
 """
 
 import dataclasses
@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._collectives import Parts
+from zerojax._collectives import Held, Parts
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
+from zerojax._update.in_loop import InLoop, Layer
+from zerojax._update.stacks import Index, layer_of
 
 
 class Layers:
@@ -73,22 +75,32 @@ class Layers:
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
+        in_loop, xs = InLoop(xs), as_read(xs)
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 
-        def step(state: tuple[list, list], layer: tuple[Any, list, list, list]) -> Any:
-            (d_carry, d_consts), (saved, near, d_ys, xs) = state, layer
+        last = self.loop.length - 1
+
+        def step(state: tuple, scanned: tuple[Any, list, list, list, Array]) -> tuple[tuple, list]:
+            (d_carry, d_consts, stacks, count), (saved, near, d_ys, xs, at) = state, scanned
+            layer = Layer(at, self.index(last - count))
+            xs = in_loop.as_updated(xs, layer_of([one[:1] for one in stacks], at))
             gathered = self.gathered(inputs, xs, near)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
-            return (d_carry, list(map(add, d_consts, more))), d_xs
+            stacks = in_loop.updated(stacks, in_loop.fetched(stacks, layer), d_xs, layer)
+            grads = d_carry, list(map(add, d_consts, more))
+            return (*grads, stacks, count + 1), in_loop.left(d_xs)
 
-        start = (d_carry, self.d_consts(consts, saved.wanted))
-        (d_carry, d_consts), d_xs = self.scan(
-            step, start, (saved, near, d_ys, xs), reverse=not self.loop.reverse
+        start = (d_carry, self.d_consts(consts, saved.wanted), in_loop.stacks, 0)
+        (d_carry, d_consts, stacks, _), d_xs = self.scan(
+            step,
+            start,
+            (saved, near, d_ys, xs, jnp.arange(last + 1)),
+            reverse=not self.loop.reverse,
         )
-        return [*d_consts, *d_carry, *d_xs]
+        return [*d_consts, *d_carry, *in_loop.gradients(d_xs, stacks)]
 
     # -- what both walks share
 
@@ -96,6 +108,10 @@ class Layers:
         return lax.scan(
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
         )
+
+    def index(self, at: Index) -> Index:
+        """Returns where in the stack the layer of an iteration is."""
+        return self.loop.length - 1 - at if self.loop.reverse else at
 
     def near(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Parts]:
         """Returns what one layer's weights are gathered from after their far hops."""
@@ -133,3 +149,8 @@ class Layers:
     def carry_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         _, carry, _ = self.parts(inputs)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+
+
+def as_read(inputs: Sequence[Value]) -> list[Value]:
+    """Returns the inputs of a loop without what updates them."""
+    return [x.as_read if isinstance(x, Held) else x for x in inputs]

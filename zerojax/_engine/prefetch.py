@@ -2,7 +2,6 @@
 layer before it computes.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax._collectives import Held, Parts
-from zerojax._engine.layers import Layers
+from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
-from zerojax._types import PyTree
+from zerojax._update.in_loop import InLoop, Layer, Stacks
+from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -26,9 +26,6 @@ from zerojax._types import PyTree
 # middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
 # The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
 # the weights that f(L-1) ended with.
-
-
-Index = int | Array  # an iteration, or a layer of the stack
 
 
 class PrefetchedLayers(Layers):
@@ -67,89 +64,18 @@ class PrefetchedLayers(Layers):
     def backward(
         self, inputs: Sequence[Value], saved: Any, near: list[Parts], cts: Sequence[Any]
     ) -> list[Gradient]:
-        """Each iteration reduce-scatters the previous layer's gradients and all-gathers the next
-        layer's weights while it computes its own layer."""
-        kept, last_kept, gathered = saved
-        d_carry, d_ys = self.d_outs(cts)
-        last = self.loop.length - 1
-        source_at = functools.partial(self.source_at, inputs, near)
-        compute = functools.partial(self.unreduced, inputs, d_ys)
-        reduced = functools.partial(self.reduced, inputs)
-
-        def step(state: tuple, count: Array) -> tuple[tuple, None]:
-            grads, gathered, left, stacks = state
-            at = last - 1 - count
-            done, (shards, parts) = reduced(left, at + 1), source_at(at - 1)
-            if self.how.in_turn:  # frees the gradients' memory before the weights need theirs
-                shards, parts, done = lax.optimization_barrier((shards, parts, done))
-            ahead = self.gathered(inputs, shards, parts)
-            stacks = with_layer(stacks, done, self.index(at + 1))
-            grads, left = compute(grads, gathered, layer_of(kept, at), at)
-            return (grads, ahead, left, stacks), None
-
-        consts, _, _ = self.parts(inputs)
-        grads = (d_carry, self.d_consts(consts, last_kept.wanted))
-        ahead = self.gathered(inputs, *source_at(last - 1))
-        gathered = gathered or self.gathered(inputs, *source_at(last))
-        grads, left = compute(grads, gathered, last_kept, last)
-        stacks = empty_stacks(jax.eval_shape(lambda left: reduced(left, last), left), last + 1)
-        (grads, gathered, left, stacks), _ = self.iterate(
-            step, (grads, ahead, left, stacks), last - 1
-        )
-        stacks = with_layer(stacks, reduced(left, 1), self.index(1))
-        (d_carry, d_consts), left = compute(grads, gathered, layer_of(kept, 0), 0)
-        return [*d_consts, *d_carry, *with_layer(stacks, reduced(left, 0), self.index(0))]
-
-    def unreduced(
-        self,
-        inputs: Sequence[Value],
-        d_ys: list[Gradient],
-        grads: tuple[list, list],
-        gathered: list[Array],
-        saved: Saved,
-        at: Index,
-    ) -> tuple[tuple[list, list], tuple[list, list]]:
-        """Returns the gradients of carry and constants after one layer's backward, and what is
-        left to reduce: the gradients of its shards and of its gathered weights."""
-        d_carry, d_consts = grads
-        d_layer = [*d_carry, *layer_of(d_ys, self.index(at))]
-        layer = self.layer_at(inputs, at)
-        d_inputs, d_gathered = self.body.unreduced(layer, gathered, saved, d_layer)
-        more, d_carry, d_xs = self.parts(d_inputs)
-        return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
-
-    def reduced(
-        self, inputs: Sequence[Value], left: tuple[list, list], at: Index
-    ) -> list[Gradient]:
-        """Returns one layer's gradients, reduce-scattered."""
-        d_xs, d_gathered = left
-        nothing = [None] * (len(inputs) - len(d_xs))
-        layer = self.layer_at(inputs, at)
-        return self.body.reduced(layer, [*nothing, *d_xs], d_gathered)[len(nothing) :]
-
-    def layer_at(self, inputs: Sequence[Value], at: Index) -> list[Any]:
-        """Returns the inputs of one layer's body; its carry is lost, so as types."""
-        consts, _, xs = self.parts(inputs)
-        return [*consts, *self.carry_types(inputs), *layer_of(xs, self.index(at))]
+        """Each iteration reduce-scatters the previous layer's gradients, updates it if that is done
+        here, and all-gathers the next layer's weights, while it computes its own layer."""
+        return _Backward(self, inputs, saved, near, cts).run()
 
     def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
-
-    def index(self, at: Index) -> Index:
-        """Returns where in the stack the layer of an iteration is."""
-        return self.loop.length - 1 - at if self.loop.reverse else at
 
     def brought(self, inputs: Sequence[Value], at: Index) -> tuple[list[Parts], list[Array]]:
         """Returns one layer's weights after their far hops, and all-gathered."""
         shards = self.shards_at(inputs, at)
         near = self.near(inputs, shards)
         return near, self.gathered(inputs, shards, near)
-
-    def source_at(
-        self, inputs: Sequence[Value], near: list[Parts], at: Index
-    ) -> tuple[list[Value | None], list[Parts]]:
-        """Returns what backward gathers one layer's weights from."""
-        return self.shards_at(inputs, at), layer_of(near, self.index(at))
 
     def shards_at(self, inputs: Sequence[Value], at: Index) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
@@ -158,17 +84,93 @@ class PrefetchedLayers(Layers):
         return layer_of(shards, self.index(at))
 
 
-def layer_of(stacks: PyTree, index: Index) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacks)
+class _Backward:
+    """Backward of one loop. An iteration is that of forward, so it counts down."""
 
+    def __init__(
+        self,
+        layers: PrefetchedLayers,
+        inputs: Sequence[Value],
+        saved: Any,
+        near: list[Parts],
+        cts: Sequence[Any],
+    ) -> None:
+        self.layers, self.body, self.index = layers, layers.body, layers.index
+        self.near, (self.kept, self.last_kept, self.last_weights) = near, saved
+        self.consts, self.carry, self.xs = layers.parts(inputs)
+        self.in_loop, self.inputs = InLoop(self.xs), as_read(inputs)
+        self.d_carry, self.d_ys = layers.d_outs(cts)
+        self.last = layers.loop.length - 1
 
-def empty_stacks(layer: PyTree, length: int) -> PyTree:
-    """Returns stacks of zeros for so many layers."""
-    return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), layer)
+    def run(self) -> list[Gradient]:
+        """Returns the gradients of the inputs."""
+        last, stacks = self.last, self.in_loop.stacks
+        grads = self.d_carry, self.layers.d_consts(self.consts, self.last_kept.wanted)
+        ahead = self.gathered(self.source_at(stacks, last - 1))
+        gathered = self.last_weights or self.gathered(self.source_at(stacks, last))
+        grads, left = self.unreduced(grads, gathered, self.last_kept, last)
+        types = jax.eval_shape(lambda left: self.in_loop.left(self.reduced(left, last)), left)
+        start = (grads, ahead, left, empty_stacks(types, last + 1), stacks, 0)
+        state, _ = self.layers.iterate(self.step, start, last - 1)
+        grads, gathered, left, d_stacks, stacks, _ = state
+        for at in (1, 0):
+            layer = Layer(self.index(at), self.index(at))
+            old, done = self.in_loop.fetched(stacks, layer), self.reduced(left, at)
+            d_stacks = self.stacked(d_stacks, done, at)
+            stacks = self.in_loop.updated(stacks, old, done, layer)
+            if at:
+                grads, left = self.unreduced(grads, gathered, layer_of(self.kept, 0), 0)
+        d_carry, d_consts = grads
+        return [*d_consts, *d_carry, *self.in_loop.gradients(d_stacks, stacks)]
 
+    def step(self, state: tuple, count: Array) -> tuple[tuple, None]:
+        """Computes a layer, and disposes of the one before it."""
+        grads, gathered, left, d_stacks, stacks, carried = state
+        at = self.last - 1 - count
+        layer = Layer(self.index(at + 1), self.index(self.last - carried))
+        old = self.in_loop.fetched(stacks, layer)
+        done, source = self.reduced(left, at + 1), self.source_at(stacks, at - 1)
+        if self.layers.how.in_turn:  # frees the gradients' memory before the weights need theirs
+            source, done = lax.optimization_barrier((source, done))
+        ahead = self.gathered(source)
+        d_stacks = self.stacked(d_stacks, done, at + 1)
+        grads, left = self.unreduced(grads, gathered, layer_of(self.kept, at), at)
+        old, left = self.in_loop.tied(old, left)
+        stacks = self.in_loop.updated(stacks, old, done, layer)
+        return (grads, ahead, left, d_stacks, stacks, carried + 1), None
 
-def with_layer(stacks: PyTree, layer: PyTree, index: Index) -> PyTree:
-    """Writes a layer into its stacks, in place where a loop carries them."""
-    return jax.tree.map(
-        lambda stack, one: lax.dynamic_update_index_in_dim(stack, one, index, 0), stacks, layer
-    )
+    def source_at(self, stacks: Stacks, at: Index) -> tuple[list[Value | None], list[Parts]]:
+        """Returns what one layer's weights are gathered from, some updated by now."""
+        xs = self.in_loop.as_updated(self.xs, stacks)
+        shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
+        return shards, layer_of(self.near, self.index(at))
+
+    def gathered(self, source: tuple[list[Value | None], list[Parts]]) -> list[Array]:
+        return self.layers.gathered(self.inputs, *source)
+
+    def unreduced(
+        self, grads: tuple[list, list], gathered: list[Array], saved: Saved, at: Index
+    ) -> tuple[tuple[list, list], tuple[list, list]]:
+        """Returns the gradients of carry and constants after one layer's backward, and what is
+        left to reduce: the gradients of its shards and of its gathered weights."""
+        d_carry, d_consts = grads
+        d_layer = [*d_carry, *layer_of(self.d_ys, self.index(at))]
+        d_inputs, d_gathered = self.body.unreduced(self.layer_at(at), gathered, saved, d_layer)
+        more, d_carry, d_xs = self.layers.parts(d_inputs)
+        return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)
+
+    def reduced(self, left: tuple[list, list], at: Index) -> list[Gradient]:
+        """Returns one layer's gradients, reduce-scattered."""
+        d_xs, d_gathered = left
+        nothing = [None] * (len(self.inputs) - len(d_xs))
+        return self.body.reduced(self.layer_at(at), [*nothing, *d_xs], d_gathered)[len(nothing) :]
+
+    def stacked(self, d_stacks: list, done: list[Gradient], at: Index) -> list:
+        """Writes one layer's gradients into their stacks."""
+        return with_layer(d_stacks, self.in_loop.left(done), self.index(at))
+
+    def layer_at(self, at: Index) -> list[Any]:
+        """Returns the inputs of one layer's body; its carry is lost, so as types."""
+        consts, _, xs = self.layers.parts(self.inputs)
+        types = self.layers.carry_types(self.inputs)
+        return [*consts, *types, *layer_of(xs, self.index(at))]

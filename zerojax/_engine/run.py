@@ -13,16 +13,29 @@ from zerojax import _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
 from zerojax._engine.body import NEAR, Body, Env, How, read, read_arrays, write
-from zerojax._engine.ir import InputKind, Loop, Op, Scope, Shard, Split, crosses_far, dtypes_of
-from zerojax._engine.layers import Layers
+from zerojax._engine.ir import (
+    InputKind,
+    Loop,
+    Op,
+    Scope,
+    Shard,
+    Split,
+    crosses_far,
+    dtypes_of,
+    shards_read,
+)
+from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
 from zerojax._engine.vary import T, Value, by_hand, instantiated, is_float, merge, where
 from zerojax._jaxpr import Atom, Var
 
 
-def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str, derives: bool = True) -> How:
-    """Returns how a loss runs on these devices. `derives`: it is differentiated.
+def how_on(
+    mesh: Mesh, *, regather: bool, prefetch: int | str, derives: bool = True, gathers: bool = True
+) -> How:
+    """Returns how a loss runs on these devices. `derives`: it is differentiated. `gathers`: weights
+    are sharded where they rest.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
@@ -30,7 +43,7 @@ def how_on(mesh: Mesh, *, regather: bool, prefetch: int | str, derives: bool = T
     return How(
         regather,
         ahead,
-        in_turn=_xla_options.knows_wires(mesh),
+        in_turn=gathers and _xla_options.knows_wires(mesh),
         by_data=_xla_options.mixes_up_collectives(mesh),
         in_place=regather or not derives,  # else each weight would be kept closed and open
     )
@@ -51,6 +64,22 @@ def gathered_dtypes(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[DTypeLike 
     found = dtypes_of(split(jaxpr, (), kinds, pull=False))
     wide = {var: max(dtypes, key=lambda d: d.itemsize) for var, dtypes in found.items()}
     return [wide.get(var) for var in jaxpr.invars]
+
+
+def scanned_alone(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[bool]:
+    """Returns, for each input, whether one loop scans it as it is and nothing else reads it: then
+    the loop has all of a layer's gradient."""
+    scope = split(jaxpr, (), kinds, pull=False)
+    reads = [*scope.gathers.values(), *shards_read(scope.main)]
+    once = {var for var in jaxpr.invars if sum(shard.root is var for shard in reads) == 1}
+    found = set()
+    for op in (op for op in scope.main if isinstance(op, Loop)):
+        gathered = {s.root for s in op.split.gathers.values() if not s.is_frozen}
+        gathered -= {*op.split.loop_roots}
+        for var, operand in zip(op.split.invars, op.operands, strict=True):
+            if isinstance(operand, Shard) and not operand.views and var in gathered:
+                found.add(operand.root)
+    return [var in found & once for var in jaxpr.invars]
 
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
@@ -108,10 +137,10 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     prefetches = how.prefetch and loop.split.gathers and loop.length > 1
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
     if not how.regather:
-        return layers.forward(list(inputs))
+        return layers.forward(inputs)
 
     def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
-        outs, (saved, near) = layers.forward_saving(inputs, wanted)
+        outs, (saved, near) = layers.forward_saving(as_read(inputs), wanted)
         return outs, (saved, near, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
@@ -122,7 +151,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
         return layers.backward(inputs, saved, near, cts)
 
-    return by_hand(layers.forward, saving, backward, inputs)
+    return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
 
 
 def _mark(outs: list[Array], how: How) -> Array | None:
@@ -131,9 +160,19 @@ def _mark(outs: list[Array], how: How) -> Array | None:
 
 def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
     """Keeps backward's all-gathers behind forward. See the note in `fence.py`."""
+    read = jax.tree.map(lambda x: x.as_read if _is_held(x) else x, shards, is_leaf=_is_held)
     if done is None:
-        return lax.optimization_barrier((shards, cts))
-    return _fence.wait(shards, done), cts
+        read, cts = lax.optimization_barrier((read, cts))
+    else:
+        read = _fence.wait(read, done)
+    shards = jax.tree.map(
+        lambda x, y: x.read_from(y) if _is_held(x) else y, shards, read, is_leaf=_is_held
+    )
+    return shards, cts
+
+
+def _is_held(value: object) -> bool:
+    return isinstance(value, Held)
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:

@@ -21,7 +21,8 @@ def vary(
 ) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
     """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
-    Of a `Held`, that is the shard; of the others, the wanted ones of a float dtype.
+    Of a `Held`, that is the shard, or what backward updates; of the others, the wanted ones of a
+    float dtype.
     """
     leaves, treedef = jax.tree.flatten(list(values))
     mask = _varies(values, wanted)
@@ -42,10 +43,13 @@ def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
     """Whether each array of `values` is differentiated by."""
 
     def mask(value: Value, want: bool) -> Held | bool:
-        if isinstance(value, Held):
-            rest = None if value.rest is None else False
-            return dataclasses.replace(value, shard=want and is_float(value.shard), rest=rest)
-        return want and is_float(value)
+        if not isinstance(value, Held):
+            return want and is_float(value)
+        none = jax.tree.map(lambda _: False, value)
+        if none.updating is None:
+            return dataclasses.replace(none, shard=want and is_float(value.shard))
+        stacks = (want,) * len(none.updating.stacks)
+        return dataclasses.replace(none, updating=dataclasses.replace(none.updating, stacks=stacks))
 
     return jax.tree.leaves(list(map(mask, values, wanted)))
 
@@ -115,6 +119,11 @@ def is_float(value: Any) -> bool:
 def add(a: Array | None, b: Array | None) -> Any:
     """Returns the sum of two gradients, either of which may be None."""
     return b if a is None else a if b is None else a + b
+
+
+def add_held(a: Held, b: Held) -> Held:
+    """Returns the sum of two gradients of one `Held`."""
+    return jax.tree.map(add, a, b, is_leaf=lambda x: x is None)
 
 
 def zeros_like(value: Array | jax.ShapeDtypeStruct) -> Array | np.ndarray:

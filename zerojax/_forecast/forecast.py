@@ -29,7 +29,8 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
 from zerojax._state import refusals as _refusals
-from zerojax._step.step import Recipe, Step, train_step
+from zerojax._step.options import Recipe
+from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 
@@ -134,7 +135,7 @@ def _gpu(gpus: str, rates: object) -> Gpu:
 
 def _options_of(recipe: Recipe, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
-    names = ("regather", "prefetch", "batch_specs")
+    names = ("regather", "prefetch", "update", "batch_specs")
     options = {name: getattr(recipe.options, name) for name in names}
     return options | {"tx": tx or recipe.tx, "mutable": recipe.mutable}
 

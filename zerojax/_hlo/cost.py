@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 
 from zerojax._hlo.gpus import Rates
-from zerojax._hlo.module import Instruction, Module
+from zerojax._hlo.module import Instruction, Module, dtype_bytes
 
 _FREE = {
     "parameter",
@@ -113,19 +113,22 @@ class CostModel:
     def _fusion_bytes(self, name: str) -> tuple[float, float]:
         """Counts bytes (read, written) by a fused computation: the parts of buffers it needs."""
         instructions = self.module.computations[name]
-        seen_through: dict[str, str] = {}  # a bitcast of a parameter stays that parameter
+        seen_through: dict[str, str] = {}  # a parameter under casts stays that parameter
         users: dict[str, list[tuple[int, Instruction]]] = defaultdict(list)
         for instruction in instructions.values():
             for at, operand in enumerate(instruction.operands):
                 origin = seen_through.get(operand, operand)
-                if instruction.opcode == "bitcast" and instructions[origin].opcode == "parameter":
+                is_cast = instruction.opcode in _SEE_THROUGH
+                if is_cast and instructions[origin].opcode == "parameter":
                     seen_through[instruction.name] = origin
                 else:
                     users[origin].append((at, instruction))
+        outputs = self.module.results(name)
+        for output in (output for output in outputs if output.name in seen_through):
+            users[seen_through[output.name]].append((0, output))
         parameters = [i for i in instructions.values() if i.opcode == "parameter"]
-        reads = sum(_read(p.nbytes, users[p.name]) for p in parameters)
-        writes = sum(_written_by(instructions, output) for output in self.module.results(name))
-        return reads, writes
+        reads = sum(_read(p, users[p.name]) for p in parameters)
+        return reads, sum(_written_by(instructions, output) for output in outputs)
 
 
 def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:
@@ -140,12 +143,12 @@ def _written_by(instructions: dict[str, Instruction], output: Instruction) -> fl
     return output.nbytes
 
 
-def _read(nbytes: float, users: list[tuple[int, Instruction]]) -> float:
-    """Counts the bytes that users read of a fusion's parameter of `nbytes`."""
-    total = 0.0
+def _read(parameter: Instruction, users: list[tuple[int, Instruction]]) -> float:
+    """Counts the bytes that users read of a fusion's parameter."""
+    nbytes, total = parameter.nbytes, 0.0
     for at, user in users:
-        if user.opcode in ("dynamic-slice", "gather") and at == 0:
-            total += user.nbytes
+        if user.opcode in ("slice", "dynamic-slice", "gather") and at == 0:
+            total += user.arrays[0].size * dtype_bytes(parameter.arrays[0].dtype)
         elif user.opcode == "dynamic-update-slice" and at == 0:
             continue
         elif user.opcode in ("dynamic-slice", "dynamic-update-slice") and nbytes <= 8:

@@ -134,7 +134,7 @@ def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> lis
     Where the update cannot be traced, all gradients count as read. It may need values or further
     arguments, or be wrong; the step will raise that.
     """
-    function, shapes = _flat_update(state, tx)
+    function, shapes = flat_update(state, tx)
     params = jax.tree.leaves(jax.tree.map(shape_dtype, _state.get_params(state)))
     try:
         read = _parts.inputs_of(_parts.traced(function, shapes))
@@ -151,7 +151,7 @@ def update_in_parts(
 ) -> Update | None:
     """Returns the update of a state whose leaves rest where `on_host` says; None where it cannot be
     traced. Its inputs are the gradients, then the state's leaves."""
-    function, shapes = _flat_update(state, tx)
+    function, shapes = flat_update(state, tx)
     params = len(shapes) - len(on_host)
     of_params = [
         s
@@ -164,11 +164,11 @@ def update_in_parts(
         return None
 
 
-def _flat_update(
-    state: PyTree, tx: optax.GradientTransformation | None
+def flat_update(
+    state: PyTree, tx: optax.GradientTransformation | None, mutable: Sequence[str] = ()
 ) -> tuple[Callable[[list], list], list[PyTree]]:
     """Returns the update as a function from gradients and the leaves of a state to those of the
-    next, and the shapes that it takes."""
+    next, and the shapes that it takes. Fields in `mutable` stay as they are."""
     state = jax.tree.map(shape_dtype, state)
     leaves, treedef = jax.tree.flatten(state)
     params, params_treedef = jax.tree.flatten(_state.get_params(state))
@@ -179,6 +179,7 @@ def _flat_update(
         state = treedef.unflatten(values[len(params) :])
         # A mesh of Explicit axes, as above, would refuse some updates.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return jax.tree.leaves(apply_gradients(state, grads, tx, {}))
+            fields = {name: _state.field(state, name) for name in mutable}
+            return jax.tree.leaves(apply_gradients(state, grads, tx, fields))
 
     return update, [*grads, *leaves]

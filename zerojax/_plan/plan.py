@@ -1,6 +1,6 @@
 """The plan of a state: it places the state, keeps it there, checks it and prints itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,18 +101,23 @@ class Plan(Layout):
 
         return jax.jit(make, out_shardings=self.shardings)
 
-    def constrain(self, state: PyTree, *, into: PyTree = None) -> PyTree:
+    def constrain(
+        self, state: PyTree, *, into: PyTree = None, resting: Container[int] = ()
+    ) -> PyTree:
         """Constrains a computed state, inside `jax.jit`, to the plan's shardings, and pads it.
 
         Each leaf goes first to where the optimizer worked, then to where it rests. In that order a
         parameter of stage 1 or 2 is updated on shards and gathered once, in its own dtype.
         Give the donated old state as `into`, and stacks of layers are gathered into its memory
-        one layer at a time instead of beside it.
+        one layer at a time instead of beside it. Leaves whose positions are in `resting` are where
+        they rest.
         """
         self.check_structure(state)
         leaves, treedef = jax.tree.flatten(state)
-        leaves = list(map(self.updated, leaves, self.leaves))
-        moving = [i for i, leaf in enumerate(self.leaves) if leaf.rest.on_device != leaf.update]
+        moved = [i for i in range(len(leaves)) if i not in resting]
+        for i in moved:
+            leaves[i] = self.updated(leaves[i], self.leaves[i])
+        moving = [i for i in moved if self.leaves[i].rest.on_device != self.leaves[i].update]
         if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
             old = [  # parameters that a user replaced may have no padding
@@ -210,11 +215,13 @@ class Plan(Layout):
         return self.like_params(grads, [leaf.shape for leaf in self.params])
 
     def like_params(self, grads: PyTree, shapes: Sequence[tuple[int, ...]]) -> PyTree:
-        """Drops the padding of gradients that have more than these shapes, inside `jax.jit`."""
-        leaves, treedef = jax.tree.flatten(grads)
+        """Drops the padding of gradients that have more than these shapes, inside `jax.jit`. A
+        gradient may be None."""
+        leaves, treedef = jax.tree.flatten(grads, is_leaf=lambda grad: grad is None)
         triples = zip(leaves, self.params, shapes, strict=True)
         return treedef.unflatten(
-            g if g.shape == shape else self.scattered(g, leaf) for g, leaf, shape in triples
+            g if g is None or g.shape == shape else self.scattered(g, leaf)
+            for g, leaf, shape in triples
         )
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:

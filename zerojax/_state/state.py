@@ -139,6 +139,11 @@ def get_opt_state(state: PyTree) -> PyTree:
     return _get(state, OPT_STATE, 1)
 
 
+def field(state: PyTree, name: str) -> PyTree:
+    """Returns a field of a state, None where it has none of that name."""
+    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
 def params_in(tree: PyTree) -> PyTree:
     """Returns the parameters of a state, or all of `tree` where that is parameters itself.
 

@@ -13,12 +13,8 @@ from zerojax._types import PyTree
 
 def scale_of(state: PyTree) -> DynamicScale | None:
     """Returns the state's `dynamic_scale`, the name that Flax's examples give it."""
-    found = _field(state, "dynamic_scale")
+    found = _state.field(state, "dynamic_scale")
     return found if isinstance(found, DynamicScale) else None
-
-
-def _field(state: PyTree, name: str) -> PyTree:
-    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
 
 
 def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callable[..., PyTree]:
@@ -72,7 +68,7 @@ def guarded(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str])
         return jnp.where(finite, new_leaf, old_leaf) if keeps else new_leaf
 
     state = jax.tree_util.tree_map_with_path(choose, new, old)
-    scale, total = scale_of(old), _field(state, "skipped")
+    scale, total = scale_of(old), _state.field(state, "skipped")
     if scale is not None:
         state = _state.replace(state, dynamic_scale=_next_scale(scale, finite))
     if total is not None and not jnp.ndim(total) and jnp.issubdtype(total.dtype, jnp.integer):

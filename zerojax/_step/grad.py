@@ -4,17 +4,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._plan.precision import Precision, cast_floats
+from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
-from zerojax._step.program import Options, Program, precision_of
+from zerojax._step.backward import InBackward, Updated
+from zerojax._step.options import Options, precision_of
+from zerojax._step.program import Program
 from zerojax._types import PyTree
 
 
@@ -78,7 +82,7 @@ def value_and_grad(
         _refusals.check_alive(args, "batch")
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
-            loss, aux, grads = loss_and_grads(with_kwargs, plan, options, params, every)
+            loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
             grads = plan.cleared(grads)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
@@ -95,8 +99,10 @@ def loss_and_grads(
     options: Options,
     params: PyTree,
     args: Sequence[PyTree],
-) -> tuple[Array, PyTree, PyTree]:
-    """Returns the mean loss, the aux and the gradients; for these None without derivatives.
+    backward: InBackward | None = None,
+) -> tuple[Array, PyTree, PyTree, Updated]:
+    """Returns the mean loss, the aux and the gradients; for these None without derivatives; and
+    what backward updated, whose gradients are None.
 
     Gradients are padded where the parameters are. That of a weight that was used in place has the
     weight's padding (`_engine/padded.py`).
@@ -107,32 +113,25 @@ def loss_and_grads(
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
-    program = _program(loss_fn, plan, options, params, args, roles)
-    # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
-    # JAX must not track what varies over the devices (vma), or it would sum gradients once more.
-    sharded = jax.shard_map(
-        program,
-        mesh=plan.mesh,
-        in_specs=program.in_specs(),
-        out_specs=program.out_specs(),
-        axis_names=set(plan.batch_axes),
-        check_vma=False,
-    )
+    program = _program(loss_fn, plan, options, params, args, roles, backward)
+    state = backward.state_of(program.updated) if backward else []
+    sharded = program.on_all_devices()
 
-    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree]:
-        loss, aux, grads = sharded(*inputs)
+    def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree]:
+        loss, aux, grads, new = sharded(*inputs)
         if options.differentiate:
             grads = plan.like_params(grads, given)
-        return loss, aux, grads
+        return loss, aux, grads, new
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     with _noted_errors():
-        loss, aux, grads = _nans.run(
+        loss, aux, grads, new = _nans.run(
             jax.jit(run),
-            (values, arg_values, program.traced.closed_over),
+            (values, arg_values, program.traced.closed_over, state),
             lambda: _nans.explain(loss_fn, plan, plan.logical_part(params, PARAMS), args, roles),
         )
-    return loss, aux, treedef.unflatten(grads) if options.differentiate else None
+    grads = treedef.unflatten(grads) if options.differentiate else None
+    return loss, aux, grads, backward.updated(program.updated, new) if backward else Updated()
 
 
 def _program(
@@ -142,6 +141,7 @@ def _program(
     params: PyTree,
     args: Sequence[PyTree],
     roles: Sequence[_batch.Role],
+    backward: InBackward | None,
 ) -> Program:
     """Traces the loss at the shapes that one device sees, and makes the program of it."""
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
@@ -164,7 +164,18 @@ def _program(
     traced = trace(ways)
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
-    return Program(plan, options, traced, roles, per_example)
+    return Program(plan, options, traced, roles, per_example, backward)
+
+
+def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
+    """Returns the norm of all gradients, those of a narrow dtype squared in float32.
+
+    `squares` are the sums of squares of those that are gone.
+    """
+    floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
+    # Squares of narrower gradients overflow or vanish.
+    norm = jnp.asarray(optax.tree.norm([g.astype(wide(g.dtype)) for g in floats]))
+    return jnp.sqrt(norm**2 + sum(squares)) if squares else norm
 
 
 @contextlib.contextmanager

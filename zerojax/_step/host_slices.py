@@ -14,6 +14,7 @@ from zerojax._engine.xla_options import DOUBLE_BUFFER
 from zerojax._plan.placement import Placement
 from zerojax._types import Device
 from zerojax._update.offload import HOST
+from zerojax._update.stacks import sliced, written
 
 # [Note: slices of host memory]
 # The GPU's engines copy a slice of a stack in host memory, beside its kernels, only where XLA sees
@@ -25,18 +26,6 @@ from zerojax._update.offload import HOST
 
 _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
 _LAYERS, _WIDTH = 9, 1024  # of the loop that is looked at
-
-
-def layer_of(stack: Array, i: int | Array) -> Array:
-    """Returns layer `i` of a stack, as a stack of one."""
-    start, sizes = (i, *[0] * (stack.ndim - 1)), (1, *stack.shape[1:])
-    return lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
-
-
-def with_layer(stack: Array, layer: Array, i: int | Array) -> Array:
-    """Writes layer `i` into a stack, in place where a loop carries it."""
-    start = (i, *[0] * (stack.ndim - 1))
-    return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
 
 
 @functools.cache
@@ -73,8 +62,8 @@ def _walk(stack: Array, total: Array) -> tuple[Array, Array]:
 
     def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         stack, total, layer = carry
-        stack = with_layer(stack, _compat.stored(layer * 2), i)
-        return stack, total + layer, _compat.fetched(layer_of(stack, i + 1))
+        stack = written(stack, _compat.stored(layer * 2), i)
+        return stack, total + layer, _compat.fetched(sliced(stack, i + 1))
 
-    first = _compat.fetched(layer_of(stack, 0))
+    first = _compat.fetched(sliced(stack, 0))
     return lax.fori_loop(0, _LAYERS - 1, turn, (stack, total, first))[:2]

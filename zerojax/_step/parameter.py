@@ -1,23 +1,26 @@
 """One parameter of a step: how the loss receives it, and where its gradient goes."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _collectives
-from zerojax._collectives import Cut, Exact, Held, Route, Wire
+from zerojax._collectives import Cut, Exact, Held, Route, Updating, Wire
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, Placement, beyond
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision, promoted
+from zerojax._plan.precision import Precision, promoted, wide
 from zerojax._state.state import zero_gradient
+from zerojax._types import PyTree
+from zerojax._update.in_backward import LayerUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Parameter:
     plan: Plan
     precision: Precision
     accumulates: bool
+    update: LayerUpdate | None = None  # where backward updates it
 
     @property
     def is_held(self) -> bool:
@@ -36,7 +40,7 @@ class Parameter:
         Where full gradients are accumulated, they are reduced after the last microbatch. Where
         nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
-        if self.landing.dim is not None:
+        if self.landing.dim is not None or self.update is not None:
             return True
         if self.accumulates or self.plan.groups.opt_state or self.plan.size == 1:
             return False
@@ -126,24 +130,79 @@ class Parameter:
     def kind(self) -> InputKind:
         return self.cut if self.is_held else WEIGHT
 
-    def varied(self, value: Array) -> Array:
-        """Returns the array that the loss is differentiated by: the shard where there is one."""
+    def varied(self, value: Array, state: Sequence[Array] = ()) -> PyTree:
+        """Returns what the loss is differentiated by: the shard where there is one.
+
+        Where backward updates the parameter: that, the state that is updated with it, and, in place
+        of zeros, the sum of the squares of each layer's gradient.
+        """
         if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
             return value
+        if self.update is not None:
+            return value, *state, jnp.zeros(len(value), wide(self.grad_dtype))
         if not self.is_held:
             return value.astype(self.compute_dtype)
         if not self.is_varied:
             return value
         # A shard is cast again as it is gathered; its gradient comes back in this dtype.
-        if self.is_own_source:
-            return value.astype(self.grad_dtype)
-        return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)  # unread: see `Held`
+        return value.astype(self.grad_dtype) if self.is_own_source else self.unread
 
-    def loss_input(self, value: Array, varied: Array) -> Value:
-        """Returns the parameter as the engine takes it."""
+    @property
+    def unread(self) -> Array:
+        """What the gradient leaves through where the loss does not gather from it: see `Held`."""
+        return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)
+
+    def loss_input(
+        self, value: Array, varied: PyTree, given: Sequence[Array], remaining: float
+    ) -> Value:
+        """Returns the parameter as the engine takes it.
+
+        `given` is what its update reads, of a gradient that lacks the factor `remaining`.
+        """
+        if self.update is not None:
+            updating = Updating(varied, tuple(given), self.updating(self.update, remaining))
+            return Held(self.unread, updating=updating)
         if not self.is_held:
             return varied
         return Held(varied) if self.is_own_source else Held(varied, rest=value)
+
+    def updating(
+        self, update: LayerUpdate, remaining: float
+    ) -> Callable[[Array, list[Array], Sequence[Array]], list[Array]]:
+        """Returns the update of a layer as the engine takes it: see `Updating`."""
+
+        def apply(grad: Array, layers: list[Array], given: Sequence[Array]) -> list[Array]:
+            rest, *others, _ = layers
+            grad = self.mean(grad[None], remaining)
+            squares = jnp.sum(jnp.square(grad.astype(wide(grad.dtype))))
+            # In one fusion with that sum, XLA would not write the new layers into their stacks.
+            grad = lax.optimization_barrier(grad)
+            with jax.named_scope("optimizer"):
+                new, *others = update(grad, [self.own_part(rest), *others], given)
+            return [self.as_it_rests(new), *others, squares[None]]
+
+        return apply
+
+    def own_part(self, layer: Array) -> Array:
+        """Returns the shard that this device updates of a layer as it rests."""
+        place = self.leaf.update
+        if self.leaf.rest.on_device == place or place.dim is None:
+            return layer
+        size = self.shard_shape(place)[place.dim]
+        start = lax.axis_index(place.axes) * size
+        return lax.dynamic_slice_in_dim(layer, start, size, place.dim)
+
+    def as_it_rests(self, layer: Array) -> Array:
+        """Returns an updated shard of a layer as it rests: gathered, where that is whole."""
+        if self.leaf.rest.on_device == self.leaf.update:
+            return layer
+        cut = self.cut_by(Wire(gather=Route(self.leaf.update.axes)))
+        return _collectives.gathered(layer, cut)
+
+    def mean(self, grad: Array, remaining: float) -> Array:
+        """Returns a gradient that lacks this factor."""
+        scaled = (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
+        return grad if remaining == 1 else scaled
 
     def reduced(self, grad: Array) -> Array:
         """Returns the gradient summed over the devices, as far as the loss did not do so itself."""

@@ -1,7 +1,7 @@
 """The code of one device in a step: the loss and its gradients on this device's examples."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,50 +18,13 @@ from zerojax._jaxpr import type_of
 from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision, cast_floats, check_precision, exact_share, wide
+from zerojax._plan.precision import cast_floats, exact_share, wide
 from zerojax._step import accumulate as _accumulate
+from zerojax._step.backward import InBackward
+from zerojax._step.options import Options, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options that say how a loss is evaluated."""
-
-    has_aux: bool | None  # None: as the loss returns it
-    accumulate: int
-    precision: Precision | None
-    regather: bool
-    differentiate: bool = True
-    prefetch: int | str = "auto"
-    mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
-    batch_specs: PyTree = None
-
-    def __post_init__(self) -> None:
-        check_precision(self.precision)
-        _batch.check_accumulate(self.accumulate)
-        if self.prefetch not in (0, 1, "auto"):
-            raise ValueError(
-                f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
-                "whose weights are gathered ahead of their use."
-            )
-
-
-def precision_of(plan: Plan, given: Precision | None) -> Precision:
-    """Returns the dtypes of a step: the plan's, or those given where the plan has none."""
-    if given is None:
-        return plan.precision or Precision()
-    if plan.precision is not None and given != plan.precision:
-        raise ValueError(
-            f"the step has {given} and the state was placed with {plan.precision}. Leave "
-            "precision= out of the step, or place the state again with the one you want."
-        )
-    if plan.precision is None and (given.param or given.master):
-        raise ValueError(
-            f"{given} says how parameters are stored, and the state was placed without it. Place "
-            "it with zerojax.shard_train_state(state, precision=...); the step then needs none."
-        )
-    return given
+from zerojax._update.in_backward import LayerUpdate
 
 
 class Program:
@@ -74,56 +37,111 @@ class Program:
         traced: TracedLoss,
         roles: Sequence[_batch.Role],
         per_example: PyTree,
+        backward: InBackward | None = None,
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.precision = precision_of(plan, options.precision)
-        self.how = _run.how_on(
-            plan.mesh,
-            regather=options.regather and options.differentiate,
-            prefetch=options.prefetch if plan.groups.params else 0,
-            derives=options.differentiate,
-        )
         self.params = [
             Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
         ]
+        if backward:
+            self.params = self.with_updates(backward.updates)
+            backward.check(self.updated)
+        self.how = _run.how_on(
+            plan.mesh,
+            regather=options.regather and options.differentiate,
+            # What is gathered after its update is so while the layer before computes backward.
+            prefetch=options.prefetch if plan.groups.params or self.updated else 0,
+            derives=options.differentiate,
+            gathers=bool(plan.groups.params),
+        )
         self.trained = [p for p in self.params if p.is_varied]
         self.hoisted = None
         if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
 
+    def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Parameter]:
+        """Returns the parameters, those with an update that backward can do with it."""
+        if not any(updates):
+            return self.params
+        pairs = zip(self.params, updates, strict=True)
+        params = [dataclasses.replace(p, update=update) for p, update in pairs]
+        kinds = [p.kind() for p in params]
+        others = len(self.traced.jaxpr.invars) - len(params)
+        alone = _run.scanned_alone(self.traced.jaxpr, [*kinds, *[None] * others])
+        return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
+
     # -- its inputs and outputs, as `shard_map` sees them
 
-    def in_specs(self) -> tuple[list[PartitionSpec], ...]:
+    @property
+    def updated(self) -> list[LayerUpdate]:
+        """What backward updates, in the order of the parameters."""
+        return [p.update for p in self.params if p.update is not None]
+
+    def specs_at(self, places: Iterable[int]) -> list[PartitionSpec]:
+        """Returns how leaves of the state rest, from their places among an update's inputs."""
+        first = len(self.plan.params)
+        return [self.plan.leaves[at - first].rest.local for at in places]
+
+    def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
         args = [_batch.spec(role, self.plan.batch_axes) for role in self.roles]
-        return params, args, [PartitionSpec()] * len(self.traced.closed_over)
+        state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in self.updated]
+        return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
-    def out_specs(self) -> tuple[PartitionSpec, PyTree, list[PartitionSpec]]:
+    def out_specs(self) -> tuple[PartitionSpec, PyTree, list, list]:
         batch, replicated = PartitionSpec(self.plan.batch_axes), PartitionSpec()
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
-        grads = [leaf.update.local for leaf in self.plan.params]
-        return replicated, aux, grads if self.options.differentiate else []
+        grads = [None if p.update else p.leaf.update.local for p in self.params]
+        new = [(*self.specs_at(u.stacks), replicated) for u in self.updated]
+        return replicated, aux, grads if self.options.differentiate else [], new
 
     # -- the program
 
+    def on_all_devices(self) -> Callable[..., tuple]:
+        """Returns the program of all devices together."""
+        # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
+        # JAX must not track what varies over the devices (vma): it would sum gradients once more.
+        return jax.shard_map(
+            self,
+            mesh=self.plan.mesh,
+            in_specs=self.in_specs(),
+            out_specs=self.out_specs(),
+            axis_names=set(self.plan.batch_axes),
+            check_vma=False,
+        )
+
     def __call__(
-        self, values: list[Array], args: list[Array], closed_over: list[Array]
-    ) -> tuple[Array, PyTree, list[Array | np.ndarray]]:
-        """Returns the loss, the aux and the gradients, all of them means over the devices."""
+        self,
+        values: list[Array],
+        args: list[Array],
+        closed_over: list[Array],
+        state: list[tuple[list[Array], list[Array]]],
+    ) -> tuple[Array, PyTree, list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
+        """Returns the loss, the aux and the gradients, all of them means over the devices; and, of
+        each parameter that backward updated, the new stacks and the sum of its gradient's squares.
+
+        `state` has what these are updated with, and what is only read for it.
+        """
         args = self.prepared(args)
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
-        varied = [p.varied(value) for p, value in zip(self.params, values, strict=True)]
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
         share, remaining = exact_share(self.plan.size * self.options.accumulate)
+        of_updated = iter(state)
+        states = [next(of_updated) if p.update else ([], []) for p in self.params]
+        varied = [
+            p.varied(value, own)
+            for p, value, (own, _) in zip(self.params, values, states, strict=True)
+        ]
 
-        def scaled_loss(floats: list[Array], loss_args: list[Array]) -> tuple[Array, PyTree]:
+        def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
             found = iter(floats)
             inputs = [
-                p.loss_input(value, next(found) if p.is_varied else v)
-                for p, value, v in zip(self.params, values, varied, strict=True)
+                p.loss_input(value, next(found) if p.is_varied else v, given, remaining)
+                for p, value, v, (_, given) in zip(self.params, values, varied, states, strict=True)
             ]
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
             return loss * share, (loss, aux)
@@ -134,7 +152,9 @@ class Program:
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
-        return loss, aux, self.reduced(grads, remaining) if self.options.differentiate else []
+        if not self.options.differentiate:
+            return loss, aux, [], []
+        return loss, aux, *self.reduced(grads, remaining)
 
     def brought_near(self, values: list[Array]) -> list[Array]:
         """Returns what the loss gathers parameters from."""
@@ -160,8 +180,8 @@ class Program:
 
     def over_microbatches(
         self,
-        scaled_loss: Callable[[list[Array], list[Array]], tuple[Array, PyTree]],
-        floats: list[Array],
+        scaled_loss: Callable[[list[PyTree], list[Array]], tuple[Array, PyTree]],
+        floats: list[PyTree],
         args: list[Array],
     ) -> tuple[tuple[Array, list[Array]], PyTree]:
         """Returns the sums of the loss and its gradients over microbatches, and the aux, stacked.
@@ -283,15 +303,21 @@ class Program:
         is_first = lax.axis_index(self.plan.batch_axes) == 0
         return lax.psum(jnp.where(is_first, summed, 0), self.plan.batch_axes).astype(value.dtype)
 
-    def reduced(self, grads: list[Array], remaining: float) -> list[Array | np.ndarray]:
-        """Returns the mean of the gradients, which lack the factor `remaining`."""
-        found = iter(grads)
+    def reduced(
+        self, grads: list[PyTree], remaining: float
+    ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
+        """Returns the mean of the gradients, which lack the factor `remaining`, None where the
+        parameter was updated; and what was."""
+        found = dict(zip(map(id, self.trained), grads, strict=True))
 
-        def mean(p: Parameter) -> Array | np.ndarray:
-            if not p.is_varied:
-                return p.no_gradient()
-            grad = p.reduced(next(found))
-            scaled = (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
-            return grad if remaining == 1 else scaled
+        def mean(p: Parameter) -> Array | np.ndarray | None:
+            if p.update is not None:
+                return None
+            return p.mean(p.reduced(found[id(p)]), remaining) if p.is_varied else p.no_gradient()
 
-        return list(map(mean, self.params))
+        updated = []
+        for p in (p for p in self.params if p.update is not None):
+            *stacks, squares = found[id(p)]
+            over = p.leaf.update.axes
+            updated.append((*stacks, lax.psum(jnp.sum(squares), over) if over else squares.sum()))
+        return list(map(mean, self.params)), updated

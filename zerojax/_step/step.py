@@ -1,6 +1,5 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -19,31 +18,20 @@ from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
-from zerojax._plan.precision import Precision, wide
+from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._step import finite as _finite, host_slices as _slices, stream as _stream
-from zerojax._step.grad import loss_and_grads
+from zerojax._step import (
+    backward as _backward,
+    finite as _finite,
+    host_slices as _slices,
+    stream as _stream,
+)
+from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.idle_axes import check_used
-from zerojax._step.program import Options
+from zerojax._step.options import Options, Recipe
 from zerojax._types import PyTree
 
 Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The ingredients of a step, read off it as `step.recipe`."""
-
-    loss_fn: Callable[..., PyTree]
-    options: Options
-    plan: Plan | None = None
-    tx: optax.GradientTransformation | None = None
-    stage: int | None = None
-    skip_nonfinite: bool = False
-
-    @property
-    def mutable(self) -> tuple[str, ...]:
-        return self.options.mutable
 
 
 # [Note: when a step is compiled]
@@ -126,7 +114,8 @@ class Step:
             return {}
         ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
         padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
-        options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded)
+        updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
+        options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
         if plan.offloads and not _slices.are_found(plan.mesh.devices.flat[0]):
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
@@ -171,6 +160,7 @@ def train_step(
     tx: optax.GradientTransformation | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
+    update: str = "auto",
     skip_nonfinite: bool = False,
     batch_specs: PyTree = None,
     donate: bool = True,
@@ -201,6 +191,10 @@ def train_step(
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
             directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, is then kept for backward.
+        update: when parameters are updated: "after" backward, or in "backward", layer by layer, so
+            that no gradients are kept. That takes one microbatch, a stack that one `scan` reads,
+            and an optimizer that treats elements alone (Adam; not clipping by a global norm). What
+            it does not fit is updated after. "auto": in backward on GPUs, where that is faster.
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
@@ -233,8 +227,10 @@ def train_step(
         regather,
         prefetch=prefetch,
         mutable=mutable,
+        update=update,
         batch_specs=batch_specs,
     )
+    _backward.check_when(options, skip_nonfinite)
     _check(loss_fn, plan, tx)
     if stage is not None:
         check_stage(stage)
@@ -257,11 +253,16 @@ def _train(
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
     logical = plan.logical(state)
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
-    loss, aux, grads = loss_and_grads(loss_fn, plan, recipe.options, _state.get_params(state), args)
+    backward = None
+    if _backward.is_wanted(plan, recipe.options, recipe.skip_nonfinite or scale is not None):
+        backward = _backward.in_backward(plan, recipe.options, state, recipe.tx)
+    loss, aux, grads, updated = loss_and_grads(
+        loss_fn, plan, recipe.options, _state.get_params(state), args, backward
+    )
     loss, grads = _finite.unscaled((loss, grads), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
     grads = plan.logical_grads(grads)
-    metrics = {"loss": loss, "grad_norm": grad_norm(grads)}
+    metrics = {"loss": loss, "grad_norm": grad_norm(grads, updated.squares)}
     guards = recipe.skip_nonfinite or scale is not None
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
 
@@ -272,7 +273,7 @@ def _train(
             new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
         return new_state
 
-    new_state = _stream.updated(update, plan, state, grads)
+    new_state = _stream.updated(update, plan, state, grads, updated.leaves)
     if guards:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
     if scale is not None:
@@ -280,7 +281,8 @@ def _train(
     if aux is not None:
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's, and no memory to gather into.
-    return plan.constrain(new_state, into=state if donate else None), metrics
+    into = state if donate else None
+    return plan.constrain(new_state, into=into, resting=updated.leaves), metrics
 
 
 def eval_step(
@@ -326,7 +328,7 @@ def eval_step(
         found.check_structure(state)
         args = (batch,) if rng is None else (batch, rng)
         called = with_fields(loss_fn, found.logical(state), mutable)
-        loss, aux, _ = loss_and_grads(called, found, options, _state.get_params(state), args)
+        loss, aux, *_ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
     return Step(step, Recipe(loss_fn, options, plan), False, None)
@@ -338,10 +340,3 @@ def _check(loss_fn: object, plan: object, tx: optax.GradientTransformation | Non
         _refusals.check_tx(tx)
     if plan is not None:
         check_plan(plan, "plan=")
-
-
-def grad_norm(grads: PyTree) -> jax.Array:
-    """Returns the norm of all gradients, those of a narrow dtype squared in float32."""
-    floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
-    # Squares of narrower gradients overflow or vanish.
-    return jnp.asarray(optax.tree.norm([g.astype(wide(g.dtype)) for g in floats]))

@@ -15,29 +15,33 @@ from zerojax._step import host_slices as _slices
 from zerojax._types import PyTree
 from zerojax._update import parts as _parts
 from zerojax._update.parts import Flat, Part, Update
-
-Index = int | Array  # of a layer
+from zerojax._update.stacks import Index, sliced, written
 
 
 def updated(
-    update: Callable[[PyTree, PyTree], PyTree], plan: Plan, state: PyTree, grads: PyTree
+    update: Callable[[PyTree, PyTree], PyTree],
+    plan: Plan,
+    state: PyTree,
+    grads: PyTree,
+    done: dict[int, Array],
 ) -> PyTree:
     """Returns `update(state, grads)`, inside `jax.jit`, for a state as it rests.
 
     From stage 1 on the update sees shards of everything, so XLA updates shards only. What rests in
-    host memory comes back there; all else is where the update made it.
+    host memory comes back there; all else is where the update made it. Leaves in `done` are there
+    already, and where a gradient is None, nothing else reads it.
     """
-    if not plan.offloads:
+    if not plan.offloads and not done:
         return update(plan.scatter(state), grads)
     treedef = jax.tree.structure(state)
-    of_grads = jax.tree.structure(grads)
+    grads, of_grads = jax.tree.flatten(grads, is_leaf=lambda grad: grad is None)
 
     def flat(values: list) -> list:
         count = of_grads.num_leaves
         new = update(treedef.unflatten(values[count:]), of_grads.unflatten(values[:count]))
         return jax.tree.leaves(new)
 
-    return treedef.unflatten(_Streamed(flat, plan, state, jax.tree.leaves(grads)).run())
+    return treedef.unflatten(_Streamed(flat, plan, state, grads, done).run())
 
 
 class _Streamed:
@@ -48,7 +52,12 @@ class _Streamed:
     """
 
     def __init__(
-        self, update: Callable[[list], list], plan: Plan, state: PyTree, grads: list[Array]
+        self,
+        update: Callable[[list], list],
+        plan: Plan,
+        state: PyTree,
+        grads: list[Array | None],
+        done: dict[int, Array],
     ) -> None:
         self.plan, self.first = plan, len(grads)  # the first value that is a leaf of the state
         self.leaves: list[LeafPlan] = [*plan.params, *plan.leaves]
@@ -60,14 +69,16 @@ class _Streamed:
         streamed = list(map(_compat.is_on_host, self.values))
         shapes = list(map(_shape, self.values, self.leaves))
         self.update = Update(update, shapes, streamed, list(map(by_layer, self.leaves)))
-        self.results: dict[int, Array] = {}
+        self.results = dict(done)
 
     def run(self) -> list[Array]:
         """Returns the leaves of the new state; first those that read nothing in host memory."""
-        done = _parts.run(self.update.beforehand(), self.values)
-        before = done[len(self.update.free) :]
-        self.results.update(zip(self.update.free, done, strict=False))
-        parts = sorted(self.update.parts, key=self.nbytes, reverse=True)
+        free = [k for k in self.update.free if k not in self.results]
+        done = _parts.run(self.update.beforehand(free), self.values)
+        before = done[len(free) :]
+        parts = [part for part in self.update.parts if part.outputs[0] not in self.results]
+        parts.sort(key=self.nbytes, reverse=True)
+        self.results.update(zip(free, done, strict=False))
         made: list[Array] = []
         for part in parts:
             if not part.by_layer:
@@ -105,7 +116,7 @@ class _Streamed:
                 shown = [*self.shown(program, values, i), *before]
                 new = self.updated(program, part, shown, held, _one_layer)
                 for k, layer in zip(part.outputs, new, strict=True):
-                    values[self.first + k] = _slices.with_layer(values[self.first + k], layer, i)
+                    values[self.first + k] = written(values[self.first + k], layer, i)
                 made = _on_device(new)
             return values, made
 
@@ -141,7 +152,7 @@ class _Streamed:
         """Returns the inputs of an update of layer `i`: stacks on the devices as that layer."""
         read = _parts.inputs_of(program)
         return [
-            _slices.layer_of(value, i)
+            sliced(value, i)
             if at in read and self.update.stacked[at] and not self.update.streamed[at]
             else value
             for at, value in enumerate(values)
@@ -159,7 +170,7 @@ class _Streamed:
         for at, value in zip(part.inputs, resting, strict=True):
             values[at], leaf = value, self.leaves[at]
             if i is not None:
-                value, leaf = _slices.layer_of(value, i), _one_layer(leaf)
+                value, leaf = sliced(value, i), _one_layer(leaf)
             held.append(self.plan.scattered(value, leaf))
         return values, held
 
@@ -186,7 +197,7 @@ class _Streamed:
 
 def _shape(value: Any, leaf: LeafPlan) -> Any:
     """Returns the shape that an input has on the devices, without padding."""
-    if _compat.is_on_host(value):
+    if value is None or _compat.is_on_host(value):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if not isinstance(value, Array):  # a key's gradient
         return value

@@ -87,14 +87,15 @@ class Update:
             jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype) if is_stack else s
             for s, is_stack in zip(shapes, stacked, strict=True)
         ]
+        self.function, self.layers = function, layers
         self.streamed, self.stacked = list(streamed), list(stacked)
         self.full = traced(function, shapes)
-        self.reads = _streams_read(self.full, streamed)
+        self.reads = origins(self.full, streamed)
         try:
             self.one = traced(function, layers)
         except Exception:  # an update may be for its own shapes alone
             self.one = dataclasses.replace(self.full, eqns=[])
-        self.alike = _same_equations(self.full.eqns, self.one.eqns)
+        self.alike = same_equations(self.full.eqns, self.one.eqns)
         self.labels, self.before, self.mixers = self._labelled() if self.alike else ({}, [], {})
         self.parts = [self._part(*found) for found in self._joined()]
 
@@ -135,7 +136,7 @@ class Update:
             return dataclasses.replace(part, why=OTHER_PROGRAM)
         stacks = [self.full.invars[i] for i in part.inputs if self.stacked[i]]
         lengths = {type_of(v).shape[0] for v in stacks}
-        mixed = [self.full.outvars[k] for k in part.outputs if self._label_of(k) != 0]
+        mixed = [self.full.outvars[k] for k in part.outputs if self.mixes(k)]
         if not mixed and len(lengths) == 1 and len(stacks) == len(part.inputs):
             return dataclasses.replace(part, length=lengths.pop())
         by = ", ".join(dict.fromkeys(self.mixers[v] for v in mixed if v in self.mixers))
@@ -144,10 +145,10 @@ class Update:
             return dataclasses.replace(part, why="the update reads it with other leaves")
         return dataclasses.replace(part, why=f"{by} mixes {'layers' if alone else 'leaves'}")
 
-    def _label_of(self, k: int) -> Label:
-        if not self.alike:
-            return MIXED
-        return _rules.label(self.full.outvars[k], self.one.outvars[k], self.labels)
+    def mixes(self, k: int) -> bool:
+        """Whether a result is not proved to be computed layer by layer."""
+        pair = self.full.outvars[k], self.one.outvars[k]
+        return not self.alike or _rules.label(*pair, self.labels) != 0
 
     def _labelled(self) -> tuple[dict[Any, Label], list[tuple[Var, Var]], dict[Var, str]]:
         """Returns the label of each variable; what must be computed before, with its partner in the
@@ -161,7 +162,7 @@ class Update:
         before: list[tuple[Var, Var]] = []
         mixers: dict[Var, str] = {}
         for full, one in zip(self.full.eqns, self.one.eqns, strict=True):
-            found = _through(full, one, labels)
+            found = through(full, one, labels)
             mixed = [mixers[v] for v in reads(full) if v in mixers]
             for v, w, label in zip(full.outvars, one.outvars, found, strict=True):
                 if label == MIXED and not self._read_by(v) and _rules.agrees(SAME, v, w):
@@ -174,15 +175,15 @@ class Update:
 
     # -- the programs
 
-    def beforehand(self) -> Flat:
-        """Returns what is computed once: the results that read no state in host memory, then what
-        the parts need that is not theirs."""
-        outvars = [self.full.outvars[k] for k in self.free]
-        return _needed(self.full, [*outvars, *(v for v, _ in self.before)])
+    def beforehand(self, free: Sequence[int]) -> Flat:
+        """Returns what is computed once: these of the free results, then what the parts need that
+        is not theirs."""
+        outvars = [self.full.outvars[k] for k in free]
+        return needed(self.full, [*outvars, *(v for v, _ in self.before)])
 
     def whole(self, part: Part) -> Flat:
         """Returns what computes the results of a part."""
-        return _needed(self.full, [self.full.outvars[k] for k in part.outputs])
+        return needed(self.full, [self.full.outvars[k] for k in part.outputs])
 
     def of_layer(self, parts: Sequence[Part]) -> Flat:
         """Returns what computes one layer of the results of parts.
@@ -193,10 +194,10 @@ class Update:
         eqns = [e for e in self.one.eqns if not any(v in given for v in e.outvars)]
         outvars = [self.one.outvars[k] for part in parts for k in part.outputs]
         cut = Flat([*self.one.invars, *given], eqns, outvars, self.one.constants)
-        return _needed(cut, outvars)
+        return needed(cut, outvars)
 
 
-def _needed(program: Flat, outvars: list[Atom]) -> Flat:
+def needed(program: Flat, outvars: list[Atom]) -> Flat:
     return dataclasses.replace(program, eqns=alive(program.eqns, outvars, reads), outvars=outvars)
 
 
@@ -221,16 +222,16 @@ def traced(function: Callable[[list], list], shapes: Sequence[PyTree]) -> Flat:
     """Returns a function of a list of arrays as a flat jaxpr without what nothing reads."""
     closed = jax.make_jaxpr(function)(list(shapes))
     program = flat(closed.jaxpr, closed.consts)
-    return _needed(program, program.outvars)
+    return needed(program, program.outvars)
 
 
-def _same_equations(full: Sequence[JaxprEqn], one: Sequence[JaxprEqn]) -> bool:
+def same_equations(full: Sequence[JaxprEqn], one: Sequence[JaxprEqn]) -> bool:
     return [e.primitive for e in full] == [e.primitive for e in one]
 
 
-def _streams_read(program: Flat, streamed: Sequence[bool]) -> dict[Any, frozenset[int]]:
-    """Returns the streamed inputs that each variable comes from."""
-    found = {v: frozenset([i]) for i, v in enumerate(program.invars) if streamed[i]}
+def origins(program: Flat, among: Sequence[bool]) -> dict[Any, frozenset[int]]:
+    """Returns which of some inputs each variable comes from."""
+    found = {v: frozenset([i]) for i, v in enumerate(program.invars) if among[i]}
     nothing: frozenset[int] = frozenset()
     for eqn in program.eqns:
         read = nothing.union(*(found.get(v, nothing) for v in reads(eqn)))
@@ -241,7 +242,7 @@ def _streams_read(program: Flat, streamed: Sequence[bool]) -> dict[Any, frozense
 # -- loops and branches
 
 
-def _through(full: JaxprEqn, one: JaxprEqn, labels: dict[Any, Label]) -> list[Label]:
+def through(full: JaxprEqn, one: JaxprEqn, labels: dict[Any, Label]) -> list[Label]:
     """Returns the labels of an equation's results."""
     operands = [_rules.label(a, b, labels) for a, b in zip(full.invars, one.invars, strict=True)]
     match full.primitive.name:
@@ -261,13 +262,13 @@ def _of_body(pair: Sequence[tuple], operands: Sequence[Label]) -> list[Label]:
     """Returns the labels of the results of an inner jaxpr, given as both traces have it; all MIXED
     where they differ."""
     body, other = (flat(jaxpr, consts) for jaxpr, consts in pair)
-    if not _same_equations(body.eqns, other.eqns) or MIXED in operands:
+    if not same_equations(body.eqns, other.eqns) or MIXED in operands:
         return [MIXED] * len(body.outvars)
     labels: dict[Any, Label] = dict(zip(body.invars, operands, strict=True))
     pairs = zip(body.constants.items(), other.constants.values(), strict=True)
     labels |= {v: SAME if a is b else MIXED for (v, a), b in pairs}
     for x, y in zip(body.eqns, other.eqns, strict=True):
-        labels.update(zip(x.outvars, _through(x, y, labels), strict=True))
+        labels.update(zip(x.outvars, through(x, y, labels), strict=True))
     return [_rules.label(v, w, labels) for v, w in zip(body.outvars, other.outvars, strict=True)]
 
 

@@ -50,7 +50,9 @@ def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:
         return known[atom]
     if is_var(atom) or is_var(one):
         return MIXED
-    return SAME if np.array_equal(atom.val, one.val) else MIXED
+    a, b = np.asarray(atom.val), np.asarray(one.val)
+    same = (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())  # NaN is NaN
+    return SAME if same else MIXED
 
 
 def through(full: JaxprEqn, one: JaxprEqn, labels: Sequence[Label]) -> list[Label]:
@@ -71,7 +73,9 @@ def agrees(label: Label, full: Atom, one: Atom) -> bool:
     """Whether the shapes of two partners are as their label has them."""
     a, b = type_of(full).shape, type_of(one).shape
     if isinstance(label, int):
-        return label < len(a) and b == (*a[:label], 1, *a[label + 1 :])
+        if not label < len(a) == len(b) or (a[label] <= b[label] != 1):
+            return False
+        return b == (*a[:label], b[label], *a[label + 1 :])
     return label == MIXED or a == b
 
 

@@ -17,7 +17,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
 from zerojax._step import finite as _finite
-from zerojax._step.program import precision_of
+from zerojax._step.options import precision_of
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree, is_key
 from zerojax._verify import compare as _compare, replay as _replay

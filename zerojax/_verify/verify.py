@@ -16,7 +16,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
-from zerojax._step.program import Options
+from zerojax._step.options import Options
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
 from zerojax._verify import causes as _causes, compare as _compare, field_checks as _field_checks

@@ -1,0 +1,185 @@
+"""Updates inside backward: which parameters a step updates there, and with what."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from zerojax import _compat
+from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.optimizer import flat_update
+from zerojax._plan.plan import Plan
+from zerojax._state.state import PARAMS, zero_gradient
+from zerojax._step import host_slices as _slices
+from zerojax._step.options import Options, precision_of
+from zerojax._step.parameter import Parameter
+from zerojax._types import PyTree, is_key
+from zerojax._update.in_backward import Input, LayerUpdate, layer_updates
+
+# [Note: updates inside backward]
+# A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer
+# needs nothing else, the layer is updated there, and no tree of gradients is ever in memory
+# (LOMO's idea, for every optimizer of which that is proved). State in host memory then travels
+# beside backward's compute, and where weights rest whole (stages 1 and 2) so does their all-gather.
+#
+# The loop is a `jax.custom_vjp`, and the one way out of its backward is as gradients. So the
+# parameter and its optimizer state go in as stacks (`_collectives.Updating`), and what comes out
+# as the gradients of these stacks are the stacks after the update.
+
+
+@dataclasses.dataclass(frozen=True)
+class Updated:
+    """What backward updated: leaves of the new state by their positions, and the sum of the squares
+    of each gradient."""
+
+    leaves: dict[int, Array] = dataclasses.field(default_factory=dict)
+    squares: tuple[Array, ...] = ()
+
+
+WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
+
+
+@dataclasses.dataclass(frozen=True)
+class InBackward:
+    """What backward may update. `updates` has an entry for each parameter, None for those that are
+    updated after it; `why` says why. With `must`, one at least is to be updated in backward."""
+
+    leaves: list[Array]  # of the state
+    updates: list[LayerUpdate | None]
+    why: dict[str, str]
+    must: bool
+
+    @property
+    def first(self) -> int:
+        return len(self.updates)
+
+    def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
+        """Returns what parameters are updated with, and what is only read for it."""
+
+        def values(places: Sequence[int]) -> list[Array]:
+            return [self.leaves[at - self.first] for at in places]
+
+        return [(values(update.stacks[1:]), values(update.given)) for update in updates]
+
+    def check(self, updates: Sequence[LayerUpdate]) -> None:
+        """Raises where the user asks for updates in backward and there are none."""
+        if updates or not self.must:
+            return
+        why = [f"{path}: {reason}" for path, reason in self.why.items()][:3]
+        if any(self.updates):
+            why = ["no loop over layers scans them as they are, and nothing else reads them"]
+        raise ValueError(
+            f"update='backward', and no parameter can be updated there ({'; '.join(why)}). What "
+            "can is a stack of layers that one scan reads, with an optimizer that updates each of "
+            "its elements alone. Pass update='auto', which updates the others after backward."
+        )
+
+    def updated(self, updates: Sequence[LayerUpdate], new: Sequence[tuple[Array, ...]]) -> Updated:
+        """Names what a step's program returned."""
+        leaves = {
+            at - self.first: leaf
+            for update, (*stacks, _) in zip(updates, new, strict=True)
+            for at, leaf in zip(update.stacks, stacks, strict=True)
+        }
+        return Updated(leaves, tuple(squares for *_, squares in new))
+
+
+def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
+    """Whether a step looks for parameters to update in backward; `skips`: what is not finite.
+
+    "auto" does where that is faster: on GPUs, beside whose compute state travels from and to host
+    memory, or weights that rest whole are all-gathered.
+    """
+    check_when(options, skips)
+    if _needs_all(options, skips):
+        return False
+    gathers = bool(plan.groups.opt_state) and not plan.groups.params
+    is_faster = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or gathers)
+    return options.update == "backward" or (options.update == "auto" and is_faster)
+
+
+def check_when(options: Options, skips: bool) -> None:
+    """Raises where `update=` is not known, or cannot be."""
+    if options.update not in WHEN:
+        raise ValueError(
+            f"update must be 'backward', 'after' or 'auto', got {options.update!r}: when a "
+            "parameter is updated."
+        )
+    if options.update == "backward" and (what := _needs_all(options, skips)):
+        raise ValueError(
+            "update='backward' updates each layer as soon as it has its gradient, and "
+            f"{what} needs all gradients first. Pass update='auto'."
+        )
+
+
+def _needs_all(options: Options, skips: bool) -> str:
+    """Returns what in a step needs all gradients before the first update, '' if nothing does."""
+    if options.accumulate > 1:
+        return f"accumulate={options.accumulate}"
+    if not options.regather:
+        return "regather=False"
+    return "a step that skips what is not finite" if skips else ""
+
+
+def in_backward(
+    plan: Plan, options: Options, state: PyTree, tx: optax.GradientTransformation | None
+) -> InBackward:
+    """Returns what backward may update of a state as it rests."""
+    precision = precision_of(plan, options.precision)
+    params = [Parameter(leaf, plan, precision, False) for leaf in plan.params]
+    logical = jax.tree.structure(state).unflatten(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves
+    )
+    function, _ = flat_update(logical, tx, options.mutable)
+    first = len(params)
+    at = [first + k for k, leaf in enumerate(plan.leaves) if leaf.kind == PARAMS]
+    inputs = [_grad_input(plan, *pair) for pair in zip(params, at, strict=True)]
+    finds = _slices.are_found(plan.mesh.devices.flat[0]) if plan.offloads else True
+    inputs += [_leaf_input(plan, leaf, finds or not leaf.is_on_host) for leaf in plan.leaves]
+    try:
+        found, why = layer_updates(function, inputs, first)
+    except Exception as error:  # what is wrong with an update, the update itself raises
+        found, why = {}, dict.fromkeys(range(first), f"its update cannot be traced: {error}")
+    for k, update in list(found.items()):
+        read = {plan.leaves[i - first].path.partition("/")[0] for i in update.given}
+        if not read.isdisjoint(options.mutable):
+            why[k] = "the update reads a field that the loss returns"
+        elif any(isinstance(value, Tracer) for value in update.program.constants.values()):
+            why[k] = "the update reads an array that it was not given"
+    updates = [None if k in why else found.get(k) for k in range(first)]
+    reasons = {params[k].leaf.path: reason for k, reason in why.items()}
+    return InBackward(jax.tree.leaves(state), updates, reasons, options.update == "backward")
+
+
+def _grad_input(plan: Plan, param: Parameter, at: int) -> Input:
+    leaf = param.leaf
+    shape = jax.ShapeDtypeStruct(leaf.shape, param.grad_dtype)
+    if is_key(shape):
+        shape = zero_gradient(shape)
+    return Input(shape, by_layer(leaf), leaf.update.dim, _part(plan, leaf), param=at)
+
+
+def _leaf_input(plan: Plan, leaf: LeafPlan, is_found: bool) -> Input:
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    may_be = is_found and _may_be_updated(leaf)
+    return Input(shape, by_layer(leaf), leaf.update.dim, _part(plan, leaf), is_updated=may_be)
+
+
+def _part(plan: Plan, leaf: LeafPlan) -> tuple[int, ...]:
+    """Returns the shape of a device's part of what is updated, as a step's `shard_map` has it."""
+    full = leaf.update.padded(leaf.shape)
+    return NamedSharding(plan.mesh, leaf.update.local).shard_shape(full)
+
+
+def _may_be_updated(leaf: LeafPlan) -> bool:
+    """Whether a device has, of each layer, the part that it updates, or the whole."""
+    if not by_layer(leaf) or leaf.frozen or leaf.update.padding:
+        return False
+    whole = leaf.kind == PARAMS and leaf.rest.dim is None
+    in_place = whole or leaf.rest.on_device == leaf.update
+    return in_place and jnp.issubdtype(leaf.dtype, jnp.inexact)
