@@ -4,7 +4,6 @@ python benchmarks/groups.py           # printed
 python benchmarks/groups.py --json    # and stored
 """
 
-import argparse
 import dataclasses
 import pathlib
 
@@ -31,23 +30,24 @@ ROWS |= {f"Llama 7B: {name}, accumulate 1": (name, 1, LLAMA_7B) for name in ("fl
 STORED = pathlib.Path(__file__).parent / "groups.json"
 
 
-def measured(groups, accumulate, model):
+def measured(row):
     """Compiles a model's step and replays it for each speed of the network."""
+    groups, accumulate, model = row
     mesh = zerojax.aot.mesh(figures.GPUS, (NODES, PER_NODE), ("node", "gpu"))
     precision = zerojax.Precision(compute="bfloat16")
-    plan = zerojax.plan(model.make_state, mesh=mesh, groups=groups, precision=precision)
+    plan = zerojax.plan(model.make_state, mesh=mesh, groups=GROUPS[groups], precision=precision)
     step = zerojax.train_step(model.loss, plan=plan, accumulate=accumulate)
     rows = figures.ROWS_PER_GPU * plan.size * accumulate
     program = step.lower(plan.abstract(), zerojax.aot.batch(model.batch(rows), plan)).compile()
-    h100, row = _gpus.named("H100"), {}
+    h100, found = _gpus.named("H100"), {}
     for speed in CARDS:
         rates = dataclasses.replace(h100.rates, network=speed * 1e9)
         gpu = dataclasses.replace(h100, given_rates=rates)
         report = zerojax.audit(program, plan=plan, gpu=gpu, accumulate=accumulate)
-        row[f"step_ms at {speed:g} GB/s"] = round(1e3 * report.step_seconds, 1)
+        found[f"step_ms at {speed:g} GB/s"] = round(1e3 * report.step_seconds, 1)
     gib = lambda count: round(count / 2**30, 2)
     memory = report.memory
-    return row | {
+    return found | {
         "host_gib": gib(report.wire_bytes - report.network_bytes),
         "network_gib": gib(report.network_bytes),
         "state_gib": gib(memory.peak - memory.temporary),
@@ -56,18 +56,5 @@ def measured(groups, accumulate, model):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
-    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
-    arguments = parser.parse_args()
-    kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions())
-    for name in results.chosen(arguments.only, ROWS):
-        groups, accumulate, model = ROWS[name]
-        row = {"row": name} | measured(GROUPS[groups], accumulate, model)
-        print(row, flush=True)
-        kept.put(name, row)
-
-
 if __name__ == "__main__":
-    main()
+    results.main(__doc__, STORED, ROWS, figures.versions(), measured)

@@ -4,7 +4,6 @@ python benchmarks/offload.py           # printed
 python benchmarks/offload.py --json    # and stored
 """
 
-import argparse
 import dataclasses
 import pathlib
 
@@ -30,17 +29,33 @@ class Row:
     rows: int  # of each GPU
     tx: optax.GradientTransformation = ADAM
     offload: str | None = "opt_state"
+    update: str = "auto"
+    stage: int = 3
     at_once: bool = False  # the whole tree to the devices and back, as a loop by hand would
 
 
 ROWS = {
     "7.5B on 8 H100s: on the devices": Row("7.5b", "8xH100", 4, offload=None),
+    "7.5B on 8 H100s: on the devices, updated in backward": Row(
+        "7.5b", "8xH100", 4, offload=None, update="backward"
+    ),
     "7.5B on 8 H100s: in host memory": Row("7.5b", "8xH100", 4),
+    "7.5B on 8 H100s: in host memory, updated after": Row("7.5b", "8xH100", 4, update="after"),
     "7.5B on 8 H100s: in host memory, clipped": Row("7.5b", "8xH100", 4, CLIPPED),
     "7.5B on 8 H100s: the whole tree at once": Row("7.5b", "8xH100", 4, at_once=True),
+    "7.5B on 8 H100s, stage 2: on the devices, updated after": Row(
+        "7.5b", "8xH100", 4, offload=None, update="after", stage=2
+    ),
+    "7.5B on 8 H100s, stage 2: on the devices": Row("7.5b", "8xH100", 4, offload=None, stage=2),
+    "7.5B on 64 H100s, stage 2: on the devices, updated after": Row(
+        "7.5b", "64xH100", 4, offload=None, update="after", stage=2
+    ),
+    "7.5B on 64 H100s, stage 2: on the devices": Row("7.5b", "64xH100", 4, offload=None, stage=2),
     "7.5B on one H100: on the device": Row("7.5b", "1xH100", 16, offload=None),
     "7.5B on one H100: in host memory": Row("7.5b", "1xH100", 16),
+    "7.5B on one H100: in host memory, updated after": Row("7.5b", "1xH100", 16, update="after"),
     "13B on one H200: in host memory": Row("13b", "1xH200", 16),
+    "1.5B on one L4: on the device": Row("1.5b", "1xL4", 8, offload=None),
     "1.5B on one T4: in host memory": Row("1.5b", "1xT4", 2),
     "1.5B on one L4: in host memory": Row("1.5b", "1xL4", 8),
 }
@@ -49,7 +64,7 @@ ROWS = {
 def stepped(row, plan, model):
     """A step of zerojax, or by hand: `apply_gradients` fetches all of the state and stores it."""
     if not row.at_once:
-        return zerojax.train_step(model.loss, plan=plan)
+        return zerojax.train_step(model.loss, plan=plan, update=row.update)
     value_and_grad = zerojax.value_and_grad(model.loss, plan)
 
     def step(state, batch):
@@ -70,7 +85,8 @@ def measured(row):
         params = model.make_state().params
         return TrainState.create(apply_fn=None, params=params, tx=row.tx)
 
-    plan = zerojax.plan(make, mesh=mesh, offload=row.offload, precision=precision)
+    placed = {"offload": row.offload, "precision": precision}
+    plan = zerojax.plan(make, stage=row.stage, mesh=mesh, **placed)
     batch = zerojax.aot.batch(model.batch(row.rows * plan.size), plan)
     program = stepped(row, plan, model).lower(plan.abstract(), batch).compile()
     found = {}
@@ -93,17 +109,5 @@ def measured(row):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
-    parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
-    arguments = parser.parse_args()
-    kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions())
-    for name in results.chosen(arguments.only, ROWS):
-        row = {"row": name} | measured(ROWS[name])
-        print(row, flush=True)
-        kept.put(name, row)
-
-
 if __name__ == "__main__":
-    main()
+    results.main(__doc__, STORED, ROWS, figures.versions(), measured)

@@ -63,3 +63,16 @@ class Results:
         if self.path:
             rows = [self.rows[name] for name in self.names if name in self.rows]
             self.path.write_text(json.dumps({**self.made_by, "rows": rows}, indent=1) + "\n")
+
+
+def main(doc, path, rows, made_by, measured):
+    """The command line of a file that measures some of its rows, and with --json stores them."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help=f"store in {path.name}")
+    parser.add_argument("--only", type=expression, default="", help=ONLY)
+    arguments = parser.parse_args()
+    kept = Results(path if arguments.json else None, rows, made_by)
+    for name in chosen(arguments.only, rows):
+        row = {"row": name} | measured(rows[name])
+        print(row, flush=True)
+        kept.put(name, row)
