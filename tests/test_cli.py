@@ -196,8 +196,10 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     run("forecast", *model, "--no-pad")
     assert given["pad"] is False and given["offload"] is None
     run("forecast", *model, "--offload", "opt_state", "--host-link", "12")
-    assert given["offload"] == "opt_state"
+    assert given["offload"] == ["opt_state"]
     assert given["rates"] == dataclasses.replace(known, host=12e9) != known
+    run("forecast", *model, "--offload", "opt_state", "params")
+    assert given["offload"] == ["opt_state", "params"]
 
 
 @pytest.mark.gpu_code

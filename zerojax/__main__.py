@@ -336,7 +336,7 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
     text = "what rests in host memory between steps"
-    parser.add_argument("--offload", choices=("opt_state",), help=text)
+    parser.add_argument("--offload", choices=("opt_state", "params"), nargs="+", help=text)
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
+from zerojax import _compat
+
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
@@ -179,9 +181,10 @@ def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
 
     `parts` is what `brought_near` returned for it, if the far hop is done.
     """
+    source = _compat.fetched(held.source)
     if not _is_inexact(held.shard):
-        return opened(near(parts or far(held.source, cut), cut), cut)
-    return _obtained(held.source, parts, held.shard, cut)
+        return opened(near(parts or far(source, cut), cut), cut)
+    return _obtained(source, parts, held.shard, cut)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -206,13 +209,13 @@ def brought_near(held: Held, cut: Cut) -> Parts:
     """Returns a weight after the far hop of its route, for `obtain`; nothing if it has none."""
     if not cut.wire.gather.far:
         return ()
-    source = held.source
+    source = _compat.fetched(held.source)
     return far(source.astype(cut.dtype) if _is_inexact(source) else source, cut)
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
     """Returns the full array in the dtype of its shard: far, near, open."""
-    return opened(near(far(shard, cut), cut), cut)
+    return opened(near(far(_compat.fetched(shard), cut), cut), cut)
 
 
 def far(shard: Array, cut: Cut) -> Parts:

@@ -44,8 +44,23 @@ def test_bytes_that_travel_once_each_way_are_as_promised(report):
 @pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
 def test_what_travels_twice_is_found(report, way):
     (finding,) = found(report, [copy(report, way, MIB / 2, trips=8)])
-    assert finding.startswith(f"4.0 MiB are copied {way} in a step, and the plan has")
+    assert finding.startswith(f"4.0 MiB are copied {way} in a step; what the plan has in host")
     assert finding.endswith("Look for state that the step reads outside of the optimizer.")
+
+
+def test_parameters_are_fetched_for_forward_backward_and_the_update(report):
+    plan = zerojax.plan(
+        audits.make_state, mesh=report.plan.mesh, offload=zerojax.Offload(0, True, min_bytes=0)
+    )
+    planned = sum(plan.host_bytes_per_device().values())
+    assert planned == plan.host_bytes_per_device()["params"] > 0
+    report = dataclasses.replace(report, plan=plan, accumulate=2)
+    small = _transfers.SMALL
+    (finding,) = found(report, [copy(report, TO_DEVICE, 5 * planned * 1.02 + small)])
+    assert "needs" in finding
+    assert found(report, [copy(report, TO_DEVICE, 5 * planned + small)]) == []
+    (finding,) = found(report, [copy(report, TO_HOST, planned * 1.02 + small)])
+    assert "copied to the host" in finding
 
 
 def test_state_elsewhere_than_planned_is_found(report):

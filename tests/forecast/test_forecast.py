@@ -206,6 +206,7 @@ def test_progress_on_a_terminal(capfd, monkeypatch):
         said = capfd.readouterr().err
         shown = list(dict.fromkeys(line for line in said.split(_progress.WIPE) if line))
         assert shown == lines and said.endswith(_progress.WIPE)
+    monkeypatch.setattr(_progress, "PATIENCE", 60)
     for _ in _progress.progress("quick", str):
         pass
     assert capfd.readouterr().err == ""

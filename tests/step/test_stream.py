@@ -19,6 +19,7 @@ from tests.reference import assert_close, assert_equal_bits, make_state
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
 
 ALL = zerojax.Offload(min_bytes=0)
+BOTH = zerojax.Offload(params=True, min_bytes=0)
 STEPS = 3
 STATELESS = {"masked"}  # an sgd
 
@@ -45,17 +46,21 @@ def on_device(*case):
     return run(case[0], case[1], None, *case[2:])
 
 
-CASES = list(itertools.product(OPTIMIZERS, (0, 1, 2, 3), (1, 4)))
-QUICK = {("adamw", 3, 1), ("clip_schedule", 2, 4), ("lamb", 1, 1), ("multi_steps", 0, 1)}
+CASES = list(itertools.product(OPTIMIZERS, (0, 1, 2, 3), (1, 4), ("opt_state", "both")))
+QUICK = {
+    ("adamw", 3, 1, "opt_state"), ("clip_schedule", 2, 4, "opt_state"), ("lamb", 1, 1, "both"),
+    ("multi_steps", 0, 1, "opt_state"), ("adamw", 3, 4, "both"), ("momentum", 0, 1, "both"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "stage", "accumulate"), mostly_slow(CASES, lambda *case: case in QUICK)
+    ("optimizer", "stage", "accumulate", "kinds"), mostly_slow(CASES, lambda *case: case in QUICK)
 )
-def test_the_numbers_are_those_of_state_on_the_devices(optimizer, stage, accumulate):
+def test_the_numbers_are_those_of_state_on_the_devices(optimizer, stage, accumulate, kinds):
     """Padded parameters and a stack of layers among them."""
     wanted, wanted_metrics = on_device(optimizer, stage, accumulate)
-    state, metrics = run(optimizer, stage, ALL, accumulate)
+    offload = {"opt_state": ALL, "both": BOTH}[kinds]
+    state, metrics = run(optimizer, stage, offload, accumulate)
     assert metrics["loss"] == pytest.approx(float(wanted_metrics["loss"]), rel=1e-6)
     for name in ("params", "opt_state"):
         got, want = jax.device_get((getattr(state, name), getattr(wanted, name)))
@@ -63,7 +68,8 @@ def test_the_numbers_are_those_of_state_on_the_devices(optimizer, stage, accumul
     arrays = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     assert bool(arrays) == (optimizer not in STATELESS)
     assert all(map(is_on_host, arrays))
-    assert not any(map(is_on_host, jax.tree.leaves((state.params, state.step))))
+    params = [x for x in jax.tree.leaves(state.params) if x.ndim]
+    assert set(map(is_on_host, params)) == {kinds == "both"} and not is_on_host(state.step)
 
 
 def test_adam_gives_the_same_bits():
@@ -227,18 +233,20 @@ def test_a_loop_of_ones_own():
     assert all(is_on_host(x) for x in jax.tree.leaves(state.opt_state) if x.ndim)
 
 
-def test_verify_passes():
-    state, step = trained(ALL)
+@pytest.mark.parametrize("offload", [ALL, BOTH])
+def test_verify_passes(offload):
+    state, step = trained(offload)
     assert zerojax.verify(step, state, BATCH).ok
 
 
-def test_audit_finds_nothing():
-    state, step = trained(ALL)
+@pytest.mark.parametrize("offload", [ALL, BOTH])
+def test_audit_finds_nothing(offload):
+    state, step = trained(offload)
     report = zerojax.audit(step, state, BATCH)
     report.check()
 
 
-@pytest.mark.parametrize(("saved", "wanted"), [(ALL, None), (None, ALL), (ALL, ALL)])
+@pytest.mark.parametrize(("saved", "wanted"), [(ALL, None), (None, ALL), (BOTH, BOTH)])
 def test_checkpoints_know_no_memory(tmp_path, saved, wanted):
     state, step = trained(saved)
     state, _ = step(state, BATCH)
@@ -247,10 +255,61 @@ def test_checkpoints_know_no_memory(tmp_path, saved, wanted):
     found = zerojax.restore(tmp_path / "state", like=plan)
     assert_equal_bits(found, state)
     arrays = [x for x in jax.tree.leaves(found.opt_state) if x.ndim]
-    assert all(is_on_host(x) == (wanted is ALL) for x in arrays)
+    assert all(is_on_host(x) == (wanted is not None) for x in arrays)
     found, _ = step(found, BATCH)
     state, _ = step(state, BATCH)
     assert_close(*jax.device_get((found.params, state.params)), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_parameters_in_host_memory(stage, prefetch):
+    """One layer at a time in forward and backward, and to evaluate."""
+    (state, step), (wanted, whole) = (
+        trained(offload, stage=stage, options={"prefetch": prefetch}) for offload in (BOTH, None)
+    )
+    evaluate = zerojax.eval_step(loss)
+    for _ in range(2):
+        state, metrics = jax.block_until_ready(step(state, BATCH))
+        wanted, wanted_metrics = jax.block_until_ready(whole(wanted, BATCH))
+    assert step._cache_size() == 1
+    assert all(map(is_on_host, jax.tree.leaves(state.params)))
+    assert metrics["grad_norm"] == pytest.approx(float(wanted_metrics["grad_norm"]), rel=1e-6)
+    assert evaluate(state, BATCH)["loss"] == pytest.approx(
+        float(evaluate(wanted, BATCH)["loss"]), rel=1e-6
+    )
+    assert_close(zerojax.gather_params(state), zerojax.gather_params(wanted), 1e-6)
+
+
+def test_parameters_in_host_memory_with_groups_masters_and_frozen_leaves():
+    mesh = zerojax.mesh(node=2, gpu=4)
+    label = lambda params: {"blocks": {"w": "trained", "norm": "frozen"}, "embed": "trained"}
+    tx = optax.multi_transform({"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, label)
+    cases = (
+        {"mesh": mesh, "groups": {"params": "gpu"}},
+        {"mesh": mesh, "groups": {"params": "gpu"}, "options": {"accumulate": 2}},
+        {"precision": zerojax.Precision(param="bfloat16", master="float32")},
+        {"tx": tx},
+    )
+    for case in cases:
+        state, step = trained(BOTH, **case)
+        wanted, whole = trained(None, **case)
+        for _ in range(2):
+            state, _ = jax.block_until_ready(step(state, BATCH))
+            wanted, _ = jax.block_until_ready(whole(wanted, BATCH))
+        assert all(map(is_on_host, jax.tree.leaves(state.params)))
+        assert_close(*jax.device_get((state.params, wanted.params)), 1e-6)
+
+
+def test_parameters_alone():
+    only = zerojax.Offload(opt_state=False, params=True, min_bytes=0)
+    state, step = trained(only)
+    wanted, whole = trained(None)
+    for _ in range(2):
+        state, wanted = step(state, BATCH)[0], whole(wanted, BATCH)[0]
+    assert all(map(is_on_host, jax.tree.leaves(state.params)))
+    assert not any(map(is_on_host, jax.tree.leaves(state.opt_state)))
+    assert_close(*jax.device_get((state.params, wanted.params)), 1e-6)
 
 
 def test_the_plan_says_where_and_how():
@@ -264,15 +323,16 @@ def test_the_plan_says_where_and_how():
 
 
 @functools.cache
-def on_gpus(devices, tx=None):
+def on_gpus(devices, offload="opt_state", stage=3, update="after"):
     """A plan, and the audit of a step for it, compiled for GPUs; older JAX warns."""
     mesh = zerojax.aot.mesh(f"{devices}xH100")
-    make = functools.partial(stacks, tx, dim=512, layers=8)
-    plan = zerojax.plan(make, stage=3, mesh=mesh, offload="opt_state")
+    make = functools.partial(stacks, dim=512, layers=8)
+    plan = zerojax.plan(make, stage=stage, mesh=mesh, offload=offload)
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64,), "int32"), plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compiled = zerojax.train_step(loss, plan=plan).lower(plan.abstract(), batch).compile()
+        step = zerojax.train_step(loss, plan=plan, update=update)
+        compiled = step.lower(plan.abstract(), batch).compile()
     return plan, compiled, zerojax.audit(compiled, plan=plan)
 
 
@@ -295,6 +355,26 @@ def test_on_gpus_each_byte_travels_once_each_way(devices):
     assert report.memory.peak < sum(plan.bytes_per_device().values()) + planned + 2**24
     text = str(report)
     assert "host memory" in text and "waiting for the host" in text
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(
+    ("devices", "stage", "update"),
+    [(1, 0, "auto"), (8, 3, "auto"), (8, 3, "after"), (8, 2, "after")],
+)
+def test_on_gpus_parameters_travel_beside_the_compute(devices, stage, update):
+    plan, compiled, report = on_gpus(devices, ("opt_state", "params"), stage, update)
+    planned = plan.host_bytes_per_device()
+    memory = compiled.memory_analysis()
+    nbytes = sum(planned.values())
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == nbytes
+    assert memory.host_temp_size_in_bytes == 0
+    assert report.host_bytes(TO_HOST) == nbytes
+    times = (report.host_bytes(TO_DEVICE) - planned["opt_state"]) / planned["params"]
+    assert 2 < times <= 3  # a layer that forward ended with is not fetched again
+    report.check()
+    in_loops = [one for one in report.replay.transfers if one.trips > 1]
+    assert in_loops and all(one.by_engine and one.asynchronous for one in in_loops)
 
 
 @pytest.mark.gpu_code

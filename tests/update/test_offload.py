@@ -13,25 +13,30 @@ SIZES = [100, 400, 50, 300]
      (0.47, {1}), (0.9, {0, 1, 3})],
 )  # fmt: skip
 def test_the_largest_leaves_go_until_they_have_the_share(share, goes):
-    why = Offload(opt_state=share, min_bytes=1).stay(SIZES, SIZES)
+    why = Offload(opt_state=share, min_bytes=1).stay("opt_state", SIZES, SIZES)
     assert {k for k, reason in enumerate(why) if reason is None} == goes
     assert {reason for reason in why if reason} <= {f"opt_state={share} is reached"}
+    assert Offload(opt_state=0, params=share, min_bytes=1).stay("params", SIZES, SIZES) == [
+        reason and reason.replace("opt_state", "params") for reason in why
+    ]
 
 
 def test_what_travels_in_small_pieces_stays():
-    why = Offload(min_bytes=100).stay(SIZES, [100, 99, 50, 300])
+    why = Offload(min_bytes=100).stay("opt_state", SIZES, [100, 99, 50, 300])
     assert why == [None, "smaller than 100 B", "smaller than 100 B", None]
 
 
 def test_short_forms():
     assert as_offload(None) is None
-    assert as_offload("opt_state") == Offload(opt_state=True)
+    assert as_offload("opt_state") == Offload(opt_state=True, params=False)
+    assert as_offload(("opt_state", "params")) == Offload(opt_state=True, params=True)
+    assert as_offload(["params"]) == Offload(opt_state=False, params=True)
     assert as_offload(Offload(0.5)) == Offload(opt_state=0.5)
 
 
-@pytest.mark.parametrize("wrong", ["params", True, 0.5, {"opt_state"}])
+@pytest.mark.parametrize("wrong", ["activations", True, 0.5, (), {"opt_state"}])
 def test_another_offload_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"Pass 'opt_state', or zerojax.Offload\(opt_state=0.5\)"):
+    with pytest.raises(ValueError, match=r"Pass 'opt_state', \('opt_state', 'params'\), or zeroj"):
         as_offload(wrong)
 
 
@@ -39,6 +44,8 @@ def test_another_offload_is_refused(wrong):
 def test_another_share_is_refused(share):
     with pytest.raises(ValueError, match=r"Pass a number from 0.0 to 1.0"):
         Offload(opt_state=share)
+    with pytest.raises(ValueError, match=r"params=.*Pass a number from 0.0 to 1.0"):
+        Offload(params=share)
 
 
 @pytest.mark.parametrize("count", [-1, 0.5, True])

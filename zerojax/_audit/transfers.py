@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from zerojax._audit.measured import Measured
 from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
+from zerojax._state.state import PARAMS
 from zerojax._text import human_bytes
 
 SMALL = 2**20  # bytes of a copy that may be anything
@@ -22,13 +23,16 @@ def findings(report: Measured) -> Iterator[str]:
             f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
             "state by this plan."
         )
+    params = report.plan.host_bytes_per_device()[PARAMS]
+    # Forward and backward of each microbatch fetch parameters, and so does the update.
+    most = {TO_DEVICE: planned + 2 * report.accumulate * params, TO_HOST: planned}
     for way in (TO_DEVICE, TO_HOST) if report.trains else ():
         copied = report.host_bytes(way)
-        if copied > planned * MOST + SMALL:
+        if copied > most[way] * MOST + SMALL:
             yield (
-                f"{human_bytes(copied)} are copied {way} in a step, and the plan has "
-                f"{human_bytes(planned)} in host memory, which travel once. Look for state that "
-                "the step reads outside of the optimizer."
+                f"{human_bytes(copied)} are copied {way} in a step; what the plan has in host "
+                f"memory, {human_bytes(planned)}, needs {human_bytes(most[way])}. Look for state "
+                "that the step reads outside of the optimizer."
             )
     if report.memory.host_temporary > SMALL:
         yield (

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zerojax import _compat
 from zerojax._types import is_key
 
 # [Note: why backward waits]
@@ -38,7 +39,15 @@ def mark(outs: list[Array]) -> Array | None:
 
 def wait(values: T, done: Array) -> T:
     """Returns `values` that depend on a mark."""
-    return jax.tree.map(lambda x: x if is_key(x) else jnp.where(done, jnp.zeros_like(x), x), values)
+
+    def waiting(x: Array) -> Array:
+        if is_key(x):
+            return x
+        here = _compat.fetched(x)
+        here = jnp.where(done, jnp.zeros_like(here), here)
+        return _compat.stored(here) if _compat.is_on_host(x) else here
+
+    return jax.tree.map(waiting, values)
 
 
 def _bits(array: Array) -> Array:

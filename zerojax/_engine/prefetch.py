@@ -13,7 +13,7 @@ from zerojax._collectives import Held, Parts
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
-from zerojax._update.in_loop import InLoop, Layer, Stacks
+from zerojax._update.in_loop import InLoop, Layer, Stacks, layer_of as fetched_layer
 from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
@@ -45,15 +45,17 @@ class PrefetchedLayers(Layers):
             outs, saved = self.body.forward(layer, gathered, wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
-        def step(state: tuple[list, list, list], at: Index) -> tuple[Any, Any]:
-            carry, gathered, stacks = state
-            near, ahead = self.brought(inputs, at + 1)
+        def step(state: tuple[list, list, list, Index], at: Index) -> tuple[Any, Any]:
+            carry, gathered, stacks, carried = state
+            near, ahead = self.brought(inputs, self.layer(at + 1, carried + 1))
             carry, kept = iteration(carry, gathered, at)
-            return (carry, ahead, with_layer(stacks, near, self.index(at + 1))), kept
+            stacks = with_layer(stacks, near, self.index(at + 1))
+            return (carry, ahead, stacks, carried + 1), kept
 
-        near, first = self.brought(inputs, 0)
+        near, first = self.brought(inputs, self.layer(0))
         stacks = with_layer(empty_stacks(near, last + 1), near, self.index(0))
-        (carry, gathered, near), (ys, saved) = self.iterate(step, (carry, first, stacks), last)
+        start = (carry, first, stacks, 0)
+        (carry, gathered, near, _), (ys, saved) = self.iterate(step, start, last)
         carry, (last_ys, last_saved) = iteration(carry, gathered, last)
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
@@ -71,17 +73,20 @@ class PrefetchedLayers(Layers):
     def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
 
-    def brought(self, inputs: Sequence[Value], at: Index) -> tuple[list[Parts], list[Array]]:
+    def layer(self, at: Index, carried: Index | None = None) -> Layer:
+        """Returns the layer of an iteration, which may be carried by a loop too."""
+        return Layer(self.index(at), self.index(at if carried is None else carried))
+
+    def brought(self, inputs: Sequence[Value], at: Layer) -> tuple[list[Parts], list[Array]]:
         """Returns one layer's weights after their far hops, and all-gathered."""
         shards = self.shards_at(inputs, at)
         near = self.near(inputs, shards)
         return near, self.gathered(inputs, shards, near)
 
-    def shards_at(self, inputs: Sequence[Value], at: Index) -> list[Value | None]:
+    def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
         # Only shards are gathered; the others stand in their places.
-        shards = [x if isinstance(x, Held) else None for x in xs]
-        return layer_of(shards, self.index(at))
+        return fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
 
 
 class _Backward:
@@ -106,15 +111,16 @@ class _Backward:
         """Returns the gradients of the inputs."""
         last, stacks = self.last, self.in_loop.stacks
         grads = self.d_carry, self.layers.d_consts(self.consts, self.last_kept.wanted)
-        ahead = self.gathered(self.source_at(stacks, last - 1))
-        gathered = self.last_weights or self.gathered(self.source_at(stacks, last))
+        ahead = self.gathered(self.source_at(stacks, self.layers.layer(last - 1)))
+        source = self.source_at(stacks, self.layers.layer(last))
+        gathered = self.last_weights or self.gathered(source)
         grads, left = self.unreduced(grads, gathered, self.last_kept, last)
         types = jax.eval_shape(lambda left: self.in_loop.left(self.reduced(left, last)), left)
         start = (grads, ahead, left, empty_stacks(types, last + 1), stacks, 0)
         state, _ = self.layers.iterate(self.step, start, last - 1)
         grads, gathered, left, d_stacks, stacks, _ = state
         for at in (1, 0):
-            layer = Layer(self.index(at), self.index(at))
+            layer = self.layers.layer(at)
             old, done = self.in_loop.fetched(stacks, layer), self.reduced(left, at)
             d_stacks = self.stacked(d_stacks, done, at)
             stacks = self.in_loop.updated(stacks, old, done, layer)
@@ -127,23 +133,25 @@ class _Backward:
         """Computes a layer, and disposes of the one before it."""
         grads, gathered, left, d_stacks, stacks, carried = state
         at = self.last - 1 - count
-        layer = Layer(self.index(at + 1), self.index(self.last - carried))
+        layer = self.layers.layer(at + 1, self.last - carried)
+        ahead = self.layers.layer(at - 1, self.last - 2 - carried)
+        done, source = self.reduced(left, at + 1), self.source_at(stacks, ahead)
+        source, stacks = self.in_loop.read_first(source, stacks)
         old = self.in_loop.fetched(stacks, layer)
-        done, source = self.reduced(left, at + 1), self.source_at(stacks, at - 1)
         if self.layers.how.in_turn:  # frees the gradients' memory before the weights need theirs
             source, done = lax.optimization_barrier((source, done))
-        ahead = self.gathered(source)
+        gathered, before = self.gathered(source), gathered
         d_stacks = self.stacked(d_stacks, done, at + 1)
-        grads, left = self.unreduced(grads, gathered, layer_of(self.kept, at), at)
+        grads, left = self.unreduced(grads, before, layer_of(self.kept, at), at)
         old, left = self.in_loop.tied(old, left)
         stacks = self.in_loop.updated(stacks, old, done, layer)
-        return (grads, ahead, left, d_stacks, stacks, carried + 1), None
+        return (grads, gathered, left, d_stacks, stacks, carried + 1), None
 
-    def source_at(self, stacks: Stacks, at: Index) -> tuple[list[Value | None], list[Parts]]:
+    def source_at(self, stacks: Stacks, at: Layer) -> tuple[list[Value | None], list[Parts]]:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
-        return shards, layer_of(self.near, self.index(at))
+        return shards, layer_of(self.near, at.i)
 
     def gathered(self, source: tuple[list[Value | None], list[Parts]]) -> list[Array]:
         return self.layers.gathered(self.inputs, *source)

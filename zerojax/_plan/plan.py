@@ -117,7 +117,12 @@ class Plan(Layout):
         moved = [i for i in range(len(leaves)) if i not in resting]
         for i in moved:
             leaves[i] = self.updated(leaves[i], self.leaves[i])
-        moving = [i for i in moved if self.leaves[i].rest.on_device != self.leaves[i].update]
+        moving = [
+            i
+            for i in moved
+            if self.leaves[i].rest.on_device != self.leaves[i].update
+            and not _compat.is_on_host(leaves[i])
+        ]
         if moving:
             old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
             old = [  # parameters that a user replaced may have no padding
@@ -140,10 +145,9 @@ class Plan(Layout):
 
     def at_rest(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains a padded leaf, inside `jax.jit`, to where it is between steps."""
-        if _compat.is_on_host(value):
-            return value
-        value = self._constrained(value, leaf.rest.on_device)
-        return _compat.stored(value) if leaf.is_on_host else value
+        if not _compat.is_on_host(value):
+            value = self._constrained(value, leaf.rest.on_device)
+        return self._constrained(_compat.stored(value), leaf.rest) if leaf.is_on_host else value
 
     def _gathered(
         self, indices: list[int], shards: list[Array], old: Sequence[Array | None]
@@ -212,17 +216,20 @@ class Plan(Layout):
 
     def logical_grads(self, grads: PyTree) -> PyTree:
         """Drops the padding of gradients, inside `jax.jit`."""
-        return self.like_params(grads, [leaf.shape for leaf in self.params])
+        leaves, treedef = jax.tree.flatten(grads)
+        return treedef.unflatten(self.like_params(leaves, [leaf.shape for leaf in self.params]))
 
-    def like_params(self, grads: PyTree, shapes: Sequence[tuple[int, ...]]) -> PyTree:
-        """Drops the padding of gradients that have more than these shapes, inside `jax.jit`. A
-        gradient may be None."""
-        leaves, treedef = jax.tree.flatten(grads, is_leaf=lambda grad: grad is None)
-        triples = zip(leaves, self.params, shapes, strict=True)
-        return treedef.unflatten(
-            g if g is None or g.shape == shape else self.scattered(g, leaf)
-            for g, leaf, shape in triples
-        )
+    def like_params(
+        self, grads: Sequence[Array | None], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Array | None]:
+        """Drops the padding of gradients that have more than these shapes, inside `jax.jit`.
+
+        None stands for the gradient of a parameter that is updated already.
+        """
+        return [
+            grad if grad is None or grad.shape == shape else self.scattered(grad, leaf)
+            for grad, leaf, shape in zip(grads, self.params, shapes, strict=True)
+        ]
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains one leaf, or its gradient, to where the optimizer updates it."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -21,6 +22,7 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._state.stacks import layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
+from zerojax._update import offload as _offload
 from zerojax._update.offload import HOST, Offload, as_offload
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
@@ -219,26 +221,33 @@ def _offloaded(
     tx: optax.GradientTransformation | None,
     mesh: Mesh,
 ) -> list[LeafPlan]:
-    """Puts optimizer state in host memory, and notes how a step brings it from there."""
+    """Puts state in host memory, and notes how a step brings it from there."""
     if offload is None:
         return leaves
-    own = [i for i, leaf in enumerate(leaves) if leaf.kind == OPT_STATE and leaf.shape]
-    sizes = [leaves[i].bytes_per_device(mesh) for i in own]
-    layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
-    why = offload.stay(sizes, [size // n for size, n in zip(sizes, layers, strict=True)])
     found = list(leaves)
-    for i, reason in zip(own, why, strict=True):
-        rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=HOST)
-        note = f"device: {reason}" if reason else "host"
-        found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
+    for kind in (kind for kind in _offload.KINDS if getattr(offload, kind)):
+        own = [i for i, leaf in enumerate(leaves) if leaf.kind == kind and _may_leave(leaf)]
+        sizes = [leaves[i].bytes_per_device(mesh) for i in own]
+        layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
+        pieces = [size // n for size, n in zip(sizes, layers, strict=True)]
+        for i, reason in zip(own, offload.stay(kind, sizes, pieces), strict=True):
+            rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=HOST)
+            note = f"device: {reason}" if reason else "host"
+            found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
     on_host = [leaf.is_on_host for leaf in found]
     update = _optimizer.update_in_parts(state, tx, on_host, list(map(by_layer, found)))
     ways = {} if update is None else update.ways(len(update.streamed) - len(found))
     unknown = "updated as tx= allows: the plan was given none" if tx is None else "updated at once"
     for i, leaf in enumerate(found):
         if leaf.is_on_host:
-            found[i] = dataclasses.replace(leaf, memory=f"host, {ways.get(i, unknown)}")
+            way = "not updated" if leaf.frozen else ways.get(i, unknown)
+            found[i] = dataclasses.replace(leaf, memory=f"host, {way}")
     return found
+
+
+def _may_leave(leaf: LeafPlan) -> bool:
+    """Whether a leaf may rest in host memory: scalars would save nothing, and keys stay."""
+    return bool(leaf.shape) and (leaf.kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def _shard_specs(

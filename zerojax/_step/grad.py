@@ -101,8 +101,9 @@ def loss_and_grads(
     args: Sequence[PyTree],
     backward: InBackward | None = None,
 ) -> tuple[Array, PyTree, PyTree, Updated]:
-    """Returns the mean loss, the aux and the gradients; for these None without derivatives; and
-    what backward updated, whose gradients are None.
+    """Returns the mean loss, the aux, the gradients, and what backward updated.
+
+    The gradients of what it updated are None; without derivatives all are.
 
     Gradients are padded where the parameters are. That of a weight that was used in place has the
     weight's padding (`_engine/padded.py`).

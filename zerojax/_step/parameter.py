@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from zerojax import _collectives
+from zerojax import _collectives, _compat
 from zerojax._collectives import Cut, Exact, Held, Route, Updating, Wire
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
@@ -40,7 +40,7 @@ class Parameter:
         Where full gradients are accumulated, they are reduced after the last microbatch. Where
         nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
-        if self.landing.dim is not None or self.update is not None:
+        if self.landing.dim is not None or self.update is not None or self.leaf.is_on_host:
             return True
         if self.accumulates or self.plan.groups.opt_state or self.plan.size == 1:
             return False
@@ -98,7 +98,9 @@ class Parameter:
 
     def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
         """Returns what microbatches gather from, in the dtype that they gather."""
-        return _collectives.gathered(value.astype(dtype), self.cut_by(Wire(Route(self.far))))
+        return _collectives.gathered(
+            _compat.fetched(value).astype(dtype), self.cut_by(Wire(Route(self.far)))
+        )
 
     @property
     def is_own_source(self) -> bool:

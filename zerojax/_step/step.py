@@ -253,17 +253,18 @@ def _train(
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
     logical = plan.logical(state)
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
-    backward = None
-    if _backward.is_wanted(plan, recipe.options, recipe.skip_nonfinite or scale is not None):
-        backward = _backward.in_backward(plan, recipe.options, state, recipe.tx)
+    guards = recipe.skip_nonfinite or scale is not None
+    wanted = _backward.is_wanted(plan, recipe.options, guards)
+    backward = _backward.in_backward(plan, recipe.options, state, recipe.tx) if wanted else None
     loss, aux, grads, updated = loss_and_grads(
         loss_fn, plan, recipe.options, _state.get_params(state), args, backward
     )
     loss, grads = _finite.unscaled((loss, grads), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
-    grads = plan.logical_grads(grads)
+    # A tree of parameters may have None in it, and gradients are None where backward has updated.
+    grads = jax.tree.structure(_state.get_params(state)).flatten_up_to(grads)
+    grads = plan.like_params(grads, [leaf.shape for leaf in plan.params])
     metrics = {"loss": loss, "grad_norm": grad_norm(grads, updated.squares)}
-    guards = recipe.skip_nonfinite or scale is not None
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
 
     def update(old_state: PyTree, grads: PyTree) -> PyTree:

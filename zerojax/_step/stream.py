@@ -10,7 +10,9 @@ from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
+from zerojax._state.state import get_params
 from zerojax._step import host_slices as _slices
 from zerojax._types import PyTree
 from zerojax._update import parts as _parts
@@ -22,22 +24,22 @@ def updated(
     update: Callable[[PyTree, PyTree], PyTree],
     plan: Plan,
     state: PyTree,
-    grads: PyTree,
+    grads: Sequence[Array | None],
     done: dict[int, Array],
 ) -> PyTree:
-    """Returns `update(state, grads)`, inside `jax.jit`, for a state as it rests.
+    """Returns `update(state, gradients)`, inside `jax.jit`, for a state as it rests.
 
     From stage 1 on the update sees shards of everything, so XLA updates shards only. What rests in
     host memory comes back there; all else is where the update made it. Leaves in `done` are there
     already, and where a gradient is None, nothing else reads it.
     """
+    of_grads = jax.tree.structure(get_params(state))
     if not plan.offloads and not done:
-        return update(plan.scatter(state), grads)
+        return update(plan.scatter(state), of_grads.unflatten(grads))
     treedef = jax.tree.structure(state)
-    grads, of_grads = jax.tree.flatten(grads, is_leaf=lambda grad: grad is None)
 
     def flat(values: list) -> list:
-        count = of_grads.num_leaves
+        count = len(grads)
         new = update(treedef.unflatten(values[count:]), of_grads.unflatten(values[:count]))
         return jax.tree.leaves(new)
 
@@ -56,7 +58,7 @@ class _Streamed:
         update: Callable[[list], list],
         plan: Plan,
         state: PyTree,
-        grads: list[Array | None],
+        grads: Sequence[Array | None],
         done: dict[int, Array],
     ) -> None:
         self.plan, self.first = plan, len(grads)  # the first value that is a leaf of the state
@@ -115,8 +117,7 @@ class _Streamed:
                     values, held = self.fetched(part, values, made, i)
                 shown = [*self.shown(program, values, i), *before]
                 new = self.updated(program, part, shown, held, _one_layer)
-                for k, layer in zip(part.outputs, new, strict=True):
-                    values[self.first + k] = written(values[self.first + k], layer, i)
+                self.write(part, new, i, values)
                 made = _on_device(new)
             return values, made
 
@@ -141,6 +142,13 @@ class _Streamed:
         else:
             stacks = lax.fori_loop(0, length, late, stacks)
         self.results.update(zip((at - self.first for at in places), stacks, strict=True))
+
+    def write(self, part: Part, layers: Sequence[Array], i: Index, values: list[Array]) -> None:
+        """Writes layer `i` of a part's results into their stacks, among the values."""
+        for k, layer in zip(part.outputs, layers, strict=True):
+            stack = written(values[self.first + k], layer, i)
+            # Where weights rest whole, XLA would carry the shards that were updated.
+            values[self.first + k] = self.plan.at_rest(stack, self.plan.leaves[k])
 
     def with_stacks(self, places: Sequence[int], stacks: Sequence[Array]) -> list[Any]:
         values = list(self.values)
@@ -170,7 +178,11 @@ class _Streamed:
         for at, value in zip(part.inputs, resting, strict=True):
             values[at], leaf = value, self.leaves[at]
             if i is not None:
-                value, leaf = sliced(value, i), _one_layer(leaf)
+                value, leaf = self.plan.at_rest(sliced(value, i), leaf), _one_layer(leaf)
+            if leaf.rest.on_device != leaf.update:
+                # XLA would slice in host memory what a device updates of it, and by a kernel.
+                value = lax.optimization_barrier(_compat.fetched(value))
+                value = _compat.constrained(value, leaf.rest.on_device.sharding(self.plan.mesh))
             held.append(self.plan.scattered(value, leaf))
         return values, held
 
@@ -192,7 +204,12 @@ class _Streamed:
 
     def stored(self, value: Array, leaf: LeafPlan) -> Array:
         """Returns a new leaf in host memory, if it rests there."""
-        return self.plan.at_rest(self.plan.updated(value, leaf), leaf) if leaf.is_on_host else value
+        if not leaf.is_on_host:
+            return value
+        value = self.plan.updated(value, leaf)
+        if value.shape != leaf.padded_shape:  # padded as it was updated
+            value = padded(unpadded(value, leaf.shape), leaf.padded_shape)
+        return self.plan.at_rest(value, leaf)
 
 
 def _shape(value: Any, leaf: LeafPlan) -> Any:

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._collectives import Held
+from zerojax._types import PyTree
 from zerojax._update.stacks import Index, sliced, written
 
 T = TypeVar("T")
@@ -30,6 +31,15 @@ class Layer:
 
     def of(self, stack: Array) -> Index:
         return self.counted if _compat.is_on_host(stack) else self.i
+
+
+def layer_of(stacks: PyTree, at: Layer) -> PyTree:
+    """Returns one layer of all stacks in a tree, on the devices."""
+
+    def one(stack: Array) -> Array:
+        return lax.squeeze(_compat.fetched(sliced(stack, at.of(stack))), (0,))
+
+    return jax.tree.map(one, stacks)
 
 
 class InLoop:
@@ -56,6 +66,15 @@ class InLoop:
     def fetched(self, stacks: Stacks, at: Layer) -> list[list[Array]]:
         """Returns one layer of all stacks, on the devices."""
         return [[_compat.fetched(sliced(stack, at.of(stack))) for stack in one] for one in stacks]
+
+    def read_first(self, read: T, stacks: Stacks) -> tuple[T, Stacks]:
+        """Has what is read of parameters in host memory be read before they are written.
+
+        XLA would copy their stacks there in each iteration.
+        """
+        if not any(_compat.is_on_host(param) for param, *_ in stacks):
+            return read, stacks
+        return lax.optimization_barrier((read, stacks))
 
     def tied(self, layers: list[list[Array]], left: T) -> tuple[list[list[Array]], T]:
         """Has what comes from host memory arrive with a weight's gradient, which nobody waits for.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zerojax._text import human_bytes
 
 POOL_LIMIT, POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64  # XLA's variable, its default
+KINDS = ("opt_state", "params")
 HOST = "pinned_host"  # what JAX calls host memory that a GPU copies to and from by itself
 
 
@@ -18,6 +19,8 @@ class Offload:
     Arguments:
         opt_state: True for the optimizer state, or a share of its bytes, from 0.0 to 1.0: the
             largest leaves go, until they have that share.
+        params: the same for the parameters. Forward and backward fetch a layer of them ahead of
+            its all-gather.
         min_bytes: what is smaller on each device, a leaf or one layer of a stack, stays there. It
             would save nothing and be slow to send.
 
@@ -30,30 +33,33 @@ class Offload:
     """
 
     opt_state: bool | float = True
+    params: bool | float = False
     min_bytes: int = 2**16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.opt_state, bool | int | float) or not 0 <= self.opt_state <= 1:
-            raise ValueError(
-                f"Offload(opt_state={self.opt_state!r}) is neither True nor False nor a share of "
-                "the bytes. Pass a number from 0.0 to 1.0."
-            )
+        for kind in KINDS:
+            share = getattr(self, kind)
+            if not isinstance(share, bool | int | float) or not 0 <= share <= 1:
+                raise ValueError(
+                    f"Offload({kind}={share!r}) is neither True nor False nor a share of the "
+                    "bytes. Pass a number from 0.0 to 1.0."
+                )
         if type(self.min_bytes) is not int or self.min_bytes < 0:
             raise ValueError(
                 f"Offload(min_bytes={self.min_bytes!r}) is not a number of bytes. Pass an integer, "
                 "0 for all leaves."
             )
 
-    def stay(self, sizes: Sequence[int], pieces: Sequence[int]) -> list[str | None]:
-        """Returns, for each leaf of the optimizer state, why it stays on the device; None for one
-        that goes. `sizes` are the bytes that a device has of each, `pieces` those that travel at
-        once."""
+    def stay(self, kind: str, sizes: Sequence[int], pieces: Sequence[int]) -> list[str | None]:
+        """Returns, for each leaf of a kind, why it stays on the device; None for one that goes.
+        `sizes` are the bytes that a device has of each, `pieces` those that travel at once."""
+        share = getattr(self, kind)
         small = f"smaller than {human_bytes(self.min_bytes)}"
         why = [small if piece < self.min_bytes else None for piece in pieces]
-        left = float(self.opt_state) * sum(sizes)
+        left = float(share) * sum(sizes)
         for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
             if why[k] is None and left <= 0:
-                why[k] = f"opt_state={self.opt_state} is reached"
+                why[k] = f"{kind}={share} is reached"
             elif why[k] is None:
                 left -= sizes[k]
         return why
@@ -71,13 +77,14 @@ def check_pool(nbytes: int) -> None:
         )
 
 
-def as_offload(given: Offload | str | None) -> Offload | None:
+def as_offload(given: "Offload | str | Sequence[str] | None") -> Offload | None:
     """Returns what `offload=` stands for."""
     if given is None or isinstance(given, Offload):
         return given
-    if given == "opt_state":
-        return Offload()
+    names = (given,) if isinstance(given, str) else given
+    if isinstance(names, Sequence) and names and set(names) <= set(KINDS):
+        return Offload(**{kind: kind in names for kind in KINDS})
     raise ValueError(
-        f"offload={given!r} is not known. Pass 'opt_state', or zerojax.Offload(opt_state=0.5) for "
-        "half of it."
+        f"offload={given!r} is not known. Pass 'opt_state', ('opt_state', 'params'), or "
+        "zerojax.Offload(opt_state=0.5) for half of it."
     )
