@@ -281,6 +281,19 @@ def test_parameters_in_host_memory(stage, prefetch):
     assert_close(zerojax.gather_params(state), zerojax.gather_params(wanted), 1e-6)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_layers_that_xla_does_not_find_are_read_by_scanned_indices(monkeypatch, prefetch):
+    """As with older JAX on GPUs, where a loop's counter finds the layer of its own turn alone."""
+    texts, ends = [], []
+    for found in (True, False):
+        monkeypatch.setattr("zerojax._step.host_slices.are_found", lambda plan, found=found: found)
+        state, step = trained(BOTH, options={"prefetch": prefetch})
+        texts.append(step.lower(state, BATCH).as_text())
+        ends.append(jax.device_get(step(state, BATCH)[0].params))
+    assert_close(*ends, 1e-6)
+    assert texts[0] != texts[1]
+
+
 def test_parameters_in_host_memory_with_groups_masters_and_frozen_leaves():
     mesh = zerojax.mesh(node=2, gpu=4)
     label = lambda params: {"blocks": {"w": "trained", "norm": "frozen"}, "embed": "trained"}
@@ -372,9 +385,13 @@ def test_on_gpus_parameters_travel_beside_the_compute(devices, stage, update):
     assert report.host_bytes(TO_HOST) == nbytes
     times = (report.host_bytes(TO_DEVICE) - planned["opt_state"]) / planned["params"]
     assert 2 < times <= 3  # a layer that forward ended with is not fetched again
-    report.check()
     in_loops = [one for one in report.replay.transfers if one.trips > 1]
-    assert in_loops and all(one.by_engine and one.asynchronous for one in in_loops)
+    assert in_loops and all(one.asynchronous for one in in_loops)
+    if jax.__version_info__ < (0, 11):  # addresses of forward's and backward's would be wrong
+        assert all(one.by_engine == (one.trips == 8) for one in in_loops)
+    else:
+        assert all(one.by_engine for one in in_loops)
+        report.check()
 
 
 @pytest.mark.gpu_code

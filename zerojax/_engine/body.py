@@ -53,7 +53,8 @@ class How:
     all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
     starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
     keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
-    loops use padded weights where they were gathered, see the note in `padded.py`.
+    loops use padded weights where they were gathered, see the note in `padded.py`. `counted`: XLA
+    finds any layer in host memory by a loop's counter.
     """
 
     regather: bool
@@ -62,6 +63,7 @@ class How:
     by_data: bool = False
     in_loop: bool = False
     in_place: bool = True
+    counted: bool = True
 
 
 class Body:

@@ -17,7 +17,7 @@ from zerojax._collectives import Held, Parts
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
-from zerojax._update.in_loop import InLoop, Layer, layer_of
+from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, layer_of
 from zerojax._update.stacks import Index
 
 
@@ -105,6 +105,8 @@ class Layers:
     # -- what both walks share
 
     def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
+        if reverse and not self.how.counted:
+            step, xs = by_scanned_index(step, xs, self.loop.length)
         return lax.scan(
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll
         )

@@ -75,7 +75,8 @@ class PrefetchedLayers(Layers):
 
     def layer(self, at: Index, carried: Index | None = None) -> Layer:
         """Returns the layer of an iteration, which may be carried by a loop too."""
-        return Layer(self.index(at), self.index(at if carried is None else carried))
+        counted = at if carried is None or not self.how.counted else carried
+        return Layer(self.index(at), self.index(counted))
 
     def brought(self, inputs: Sequence[Value], at: Layer) -> tuple[list[Parts], list[Array]]:
         """Returns one layer's weights after their far hops, and all-gathered."""

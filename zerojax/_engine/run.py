@@ -32,10 +32,16 @@ from zerojax._jaxpr import Atom, Var
 
 
 def how_on(
-    mesh: Mesh, *, regather: bool, prefetch: int | str, derives: bool = True, gathers: bool = True
+    mesh: Mesh,
+    *,
+    regather: bool,
+    prefetch: int | str,
+    derives: bool = True,
+    gathers: bool = True,
+    counted: bool = True,
 ) -> How:
     """Returns how a loss runs on these devices. `derives`: it is differentiated. `gathers`: weights
-    are sharded where they rest.
+    are sharded where they rest. `counted` is as in `How`.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
@@ -46,6 +52,7 @@ def how_on(
         in_turn=gathers and _xla_options.knows_wires(mesh),
         by_data=_xla_options.mixes_up_collectives(mesh),
         in_place=regather or not derives,  # else each weight would be kept closed and open
+        counted=counted,
     )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from zerojax import _compat
 from zerojax._engine.xla_options import DOUBLE_BUFFER
 from zerojax._plan.placement import Placement
+from zerojax._plan.plan import Plan
 from zerojax._types import Device
 from zerojax._update.offload import HOST
 from zerojax._update.stacks import sliced, written
@@ -28,14 +29,15 @@ _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
 _LAYERS, _WIDTH = 9, 1024  # of the loop that is looked at
 
 
-@functools.cache
-def are_found(device: Device) -> bool:
-    """Whether XLA finds the next layer's slice, and those of loops that it doubled.
+def are_found(plan: Plan) -> bool:
+    """Whether XLA finds the layers of what a plan has in host memory. See the note above."""
+    device = plan.mesh.devices.flat[0]
+    return not plan.offloads or not _compat.is_gpu(device) or _are_found(device)
 
-    It compiles such a loop and reads the addresses. See the note above.
-    """
-    if not _compat.is_gpu(device):
-        return True
+
+@functools.cache
+def _are_found(device: Device) -> bool:
+    """Compiles a loop that XLA doubles, and that reads the next layer, and reads the addresses."""
     mesh = Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
     here = Placement(PartitionSpec())
     there = Placement(PartitionSpec(), memory=HOST)
@@ -50,8 +52,9 @@ def are_found(device: Device) -> bool:
     if not right:
         warnings.warn(
             f"JAX {jax.__version__} does not find slices of host memory in loops that it doubles, "
-            "so steps with state there run without that: they copy gathered weights from layer to "
-            "layer, and wait longer for the host. A newer JAX needs neither.",
+            "nor other layers than that of the turn. Steps with state there run without the one, "
+            "which copies gathered weights from layer to layer, and read parameters there by "
+            "kernels. A newer JAX needs neither.",
             stacklevel=2,
         )
     return right

@@ -19,7 +19,7 @@ from zerojax._loss import batch as _batch, fields as _fields
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, exact_share, wide
-from zerojax._step import accumulate as _accumulate
+from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.backward import InBackward
 from zerojax._step.options import Options, precision_of
 from zerojax._step.parameter import Parameter
@@ -48,13 +48,15 @@ class Program:
         if backward:
             self.params = self.with_updates(backward.updates)
             backward.check(self.updated)
+        brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = _run.how_on(
             plan.mesh,
             regather=options.regather and options.differentiate,
             # What is gathered after its update is so while the layer before computes backward.
-            prefetch=options.prefetch if plan.groups.params or self.updated else 0,
+            prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             derives=options.differentiate,
             gathers=bool(plan.groups.params),
+            counted=not brings or _slices.are_found(plan),
         )
         self.trained = [p for p in self.params if p.is_varied]
         self.hoisted = None

@@ -1,10 +1,11 @@
 """Parameters that are updated in the loop over layers that has their gradients."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
@@ -13,6 +14,7 @@ from zerojax._types import PyTree
 from zerojax._update.stacks import Index, sliced, written
 
 T = TypeVar("T")
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
 Stacks = list[tuple[Array, ...]]  # of each parameter: it, and what is updated with it
 
 
@@ -40,6 +42,22 @@ def layer_of(stacks: PyTree, at: Layer) -> PyTree:
         return lax.squeeze(_compat.fetched(sliced(stack, at.of(stack))), (0,))
 
     return jax.tree.map(one, stacks)
+
+
+def by_scanned_index(step: Step, xs: PyTree, length: int) -> tuple[Step, PyTree]:
+    """Returns a step for `lax.scan`, and what it scans, for layers in host memory that XLA would
+    not find by the loop's counter: the index of each is scanned."""
+    stacks, treedef = jax.tree.flatten(xs)
+    there = {k: stack for k, stack in enumerate(stacks) if _compat.is_on_host(stack)}
+
+    def found(carry: PyTree, scanned: tuple[Array, list]) -> tuple[PyTree, PyTree]:
+        at, layers = scanned
+        for k, stack in there.items():
+            layers[k] = layer_of(stack, Layer(at, at))
+        return step(carry, treedef.unflatten(layers))
+
+    here = [None if k in there else stack for k, stack in enumerate(stacks)]
+    return found, (jnp.arange(length), here)
 
 
 class InLoop:
