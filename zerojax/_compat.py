@@ -232,6 +232,12 @@ def is_on_host(value: Any) -> bool:
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == HOST
 
 
+def uses_host(jaxpr: Jaxpr) -> bool:
+    """Whether a program has anything in host memory."""
+    variables = (var for eqn in every_eqn(jaxpr) for var in (*eqn.invars, *eqn.outvars))
+    return any(getattr(var.aval, "memory_space", None) == HOST for var in variables)
+
+
 def fetched(value: Array) -> Array:
     """Returns a value in the memory of its devices.
 

@@ -190,8 +190,9 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
 
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
-        options: `accumulate`, `precision`, `regather`, `prefetch`, `update`, `skip_nonfinite`,
-            `donate`, `batch_specs`, `compiler_options`: as in `zerojax.train_step`.
+        options: `accumulate`, `precision`, `regather`, `prefetch`, `update`, `activations`,
+            `skip_nonfinite`, `donate`, `batch_specs`, `compiler_options`: as in
+            `zerojax.train_step`.
 
     Example:
         >>> import zerojax.nnx

@@ -21,12 +21,16 @@ def report():
     return dataclasses.replace(made, plan=plan, backend="gpu")
 
 
-def found(report, transfers, on_host=None, temporary=0):
+def found(report, transfers, on_host=None, temporary=0, donated=True):
     """The findings for some copies of a program; by default, it has the planned bytes."""
     planned = sum(report.plan.host_bytes_per_device().values())
     assert 0 < planned < MIB
+    on_host = planned if on_host is None else on_host
     memory = dataclasses.replace(
-        report.memory, on_host=planned if on_host is None else on_host, host_temporary=temporary
+        report.memory,
+        on_host=on_host,
+        host_donated=on_host if donated else 0,
+        host_temporary=temporary,
     )
     replay = dataclasses.replace(report.replay, transfers=transfers)
     return list(_transfers.findings(dataclasses.replace(report, memory=memory, replay=replay)))
@@ -69,10 +73,20 @@ def test_state_elsewhere_than_planned_is_found(report):
 
 
 def test_copies_within_host_memory_are_found(report):
-    (finding,) = found(report, [], temporary=2 * MIB)
+    (finding,) = found(report, [], temporary=2 * MIB, donated=False)
     assert finding.startswith("2.0 MiB of host memory are temporary") and "donate=True" in finding
     (finding,) = found(report, [copy(report, IN_HOST, 2 * MIB)])
     assert "is a copy from host memory to host memory. Look for a loop" in finding
+
+
+@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
+def test_what_waits_for_backward_is_sent_and_fetched_by_each_microbatch(report, way):
+    report = dataclasses.replace(report, accumulate=3)
+    kept = 2 * MIB
+    assert found(report, [copy(report, way, 3 * kept)], temporary=kept) == []
+    (finding,) = found(report, [copy(report, way, 5 * kept)], temporary=kept)
+    assert f"are copied {way} in a step" in finding
+    assert "and what is kept there for backward, 2.0 MiB, needs 6.1 MiB" in finding
 
 
 def test_kernels_that_read_host_memory_are_found_in_loops(report):

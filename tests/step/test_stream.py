@@ -286,7 +286,9 @@ def test_layers_that_xla_does_not_find_are_read_by_scanned_indices(monkeypatch, 
     """As with older JAX on GPUs, where a loop's counter finds the layer of its own turn alone."""
     texts, ends = [], []
     for found in (True, False):
-        monkeypatch.setattr("zerojax._step.host_slices.are_found", lambda plan, found=found: found)
+        monkeypatch.setattr(
+            "zerojax._step.host_slices.are_found", lambda device, found=found: found
+        )
         state, step = trained(BOTH, options={"prefetch": prefetch})
         texts.append(step.lower(state, BATCH).as_text())
         ends.append(jax.device_get(step(state, BATCH)[0].params))

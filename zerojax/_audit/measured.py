@@ -89,7 +89,13 @@ class MemoryUse:
     outputs: int  # that reuse no argument's memory
     donated: int  # arguments whose memory outputs reuse
     on_host: int = 0  # arguments in host memory, which are not counted above
+    host_donated: int = 0  # of those, what outputs reuse
     host_temporary: int = 0
+
+    @property
+    def host_kept(self) -> int:
+        """What waits for backward in host memory: temporary there, and no copy of the state."""
+        return self.host_temporary if self.host_donated == self.on_host else 0
 
     @property
     def state(self) -> int:

@@ -26,7 +26,9 @@ def measured(
     stats = compiled.memory_analysis() if compiled is not None else None
     temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
     outputs = module.root(module.entry).device_bytes
-    donated = sum(module.parameters[p].device_bytes for p in module.aliases.values())
+    reused = [module.parameters[p] for p in module.aliases.values()]
+    donated = sum(parameter.device_bytes for parameter in reused)
+    host_donated = sum(parameter.nbytes - parameter.device_bytes for parameter in reused)
     # Where the compiler packs tighter than the schedule read here, activations are charged less.
     gathered = min(kept["gathered"], temporary)
     gradients = min(kept["gradients"], temporary - gathered)
@@ -41,6 +43,7 @@ def measured(
         outputs=int(outputs - donated),
         donated=int(donated),
         on_host=int(on_host),
+        host_donated=int(host_donated),
         host_temporary=stats.host_temp_size_in_bytes if stats else 0,
     )
 

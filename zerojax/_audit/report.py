@@ -111,11 +111,13 @@ class Report(Measured):
             + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
             + (f"; {human_bytes(self.network_bytes)} between hosts" if self.network_bytes else ""),
         ]
-        if memory.on_host:
+        if memory.on_host or memory.host_kept:
+            kept = human_bytes(memory.host_kept)
             ways = (f"{human_bytes(self.host_bytes(way))} {way}" for way in (TO_DEVICE, TO_HOST))
             lines.append(
-                f"host memory        {human_bytes(memory.on_host)} of each device's state; copied "
-                f"in a step: {', '.join(ways)}"
+                f"host memory        {human_bytes(memory.on_host)} of each device's state"
+                f"{f', {kept} kept for backward' if memory.host_kept else ''}; copied in a step: "
+                f"{', '.join(ways)}"
             )
         if self.gpu:
             waits = f", waiting for the host {human_time(self.replay.waited)}"

@@ -1,5 +1,5 @@
-"""What the contract says of state in host memory: each byte travels once in each direction, by the
-copy engines, and nothing else is kept there."""
+"""What the contract says of host memory: state there travels once in each direction, parameters for
+each use, what waits for backward once both ways, all of it by the copy engines."""
 
 from collections.abc import Iterator
 
@@ -25,16 +25,23 @@ def findings(report: Measured) -> Iterator[str]:
         )
     params = report.plan.host_bytes_per_device()[PARAMS]
     # Forward and backward of each microbatch fetch parameters, and so does the update.
-    most = {TO_DEVICE: planned + 2 * report.accumulate * params, TO_HOST: planned}
+    fetched = 2 * report.accumulate * params
+    # What a microbatch keeps there for its backward is sent and fetched once.
+    kept = report.memory.host_kept
+    most = {
+        TO_DEVICE: planned + fetched + report.accumulate * kept,
+        TO_HOST: planned + report.accumulate * kept,
+    }
+    also = f", and what is kept there for backward, {human_bytes(kept)}" if kept else ""
     for way in (TO_DEVICE, TO_HOST) if report.trains else ():
         copied = report.host_bytes(way)
         if copied > most[way] * MOST + SMALL:
             yield (
                 f"{human_bytes(copied)} are copied {way} in a step; what the plan has in host "
-                f"memory, {human_bytes(planned)}, needs {human_bytes(most[way])}. Look for state "
-                "that the step reads outside of the optimizer."
+                f"memory, {human_bytes(planned)}{also}, needs {human_bytes(most[way])}. Look for "
+                "state that the step reads outside of the optimizer."
             )
-    if report.memory.host_temporary > SMALL:
+    if report.memory.host_temporary > SMALL and not kept:
         yield (
             f"{human_bytes(report.memory.host_temporary)} of host memory are temporary: XLA copies "
             "state there instead of updating it in place. Donate the state, donate=True."

@@ -13,7 +13,7 @@ from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Parts
 from zerojax._engine import padded as _padded
 from zerojax._engine.ir import Op, Split
-from zerojax._engine.residuals import Saved, restore, strip
+from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
 from zerojax._engine.vary import (
     Gradient,
     T,
@@ -53,8 +53,9 @@ class How:
     all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
     starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
     keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
-    loops use padded weights where they were gathered, see the note in `padded.py`. `counted`: XLA
-    finds any layer in host memory by a loop's counter.
+    loops use padded weights where they were gathered, see the note in `padded.py`. `keeping`: where
+    a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in host
+    memory by a loop's counter; asked where there is one.
     """
 
     regather: bool
@@ -63,7 +64,8 @@ class How:
     by_data: bool = False
     in_loop: bool = False
     in_place: bool = True
-    counted: bool = True
+    keeping: Keeping = AS_IT_IS
+    counted: Callable[[], bool] = dataclasses.field(default=lambda: True, compare=False)
 
 
 class Body:

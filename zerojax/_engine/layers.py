@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from zerojax import _compat
 from zerojax._collectives import Held, Parts
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
+from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
 from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, layer_of
 from zerojax._update.stacks import Index
@@ -33,6 +35,7 @@ class Layers:
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
+        self.keeping = AS_IT_IS if how.in_loop else how.keeping  # of whole layers
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
 
     def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
@@ -65,7 +68,7 @@ class Layers:
             near = self.near(inputs, xs)
             gathered = self.gathered(inputs, xs, near)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
-            return outs[:num_carry], (outs[num_carry:], (saved, near))
+            return outs[:num_carry], (outs[num_carry:], (self.keeping.put(saved), near))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
@@ -85,7 +88,7 @@ class Layers:
             (d_carry, d_consts, stacks, count), (saved, near, d_ys, xs, at) = state, scanned
             layer = Layer(at, self.index(last - count))
             xs = in_loop.as_updated(xs, layer_of([one[:1] for one in stacks], layer))
-            gathered = self.gathered(inputs, xs, near)
+            gathered, saved = self.gathered(inputs, xs, near), self.keeping.back(saved)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
@@ -105,7 +108,7 @@ class Layers:
     # -- what both walks share
 
     def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
-        if reverse and not self.how.counted:
+        if reverse and any(map(_compat.is_on_host, jax.tree.leaves(xs))) and not self.how.counted():
             step, xs = by_scanned_index(step, xs, self.loop.length)
         return lax.scan(
             step, init, xs, length=self.loop.length, reverse=reverse, unroll=self.loop.unroll

@@ -13,7 +13,13 @@ from zerojax._collectives import Held, Parts
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
-from zerojax._update.in_loop import InLoop, Layer, Stacks, layer_of as fetched_layer
+from zerojax._update.in_loop import (
+    InLoop,
+    Layer,
+    Stacks,
+    layer_of as fetched_layer,
+    resting_layer_of,
+)
 from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
@@ -48,9 +54,9 @@ class PrefetchedLayers(Layers):
         def step(state: tuple[list, list, list, Index], at: Index) -> tuple[Any, Any]:
             carry, gathered, stacks, carried = state
             near, ahead = self.brought(inputs, self.layer(at + 1, carried + 1))
-            carry, kept = iteration(carry, gathered, at)
+            carry, (ys, saved) = iteration(carry, gathered, at)
             stacks = with_layer(stacks, near, self.index(at + 1))
-            return (carry, ahead, stacks, carried + 1), kept
+            return (carry, ahead, stacks, carried + 1), (ys, self.keeping.put(saved))
 
         near, first = self.brought(inputs, self.layer(0))
         stacks = with_layer(empty_stacks(near, last + 1), near, self.index(0))
@@ -75,8 +81,10 @@ class PrefetchedLayers(Layers):
 
     def layer(self, at: Index, carried: Index | None = None) -> Layer:
         """Returns the layer of an iteration, which may be carried by a loop too."""
-        counted = at if carried is None or not self.how.counted else carried
-        return Layer(self.index(at), self.index(counted))
+        return self.turn(self.index(at), self.index(at if carried is None else carried))
+
+    def turn(self, i: Index, counted: Index) -> Layer:
+        return Layer(i, counted, self.how.counted)
 
     def brought(self, inputs: Sequence[Value], at: Layer) -> tuple[list[Parts], list[Array]]:
         """Returns one layer's weights after their far hops, and all-gathered."""
@@ -126,7 +134,8 @@ class _Backward:
             d_stacks = self.stacked(d_stacks, done, at)
             stacks = self.in_loop.updated(stacks, old, done, layer)
             if at:
-                grads, left = self.unreduced(grads, gathered, layer_of(self.kept, 0), 0)
+                kept = self.layers.keeping.back(layer_of(self.kept, 0))
+                grads, left = self.unreduced(grads, gathered, kept, 0)
         d_carry, d_consts = grads
         return [*d_consts, *d_carry, *self.in_loop.gradients(d_stacks, stacks)]
 
@@ -143,7 +152,8 @@ class _Backward:
             source, done = lax.optimization_barrier((source, done))
         gathered, before = self.gathered(source), gathered
         d_stacks = self.stacked(d_stacks, done, at + 1)
-        grads, left = self.unreduced(grads, before, layer_of(self.kept, at), at)
+        kept = resting_layer_of(self.kept, self.layers.turn(at, self.last - 1 - carried))
+        grads, left = self.unreduced(grads, before, self.layers.keeping.back(kept), at)
         old, left = self.in_loop.tied(old, left)
         stacks = self.in_loop.updated(stacks, old, done, layer)
         return (grads, gathered, left, d_stacks, stacks, carried + 1), None

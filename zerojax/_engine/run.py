@@ -38,10 +38,10 @@ def how_on(
     prefetch: int | str,
     derives: bool = True,
     gathers: bool = True,
-    counted: bool = True,
+    **others: Any,
 ) -> How:
     """Returns how a loss runs on these devices. `derives`: it is differentiated. `gathers`: weights
-    are sharded where they rest. `counted` is as in `How`.
+    are sharded where they rest. The others are as in `How`.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
@@ -52,7 +52,7 @@ def how_on(
         in_turn=gathers and _xla_options.knows_wires(mesh),
         by_data=_xla_options.mixes_up_collectives(mesh),
         in_place=regather or not derives,  # else each weight would be kept closed and open
-        counted=counted,
+        **others,
     )
 
 
@@ -71,6 +71,11 @@ def gathered_dtypes(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[DTypeLike 
     found = dtypes_of(split(jaxpr, (), kinds, pull=False))
     wide = {var: max(dtypes, key=lambda d: d.itemsize) for var, dtypes in found.items()}
     return [wide.get(var) for var in jaxpr.invars]
+
+
+def has_loops(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> bool:
+    """Whether a loop over layers scans one of the parameters."""
+    return any(isinstance(op, Loop) for op in split(jaxpr, (), kinds, pull=False).main)
 
 
 def scanned_alone(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[bool]:

@@ -135,7 +135,7 @@ def _gpu(gpus: str, rates: object) -> Gpu:
 
 def _options_of(recipe: Recipe, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
-    names = ("regather", "prefetch", "update", "batch_specs")
+    names = ("regather", "prefetch", "update", "activations", "batch_specs")
     options = {name: getattr(recipe.options, name) for name in names}
     return options | {"tx": tx or recipe.tx, "mutable": recipe.mutable}
 
@@ -210,7 +210,7 @@ class _Workload:
             peak=memory.peak,
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,
-            on_host=memory.on_host,
+            on_host=memory.on_host + memory.host_kept,
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
             compute_seconds=replay.compute,

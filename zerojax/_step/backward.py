@@ -139,7 +139,7 @@ def in_backward(
     first = len(params)
     at = [first + k for k, leaf in enumerate(plan.leaves) if leaf.kind == PARAMS]
     inputs = [_grad_input(plan, *pair) for pair in zip(params, at, strict=True)]
-    finds = _slices.are_found(plan)
+    finds = not plan.offloads or _slices.are_found(plan.mesh.devices.flat[0])
     inputs += [_leaf_input(plan, leaf, finds or not leaf.is_on_host) for leaf in plan.leaves]
     try:
         found, why = layer_updates(function, inputs, first)

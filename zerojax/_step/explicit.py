@@ -97,7 +97,7 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
             f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
-    found = _slices.are_found(plan)
+    found = functools.partial(_slices.are_found, plan.mesh.devices.flat[0])
     how = how_on(plan.mesh, regather=True, prefetch="auto", counted=found)
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
 

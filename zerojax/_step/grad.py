@@ -17,7 +17,7 @@ from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
 from zerojax._step.backward import InBackward, Updated
-from zerojax._step.options import Options, precision_of
+from zerojax._step.options import Options, activation_names, precision_of
 from zerojax._step.program import Program
 from zerojax._types import PyTree
 
@@ -31,6 +31,7 @@ def value_and_grad(
     precision: Precision | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
+    activations: str | Sequence[str] | None = None,
     batch_specs: PyTree = None,
 ) -> Callable[..., PyTree]:
     """Makes `jax.value_and_grad` of a loss, for parameters that are placed by `plan`.
@@ -53,6 +54,7 @@ def value_and_grad(
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
             directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, is then kept for backward.
+        activations: as in `train_step`.
         batch_specs: as in `train_step`, for the first argument after the parameters.
 
     Returns:
@@ -70,7 +72,13 @@ def value_and_grad(
     check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
     options = Options(
-        has_aux, accumulate, precision, regather, prefetch=prefetch, batch_specs=batch_specs
+        has_aux,
+        accumulate,
+        precision,
+        regather,
+        prefetch=prefetch,
+        activations=activation_names(activations),
+        batch_specs=batch_specs,
     )
 
     def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -83,11 +91,10 @@ def value_and_grad(
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
             loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
-            grads = plan.cleared(grads)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
-        return (loss, aux) if has_aux else loss, grads
+        return (loss, aux) if has_aux else loss, plan.cleared(grads)
 
     return fn
 

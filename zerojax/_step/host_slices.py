@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from zerojax import _compat
 from zerojax._engine.xla_options import DOUBLE_BUFFER
 from zerojax._plan.placement import Placement
-from zerojax._plan.plan import Plan
 from zerojax._types import Device
 from zerojax._update.offload import HOST
 from zerojax._update.stacks import sliced, written
@@ -29,15 +28,14 @@ _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
 _LAYERS, _WIDTH = 9, 1024  # of the loop that is looked at
 
 
-def are_found(plan: Plan) -> bool:
-    """Whether XLA finds the layers of what a plan has in host memory. See the note above."""
-    device = plan.mesh.devices.flat[0]
-    return not plan.offloads or not _compat.is_gpu(device) or _are_found(device)
-
-
 @functools.cache
-def _are_found(device: Device) -> bool:
-    """Compiles a loop that XLA doubles, and that reads the next layer, and reads the addresses."""
+def are_found(device: Device) -> bool:
+    """Whether XLA finds the next layer's slice, and those of loops that it doubled.
+
+    It compiles such a loop and reads the addresses. See the note above.
+    """
+    if not _compat.is_gpu(device):
+        return True
     mesh = Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
     here = Placement(PartitionSpec())
     there = Placement(PartitionSpec(), memory=HOST)

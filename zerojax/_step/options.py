@@ -1,10 +1,11 @@
 """What a step is made of, and the options that say how its loss is evaluated."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import optax
 
+from zerojax._engine.residuals import Keeping
 from zerojax._loss import batch as _batch
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, check_precision
@@ -23,6 +24,7 @@ class Options:
     prefetch: int | str = "auto"
     mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
     update: str = "after"  # when parameters are updated: "backward", "after" it, "auto"
+    activations: tuple[str, ...] = ()  # "host", or axes that they lie over
     batch_specs: PyTree = None
 
     def __post_init__(self) -> None:
@@ -33,6 +35,36 @@ class Options:
                 f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
                 "whose weights are gathered ahead of their use."
             )
+        if self.activations and not self.regather:
+            raise ValueError(
+                f"activations={self.activations} says where a layer's activations wait for "
+                "backward, and regather=False has JAX keep them. Leave one of the two out."
+            )
+
+
+def activation_names(given: object) -> tuple[str, ...]:
+    """Returns the names in `activations=`."""
+    names = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"activations={given!r} does not say where they are kept. Pass 'host', the name of a "
+            "mesh axis such as 'tensor', or both: ('host', 'tensor')."
+        )
+    return tuple(names)
+
+
+def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
+    """Returns where loops keep what backward needs."""
+    free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
+    for name in activations:
+        if name != "host" and name not in free:
+            axes = " or ".join(map(repr, free)) or "none here"
+            raise ValueError(
+                f"activations={name!r} is neither 'host' nor an axis of the mesh that the batch is "
+                f"not split over ({axes}). Pass activations='host', or make a mesh with an axis "
+                "for it: zerojax.mesh(data=4, tensor=2)."
+            )
+    return Keeping("host" in activations, tuple(name for name in activations if name != "host"))
 
 
 def precision_of(plan: Plan, given: Precision | None) -> Precision:

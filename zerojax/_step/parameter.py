@@ -32,6 +32,7 @@ class Parameter:
     precision: Precision
     accumulates: bool
     update: LayerUpdate | None = None  # where backward updates it
+    loops: bool = False  # whether loops over layers are differentiated by hand in any case
 
     @property
     def is_held(self) -> bool:
@@ -41,6 +42,8 @@ class Parameter:
         nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
         """
         if self.landing.dim is not None or self.update is not None or self.leaf.is_on_host:
+            return True
+        if self.loops and self.leaf.stacked:
             return True
         if self.accumulates or self.plan.groups.opt_state or self.plan.size == 1:
             return False

@@ -1,6 +1,7 @@
 """The code of one device in a step: the loss and its gradients on this device's examples."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -21,7 +22,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, exact_share, wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.backward import InBackward
-from zerojax._step.options import Options, precision_of
+from zerojax._step.options import Options, keeping, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
@@ -42,9 +43,7 @@ class Program:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
         self.per_example = per_example
         self.precision = precision_of(plan, options.precision)
-        self.params = [
-            Parameter(leaf, plan, self.precision, options.accumulate > 1) for leaf in plan.params
-        ]
+        self.params = self.parameters()
         if backward:
             self.params = self.with_updates(backward.updates)
             backward.check(self.updated)
@@ -56,7 +55,8 @@ class Program:
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             derives=options.differentiate,
             gathers=bool(plan.groups.params),
-            counted=not brings or _slices.are_found(plan),
+            keeping=keeping(plan, options.activations),
+            counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
         )
         self.trained = [p for p in self.params if p.is_varied]
         self.hoisted = None
@@ -64,16 +64,33 @@ class Program:
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
 
+    def parameters(self) -> list[Parameter]:
+        """Returns the parameters; raises where the loss does not keep activations by layers."""
+        activations, accumulates = self.options.activations, self.options.accumulate > 1
+        params = [
+            Parameter(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
+            for leaf in self.plan.params
+        ]
+        if activations and not _run.has_loops(self.traced.jaxpr, self.kinds_of(params)):
+            raise ValueError(
+                f"activations={activations} says where those of each layer wait for backward, and "
+                "the loss has no scan over stacked parameters. Stack the layers "
+                "(flax.linen.scan, nnx.scan), or leave activations= out."
+            )
+        return params
+
     def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Parameter]:
         """Returns the parameters, those with an update that backward can do with it."""
         if not any(updates):
             return self.params
         pairs = zip(self.params, updates, strict=True)
         params = [dataclasses.replace(p, update=update) for p, update in pairs]
-        kinds = [p.kind() for p in params]
-        others = len(self.traced.jaxpr.invars) - len(params)
-        alone = _run.scanned_alone(self.traced.jaxpr, [*kinds, *[None] * others])
+        alone = _run.scanned_alone(self.traced.jaxpr, self.kinds_of(params))
         return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
+
+    def kinds_of(self, params: Sequence[Parameter]) -> list[InputKind]:
+        others = len(self.traced.jaxpr.invars) - len(params)
+        return [*[p.kind() for p in params], *[None] * others]
 
     # -- its inputs and outputs, as `shard_map` sees them
 

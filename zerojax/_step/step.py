@@ -28,7 +28,7 @@ from zerojax._step import (
 )
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.idle_axes import check_used
-from zerojax._step.options import Options, Recipe
+from zerojax._step.options import Options, Recipe, activation_names
 from zerojax._types import PyTree
 
 Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
@@ -116,7 +116,8 @@ class Step:
         padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
         updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
         options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
-        if not _slices.are_found(plan):
+        device = plan.mesh.devices.flat[0]
+        if _compat.uses_host(trace().jaxpr) and not _slices.are_found(device):
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
@@ -161,6 +162,7 @@ def train_step(
     regather: bool = True,
     prefetch: int | str = "auto",
     update: str = "auto",
+    activations: str | Sequence[str] | None = None,
     skip_nonfinite: bool = False,
     batch_specs: PyTree = None,
     donate: bool = True,
@@ -195,6 +197,9 @@ def train_step(
             that no gradients are kept. That takes one microbatch, a stack that one `scan` reads,
             and an optimizer that treats elements alone (Adam; not clipping by a global norm). What
             it does not fit is updated after. "auto": in backward on GPUs, where that is faster.
+        activations: where what a `scan` keeps of each layer waits for backward: "host", in host
+            memory, a mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint`
+            around the layer that is its input, without it all that JAX keeps.
         skip_nonfinite: where the loss or the norm of the gradients is not finite, leave parameters,
             optimizer state and `mutable` fields as they were, bit by bit; `metrics["skipped"]`
             is 1 then and 0 otherwise. An integer field `skipped` of the state keeps the total.
@@ -205,8 +210,7 @@ def train_step(
         compiler_options: as in `jax.jit`; they override those that the step chooses on GPUs.
 
     Returns:
-        A step that is used like what `jax.jit` returns: `step.lower(state, batch).compile()`
-        works too.
+        A step that is used like what `jax.jit` returns; `step.lower(state, batch)` works too.
 
     Example:
         >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -218,7 +222,6 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    mutable = _arguments.mutable_names(mutable)
     _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
     options = Options(
         None,
@@ -226,14 +229,13 @@ def train_step(
         precision,
         regather,
         prefetch=prefetch,
-        mutable=mutable,
+        mutable=_arguments.mutable_names(mutable),
         update=update,
+        activations=activation_names(activations),
         batch_specs=batch_specs,
     )
     _backward.check_when(options, skip_nonfinite)
-    _check(loss_fn, plan, tx)
-    if stage is not None:
-        check_stage(stage)
+    _check(loss_fn, plan, tx, stage)
     recipe = Recipe(loss_fn, options, plan, tx, stage, skip_nonfinite)
 
     @_mesh.auto_axes()
@@ -335,8 +337,10 @@ def eval_step(
     return Step(step, Recipe(loss_fn, options, plan), False, None)
 
 
-def _check(loss_fn: object, plan: object, tx: optax.GradientTransformation | None = None) -> None:
+def _check(loss_fn: object, plan: object, tx: object = None, stage: int | None = None) -> None:
     _arguments.check_loss(loss_fn)
+    if stage is not None:
+        check_stage(stage)
     if tx is not None:
         _refusals.check_tx(tx)
     if plan is not None:

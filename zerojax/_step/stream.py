@@ -134,7 +134,7 @@ class _Streamed:
         values = self.values
         stacks = [values[at] for at in places]
         # The last layer's turn stands outside of the loop: there is none after it to fetch.
-        if _slices.are_found(self.plan):
+        if _slices.are_found(self.plan.mesh.devices.flat[0]):
             values, held = self.fetched(parts[0], values, [], 0)
             carry = [values[at] for at in places], held
             values, _ = turn(length - 1, *lax.fori_loop(0, length - 1, early, carry))

@@ -30,18 +30,20 @@ class Layer:
 
     i: Index
     counted: Index
+    finds: Callable[[], bool] = lambda: True  # whether XLA finds a slice by the counter
 
     def of(self, stack: Array) -> Index:
-        return self.counted if _compat.is_on_host(stack) else self.i
+        return self.counted if _compat.is_on_host(stack) and self.finds() else self.i
 
 
 def layer_of(stacks: PyTree, at: Layer) -> PyTree:
     """Returns one layer of all stacks in a tree, on the devices."""
+    return jax.tree.map(_compat.fetched, resting_layer_of(stacks, at))
 
-    def one(stack: Array) -> Array:
-        return lax.squeeze(_compat.fetched(sliced(stack, at.of(stack))), (0,))
 
-    return jax.tree.map(one, stacks)
+def resting_layer_of(stacks: PyTree, at: Layer) -> PyTree:
+    """Returns one layer of all stacks in a tree, in the memory where they are."""
+    return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, at.of(stack)), (0,)), stacks)
 
 
 def by_scanned_index(step: Step, xs: PyTree, length: int) -> tuple[Step, PyTree]:
