@@ -112,7 +112,9 @@ def memory_of(state):
 def main():
     args = parser.parse_args()
     here = jax.devices()[0].platform == "gpu"
-    known = re.findall(r"T4|L40S|L4|A100|H100|H200|B200", jax.devices()[0].device_kind)
+    known = re.findall(
+        r"GH200|GB[23]00|T4|L40S|L4|A100|H100|H200|B200", jax.devices()[0].device_kind
+    )
     gpu = args.gpu or (known or ["T4"])[0]
     sizes = [(args.layers, args.dim)] if args.layers and args.dim else SIZES
     try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -197,7 +198,9 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     assert given["pad"] is False and given["offload"] is None
     run("forecast", *model, "--offload", "opt_state", "--host-link", "12")
     assert given["offload"] == ["opt_state"]
-    assert given["rates"] == dataclasses.replace(known, host=12e9) != known
+    # each GPU's, whatever the memory of its host
+    assert given["rates"] == dataclasses.replace(known, host=12e9, host_memory=math.inf) != known
+    assert given["rates"].to_host(8) == 12e9
     run("forecast", *model, "--offload", "opt_state", "params")
     assert given["offload"] == ["opt_state", "params"]
 

@@ -15,6 +15,7 @@ import zerojax
 from tests.processes import ROOT, Run, completed
 
 STEPS = 8
+OFFLOAD = ["--offload"]  # the worker asserts where its state was born, restored, and left
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,18 @@ def arguments(directory, **more):
 
 
 @pytest.mark.parametrize(
-    "count, devices, stage",
-    [(2, 2, 3), pytest.param(4, 1, 3, marks=pytest.mark.slow),
-     pytest.param(2, 2, 1, marks=pytest.mark.slow)],
+    "count, devices, stage, where",
+    [(2, 2, 3, []), (2, 2, 3, OFFLOAD), pytest.param(4, 1, 3, [], marks=pytest.mark.slow),
+     pytest.param(2, 2, 1, [], marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, devices, stage):
+def test_several_processes_compute_what_one_does(
+    undisturbed, tmp_path, count, devices, stage, where
+):
+    """Also with the state in the memory of each process's host."""
     one, weights = undisturbed
     export = tmp_path / "weights"
     run = completed(
-        count, tmp_path, *arguments(tmp_path, devices=devices, stage=stage, export=export)
+        count, tmp_path, *arguments(tmp_path, devices=devices, stage=stage, export=export), *where
     )
     assert run.said(r"zerojax: (.*)") == f"{count} processes, 4 devices"
     assert all("step" not in log.read_text() for log in run.logs[1:])  # process 0 alone speaks
@@ -53,23 +57,27 @@ def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, d
             np.testing.assert_allclose(have[name], value, rtol=0 if stage == 3 else 2e-6, atol=1e-7)
 
 
-def goes_on(count, directory):
+def goes_on(count, directory, where=()):
     """A run of so many processes, from what two with two devices each have saved."""
     data = ["--no-data"] if count != 2 else []  # two data iterators are not one
-    return completed(count, directory, *arguments(directory, devices=4 // count), *data)
+    return completed(count, directory, *arguments(directory, devices=4 // count), *data, *where)
 
 
 @pytest.mark.parametrize(
-    "victims, then", [([1], 2), pytest.param([0, 1], 1, marks=pytest.mark.slow)]
-)
-def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path, victims, then):
+    "victims, then, where",
+    [([1], 2, OFFLOAD), pytest.param([1], 2, [], marks=pytest.mark.slow),
+     pytest.param([0, 1], 1, [], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(
+    undisturbed, tmp_path, victims, then, where
+):
     """kill -9: the others end within a bounded time, and the next run ends bit-equal."""
-    run = Run(2, tmp_path, arguments(tmp_path, step_seconds=0.1, heartbeat=5))
+    run = Run(2, tmp_path, [*arguments(tmp_path, step_seconds=0.1, heartbeat=5), *where])
     run.reach(5)  # the write of step 2 is done, before step 4's began
     for victim in victims:
         run.processes[victim].kill()
     assert all(run.wait(60))  # killed, or ended with an error
-    again = goes_on(then, tmp_path)
+    again = goes_on(then, tmp_path, where)
     assert int(again.said(r"^from (\d+)")) in (2, 4, 6, 8)
     assert again.digest() == undisturbed[0].digest()
 

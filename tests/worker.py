@@ -26,6 +26,7 @@ parser.add_argument("--watchdog", type=float, default=120)
 parser.add_argument("--hang-at", type=int)
 parser.add_argument("--raise-at", type=int)
 parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
+parser.add_argument("--offload", action="store_true", help="all of the state rests on the host")
 parser.add_argument("--export")
 
 
@@ -60,7 +61,12 @@ def main() -> None:
         rows = np.random.default_rng(n).normal(size=(16, args.dim)).astype(np.float32)
         return zerojax.shard_batch(rows[zerojax.process_slice(16)])
 
-    plan = zerojax.plan(make_state, stage=args.stage)
+    def memories(state):
+        return {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim}
+
+    offload = zerojax.Offload(params=True, min_bytes=0) if args.offload else None
+    rests = {"pinned_host" if args.offload else jax.devices()[0].default_memory().kind}
+    plan = zerojax.plan(make_state, stage=args.stage, offload=offload)
     step = zerojax.train_step(loss_fn)
     watchdog = zerojax.Watchdog(args.watchdog)
     with (
@@ -68,6 +74,7 @@ def main() -> None:
         zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
     ):
         state, saved = checkpoints.resume(plan, make_state, data=not args.no_data)
+        assert memories(state) == rests, "born or restored elsewhere"
         if saved.step and not args.no_data:
             assert saved.data == ("rows", jax.process_index(), saved.step)
         zerojax.log(f"from {saved.step or 0}")
@@ -84,6 +91,7 @@ def main() -> None:
             watchdog.alive(n + 1)
             zerojax.log(f"step {n + 1} loss {float(metrics['loss']):.9g}")
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
+    assert memories(state) == rests, "a step left it elsewhere"
     if args.export:
         zerojax.export_safetensors(args.export, state)
     whole = jax.tree.leaves(zerojax.gather_params({"state": state}))

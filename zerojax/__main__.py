@@ -115,6 +115,8 @@ def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
     """Returns the GPU's rates with those of other links, where any is named."""
     links = {"network": arguments.network, "host": arguments.host_link}
     given = {name: speed * GB for name, speed in links.items() if speed is not None}
+    if "host" in given:  # what is named is what each GPU has
+        given["host_memory"] = math.inf
     _, gpu = _gpus.parse_count(arguments.gpus)
     return dataclasses.replace(gpu.rates, **given) if given else None
 

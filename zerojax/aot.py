@@ -41,7 +41,7 @@ def mesh(
 
     Arguments:
         gpus: how many of which GPU; the known ones are T4, L4, L40S, A100-40GB, A100-80GB, H100,
-            H200 and B200.
+            H200, B200, and the superchips GH200, GB200 and GB300.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
         per_host: GPUs of a host; fewer GPUs than that are one host.
 

@@ -38,8 +38,8 @@ def loss_fn(params, batch):
 BATCH = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
-def place(stage=3, devices=8, make=make_state):
-    return zerojax.shard_train_state(make, stage, mesh=make_mesh(devices))
+def place(stage=3, devices=8, make=make_state, **options):
+    return zerojax.shard_train_state(make, stage, mesh=make_mesh(devices), **options)
 
 
 def plan_of(stage, devices, make=make_state):

@@ -1,5 +1,6 @@
 """Checkpoints of a loop: when they are saved, and where a run goes on."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -70,15 +71,25 @@ def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
         assert checkpoints.steps() == [2, 3] and checkpoints.best() == 2
 
 
-def test_sigterm_saves_before_exiting(tmp_path):
+@pytest.mark.parametrize("offload", [None, zerojax.Offload(params=True, min_bytes=0)])
+def test_sigterm_saves_before_exiting(tmp_path, offload):
+    """Wherever the state rests, the run ends as one that was left alone on the devices."""
+    placed = functools.partial(place, offload=offload)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match=r"143|SIGTERM; step 3 is saved") as stopped:
-        run(tmp_path, 9, every=100, stop_at=3)
+        run(tmp_path, 9, every=100, stop_at=3, state=placed())
     assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
     assert signal.getsignal(signal.SIGTERM) is before
     assert zerojax.read_extras(tmp_path / "3").data == {"at": 3}
     want = words(run(tmp_path / "undisturbed", 5))
-    assert_equal_bits(words(run(tmp_path, 5, every=100)), want)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        resumed, _ = checkpoints.resume(placed())
+    state = run(tmp_path, 5, every=100, state=placed())
+    assert_equal_bits(words(state), want)
+    for each in (resumed, state):  # a step would bring back what was restored elsewhere
+        arrays = [x for x in jax.tree.leaves((each.params, each.opt_state)) if x.ndim]
+        is_on_host = {x.sharding.memory_kind == "pinned_host" for x in arrays}
+        assert is_on_host == {offload is not None} and len(arrays) == 9
 
 
 def test_an_unfinished_write_is_not_resumed_from(tmp_path):

@@ -10,7 +10,7 @@ from zerojax._hlo import gpus as _gpus
 
 MEMORY_GB = {
     "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
-    "B200": 180,
+    "B200": 180, "GH200": 96, "GB200": 186, "GB300": 279,
 }  # fmt: skip
 
 
@@ -40,6 +40,17 @@ def test_facts_of_gpus():
 def test_gpus_by_rates():
     gpu = dataclasses.replace(_gpus.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
     assert gpu.rates.flops == 1 and gpu.usable == _gpus.GPUS["H100"].usable
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "link"),
+    [("T4", 1, 12.5), ("A100", 1, 25), ("A100", 8, 20.5), ("H100", 1, 50), ("H100", 4, 50),
+     ("H100", 8, 28.2), ("B200", 8, 28.2),
+     # a superchip's GPU has its share of a CPU, of however many superchips a host is made
+     ("GH200", 1, 154), ("GH200", 4, 154), ("GB200", 4, 77), ("GB300", 72, 77)],
+)  # fmt: skip
+def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name, gpus, link):
+    assert _gpus.named(name).rates.to_host(gpus) == pytest.approx(link * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def test_slices_of_host_memory_travel_both_ways_at_once():
     assert {span.stream for span in replayed.spans} == {TO_DEVICE, TO_HOST, "waiting"}
 
 
+@pytest.mark.parametrize(
+    ("devices", "per_host", "speed"),
+    [(1, 8, 1), (8, 1, 1), (8, 4, 0.4), (8, 8, 0.2), (16, 8, 0.2), (4, 8, 0.4)],
+)
+def test_the_gpus_of_a_host_share_its_memory(devices, per_host, speed):
+    """Of 3.2 GB/s, read and written at once; no GPU's link has more than 1."""
+    rates = dataclasses.replace(HOST, host_memory=3.2e9)
+    replayed = _schedule.replay(module(ENTRY, sliced(), devices), rates, per_host)
+    assert replayed.step == pytest.approx(LAYER / (speed * 1e9) + 2e-6)
+
+
 def test_one_way_is_one_lane():
     entry = ENTRY.replace(
         "  %got =", f"  %more = (({STACK}, s32[], s32[]), {ONE}, u32[]) fusion-start(%a, %i, %i), "

@@ -229,7 +229,8 @@ class _Player:
             end, transfer = lanes.ends.pop(instruction.operands[0])
         elif transfer := _transfers.transfer_of(self.module, name, instruction):
             transfer.trips = trips
-            transfer.seconds = transfer.nbytes / self.rates.host + self.rates.host_latency
+            rate = self.rates.to_host(min(self.per_host, self.module.devices))
+            transfer.seconds = transfer.nbytes / rate + self.rates.host_latency
             start = max(now, lanes.free.get(transfer.way, 0.0))
             lanes.free[transfer.way] = end = start + transfer.seconds
             self.result.transfers.append(transfer)
