@@ -26,8 +26,8 @@ PUBLIC = {
     "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Offload", "Plan", "Precision", "Preempted",
     "Rates", "Report", "Verification", "Watchdog", "audit", "eval_step", "export_safetensors",
     "forecast", "gather", "gather_params", "import_safetensors", "initialize", "log", "logical",
-    "master_weights", "mean", "memory_table", "mesh", "pad_batch", "param_specs", "peak_flops",
-    "plan", "process_slice", "read_extras", "restore", "save", "scan", "shard_batch",
+    "master_weights", "mean", "memory_table", "mesh", "narrow_moments", "pad_batch", "param_specs",
+    "peak_flops", "plan", "process_slice", "read_extras", "restore", "save", "scan", "shard_batch",
     "shard_train_state", "shards", "step_flops", "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 

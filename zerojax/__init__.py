@@ -40,7 +40,11 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import plan as plan
-    from zerojax._plan.precision import Precision as Precision, master_weights as master_weights
+    from zerojax._plan.precision import (
+        Precision as Precision,
+        master_weights as master_weights,
+        narrow_moments as narrow_moments,
+    )
     from zerojax._processes import Watchdog as Watchdog, initialize as initialize, log as log
     from zerojax._state.module_state import ModuleState as ModuleState
     from zerojax._step.explicit import (
@@ -78,7 +82,7 @@ _EXPORTS = {
     "_plan.layout": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
-    "_plan.precision": ["Precision", "master_weights"],
+    "_plan.precision": ["Precision", "master_weights", "narrow_moments"],
     "_processes": ["Watchdog", "initialize", "log"],
     "_state.module_state": ["ModuleState"],
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],

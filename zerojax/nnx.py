@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import dimension as _dimension, place as _place
-from zerojax._plan.precision import MasterState, Precision, master_weights
+from zerojax._plan.precision import Precision, storing
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.nnx_state import (
     State as State,
@@ -99,7 +99,7 @@ def shard(
         precision=precision,
         offload=offload,
     )
-    tx = _stored_with(precision, model, optimizer, placed)
+    tx = _stored_with(precision, model, optimizer)
     optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))
     update(model, optimizer, placed)
     return model, optimizer
@@ -114,19 +114,18 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _stored_with(
-    precision: Precision | None, model: nnx.Module, optimizer: nnx.Optimizer, placed: State
+    precision: Precision | None, model: nnx.Module, optimizer: nnx.Optimizer
 ) -> optax.GradientTransformation:
     """Returns the transformation that the placed state was made for.
 
-    Where `precision` gave that state masters, the optimizer gets variables for them.
+    Where `precision` changed it, the optimizer gets variables for its state.
     """
     tx = getattr(optimizer.tx, "original", optimizer.tx)
-    had, has = (isinstance(s, MasterState) for s in (optimizer.opt_state, placed.opt_state))
-    if precision is not None and has and not had:
-        tx = master_weights(tx, precision.master)
-        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, tx, wrt=optimizer.wrt), model)
+    stored = storing(tx, optimizer.opt_state, precision)
+    if stored is not tx:
+        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state
-    return tx
+    return stored
 
 
 def _made_state(make: PyTree) -> State:

@@ -33,6 +33,8 @@ KEEP = {
     "matrix times": lambda x: jnp.einsum("ab,lbc->lac", FREE, x),
     "batched product": lambda x: jnp.einsum("lab,lcb->lac", x, x),
     "rounded": lambda x: lax.reduce_precision(x, 8, 7),
+    "bits": lambda x: lax.bitcast_convert_type(x, jnp.uint32) >> 16,
+    "bytes": lambda x: lax.bitcast_convert_type(x, jnp.uint8),
     "constants": lambda x: x + jnp.ones_like(x) * jnp.arange(6.0),
     "barrier": lambda x: lax.optimization_barrier((x, FREE))[0],
 }  # fmt: skip

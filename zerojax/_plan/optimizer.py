@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from zerojax._jaxpr import Atom, is_var
 from zerojax._plan.dimension import Rule
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
@@ -141,6 +142,30 @@ def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> lis
     except Exception:
         return [False] * len(params)
     return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
+
+
+def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:
+    """Returns which leaves of an optimizer state are moments, or other running sums of gradients.
+
+    They are float arrays that follow a parameter, and do not start as that parameter.
+    """
+    values, treedef = jax.tree.flatten(jax.tree.map(shape_dtype, params))
+
+    def init(values: list) -> list:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return jax.tree.leaves(tx.init(treedef.unflatten(values)))
+
+    program = _parts.traced(init, values)
+    read = _parts.origins(program, [True] * len(values))
+    own = [(leaf, PartitionSpec()) for leaf in leaves_with_paths((params,))]
+
+    def is_moment(leaf: Leaf, start: Atom) -> bool:
+        found = shape_dtype(leaf.value)
+        is_array = bool(found.shape) and jnp.issubdtype(found.dtype, jnp.floating)
+        is_copy = is_var(start) and start in read
+        return is_array and not is_copy and followed(leaf, own) is not None
+
+    return list(map(is_moment, leaves_with_paths(opt_state), program.outvars))
 
 
 def update_in_parts(

@@ -44,7 +44,8 @@ def shard_train_state(
             ever has all of it.
         stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
-            them in the optimizer state; steps then compute and reduce in `compute=`, `reduce=`.
+            them in the optimizer state, whose moments rest in `moments=`; steps then compute and
+            reduce in `compute=`, `reduce=`.
         offload: "opt_state" has the optimizer state rest in host memory, from where a step brings
             it to the devices a part at a time; a `zerojax.Offload` says how much of it.
         mesh, axis, groups, overrides, min_shard_size, stacked, pad, tx: as in `zerojax.plan`.

@@ -136,7 +136,7 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     state = jax.eval_shape(state_or_fn) if born else _logical_shapes(state_or_fn)
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
-    if precision is not None and precision.param is not None:
+    if precision is not None and precision.stores:
         state = stored_with(jax.tree.map(_struct, state), precision)
         leaves = _state.leaves_of(state)
     if not any(leaf.kind == PARAMS for leaf in leaves):

@@ -1,6 +1,7 @@
-"""The dtypes of a step: those of storage, compute, communication and the optimizer's copies."""
+"""The dtypes of a step: those of storage, compute, communication and the optimizer's state."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from jax.typing import DTypeLike
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
+from zerojax._update import rounding as _rounding
+
+NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,12 @@ class Precision:
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam that is the ZeRO paper's
             2 + 2 + 12 bytes a parameter.
+        moments: the dtype that the optimizer's moments rest in, "bfloat16", with half the bytes:
+            float arrays of its state with a parameter's place and shape that do not start as the
+            parameter (masters and averages do). Updates compute in float32 and then round
+            stochastically, to either neighbour and on average to the number. The random bits are a
+            hash of the number, the count of updates and the leaf's position: they are the same at
+            every stage, on any number of devices, and layer by layer.
 
     Example:
         >>> paper = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
@@ -40,6 +50,7 @@ class Precision:
     reduce: DTypeLike | None = None
     param: DTypeLike | None = None
     master: DTypeLike | None = None
+    moments: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,6 +71,30 @@ class Precision:
             raise ValueError(
                 "Precision(master=...) keeps copies of parameters that are stored narrower. "
                 "Give param=... as well, for example param='bfloat16'."
+            )
+        self._check_moments()
+
+    @property
+    def stores(self) -> bool:
+        """Whether a state is stored otherwise than it is given."""
+        return self.param is not None or self.moments is not None
+
+    def _check_moments(self) -> None:
+        if self.moments is not None and self.moments != NARROW:
+            raise ValueError(
+                f"Precision(moments={str(self.moments)!r}): moments can rest in bfloat16 alone, "
+                "which has the range of float32; second moments leave that of float16. Pass "
+                "moments='bfloat16', or leave it out."
+            )
+        if (
+            self.master is None
+            and self.param is not None
+            and _is_8_bit_float(jnp.dtype(self.param))
+        ):
+            raise ValueError(
+                f"Precision(param={str(self.param)!r}, moments=...): updates with narrow moments "
+                "are computed in float32, which JAX adds to no float of 8 bits. Give "
+                "master='float32' as well."
             )
 
 
@@ -202,28 +237,114 @@ def with_masters(
     return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
 
 
+class NarrowState(NamedTuple):
+    """The state of `narrow_moments`. `count` is the number of updates."""
+
+    count: jax.Array
+    inner: PyTree
+
+
+def narrow_moments(
+    tx: optax.GradientTransformation, dtype: DTypeLike = "bfloat16"
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `tx` in float32, and keeps its moments in bfloat16 between updates.
+
+    `zerojax.Precision(moments=)` says which those are and how they are rounded: running means go on
+    moving by steps too small for bfloat16. What it holds exactly, such as zeros, stays as it is, as
+    do infinities and NaN. Works with any optax optimizer, with or without zerojax; with masters,
+    inside them: `master_weights(narrow_moments(tx))`.
+
+    Example:
+        >>> tx = zerojax.narrow_moments(optax.adamw(1e-3))
+        >>> print(tx.init({"w": jnp.ones((4,))}).inner[0].nu["w"].dtype)
+        bfloat16
+    """
+    _refusals.check_tx(tx)
+    Precision(moments=jnp.dtype(dtype))  # raises where it is another
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> NarrowState:
+        return _with_narrow(tx, params, tx.init(params))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, NarrowState]:
+        old, treedef = jax.tree.flatten(state.inner)
+        # Besides moments: what rests in bfloat16 because the parameters do.
+        is_narrow = [x.ndim > 0 and x.dtype == NARROW for x in old]
+        inner = [_widened(x) if is_one else x for x, is_one in zip(old, is_narrow, strict=True)]
+        grads = jax.tree.map(_widened, updates)
+        updates, inner = tx.update(grads, treedef.unflatten(inner), params, **extra)
+        new = treedef.flatten_up_to(inner)
+        for place in itertools.compress(range(len(new)), is_narrow):
+            new[place] = _rounding.rounded(new[place], _rounding.salt(state.count, place))
+        return updates, NarrowState(state.count + 1, treedef.unflatten(new))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(value: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(wide(value.dtype)) if is_float else value
+
+
+def _with_narrow(tx: optax.GradientTransformation, params: PyTree, inner: PyTree) -> NarrowState:
+    """Returns the state of `narrow_moments` from that of `tx`."""
+    leaves, treedef = jax.tree.flatten(inner)
+    found = zip(leaves, _optimizer.moments(tx, params, inner), strict=True)
+    narrow = [_cast(x, NARROW) if is_moment else x for x, is_moment in found]
+    return NarrowState(jnp.zeros((), jnp.int32), treedef.unflatten(narrow))
+
+
+def storing(
+    tx: optax.GradientTransformation, opt_state: PyTree, precision: Precision | None
+) -> optax.GradientTransformation:
+    """Returns the optimizer that `stored_with` makes of `tx`, whose state is `opt_state`."""
+    if precision is None:
+        return tx
+    if precision.moments is not None and not _holds(opt_state, NarrowState):
+        tx = narrow_moments(tx)
+    if precision.master is not None and not _holds(opt_state, MasterState):
+        tx = master_weights(tx, precision.master)
+    return tx
+
+
+def _holds(opt_state: PyTree, kind: type) -> bool:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(node, kind) for node in nodes)
+
+
 def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     """Returns the state, or its shapes, with parameters and optimizer stored as `precision` says.
 
     A state that is stored so already stays as it is.
     """
-    if precision is None or precision.param is None:
+    if precision is None or not precision.stores:
         return state
-    if isinstance(_state.get_opt_state(state), MasterState):
+    opt_state = _state.get_opt_state(state)
+    casts = precision.param is not None and not _holds(opt_state, MasterState)
+    narrows = precision.moments is not None and not _holds(opt_state, NarrowState)
+    if not casts and not narrows:
         return state
     tx = _state.get_tx(_carried.without_plan(state))
     if tx is None or not hasattr(state, "replace"):
         raise ValueError(
             f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
             "not carry it. Build the state with tx = zerojax.master_weights(tx), cast its "
-            "parameters yourself, and leave param= and master= out."
+            "parameters yourself, and leave param= and master= out; for moments=, build it "
+            "with zerojax.narrow_moments(tx)."
         )
-    params = cast_floats(state.params, precision.param)
-    if precision.master is None:
-        wanted = jax.eval_shape(tx.init, params)
-        opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), state.opt_state, wanted)
-        return state.replace(params=params, tx=tx, opt_state=opt_state)
-    # Made from the parameters as given: copies of rounded ones would start out wrong.
-    opt_state = with_masters(tx, state.params, state.opt_state, precision.master)
-    tx = master_weights(tx, precision.master)
-    return state.replace(params=params, tx=tx, opt_state=opt_state)
+    params = state.params
+    stored = storing(tx, opt_state, precision)
+    if narrows:
+        opt_state = _with_narrow(tx, params, opt_state)
+        tx = narrow_moments(tx)
+    if casts:
+        params = cast_floats(params, precision.param)
+        if precision.master is None:
+            wanted = jax.eval_shape(tx.init, params)
+            opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), opt_state, wanted)
+        else:
+            # Made from the parameters as given: copies of rounded ones would start out wrong.
+            opt_state = with_masters(tx, state.params, opt_state, precision.master)
+    return state.replace(params=params, tx=stored, opt_state=opt_state)

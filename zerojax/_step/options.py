@@ -76,9 +76,9 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
             f"the step has {given} and the state was placed with {plan.precision}. Leave "
             "precision= out of the step, or place the state again with the one you want."
         )
-    if plan.precision is None and (given.param or given.master):
+    if plan.precision is None and given.stores:
         raise ValueError(
-            f"{given} says how parameters are stored, and the state was placed without it. Place "
+            f"{given} says how the state is stored, and the state was placed without it. Place "
             "it with zerojax.shard_train_state(state, precision=...); the step then needs none."
         )
     return given

@@ -26,7 +26,7 @@ Label = int | str
 Pair = tuple[Atom, Atom]  # a value of the trace of L layers, and its partner in that of one
 
 _ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
 convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2
 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
 nextafter not optimization_barrier or population_count pow real reduce_precision rem round rsqrt
