@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, on GPUs that are not there, by the speed of their link to it.
+"""State and activations in host memory, on GPUs that are not there, by the speed of their link to it.
 
 python benchmarks/offload.py           # printed
 python benchmarks/offload.py --json    # and stored
@@ -20,6 +20,7 @@ from zerojax._forecast import presets as _presets
 
 LINKS = (50, 35, 25, 12.5)  # GB/s in each direction, of each GPU
 STORED = pathlib.Path(__file__).parent / "offload.json"
+BOTH = ("opt_state", "params")
 ADAM, CLIPPED = optax.adamw(1e-4), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
 
@@ -29,8 +30,9 @@ class Row:
     gpus: str
     rows: int  # of each GPU
     tx: optax.GradientTransformation = ADAM
-    offload: str | None = "opt_state"
+    offload: str | tuple[str, ...] | None = "opt_state"
     update: str = "auto"
+    activations: str | None = None
     stage: int = 3
     at_once: bool = False  # the whole tree to the devices and back, as a loop by hand would
 
@@ -43,6 +45,13 @@ ROWS = {
     "7.5B on 8 H100s: in host memory": Row("7.5b", "8xH100", 4),
     "7.5B on 8 H100s: in host memory, updated after": Row("7.5b", "8xH100", 4, update="after"),
     "7.5B on 8 H100s: in host memory, clipped": Row("7.5b", "8xH100", 4, CLIPPED),
+    "7.5B on 8 H100s: with parameters in host memory": Row("7.5b", "8xH100", 4, offload=BOTH),
+    "7.5B on 8 H100s: with activations in host memory": Row(
+        "7.5b", "8xH100", 4, activations="host"
+    ),
+    "7.5B on 8 H100s: all of it in host memory": Row(
+        "7.5b", "8xH100", 4, offload=BOTH, activations="host"
+    ),
     "7.5B on 8 H100s: the whole tree at once": Row("7.5b", "8xH100", 4, at_once=True),
     "7.5B on 8 H100s, stage 2: on the devices, updated after": Row(
         "7.5b", "8xH100", 4, offload=None, update="after", stage=2
@@ -55,6 +64,9 @@ ROWS = {
     "7.5B on one H100: on the device": Row("7.5b", "1xH100", 16, offload=None),
     "7.5B on one H100: in host memory": Row("7.5b", "1xH100", 16),
     "7.5B on one H100: in host memory, updated after": Row("7.5b", "1xH100", 16, update="after"),
+    "7.5B on one H100: all of it in host memory": Row(
+        "7.5b", "1xH100", 16, offload=BOTH, activations="host"
+    ),
     "13B on one H200: in host memory": Row("13b", "1xH200", 16),
     "1.5B on one L4: on the device": Row("1.5b", "1xL4", 8, offload=None),
     "1.5B on one T4: in host memory": Row("1.5b", "1xT4", 2),
@@ -65,7 +77,8 @@ ROWS = {
 def stepped(row, plan, model):
     """A step of zerojax, or by hand: `apply_gradients` fetches all of the state and stores it."""
     if not row.at_once:
-        return zerojax.train_step(model.loss, plan=plan, update=row.update)
+        options = {"update": row.update, "activations": row.activations}
+        return zerojax.train_step(model.loss, plan=plan, **options)
     value_and_grad = zerojax.value_and_grad(model.loss, plan)
 
     def step(state, batch):

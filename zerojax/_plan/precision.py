@@ -80,17 +80,15 @@ class Precision:
         return self.param is not None or self.moments is not None
 
     def _check_moments(self) -> None:
-        if self.moments is not None and self.moments != NARROW:
+        if self.moments is None:
+            return
+        if self.moments != NARROW:
             raise ValueError(
                 f"Precision(moments={str(self.moments)!r}): moments can rest in bfloat16 alone, "
                 "which has the range of float32; second moments leave that of float16. Pass "
                 "moments='bfloat16', or leave it out."
             )
-        if (
-            self.master is None
-            and self.param is not None
-            and _is_8_bit_float(jnp.dtype(self.param))
-        ):
+        if self.param and not self.master and _is_8_bit_float(jnp.dtype(self.param)):
             raise ValueError(
                 f"Precision(param={str(self.param)!r}, moments=...): updates with narrow moments "
                 "are computed in float32, which JAX adds to no float of 8 bits. Give "
