@@ -1,4 +1,4 @@
-"""State and activations in host memory, on GPUs that are not there, by the speed of their link to it.
+"""State and activations in host memory, on GPUs that are not there, by the speed of the link.
 
 python benchmarks/offload.py           # printed
 python benchmarks/offload.py --json    # and stored

@@ -148,7 +148,7 @@ def test_commands_in_the_text_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_links_lead_somewhere(page):
     text = page.read_text()
-    links = re.findall(LINK, text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    links = re.findall(LINK, text) + re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
     for target in links:
         assert (page.parent / target).exists(), target
     for file in re.findall(FILE, text):
