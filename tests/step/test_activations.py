@@ -15,6 +15,7 @@ from tests.step.test_stream import BATCH, BOTH, loss, stacks
 from zerojax import _compat
 from zerojax._engine import residuals as _residuals
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
+from zerojax._step import host_slices as _slices
 
 LAYERS, DIM = 4, 128
 ROWS = len(BATCH) // 8
@@ -95,6 +96,16 @@ def test_a_policy_of_the_users_that_offloads(stage, prefetch):
     wanted, _ = trained(loss, stage, prefetch=prefetch)
     assert kept == {(LAYERS - prefetch, ROWS, DIM)}
     assert_close(got, wanted, 1e-6)
+
+
+def test_where_xla_does_not_find_them_by_the_counter(monkeypatch):
+    """As older JAX on GPUs: backward's slices are those of scanned indices."""
+    wanted, _ = trained(loss, 3, prefetch=0)
+    monkeypatch.setattr(_slices, "are_found", lambda device: False)
+    for found, where in ((with_a_policy, None), (loss, "host")):
+        got, kept = trained(found, 3, prefetch=0, activations=where)
+        assert kept == {(LAYERS, ROWS, DIM)}
+        assert_close(got, wanted, 1e-6)
 
 
 def test_without_checkpoint_all_that_jax_keeps():

@@ -55,7 +55,7 @@ def by_scanned_index(step: Step, xs: PyTree, length: int) -> tuple[Step, PyTree]
     def found(carry: PyTree, scanned: tuple[Array, list]) -> tuple[PyTree, PyTree]:
         at, layers = scanned
         for k, stack in there.items():
-            layers[k] = layer_of(stack, Layer(at, at))
+            layers[k] = resting_layer_of(stack, Layer(at, at))
         return step(carry, treedef.unflatten(layers))
 
     here = [None if k in there else stack for k, stack in enumerate(stacks)]
