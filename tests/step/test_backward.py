@@ -213,6 +213,72 @@ def test_a_stack_that_is_read_twice_is_updated_after():
     assert (LAYERS, DIM) in carried_by_loops(step, state, BATCH)  # the norms are
 
 
+def with_a_teacher():
+    params = {**stacks().params, "teacher": stacks().params["blocks"]}
+    return TrainState.create(apply_fn=None, params=params, tx=adam())
+
+
+def blocks(x, p):
+    layer = lambda x, p: (x + jnp.tanh((x * p["norm"]) @ p["w"]), None)
+    return jax.lax.scan(jax.checkpoint(layer), x, p)[0]
+
+
+def distilled(params, batch):
+    x = params["embed"][batch]
+    teacher = jax.lax.stop_gradient(blocks(x, params["teacher"]))
+    return jnp.mean((blocks(x, params["blocks"]) - teacher) ** 2)
+
+
+def probed(params, batch):
+    x = params["embed"][batch]
+    probe = jnp.argmax(blocks(x, params["teacher"]), -1)
+    return jnp.mean(blocks(x, params["blocks"]) ** 2), {"probe": jnp.mean(probe)}
+
+
+def floored(params, batch):
+    """The teacher's stack is scanned with the other one, and has no gradient there."""
+
+    def layer(x, both):
+        p, q = both
+        return x + jnp.tanh((x * p["norm"]) @ p["w"]) + jnp.floor(x @ q["w"]), None
+
+    pairs = params["blocks"], params["teacher"]
+    return jnp.mean(jax.lax.scan(layer, params["embed"][batch], pairs)[0] ** 2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("loss", [distilled, probed, floored])
+def test_stacks_that_no_gradient_leads_to(loss, prefetch):
+    """JAX takes zeros for their gradients, which are no new parameters."""
+    state, _, _ = same(with_a_teacher, loss=loss, prefetch=prefetch)
+    old = with_a_teacher().params["teacher"]
+    got = jax.device_get(state.params["teacher"])
+    for name, leaf in jax.device_get(old).items():  # weight decay, and no more
+        np.testing.assert_allclose(got[name], leaf, rtol=1e-4)
+
+
+def test_one_that_no_gradient_leads_to_is_named():
+    def frozen(params, batch):
+        kept = jax.lax.stop_gradient(blocks(params["embed"][batch], params["blocks"]))
+        return jnp.mean(kept) + jnp.mean(params["embed"] ** 2)
+
+    with pytest.raises(ValueError, match="params/blocks/w: it has no gradient"):
+        run("backward", loss=frozen, steps=1)
+
+
+def test_why_not_is_told():
+    params = {"w": stacks().params["blocks"]["w"]}  # alone, its shape does not show a stack
+    alone = lambda: TrainState.create(apply_fn=None, params=params, tx=adam())
+    scanned = lambda params, batch: jnp.mean(tanh_of(params, batch) ** 2)
+    tanh_of = lambda params, batch: jax.lax.scan(
+        lambda x, w: (jnp.tanh(x @ w), None), jnp.ones((len(batch), DIM)), params["w"]
+    )[0]
+    with pytest.raises(ValueError, match="params/w: it is no stack of layers"):
+        run("backward", alone, loss=scanned, steps=1)
+    with pytest.raises(ValueError, match="params/blocks/w: it is padded"):
+        run("backward", lambda: stacks(dim=DIM + 1), steps=1)
+
+
 def test_fields_and_streams_of_a_loss():
     """Fields that the loss updates, an aux and a key."""
 

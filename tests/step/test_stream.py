@@ -233,6 +233,29 @@ def test_a_loop_of_ones_own():
     assert all(is_on_host(x) for x in jax.tree.leaves(state.opt_state) if x.ndim)
 
 
+def test_a_loop_of_ones_own_brings_parameters_to_the_devices():
+    state, _ = trained(BOTH)
+    plan = state.tx.plan
+    value_and_grad = zerojax.value_and_grad(loss, plan)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def step(state, batch, bring=True):
+        _, grads = value_and_grad(state.params, batch)
+        if bring:
+            params = jax.device_put(state.params, jax.memory.Space.Device)
+            state = state.replace(params=params)
+        return plan.constrain(state.apply_gradients(grads=grads))
+
+    with pytest.raises(ValueError, match=r"are in host memory, where optax cannot .* bring all"):
+        step(state, BATCH, False)
+    wanted, whole = trained(None)
+    state, (wanted, _) = step(state, BATCH), whole(wanted, BATCH)
+    assert_close(*jax.device_get((state.params, wanted.params)), 1e-6)
+    assert all(map(is_on_host, jax.tree.leaves(state.params)))
+    with pytest.raises(ValueError, match=r"has some in host memory\. Leave 'params' out"):
+        zerojax.shards(state.params, plan)
+
+
 @pytest.mark.parametrize("offload", [ALL, BOTH])
 def test_verify_passes(offload):
     state, step = trained(offload)

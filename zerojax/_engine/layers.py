@@ -35,7 +35,9 @@ class Layers:
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
-        self.keeping = AS_IT_IS if how.in_loop else how.keeping  # of whole layers
+        # Whole layers alone; and of a reversed loop, whose writes older XLA does not find, none.
+        unfound = how.keeping.host and loop.reverse and not how.counted()
+        self.keeping = AS_IT_IS if how.in_loop or unfound else how.keeping
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
 
     def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

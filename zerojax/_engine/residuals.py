@@ -90,17 +90,20 @@ class Keeping:
 
     def _sent(self, value: Array) -> Array:
         if (dim := self._dim(value)) is not None:
-            value = _over(value, PartitionSpec(*[None] * dim, self.over))
+            value = _over(value, dim, self.over)
         return _compat.stored(value) if self.host else value
 
     def _brought(self, value: Array) -> Array:
         value = _compat.fetched(value)
-        return value if self._dim(value) is None else _over(value, PartitionSpec())
+        return value if (dim := self._dim(value)) is None else _over(value, dim, None)
 
 
 AS_IT_IS = Keeping()
 
 
-def _over(value: Array, spec: PartitionSpec) -> Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+def _over(value: Array, dim: int, axes: tuple[str, ...] | None) -> Array:
+    """Constrains how one dimension is sharded, and leaves the others open."""
+    entries: list = [PartitionSpec.UNCONSTRAINED] * value.ndim
+    entries[dim] = axes
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(value, sharding)

@@ -86,6 +86,13 @@ def _update(
 ) -> tuple[PyTree, PyTree]:
     """Runs `tx.update` on logical shapes, on the devices; what it returns is padded, and in host
     memory, where its arguments are."""
+    if any(map(_compat.is_on_host, jax.tree.leaves(params))):
+        raise ValueError(
+            "the parameters are in host memory, where optax cannot add updates to them. "
+            "zerojax.train_step brings them to the devices layer by layer. In a loop of your own "
+            "bring all of them there: state.replace(params=jax.device_put(state.params, "
+            "jax.memory.Space.Device)); plan.constrain puts them back."
+        )
     resting, state = state, jax.tree.map(_compat.fetched, state)
     extra = {name: plan.logical_part(value, PARAMS) for name, value in extra.items()}
     new_updates, new_state = tx.update(

@@ -41,6 +41,14 @@ class Updated:
     squares: tuple[Array, ...] = ()
 
 
+class NoGradientError(Exception):
+    """Backward never comes to the loops of these parameters: no gradient leads through them."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(", ".join(paths))
+        self.paths = paths
+
+
 WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
 
 
@@ -50,6 +58,7 @@ class InBackward:
     updated after it; `why` says why. With `must`, one at least is to be updated in backward."""
 
     leaves: list[Array]  # of the state
+    paths: list[str]  # of the parameters
     updates: list[LayerUpdate | None]
     why: dict[str, str]
     must: bool
@@ -57,6 +66,13 @@ class InBackward:
     @property
     def first(self) -> int:
         return len(self.updates)
+
+    def without(self, paths: Sequence[str]) -> "InBackward":
+        """Leaves parameters to be updated after backward, as no gradient leads there."""
+        pairs = zip(self.paths, self.updates, strict=True)
+        why = self.why | dict.fromkeys(paths, "it has no gradient")
+        updates = [None if path in paths else update for path, update in pairs]
+        return dataclasses.replace(self, updates=updates, why=why)
 
     def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
         """Returns what parameters are updated with, and what is only read for it."""
@@ -145,6 +161,10 @@ def in_backward(
         found, why = layer_updates(function, inputs, first)
     except Exception as error:  # what is wrong with an update, the update itself raises
         found, why = {}, dict.fromkeys(range(first), f"its update cannot be traced: {error}")
+    for k, param in enumerate(params):
+        unfound = "" if finds else f"JAX {jax.__version__} does not find layers in host memory"
+        if k not in found and (reason := _why_not(param.leaf) or unfound):
+            why[k] = reason
     for k, update in list(found.items()):
         read = {plan.leaves[i - first].path.partition("/")[0] for i in update.given}
         if not read.isdisjoint(options.mutable):
@@ -153,7 +173,8 @@ def in_backward(
             why[k] = "the update reads an array that it was not given"
     updates = [None if k in why else found.get(k) for k in range(first)]
     reasons = {params[k].leaf.path: reason for k, reason in why.items()}
-    return InBackward(jax.tree.leaves(state), updates, reasons, options.update == "backward")
+    paths, must = [p.leaf.path for p in params], options.update == "backward"
+    return InBackward(jax.tree.leaves(state), paths, updates, reasons, must)
 
 
 def _grad_input(plan: Plan, param: Parameter, at: int) -> Input:
@@ -166,7 +187,7 @@ def _grad_input(plan: Plan, param: Parameter, at: int) -> Input:
 
 def _leaf_input(plan: Plan, leaf: LeafPlan, is_found: bool) -> Input:
     shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    may_be = is_found and _may_be_updated(leaf)
+    may_be = is_found and not _why_not(leaf)
     return Input(shape, by_layer(leaf), leaf.update.dim, _part(plan, leaf), is_updated=may_be)
 
 
@@ -176,10 +197,15 @@ def _part(plan: Plan, leaf: LeafPlan) -> tuple[int, ...]:
     return NamedSharding(plan.mesh, leaf.update.local).shard_shape(full)
 
 
-def _may_be_updated(leaf: LeafPlan) -> bool:
-    """Whether a device has, of each layer, the part that it updates, or the whole."""
-    if not by_layer(leaf) or leaf.frozen or leaf.update.padding:
-        return False
+def _why_not(leaf: LeafPlan) -> str:
+    """Returns '' where a device has, of each layer, the part that it updates, or the whole."""
+    if not by_layer(leaf):
+        return "it is sharded over its layers" if leaf.stacked else "it is no stack of layers"
+    if leaf.frozen:
+        return "it is not updated"
+    if leaf.update.padding:
+        return "it is padded"
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
-    in_place = whole or leaf.rest.on_device == leaf.update
-    return in_place and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if not whole and leaf.rest.on_device != leaf.update:
+        return "it rests elsewhere than it is updated"
+    return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"

@@ -26,7 +26,6 @@ from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
-from zerojax._step import host_slices as _slices
 from zerojax._types import PyTree, TreeDef
 
 
@@ -97,8 +96,12 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
             f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
             f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
-    found = functools.partial(_slices.are_found, plan.mesh.devices.flat[0])
-    how = how_on(plan.mesh, regather=True, prefetch="auto", counted=found)
+    if any(leaf.is_on_host for leaf in plan.params):
+        raise ValueError(
+            "zerojax.shards takes parameters that are on the devices, and this plan has some in "
+            "host memory. Leave 'params' out of offload=, or use zerojax.train_step."
+        )
+    how = how_on(plan.mesh, regather=True, prefetch="auto")
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
 
     def marked(value: Array, leaf: LeafPlan) -> Array | Sharded:

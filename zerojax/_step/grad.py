@@ -16,7 +16,7 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
-from zerojax._step.backward import InBackward, Updated
+from zerojax._step.backward import InBackward, NoGradientError, Updated
 from zerojax._step.options import Options, activation_names, precision_of
 from zerojax._step.program import Program
 from zerojax._types import PyTree
@@ -132,12 +132,18 @@ def loss_and_grads(
         return loss, aux, grads, new
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
-    with _noted_errors():
-        loss, aux, grads, new = _nans.run(
-            jax.jit(run),
-            (values, arg_values, program.traced.closed_over, state),
-            lambda: _nans.explain(loss_fn, plan, plan.logical_part(params, PARAMS), args, roles),
-        )
+    try:
+        with _noted_errors():
+            loss, aux, grads, new = _nans.run(
+                jax.jit(run),
+                (values, arg_values, program.traced.closed_over, state),
+                lambda: _nans.explain(
+                    loss_fn, plan, plan.logical_part(params, PARAMS), args, roles
+                ),
+            )
+    except NoGradientError as error:
+        backward = backward.without(error.paths) if backward else None
+        return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiate else None
     return loss, aux, grads, backward.updated(program.updated, new) if backward else Updated()
 

@@ -158,25 +158,33 @@ class Parameter:
         return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)
 
     def loss_input(
-        self, value: Array, varied: PyTree, given: Sequence[Array], remaining: float
+        self,
+        value: Array,
+        varied: PyTree,
+        given: Sequence[Array],
+        remaining: float,
+        reached: set[str],
     ) -> Value:
         """Returns the parameter as the engine takes it.
 
-        `given` is what its update reads, of a gradient that lacks the factor `remaining`.
+        `given` is what its update reads, of a gradient that lacks the factor `remaining`; an update
+        that backward does puts its path into `reached`.
         """
         if self.update is not None:
-            updating = Updating(varied, tuple(given), self.updating(self.update, remaining))
+            apply = self.updating(self.update, remaining, reached)
+            updating = Updating(varied, tuple(given), apply)
             return Held(self.unread, updating=updating)
         if not self.is_held:
             return varied
         return Held(varied) if self.is_own_source else Held(varied, rest=value)
 
     def updating(
-        self, update: LayerUpdate, remaining: float
+        self, update: LayerUpdate, remaining: float, reached: set[str]
     ) -> Callable[[Array, list[Array], Sequence[Array]], list[Array]]:
         """Returns the update of a layer as the engine takes it: see `Updating`."""
 
         def apply(grad: Array, layers: list[Array], given: Sequence[Array]) -> list[Array]:
+            reached.add(self.leaf.path)
             rest, *others, _ = layers
             grad = self.mean(grad[None], remaining)
             squares = jnp.sum(jnp.square(grad.astype(wide(grad.dtype))))

@@ -21,7 +21,7 @@ from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, exact_share, wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
-from zerojax._step.backward import InBackward
+from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.options import Options, keeping, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree
@@ -41,7 +41,7 @@ class Program:
         backward: InBackward | None = None,
     ) -> None:
         self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
-        self.per_example = per_example
+        self.per_example, self.hoisted = per_example, None
         self.precision = precision_of(plan, options.precision)
         self.params = self.parameters()
         if backward:
@@ -59,7 +59,7 @@ class Program:
             counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
         )
         self.trained = [p for p in self.params if p.is_varied]
-        self.hoisted = None
+        self.reached: set[str] = set()  # paths of parameters that backward has updated
         if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
             known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
             self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
@@ -73,9 +73,9 @@ class Program:
         ]
         if activations and not _run.has_loops(self.traced.jaxpr, self.kinds_of(params)):
             raise ValueError(
-                f"activations={activations} says where those of each layer wait for backward, and "
-                "the loss has no scan over stacked parameters. Stack the layers "
-                "(flax.linen.scan, nnx.scan), or leave activations= out."
+                f"activations={activations} is for loops over layers, and the loss has no scan of "
+                "stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), with "
+                "jax.checkpoint around one and not around the loop, or leave it out."
             )
         return params
 
@@ -87,10 +87,6 @@ class Program:
         params = [dataclasses.replace(p, update=update) for p, update in pairs]
         alone = _run.scanned_alone(self.traced.jaxpr, self.kinds_of(params))
         return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
-
-    def kinds_of(self, params: Sequence[Parameter]) -> list[InputKind]:
-        others = len(self.traced.jaxpr.invars) - len(params)
-        return [*[p.kind() for p in params], *[None] * others]
 
     # -- its inputs and outputs, as `shard_map` sees them
 
@@ -159,7 +155,9 @@ class Program:
         def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
             found = iter(floats)
             inputs = [
-                p.loss_input(value, next(found) if p.is_varied else v, given, remaining)
+                p.loss_input(
+                    value, next(found) if p.is_varied else v, given, remaining, self.reached
+                )
                 for p, value, v, (_, given) in zip(self.params, values, varied, states, strict=True)
             ]
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
@@ -169,11 +167,18 @@ class Program:
         # the loss as they are.
         floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
+        self.check_reached()
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         if not self.options.differentiate:
             return loss, aux, [], []
         return loss, aux, *self.reduced(grads, remaining)
+
+    def check_reached(self) -> None:
+        """Raises where JAX would take zeros, as of no gradient, for what backward updates."""
+        paths = {p.leaf.path for p in self.params if p.update is not None}
+        if missed := sorted(paths - self.reached):
+            raise NoGradientError(missed)
 
     def brought_near(self, values: list[Array]) -> list[Array]:
         """Returns what the loss gathers parameters from."""
@@ -193,9 +198,12 @@ class Program:
 
     @property
     def kinds(self) -> list[InputKind]:
-        """What its inputs are: after the parameters, plain arrays."""
-        others = len(self.jaxpr.invars) - len(self.params)
-        return [*(p.kind() for p in self.params), *[None] * others]
+        return self.kinds_of(self.params)
+
+    def kinds_of(self, params: Sequence[Parameter]) -> list[InputKind]:
+        """Returns what its inputs are: after the parameters, plain arrays."""
+        others = len(self.jaxpr.invars) - len(params)
+        return [*(p.kind() for p in params), *[None] * others]
 
     def over_microbatches(
         self,

@@ -103,7 +103,8 @@ def _of_part(
     if isinstance(program, str):
         return program
     given = _parts.inputs_of(program) - {grad, *part.inputs}
-    if any(inputs[i].stacked or inputs[i].param is not None for i in given):
+    others = [inputs[i] for i in given]
+    if any(one.stacked or one.param is not None or one.dim is not None for one in others):
         return "the update reads it with other leaves"
     param: Any = inputs[grad].param
     stacks = (param, *(i for i in part.inputs if i != param))

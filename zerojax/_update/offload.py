@@ -73,7 +73,7 @@ def check_pool(nbytes: int) -> None:
             f"{human_bytes(nbytes)} of this process's state are to rest in host memory, and XLA "
             f"keeps at most {human_bytes(int(limit))} of it pinned. If the host has more, set "
             f"{POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before JAX starts; otherwise leave a "
-            "part on the devices: offload=zerojax.Offload(opt_state=0.5)."
+            "part on the devices: offload=zerojax.Offload(opt_state=0.5), or 'params' out of it."
         )
 
 
