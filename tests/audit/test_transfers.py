@@ -52,6 +52,26 @@ def test_what_travels_twice_is_found(report, way):
     assert finding.endswith("Look for state that the step reads outside of the optimizer.")
 
 
+@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
+def test_moments_that_do_not_travel_are_found(report, monkeypatch, way):
+    monkeypatch.setattr(_transfers, "SMALL", 0)
+    planned = sum(report.plan.host_bytes_per_device().values())
+    other = TO_HOST if way == TO_DEVICE else TO_DEVICE
+    sent = lambda share: [copy(report, way, share * planned), copy(report, other, planned)]
+    assert found(report, sent(1)) == []
+    (finding,) = found(report, sent(0.5))
+    assert f"are copied {way} in a step, and the plan has" in finding
+    assert "some of it is not updated" in finding
+
+
+def test_what_a_host_has_pinned(report):
+    memory = dataclasses.replace(report.memory, on_host=9 * 2**30, host_donated=9 * 2**30)
+    text = str(dataclasses.replace(report, memory=memory))
+    assert "72.0 GiB in host memory, where one process has a host's GPUs: XLA keeps at" in text
+    memory = dataclasses.replace(report.memory, on_host=7 * 2**30, host_donated=7 * 2**30)
+    assert "XLA keeps" not in str(dataclasses.replace(report, memory=memory))
+
+
 def test_parameters_are_fetched_for_forward_backward_and_the_update(report):
     plan = zerojax.plan(
         audits.make_state, mesh=report.plan.mesh, offload=zerojax.Offload(0, True, min_bytes=0)

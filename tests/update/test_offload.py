@@ -56,8 +56,15 @@ def test_another_number_of_bytes_is_refused(count):
 
 def test_more_than_xla_pins_is_refused(monkeypatch):
     monkeypatch.delenv(POOL_LIMIT, raising=False)
-    check_pool(64 * 2**30)
+    check_pool(64 * 2**30, 0)
     with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts; otherwise"):
-        check_pool(100 * 2**30 + 1)
+        check_pool(100 * 2**30 + 1, 0)
+    with pytest.raises(ValueError, match=r"offload=zerojax.Offload\(opt_state=0.5\)\."):
+        check_pool(100 * 2**30, 50 * 2**30)
+    with pytest.raises(ValueError, match=r"offload='opt_state'\."):
+        check_pool(60 * 2**30, 5 * 2**30)
+    monkeypatch.setenv(POOL_LIMIT, "all")
+    with pytest.raises(ValueError, match=r"'all' is no number of GiB\. Set it to 64"):
+        check_pool(1, 0)
     monkeypatch.setenv(POOL_LIMIT, "111")
-    check_pool(100 * 2**30 + 1)
+    check_pool(100 * 2**30 + 1, 0)

@@ -75,6 +75,7 @@ def audit(
         replay=replay,
         gpu=gpu,
         devices=module.devices,
+        per_host=min(per_host, module.devices),
         plan=plan,
         memory=_memory.measured(reading, compiled, replay.collectives),
         accumulate=accumulate or (recipe.options.accumulate if recipe else 1),

@@ -120,6 +120,7 @@ class Measured:
     replay: Replay
     gpu: Gpu | None
     devices: int
+    per_host: int  # of them, those of one host
     plan: Plan | None
     accumulate: int
     trains: bool  # else the step has no gradients and returns no state
@@ -136,6 +137,11 @@ class Measured:
     @property
     def exposed_seconds(self) -> float | None:
         return self.replay.exposed if self.gpu else None
+
+    @property
+    def pinned(self) -> int:
+        """The bytes of host memory that a process with all GPUs of a host keeps pinned."""
+        return self.per_host * (self.memory.on_host + self.memory.host_kept)
 
     def host_bytes(self, way: str) -> float:
         """The bytes that each device copies in a step, to the host or from there."""

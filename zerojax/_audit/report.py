@@ -9,6 +9,7 @@ from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._update import offload as _offload
 
 ROWS = 40  # of the printed table; to_dict has them all
 HEADER = ("collective", "dtype", "sent", "times", "loops", "group", "when")
@@ -119,6 +120,7 @@ class Report(Measured):
                 f"{f', {kept} kept for backward' if memory.host_kept else ''}; copied in a step: "
                 f"{', '.join(ways)}"
             )
+            lines += _offload.told_of_pool(self.pinned)
         if self.gpu:
             waits = f", waiting for the host {human_time(self.replay.waited)}"
             lines.append(

@@ -5,25 +5,26 @@ from collections.abc import Iterator
 
 from zerojax._audit.measured import Measured
 from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
-from zerojax._state.state import PARAMS
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import human_bytes
 
 SMALL = 2**20  # bytes of a copy that may be anything
 MOST = 1.01  # times the plan's bytes, of those that are copied
+LEAST = 0.99
 
 
 def findings(report: Measured) -> Iterator[str]:
     """Yields what breaks the contract of a program for GPUs. For CPUs all memory is one."""
     if report.plan is None or report.backend != "gpu":
         return
-    planned = sum(report.plan.host_bytes_per_device().values())
+    there = report.plan.host_bytes_per_device()
+    planned, moments, params = sum(there.values()), there[OPT_STATE], there[PARAMS]
     if abs(report.memory.on_host - planned) > SMALL:
         yield (
             f"{human_bytes(report.memory.on_host)} of the state are in host memory and the plan "
             f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
             "state by this plan."
         )
-    params = report.plan.host_bytes_per_device()[PARAMS]
     # Forward and backward of each microbatch fetch parameters, and so does the update.
     fetched = 2 * report.accumulate * params
     # What a microbatch keeps there for its backward is sent and fetched once.
@@ -40,6 +41,12 @@ def findings(report: Measured) -> Iterator[str]:
                 f"{human_bytes(copied)} are copied {way} in a step; what the plan has in host "
                 f"memory, {human_bytes(planned)}{also}, needs {human_bytes(most[way])}. Look for "
                 "state that the step reads outside of the optimizer."
+            )
+        elif copied < moments * LEAST - SMALL:
+            yield (
+                f"{human_bytes(copied)} are copied {way} in a step, and the plan has "
+                f"{human_bytes(moments)} of optimizer state in host memory: some of it is not "
+                "updated. Compare the step with one device by zerojax.verify."
             )
     if report.memory.host_temporary > SMALL and not kept:
         yield (

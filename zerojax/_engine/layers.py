@@ -19,7 +19,7 @@ from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
-from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, layer_of
+from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, fetched_layer
 from zerojax._update.stacks import Index
 
 
@@ -89,7 +89,7 @@ class Layers:
         def step(state: tuple, scanned: tuple[Any, list, list, list, Array]) -> tuple[tuple, list]:
             (d_carry, d_consts, stacks, count), (saved, near, d_ys, xs, at) = state, scanned
             layer = Layer(at, self.index(last - count))
-            xs = in_loop.as_updated(xs, layer_of([one[:1] for one in stacks], layer))
+            xs = in_loop.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
             gathered, saved = self.gathered(inputs, xs, near), self.keeping.back(saved)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)

@@ -17,7 +17,7 @@ from zerojax._update.in_loop import (
     InLoop,
     Layer,
     Stacks,
-    layer_of as fetched_layer,
+    fetched_layer,
     resting_layer_of,
 )
 from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer

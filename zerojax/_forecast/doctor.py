@@ -13,7 +13,7 @@ import jax
 
 from zerojax import aot
 from zerojax._hlo import gpus as _gpus
-from zerojax._update.offload import POOL_GB, POOL_LIMIT
+from zerojax._update.offload import NO_LIMIT, POOL_GB, POOL_LIMIT
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 OLDEST_JAX = (0, 10, 2)
@@ -136,8 +136,7 @@ def _host_memory(environ: Mapping[str, str]) -> Iterator[Check]:
         text = f"offload= may use {POOL_GB} GiB in each process. For more, set {POOL_LIMIT}."
         yield Check("host memory", "note", text)
     elif given is not None and not given.isdigit():
-        text = f"{POOL_LIMIT}={given!r} is no number of GiB. Set it to {POOL_GB}, say."
-        yield Check("host memory", "fail", text)
+        yield Check("host memory", "fail", NO_LIMIT.format(given))
     elif given is not None:
         yield Check("host memory", "ok", f"offload= may use {given} GiB in each process")
 

@@ -211,6 +211,7 @@ class _Workload:
             fits=memory.peak <= self.gpu.usable,
             spare=self.gpu.usable - memory.peak,
             on_host=memory.on_host + memory.host_kept,
+            pinned=report.pinned,
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
             compute_seconds=replay.compute,

@@ -10,6 +10,7 @@ from zerojax._hlo.gpus import Gpu
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._update import offload as _offload
 
 GIB, MS = 2**30, 1e-3
 COPIES = "#b2ab8c"
@@ -22,8 +23,9 @@ class Case:
     `groups` says which arrays are sharded over which axes, where that is not over all of them.
     `formula` is the state by the plan alone, with gradients in the parameters' dtypes, and with the
     parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
-    `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is the
-    state in host memory, and `waited_seconds` the wait for its copies.
+    `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is what
+    rests in host memory, `pinned` that of all GPUs of a host, `waited_seconds` the wait for its
+    copies.
     """
 
     stage: int
@@ -39,6 +41,7 @@ class Case:
     fits: bool
     spare: int
     on_host: int
+    pinned: int
     link_bytes: float
     network_bytes: float
     compute_seconds: float
@@ -169,10 +172,11 @@ class Forecast:
             )
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
         remat = f", remat {best.variant!r}" if best.variant else ""
-        return (
+        fastest = (
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
             f"{human_bytes(best.spare)} to spare."
         )
+        return " ".join([fastest, *_offload.told_of_pool(best.pinned)])
 
 
 # -- its figure

@@ -36,7 +36,7 @@ class Layer:
         return self.counted if _compat.is_on_host(stack) and self.finds() else self.i
 
 
-def layer_of(stacks: PyTree, at: Layer) -> PyTree:
+def fetched_layer(stacks: PyTree, at: Layer) -> PyTree:
     """Returns one layer of all stacks in a tree, on the devices."""
     return jax.tree.map(_compat.fetched, resting_layer_of(stacks, at))
 
