@@ -16,12 +16,11 @@ from tests.conftest import FUSED_AS_USERS, make_mesh, mostly_slow
 from tests.models import EPS, OPTIMIZERS
 from tests.reference import assert_close
 from tests.step import tensor
-from tests.step.test_stream import ALL, BATCH, is_on_host, loss, stacks
+from tests.step.test_stream import ALL, BATCH, MIXED, is_on_host, loss, stacks
 from zerojax import _compat
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
 
 LAYERS, DIM = 4, 128
-NONE = {"adafactor", "lamb", "clip_schedule", "multi_steps", "novograd"}  # nothing is separable
 adam = functools.partial(optax.adamw, 1e-3, eps=EPS)
 
 
@@ -67,7 +66,7 @@ def carried_by_loops(step, *args):
     return shapes
 
 
-CASES = list(itertools.product(sorted(OPTIMIZERS.keys() - NONE), (0, 1, 2, 3), (0, 1)))
+CASES = list(itertools.product(sorted(OPTIMIZERS.keys() - MIXED), (0, 1, 2, 3), (0, 1)))
 QUICK = {("adamw", 3, 1), ("adamw", 1, 0), ("momentum", 2, 1), ("inject_hyperparams", 0, 0)}
 
 
@@ -332,7 +331,7 @@ def test_what_is_not_known():
         zerojax.train_step(loss, update="later")
 
 
-@pytest.mark.parametrize("optimizer", sorted(NONE))
+@pytest.mark.parametrize("optimizer", sorted(MIXED))
 def test_optimizers_that_mix_layers_are_refused(optimizer):
     make = functools.partial(stacks, OPTIMIZERS[optimizer]())
     with pytest.raises(ValueError, match=r"no parameter can be updated there \(params/blocks/"):
