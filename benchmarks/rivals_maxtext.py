@@ -57,6 +57,12 @@ SETTINGS = {
 
 
 def compiled(mesh, remat, options):
+    return train_step(mesh, options, remat_policy=POLICIES[remat])
+
+
+def train_step(mesh, options, **others):
+    """Compiles its step with these settings in place of those above."""
+
     def topology_mesh(config):
         without = config.remove_size_one_mesh_axis_from_type
         jax.config.update("jax_remove_size_one_mesh_axis_from_type", without)
@@ -71,14 +77,14 @@ def compiled(mesh, remat, options):
         programs.append(jit_and_compile(*args))
         return programs[-1]
 
-    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+    settings = [f"{name}={value}" for name, value in {**SETTINGS, **others}.items()]
     with (
         mock.patch.object(train_compile, "get_topology_mesh", topology_mesh),
         mock.patch.object(train_compile, "jit_and_compile", compile_and_keep),
         # Its syntax for options has none that are empty.
         mock.patch.object(train_compile.max_utils, "parse_libtpu_flags_to_dict", lambda _: options),
     ):
-        train_compile.main(["train_compile", *settings, f"remat_policy={POLICIES[remat]}"])
+        train_compile.main(["train_compile", *settings])
     return programs[0]
 
 

@@ -229,3 +229,28 @@ def test_rows_have_the_same_keys_and_name_what_was_measured(rival):
     assert result["rows"]
     for row in result["rows"]:
         assert list(row) == keys_of_ours() and row["date"]
+
+
+# What docs/offload.md calls the rows of MaxText.
+OFFLOADED = {
+    "MaxText's own step: nothing": "on the devices",
+    "MaxText, the optimizer state": "in host memory",
+    "MaxText, optimizer state, activations": "with activations in host memory",
+    "MaxText, optimizer state, parameters": "with parameters in host memory",
+    "MaxText, all three": "all of it in host memory",
+}
+SPEEDS = tuple(f"step_ms at {speed} GB/s" for speed in (50, 25, 12.5))
+
+
+def test_rows_in_host_memory_have_the_same_keys_and_are_those_of_the_docs():
+    ours = stored(BENCHMARKS / "offload.json")["rows"][0]
+    page = (BENCHMARKS.parent / "docs" / "offload.md").read_text()
+    rows = {row["row"]: row for row in stored(BENCHMARKS / "offload_maxtext.json")["rows"]}
+    assert all(list(row) == list(ours) for row in rows.values())
+    maxtext = "7.5B on 8 H100s, MaxText + reduce_scatter_combine_threshold_bytes=1"
+    for called, what in OFFLOADED.items():
+        row = rows[f"{maxtext}: {what}"]
+        speeds = SPEEDS if row["host_gib"] else SPEEDS[:1]
+        host = f"{row['host_gib']:.1f}" if row["host_gib"] else "0"
+        cells = [called, f"{row['device_gib']:.1f}", host, *(f"{row[s]:.0f}" for s in speeds)]
+        assert f"| {' | '.join(cells)} |" in page
