@@ -201,8 +201,11 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     # each GPU's, whatever the memory of its host
     assert given["rates"] == dataclasses.replace(known, host=12e9, host_memory=math.inf) != known
     assert given["rates"].to_host(8) == 12e9
-    run("forecast", *model, "--offload", "opt_state", "params")
-    assert given["offload"] == ["opt_state", "params"]
+    assert given["activations"] is given["update"] is None
+    run("forecast", "--offload", "opt_state,params", "--activations", "host", *model)
+    assert given["offload"] == ["opt_state", "params"] and given["activations"] == ["host"]
+    run("forecast", *model, "--update", "backward")
+    assert given["update"] == "backward"
 
 
 @pytest.mark.gpu_code
@@ -241,6 +244,13 @@ def test_state_in_host_memory(run, module):
     assert (code, err, found["findings"]) == (OK, "", [])
     assert found["memory"]["on_host"] == found["bytes_to_device"] == moments
     assert found["bytes_to_host"] == moments
+    both = ("--gpus", "1xT4", "--offload", "opt_state,params", "--json")
+    code, out, err = run("forecast", name, *both, "--stages", "0")
+    (case,) = json.loads(out)["cases"]
+    assert (code, err, case["parameters"], case["on_host"]) == (OK, "", 0, 1.5 * moments)
+    code, _, err = run("forecast", name, *both, "--stages", "0", "--update", "before")
+    assert (code, err) == (BAD_INPUT, "zerojax: --update must be 'backward', 'after' or 'auto', "
+                           "got 'before'.\n")  # fmt: skip
 
 
 @pytest.mark.gpu_code

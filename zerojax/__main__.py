@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -91,7 +92,7 @@ def forecast(arguments: argparse.Namespace) -> int:
     mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
     precision = mixed if arguments.master else None
     names = ("gpus", "stages", "accumulate", "tokens", "groups", "pad", "offload")
-    options = _given(arguments, *names)
+    options = _given(arguments, *names, "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
     _show(arguments, found.to_dict(), str(found))
@@ -149,7 +150,8 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     placed = {"stage": arguments.stage, "pad": arguments.pad, "offload": arguments.offload}
     plan = zerojax.plan(make_state, mesh=mesh, **placed)
     loss = losses if callable(losses) else next(iter(losses.values()))
-    step = zerojax.train_step(loss, accumulate=arguments.accumulate)
+    options = _given(arguments, "accumulate", "activations")
+    step = zerojax.train_step(loss, update=arguments.update or "auto", **options)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         batch = zerojax.aot.batch(batch, plan)
         return zerojax.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
@@ -193,8 +195,8 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _model(arguments: argparse.Namespace) -> Model:
     """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
     if ":" not in arguments.model:
-        preset = _presets.preset(arguments.model)
-        count, _ = _gpus.parse_count(arguments.gpus)
+        count, gpu = _gpus.parse_count(arguments.gpus)
+        preset = _presets.preset(arguments.model, gpu)
         batch = preset.batch(arguments.rows * count)
         return preset.losses(arguments.remat), preset.make_state, batch, None
     module, _, function = arguments.model.partition(":")
@@ -337,8 +339,11 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
-    text = "what rests in host memory between steps"
-    parser.add_argument("--offload", choices=("opt_state", "params"), nargs="+", help=text)
+    names = operator.methodcaller("split", ",")
+    text = "what rests in host memory between steps: opt_state, or opt_state,params"
+    parser.add_argument("--offload", type=names, help=text)
+    parser.add_argument("--activations", type=names, help="where they wait for backward: host")
+    parser.add_argument("--update", help="of parameters: backward, after or auto")
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 

@@ -53,7 +53,7 @@ def shard(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
-    offload: Offload | str | None = None,
+    offload: Offload | str | Sequence[str] | None = None,
 ) -> tuple[PyTree, nnx.Optimizer]:
     """Places a model and its optimizer for a ZeRO stage, in place.
 

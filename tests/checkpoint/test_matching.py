@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zerojax
@@ -22,6 +23,22 @@ def test_a_missing_leaf_is_an_error_that_names_it(tmp_path):
         zerojax.restore(tmp_path / "c", jax.eval_shape(lambda: more), keep="b$")
     with pytest.raises(ValueError, match=r"keep= has .*'\(', which is no regular.*Escape"):
         zerojax.restore(tmp_path / "c", more, keep="(")
+
+
+@pytest.mark.parametrize("narrow_first", [False, True])
+def test_an_optimizer_inside_another_is_told_of(tmp_path, narrow_first):
+    params = {"a": jnp.ones((8, 8))}
+    states = [
+        {"params": params, "opt_state": tx.init(params)}
+        for tx in (optax.adam(1e-3), zerojax.narrow_moments(optax.adam(1e-3)))
+    ]
+    saved, like = states[::-1] if narrow_first else states
+    zerojax.save(tmp_path / "c", saved)
+    with pytest.raises(ValueError, match=r"one of the two has .* Precision\(moments=\) and the"):
+        zerojax.restore(tmp_path / "c", like)
+    with pytest.raises(ValueError, match="not in the checkpoint: params/b") as raised:
+        zerojax.restore(tmp_path / "c", saved | {"params": params | {"b": jnp.ones(3)}})
+    assert "Precision" not in str(raised.value)
 
 
 def test_an_extra_leaf_is_an_error_that_names_it(tmp_path):

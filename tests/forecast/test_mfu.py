@@ -43,6 +43,14 @@ def test_a_step_needs_three_times_the_forward_at_any_stage(stage, accumulate):
     assert zerojax.step_flops(step, plan.place(make_state), BATCH, key) == 3 * FORWARD
 
 
+def test_parameters_in_host_memory_need_the_same():
+    offload = zerojax.Offload(params=True, min_bytes=0)
+    plan = zerojax.plan(make_state, tx=optax.sgd(1.0), offload=offload)
+    step = zerojax.train_step(loss_fn, plan=plan, tx=optax.sgd(1.0), mutable=("shift",))
+    assert plan.abstract()["params"]["w"].sharding.memory_kind == "pinned_host"
+    assert zerojax.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
+
+
 def test_padding_needs_no_flops():
     """Over five devices `w` rests as [3, 65, 64]."""
     plan = zerojax.plan(make_state, tx=optax.sgd(1.0), mesh=make_mesh(5))

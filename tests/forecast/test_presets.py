@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from zerojax._forecast import mfu as _mfu, presets as _presets
+from zerojax._hlo import gpus as _gpus
 
 
 @pytest.mark.parametrize("name", _presets.PRESETS)
@@ -44,6 +45,15 @@ def test_presets_train():
     assert float(step(new, tokens)[0]) < float(value)
     state = jax.eval_shape(gpt.make_state)
     assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, params)
+
+
+def test_gpus_without_bfloat16_compute_in_float16():
+    compute = lambda gpu: _presets.preset("124m", _gpus.named(gpu)).compute
+    assert (compute("T4"), compute("L4"), compute("A100")) == (
+        jnp.float16,
+        jnp.bfloat16,
+        jnp.bfloat16,
+    )
 
 
 def test_unknown_presets():

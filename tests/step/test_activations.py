@@ -167,9 +167,9 @@ def test_value_and_grad_has_it_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activations": "tensor"}, r"activations='tensor' is neither 'host' nor an axis of the "
-         r"mesh that the batch is not split over \(none here\)\. Pass activations='host'"),
-        ({"activations": "data"}, "activations='data' is neither"),
+        ({"activations": "tensor"}, "activations='tensor' is not known. Pass 'host', or an axis of "
+         "the mesh over which the batch is not split: this mesh has none."),
+        ({"activations": "data"}, "activations='data' is not known"),
         ({"activations": 1}, "activations=1 does not say where they are kept. Pass 'host'"),
         ({"activations": "host", "regather": False}, "regather=False has JAX keep them"),
     ],

@@ -1,7 +1,11 @@
 """Which optimizer state rests in host memory."""
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import zerojax
 from zerojax._update.offload import POOL_LIMIT, Offload, as_offload, check_pool
 
 SIZES = [100, 400, 50, 300]
@@ -68,3 +72,15 @@ def test_more_than_xla_pins_is_refused(monkeypatch):
         check_pool(1, 0)
     monkeypatch.setenv(POOL_LIMIT, "111")
     check_pool(100 * 2**30 + 1, 0)
+
+
+def test_where_nothing_goes_it_warns():
+    small = {"w": jnp.ones((8, 8))}
+    with pytest.warns(UserWarning, match=r"Offload\(.* has nothing go to host memory"):
+        zerojax.plan((small, optax.adam(1e-3).init(small)), offload="opt_state")
+    with pytest.warns(UserWarning, match="there is no such state, or all of it is small"):
+        zerojax.plan((small, optax.sgd(1e-3).init(small)), offload=Offload(min_bytes=0))
+
+
+def test_shares_may_be_numpys():
+    assert Offload(opt_state=np.float32(0.5)).opt_state == 0.5

@@ -57,9 +57,8 @@ def audit(
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
     _check_options(plan, gpu, per_host, accumulate)
-    recipe = getattr(step, "recipe", None)
+    recipe, compiled, text, warnings = getattr(step, "recipe", None), None, step, []
     gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
-    compiled, text, warnings = None, step, []
     if not isinstance(step, str):
         plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
         compiled, warnings = _compiled(step, state, batch, rng)

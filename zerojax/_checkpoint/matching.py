@@ -1,6 +1,6 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,11 @@ KEEP = "keep=<path regex> keeps like='s own value"
 PADDED = (
     "; or padding makes the difference, and a tuple or dict does not carry its plan: pass that as "
     "like=, and to what saved it as plan="
+)
+PRECISION = (
+    "; or one of the two has Precision(master=) or Precision(moments=) and the other has not: "
+    "restore with a like= that was placed as the saved state was, then place what is restored by "
+    "shard_train_state(state, precision=)"
 )
 
 
@@ -71,9 +76,8 @@ def match(
         for leaf, found in both
         if found.shape != logical[leaf.name]
     ]
-    reshaped = [
-        f"{name}: {list(have)} saved, {list(want)} wanted" for name, have, want in different
-    ]
+    reshaped = [f"{name}: {list(a)} saved, {list(b)} wanted" for name, a, b in different]
+    wrapped = _is_inside(missing, saved) or _is_inside(extra, names)
     may_be_padding = any(_differ_in_length(have, want) for _, have, want in different)
     retyped = [
         f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
@@ -81,7 +85,7 @@ def match(
         if not _same_type(found, structs[leaf.name].dtype, cast)
     ]
     problems = [
-        _problem(missing, "not in the checkpoint", KEEP),
+        _problem(missing, "not in the checkpoint", KEEP + PRECISION * wrapped),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
@@ -89,6 +93,11 @@ def match(
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
     return {leaf.name: leaf.value for leaf, _ in both}
+
+
+def _is_inside(found: Iterable[str], others: Container[str]) -> bool:
+    """Whether an optimizer's state is another's that a wrapper calls its inner state."""
+    return any("/inner/" in n and n.replace("/inner/", "/", 1) in others for n in found)
 
 
 def _differ_in_length(have: Shape, want: Shape) -> bool:

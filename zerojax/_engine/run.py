@@ -1,5 +1,6 @@
 """Evaluates a loss whose parameters are sharded; each is all-gathered at its first use."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,6 +148,8 @@ def run_scope(
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     """Runs a scan over layers, whose weights are gathered again in backward."""
     prefetches = how.prefetch and loop.split.gathers and loop.length > 1
+    if how.keeping.host or any(map(_compat.is_on_host, jax.tree.leaves(inputs))):
+        loop = dataclasses.replace(loop, unroll=1)  # XLA finds no layers of such stacks unrolled
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
     if not how.regather:
         return layers.forward(inputs)

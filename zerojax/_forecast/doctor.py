@@ -135,7 +135,7 @@ def _host_memory(environ: Mapping[str, str]) -> Iterator[Check]:
     if given is None and jax.default_backend() == "gpu":
         text = f"offload= may use {POOL_GB} GiB in each process. For more, set {POOL_LIMIT}."
         yield Check("host memory", "note", text)
-    elif given is not None and not given.isdigit():
+    elif given is not None and not (given.isdigit() and int(given)):
         yield Check("host memory", "fail", NO_LIMIT.format(given))
     elif given is not None:
         yield Check("host memory", "ok", f"offload= may use {given} GiB in each process")

@@ -48,7 +48,9 @@ def forecast(
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
-    offload: Offload | str | None = None,
+    offload: Offload | str | Sequence[str] | None = None,
+    update: str | None = None,
+    activations: str | Sequence[str] | None = None,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
     rng: PyTree = None,
@@ -68,7 +70,8 @@ def forecast(
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
         pad, offload: as for `zerojax.shard_train_state`.
-        precision, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
+        precision, update, activations, mutable, tx: as for `zerojax.shard_train_state` and
+            `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
@@ -96,16 +99,14 @@ def forecast(
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
+    given = {"update": update, "activations": activations}
+    options |= {name: value for name, value in given.items() if value is not None}
     choices = _choices(losses, stages, accumulate)
     mesh = _mesh(gpus, per_host, groups)
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
-    cases = [
-        work.case(variant, loss, stage, each)
-        for (variant, loss), stage, each in progress(
-            choices, lambda choice: f"compiling stage {choice[1]} for {gpus}"
-        )
-    ]
+    shown = progress(choices, lambda choice: f"compiling stage {choice[1]} for {gpus}")
+    cases = [work.case(variant, loss, *others) for (variant, loss), *others in shown]
     return Forecast(gpus, gpu, tuple(cases))
 
 

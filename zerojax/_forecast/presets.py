@@ -10,8 +10,10 @@ import optax
 from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 
+from zerojax._hlo.gpus import Gpu
 from zerojax._types import PyTree
 
+BFLOAT16 = (8, 0)  # the oldest GPUs that compute in it
 REMATS = ("none", "dots", "full")
 
 
@@ -144,12 +146,16 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Gpt:
+def preset(name: str, gpu: Gpu | None = None) -> Gpt:
+    """Returns a model by its size; where a GPU has no bfloat16, one that computes in float16."""
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
-    return PRESETS[name.lower()]
+    found = PRESETS[name.lower()]
+    if gpu is not None and gpu.chip.capability < BFLOAT16:
+        return dataclasses.replace(found, compute=jnp.float16)
+    return found
 
 
 def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:

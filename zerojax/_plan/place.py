@@ -33,7 +33,7 @@ def shard_train_state(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
-    offload: Offload | str | None = None,
+    offload: Offload | str | Sequence[str] | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> PyTree:
     """Places a training state for a ZeRO stage, as `zerojax.train_step` expects it.

@@ -44,7 +44,7 @@ def plan(
     stacked: str | None = None,
     pad: bool = True,
     precision: Precision | None = None,
-    offload: Offload | str | None = None,
+    offload: Offload | str | Sequence[str] | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> Plan:
     """Decides where each leaf of a state lives. Moves nothing.
@@ -70,7 +70,8 @@ def plan(
             checkpoints; `zerojax.logical(state)` shows them. Where False, such leaves are
             replicated.
         precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
-        offload: what rests in host memory between steps: "opt_state", or a `zerojax.Offload`.
+        offload: what rests in host memory between steps: "opt_state", ("opt_state", "params"), or
+            a `zerojax.Offload`.
         tx: the optimizer, for states that do not carry theirs.
 
     Returns:
@@ -235,6 +236,7 @@ def _offloaded(
             note = f"device: {reason}" if reason else "host"
             found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
     on_host = [leaf.is_on_host for leaf in found]
+    _offload.warn_where_nothing_goes(on_host, offload)
     update = _optimizer.update_in_parts(state, tx, on_host, list(map(by_layer, found)))
     ways = {} if update is None else update.ways(len(update.streamed) - len(found))
     unknown = "updated as tx= allows: the plan was given none" if tx is None else "updated at once"

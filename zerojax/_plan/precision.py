@@ -84,9 +84,9 @@ class Precision:
             return
         if self.moments != NARROW:
             raise ValueError(
-                f"Precision(moments={str(self.moments)!r}): moments can rest in bfloat16 alone, "
-                "which has the range of float32; second moments leave that of float16. Pass "
-                "moments='bfloat16', or leave it out."
+                f"moments={str(self.moments)!r}: moments can rest in bfloat16, which has the "
+                "range of float32 (second moments leave that of float16), or as they are. Pass "
+                "'bfloat16', or leave it out."
             )
         if self.param and not self.master and _is_8_bit_float(jnp.dtype(self.param)):
             raise ValueError(

@@ -19,7 +19,7 @@ from zerojax._step import host_slices as _slices
 from zerojax._step.options import Options, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree, is_key
-from zerojax._update.in_backward import Input, LayerUpdate, layer_updates
+from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
 
 # [Note: updates inside backward]
 # A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer
@@ -92,7 +92,8 @@ class InBackward:
         raise ValueError(
             f"update='backward', and no parameter can be updated there ({'; '.join(why)}). What "
             "can is a stack of layers that one scan reads, with an optimizer that updates each of "
-            "its elements alone. Pass update='auto', which updates the others after backward."
+            "its elements alone. Pass update='auto', which updates the others after backward, or "
+            "name stacks where the state is placed: shard_train_state(..., stacked='blocks/')."
         )
 
     def updated(self, updates: Sequence[LayerUpdate], new: Sequence[tuple[Array, ...]]) -> Updated:
@@ -122,10 +123,7 @@ def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
 def check_when(options: Options, skips: bool) -> None:
     """Raises where `update=` is not known, or cannot be."""
     if options.update not in WHEN:
-        raise ValueError(
-            f"update must be 'backward', 'after' or 'auto', got {options.update!r}: when a "
-            "parameter is updated."
-        )
+        raise ValueError(f"update must be 'backward', 'after' or 'auto', got {options.update!r}.")
     if options.update == "backward" and (what := _needs_all(options, skips)):
         raise ValueError(
             "update='backward' updates each layer as soon as it has its gradient, and "
@@ -200,7 +198,7 @@ def _part(plan: Plan, leaf: LeafPlan) -> tuple[int, ...]:
 def _why_not(leaf: LeafPlan) -> str:
     """Returns '' where a device has, of each layer, the part that it updates, or the whole."""
     if not by_layer(leaf):
-        return "it is sharded over its layers" if leaf.stacked else "it is no stack of layers"
+        return "it is sharded over its layers" if leaf.stacked else NO_STACK
     if leaf.frozen:
         return "it is not updated"
     if leaf.update.padding:

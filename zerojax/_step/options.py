@@ -58,11 +58,10 @@ def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
     free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
     for name in activations:
         if name != "host" and name not in free:
-            axes = " or ".join(map(repr, free)) or "none here"
+            axes = " or ".join(map(repr, free)) or "this mesh has none"
             raise ValueError(
-                f"activations={name!r} is neither 'host' nor an axis of the mesh that the batch is "
-                f"not split over ({axes}). Pass activations='host', or make a mesh with an axis "
-                "for it: zerojax.mesh(data=4, tensor=2)."
+                f"activations={name!r} is not known. Pass 'host', or an axis of the mesh over "
+                f"which the batch is not split: {axes}. zerojax.mesh(data=4, tensor=2) has one."
             )
     return Keeping("host" in activations, tuple(name for name in activations if name != "host"))
 

@@ -123,7 +123,7 @@ class Parameter:
         near = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
         far = beyond(axes, near)
-        padding = 0 if start else self.leaf.update.padding
+        padding = self.leaf.update.padding if end and not start else 0
         codec = Exact(self.precision.reduce)
         return Route(beyond(axes, far), far, replicas, codec, padding)
 

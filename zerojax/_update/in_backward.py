@@ -10,6 +10,8 @@ from zerojax._update import parts as _parts, rules as _rules
 from zerojax._update.parts import OTHER_PROGRAM, Flat, Part, Update
 from zerojax._update.rules import MIXED, SAME, Label
 
+NO_STACK = "the plan does not take it for a stack of layers"
+
 
 @dataclasses.dataclass(frozen=True)
 class Input:
@@ -90,7 +92,7 @@ def _of_part(
 ) -> LayerUpdate | str:
     """Returns the update of a device's part of one layer, or why there is none."""
     if not part.by_layer:
-        return part.why or "it is no stack of layers"
+        return part.why or NO_STACK
     part_outputs = set(part.outputs)
     # Among the stacks may be a copy of the last gradient, which reads nothing of the state.
     part = dataclasses.replace(part, outputs=tuple(i - first for i in part.inputs))

@@ -3,7 +3,10 @@
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Sequence
+
+import numpy as np
 
 from zerojax._text import human_bytes
 
@@ -40,7 +43,7 @@ class Offload:
     def __post_init__(self) -> None:
         for kind in KINDS:
             share = getattr(self, kind)
-            if not isinstance(share, bool | int | float) or not 0 <= share <= 1:
+            if not isinstance(share, int | float | np.floating) or not 0 <= share <= 1:
                 raise ValueError(
                     f"Offload({kind}={share!r}) is neither True nor False nor a share of the "
                     "bytes. Pass a number from 0.0 to 1.0."
@@ -64,6 +67,15 @@ class Offload:
             elif why[k] is None:
                 left -= sizes[k]
         return why
+
+
+def warn_where_nothing_goes(on_host: Sequence[bool], offload: Offload) -> None:
+    if not any(on_host) and any(getattr(offload, kind) for kind in KINDS):
+        warnings.warn(
+            f"{offload} has nothing go to host memory: there is no such state, or all of it is "
+            "small; print(plan) says of each leaf why.",
+            stacklevel=4,
+        )
 
 
 def pool_bytes() -> int:

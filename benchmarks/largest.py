@@ -1,0 +1,99 @@
+"""The largest GPT that one GPU trains, by the memory of its host, compiled for GPUs not there.
+
+python benchmarks/largest.py           # printed
+python benchmarks/largest.py --json    # and stored
+
+fp32 parameters and adamw, 16 bytes a parameter with the gradients; 4 sequences of 1024 tokens, each
+layer with `jax.checkpoint`. What the host holds it takes: first the moments, then the parameters;
+what layers keep for backward rests there, too. Depth grows with width.
+"""
+
+import dataclasses
+import functools
+
+import figures  # before JAX: it says what JAX may look for
+import jax.numpy as jnp
+import results
+
+import zerojax
+from zerojax._forecast import presets as _presets
+from zerojax._hlo import gpus as _gpus
+
+STORED = figures.HERE / "largest.json"
+NAMES = ("T4", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200")
+HOSTS = (0, 64, 128, 512)  # GB
+LEFT = 0.9  # of a host's memory: the system, Python and data take the rest
+SEQUENCES = 4
+AT_REST = 12  # bytes of each parameter: itself and two moments
+EIGHTHS = [share / 8 for share in range(8, 0, -1)]
+SHARES = [(1.0, share) for share in EIGHTHS] + [(share, 0.0) for share in (*EIGHTHS, 0.0)]
+
+LADDER = [  # 0.2 to 420 billion parameters, up to 1.4 times the one before, 1.1 above 7 billion
+    _presets.Gpt(layers=round(width / 112), hidden=width, heads=width // 128)
+    for width in range(1024, 16384, 128)
+]
+
+
+def planned(model, gpu, room):
+    """Plans a state with as much of it in host memory as has room there beside what layers keep."""
+    kept = 2 * model.layers * SEQUENCES * model.tokens * model.hidden
+    for moments, parameters in SHARES:
+        plan = zerojax.plan(
+            model.make_state,
+            stage=0,
+            mesh=zerojax.aot.mesh(f"1x{gpu}"),
+            offload=zerojax.Offload(opt_state=moments, params=parameters),
+            precision=zerojax.Precision(compute=model.compute),
+        )
+        held = sum(plan.host_bytes_per_device().values())
+        if not held or held + kept <= room:
+            return plan
+
+
+@functools.cache
+def audited(model, gpu, room):
+    """Compiles a step for a GPU whose host has so many bytes, and reads its memory and time."""
+    if gpu == "T4":  # has no bfloat16
+        model = dataclasses.replace(model, compute=jnp.float16)
+    plan = planned(model, gpu, room)
+    step = zerojax.train_step(model.loss, plan=plan, activations="host" if plan.offloads else None)
+    batch = zerojax.aot.batch(model.batch(SEQUENCES), plan)
+    return zerojax.audit(step.lower(plan.abstract(), batch).compile(), plan=plan)
+
+
+def largest(gpu, room):
+    """Returns the largest model of the ladder that fits there, and the audit of its step.
+
+    The largest known to fit and the smallest known not to close in on each other. Tried next is the
+    one that would fill the GPU if its memory grew with the parameters.
+    """
+    usable, fits = _gpus.named(gpu).usable, 0
+    at_most = lambda count: sum(model.n_params <= count for model in LADDER)
+    fails = tried = at_most((usable + room) / AT_REST)  # what rests in neither needs no compiling
+    while fails - fits > 1:
+        tried = min(max(tried, fits + 1), fails - 1)
+        peak = audited(LADDER[tried], gpu, room).memory.peak
+        fits, fails = (tried, fails) if peak <= usable else (fits, tried)
+        tried = at_most(LADDER[tried].n_params * usable / peak) - 1
+    return LADDER[fits], audited(LADDER[fits], gpu, room)
+
+
+def measured(row):
+    gpu, host = row
+    model, report = largest(gpu, LEFT * host * 1e9)
+    gib = lambda count: round(count / 2**30, 1)
+    return {
+        "billions": round(model.n_params / 1e9, 1),
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "device_gib": gib(report.memory.peak),
+        "usable_gib": gib(report.gpu.usable),
+        "host_gib": gib(report.memory.on_host + report.memory.host_kept),
+        "step_s": round(report.step_seconds, 1),
+        "tokens_per_s": round(SEQUENCES * model.tokens / report.step_seconds),
+    }
+
+
+if __name__ == "__main__":
+    rows = {f"{gpu}, {host} GB": (gpu, host) for gpu in NAMES for host in HOSTS}
+    results.main(__doc__, STORED, rows, figures.versions(), measured)
