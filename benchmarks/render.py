@@ -127,6 +127,21 @@ def scaling() -> str:
     return _table(["", "plan", "trace", "compile"], rows, stored)
 
 
+def largest() -> str:
+    """Renders the largest model by GPU and host, and how long its step takes."""
+    stored = _stored("largest.json")
+    cells = {tuple(row["row"].split(", ")): row for row in stored["rows"]}
+    gpus, hosts = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+
+    def shown(gpu, host):
+        row = cells.get((gpu, host))
+        return f"{row['billions']}B, {row['step_s']} s" if row else "—"
+
+    rows = [[gpu, *(shown(gpu, host) for host in hosts)] for gpu in gpus]
+    header = ["GPU", "nothing there", *hosts[1:]]
+    return _table(header, rows, {"device": "One GPU", **stored})
+
+
 def gpu() -> str:
     """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
@@ -191,6 +206,7 @@ TABLES = {
     "scaling": scaling,
     "memory": memory,
     "gpu": gpu,
+    "largest": largest,
 }
 
 if __name__ == "__main__":

@@ -340,8 +340,7 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
     names = operator.methodcaller("split", ",")
-    text = "what rests in host memory between steps: opt_state, or opt_state,params"
-    parser.add_argument("--offload", type=names, help=text)
+    parser.add_argument("--offload", type=names, help="to the host: opt_state, or opt_state,params")
     parser.add_argument("--activations", type=names, help="where they wait for backward: host")
     parser.add_argument("--update", help="of parameters: backward, after or auto")
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")

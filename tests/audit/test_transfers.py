@@ -64,6 +64,12 @@ def test_moments_that_do_not_travel_are_found(report, monkeypatch, way):
     assert "some of it is not updated" in finding
 
 
+def test_on_cpus_there_is_one_memory(report):
+    text = str(dataclasses.replace(report, backend="cpu"))
+    assert "host memory        is counted as the device's: CPUs have one memory" in text
+    assert "host memory" not in str(audits.audited(audits.planned("cpu", 3)))
+
+
 def test_what_a_host_has_pinned(report):
     memory = dataclasses.replace(report.memory, on_host=9 * 2**30, host_donated=9 * 2**30)
     text = str(dataclasses.replace(report, memory=memory))

@@ -108,6 +108,26 @@ def test_where_xla_does_not_find_them_by_the_counter(monkeypatch):
         assert_close(got, wanted, 1e-6)
 
 
+@pytest.mark.parametrize(("prefetch", "offload"), [(0, None), (1, None), (0, BOTH)])
+def test_loops_over_what_is_there_are_not_unrolled(prefetch, offload):
+    """XLA for GPUs does not compile such loops."""
+
+    def unrolled(params, batch):
+        layer = jax.checkpoint(lambda x, p: (x + jnp.tanh((x * p["norm"]) @ p["w"]), None))
+        x, _ = jax.lax.scan(layer, params["embed"][batch], params["blocks"], unroll=2)
+        return jnp.mean((x @ params["embed"].T) ** 2)
+
+    def found(offload, activations):
+        state = zerojax.shard_train_state(stacks, 3, offload=offload)
+        step = zerojax.train_step(unrolled, prefetch=prefetch, activations=activations)
+        eqns = _compat.every_eqn(step.trace(state, BATCH).jaxpr.jaxpr)
+        scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+        return {eqn.params["unroll"] for eqn in scans if eqn.params["length"] >= LAYERS - 1}
+
+    assert found(offload, None if offload else "host") == {1}
+    assert found(None, None) == {2}
+
+
 def test_without_checkpoint_all_that_jax_keeps():
     def plain(params, batch):
         def layer(x, p):

@@ -234,7 +234,8 @@ def _total_rows(plan: Layout) -> list[Row]:
     for leaf in plan.leaves:
         (full_on_host if leaf.is_on_host else full)[leaf.kind] += leaf.nbytes
     sums = [(TITLES[kind], full[kind], now[kind]) for kind in now if full[kind]]
-    sums.append(("in all", sum(full.values()), sum(now.values())))
+    in_all = "in all on the devices" if plan.offloads else "in all"
+    sums.append((in_all, sum(full.values()), sum(now.values())))
     if kept := plan.kept_bytes():
         sums.append(("parameters that a step keeps", full[PARAMS], kept))
     for kind in now:
