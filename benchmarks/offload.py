@@ -10,13 +10,13 @@ import pathlib
 
 import figures  # before JAX: it says what JAX may look for
 import jax
-import jax.numpy as jnp
 import optax
 import results
 from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax._forecast import presets as _presets
+from zerojax._hlo import gpus as _gpus
 
 LINKS = (50, 35, 25, 12.5)  # GB/s in each direction, of each GPU
 STORED = pathlib.Path(__file__).parent / "offload.json"
@@ -90,9 +90,8 @@ def stepped(row, plan, model):
 
 def measured(row):
     """Compiles a model's step and replays it."""
-    model, mesh = _presets.preset(row.model), zerojax.aot.mesh(row.gpus)
-    if row.gpus.endswith("T4"):  # has no bfloat16
-        model = dataclasses.replace(model, compute=jnp.float16)
+    _, gpu = _gpus.parse_count(row.gpus)
+    model, mesh = _presets.preset(row.model, gpu), zerojax.aot.mesh(row.gpus)
     precision = zerojax.Precision(compute=model.compute)
 
     def make():
@@ -121,7 +120,7 @@ def replayed(program, plan=None):
         "compute_ms": round(1e3 * report.replay.compute, 1),
         "device_gib": gib(report.memory.peak),
         "usable_gib": gib(report.gpu.usable),
-        "host_gib": gib(report.memory.on_host),
+        "host_gib": gib(report.memory.on_host + report.memory.host_kept),
         "to_device_gib": gib(report.host_bytes("to the device")),
         "to_host_gib": gib(report.host_bytes("to the host")),
         "findings": report.findings() if plan else [],

@@ -89,8 +89,8 @@ def as_typed(text: str, flags: Container[str]) -> str:
 def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
-    mixed = Precision(compute="bfloat16", param="bfloat16", master="float32")
-    precision = mixed if arguments.master else None
+    half = _gpus.parse_count(arguments.gpus)[1].half
+    precision = Precision(compute=half, param=half, master="float32") if arguments.master else None
     names = ("gpus", "stages", "accumulate", "tokens", "groups", "pad", "offload")
     options = _given(arguments, *names, "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
@@ -340,8 +340,8 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
     names = operator.methodcaller("split", ",")
-    parser.add_argument("--offload", type=names, help="to the host: opt_state, or opt_state,params")
-    parser.add_argument("--activations", type=names, help="where they wait for backward: host")
+    parser.add_argument("--offload", type=names, help="what rests in host memory: opt_state,params")
+    parser.add_argument("--activations", type=names, help="where layers keep them: host")
     parser.add_argument("--update", help="of parameters: backward, after or auto")
     parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 

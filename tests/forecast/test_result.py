@@ -41,14 +41,14 @@ def test_what_rests_on_the_host_has_columns_and_a_bar():
     assert "on the host" in text and "1.0 GiB" in text and "300.0 ms" in text
     _, times = made.plot().axes
     assert max(bar.get_x() + bar.get_width() for bar in times.patches) == pytest.approx(900)
-    assert "XLA keeps" not in text
+    assert "XLA pins" not in text
     assert "on the host" not in str(Forecast("64xH100", _gpus.GPUS["H100"], (case(3, 30),)))
 
 
 def test_more_than_xla_pins_is_told_of():
     there = dataclasses.replace(case(3, 30), on_host=12 * 2**30, pinned=96 * 2**30)
     text = " ".join(str(Forecast("64xH100", _gpus.GPUS["H100"], (there,))).split())
-    assert "96.0 GiB in host memory, where one process has a host's GPUs: XLA keeps at" in text
+    assert "96.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins" in text
     assert text.endswith("set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=106 before JAX starts.")
 
 

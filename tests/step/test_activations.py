@@ -109,7 +109,7 @@ def test_where_xla_does_not_find_them_by_the_counter(monkeypatch):
 
 
 @pytest.mark.parametrize(("prefetch", "offload"), [(0, None), (1, None), (0, BOTH)])
-def test_loops_over_what_is_there_are_not_unrolled(prefetch, offload):
+def test_loops_with_host_memory_are_not_unrolled(prefetch, offload):
     """XLA for GPUs does not compile such loops."""
 
     def unrolled(params, batch):
@@ -188,7 +188,7 @@ def test_value_and_grad_has_it_too():
     ("options", "message"),
     [
         ({"activations": "tensor"}, "activations='tensor' is not known. Pass 'host', or an axis of "
-         "the mesh over which the batch is not split: this mesh has none."),
+         "the mesh over which the batch is not split: this mesh has none; "),
         ({"activations": "data"}, "activations='data' is not known"),
         ({"activations": 1}, "activations=1 does not say where they are kept. Pass 'host'"),
         ({"activations": "host", "regather": False}, "regather=False has JAX keep them"),

@@ -14,7 +14,7 @@ STACKS = {"blocks/w", "blocks/up", "blocks/norm"}
 NORM = "reduce_sum mixes layers"
 GLOBAL = "the update reads something of all gradients, which is known after backward"
 TOGETHER = "the update reads it with other leaves"
-OTHER = "the optimizer computes something else where there is one layer"
+OTHER = "the optimizer's update of one layer is not the update of a stack"
 NONE = {  # why a stack is updated after backward
     "adafactor": NORM, "lamb": NORM, "lars": NORM, "prodigy": "reshape mixes layers",
     "clip_schedule": GLOBAL, "multi_steps": TOGETHER, "if_finite": TOGETHER, "novograd": TOGETHER,

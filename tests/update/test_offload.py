@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax._update.offload import POOL_LIMIT, Offload, as_offload, check_pool
+from zerojax._update.offload import POOL_LIMIT, Offload, as_offload, check_pool, told_of_pool
 
 SIZES = [100, 400, 50, 300]
 
@@ -60,25 +60,26 @@ def test_another_number_of_bytes_is_refused(count):
 
 def test_more_than_xla_pins_is_refused(monkeypatch):
     monkeypatch.delenv(POOL_LIMIT, raising=False)
-    check_pool(64 * 2**30, 0)
+    check_pool(64 * 2**30)
     with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts; otherwise"):
-        check_pool(100 * 2**30 + 1, 0)
-    with pytest.raises(ValueError, match=r"offload=zerojax.Offload\(opt_state=0.5\)\."):
-        check_pool(100 * 2**30, 50 * 2**30)
-    with pytest.raises(ValueError, match=r"offload='opt_state'\."):
-        check_pool(60 * 2**30, 5 * 2**30)
-    monkeypatch.setenv(POOL_LIMIT, "all")
-    with pytest.raises(ValueError, match=r"'all' is no number of GiB\. Set it to 64"):
-        check_pool(1, 0)
+        check_pool(100 * 2**30 + 1)
     monkeypatch.setenv(POOL_LIMIT, "111")
-    check_pool(100 * 2**30 + 1, 0)
+    check_pool(100 * 2**30 + 1)
+
+
+@pytest.mark.parametrize("given", ["all", "64GB", "inf", "-1", "0", ""])
+def test_a_limit_that_is_none(given, monkeypatch):
+    monkeypatch.setenv(POOL_LIMIT, given)
+    with pytest.raises(ValueError, match=rf"'{given}' is no number of GiB\. Set it to 64"):
+        check_pool(1)
+    assert told_of_pool(0) == []
 
 
 def test_where_nothing_goes_it_warns():
     small = {"w": jnp.ones((8, 8))}
-    with pytest.warns(UserWarning, match=r"Offload\(.* has nothing go to host memory"):
+    with pytest.warns(UserWarning, match=r"Offload\(.* puts nothing in host memory"):
         zerojax.plan((small, optax.adam(1e-3).init(small)), offload="opt_state")
-    with pytest.warns(UserWarning, match="there is no such state, or all of it is small"):
+    with pytest.warns(UserWarning, match="none of that kind, or all of it is too small"):
         zerojax.plan((small, optax.sgd(1e-3).init(small)), offload=Offload(min_bytes=0))
 
 

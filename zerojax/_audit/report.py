@@ -121,7 +121,7 @@ class Report(Measured):
                 f"{', '.join(ways)}"
             )
             lines += _offload.told_of_pool(self.pinned)
-        elif self.plan is not None and self.plan.offloads:
+        elif self.backend == "cpu" and self.plan is not None and self.plan.offloads:
             lines.append("host memory        is counted as the device's: CPUs have one memory")
         if self.gpu:
             waits = f", waiting for the host {human_time(self.replay.waited)}"

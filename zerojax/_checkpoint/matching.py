@@ -22,11 +22,11 @@ PADDED = (
     "; or padding makes the difference, and a tuple or dict does not carry its plan: pass that as "
     "like=, and to what saved it as plan="
 )
-PRECISION = (
-    "; or one of the two has Precision(master=) or Precision(moments=) and the other has not: "
-    "restore with a like= that was placed as the saved state was, then place what is restored by "
-    "shard_train_state(state, precision=)"
+WRAPPED = (
+    "; or it was saved without Precision(master=) or Precision(moments=): restore it so, and place "
+    "what is restored by shard_train_state(state, precision=)"
 )
+BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
 
 class Saved(NamedTuple):
@@ -77,7 +77,7 @@ def match(
         if found.shape != logical[leaf.name]
     ]
     reshaped = [f"{name}: {list(a)} saved, {list(b)} wanted" for name, a, b in different]
-    wrapped = _is_inside(missing, saved) or _is_inside(extra, names)
+    wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
     may_be_padding = any(_differ_in_length(have, want) for _, have, want in different)
     retyped = [
         f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
@@ -85,7 +85,7 @@ def match(
         if not _same_type(found, structs[leaf.name].dtype, cast)
     ]
     problems = [
-        _problem(missing, "not in the checkpoint", KEEP + PRECISION * wrapped),
+        _problem(missing, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),

@@ -13,7 +13,7 @@ import jax
 
 from zerojax import aot
 from zerojax._hlo import gpus as _gpus
-from zerojax._update.offload import NO_LIMIT, POOL_GB, POOL_LIMIT
+from zerojax._update.offload import POOL_GB, POOL_LIMIT, pool_bytes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 OLDEST_JAX = (0, 10, 2)
@@ -135,10 +135,12 @@ def _host_memory(environ: Mapping[str, str]) -> Iterator[Check]:
     if given is None and jax.default_backend() == "gpu":
         text = f"offload= may use {POOL_GB} GiB in each process. For more, set {POOL_LIMIT}."
         yield Check("host memory", "note", text)
-    elif given is not None and not (given.isdigit() and int(given)):
-        yield Check("host memory", "fail", NO_LIMIT.format(given))
     elif given is not None:
-        yield Check("host memory", "ok", f"offload= may use {given} GiB in each process")
+        try:
+            text = f"offload= may use {pool_bytes(environ) >> 30} GiB in each process"
+            yield Check("host memory", "ok", text)
+        except ValueError as error:
+            yield Check("host memory", "fail", str(error))
 
 
 def _processes(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -70,8 +70,8 @@ def forecast(
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
         pad, offload: as for `zerojax.shard_train_state`.
-        precision, update, activations, mutable, tx: as for `zerojax.shard_train_state` and
-            `zerojax.train_step`.
+        precision, update, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
+        activations: "host", as for `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.

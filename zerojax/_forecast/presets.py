@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from zerojax._hlo.gpus import Gpu
 from zerojax._types import PyTree
 
-BFLOAT16 = (8, 0)  # the oldest GPUs that compute in it
 REMATS = ("none", "dots", "full")
 
 
@@ -147,15 +146,13 @@ PRESETS = {
 
 
 def preset(name: str, gpu: Gpu | None = None) -> Gpt:
-    """Returns a model by its size; where a GPU has no bfloat16, one that computes in float16."""
+    """Returns a model by its size, computing in the 16 bits that a GPU has."""
     if name.lower() not in PRESETS:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
     found = PRESETS[name.lower()]
-    if gpu is not None and gpu.chip.capability < BFLOAT16:
-        return dataclasses.replace(found, compute=jnp.float16)
-    return found
+    return found if gpu is None else dataclasses.replace(found, compute=jnp.dtype(gpu.half))
 
 
 def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:

@@ -126,6 +126,11 @@ class Gpu:
     given_rates: Rates | None = None  # replace those derived from the data sheet
 
     @property
+    def half(self) -> str:
+        """The dtype of 16 bits that it computes in; bfloat16 came with the A100's generation."""
+        return "bfloat16" if self.chip.capability >= (8, 0) else "float16"
+
+    @property
     def usable(self) -> int:
         return int(self.memory * USABLE_MEMORY)
 

@@ -52,8 +52,8 @@ class Plan(Layout):
         """
         _mesh.check_runs(self.mesh)
         if self.offloads and _compat.is_gpu(self.mesh.devices.flat[0]):
-            local, host = len(self.mesh.local_devices), self.host_bytes_per_device()
-            _offload.check_pool(local * host[_state.OPT_STATE], local * host[_state.PARAMS])
+            local = len(self.mesh.local_devices)
+            _offload.check_pool(local * sum(self.host_bytes_per_device().values()))
         _refusals.check_state_function(state)
         if _state.is_state_function(state):
             made: list[TreeDef] = []

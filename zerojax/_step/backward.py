@@ -89,11 +89,12 @@ class InBackward:
         why = [f"{path}: {reason}" for path, reason in self.why.items()][:3]
         if any(self.updates):
             why = ["no loop over layers scans them as they are, and nothing else reads them"]
+        unseen = any(reason == NO_STACK for reason in self.why.values())
+        named = "; stacked= names stacks, where the state is placed" * unseen
         raise ValueError(
             f"update='backward', and no parameter can be updated there ({'; '.join(why)}). What "
-            "can is a stack of layers that one scan reads, with an optimizer that updates each of "
-            "its elements alone. Pass update='auto', which updates the others after backward, or "
-            "name stacks where the state is placed: shard_train_state(..., stacked='blocks/')."
+            "can is a stack of layers that one scan reads, with an optimizer that updates each "
+            f"element alone{named}. Pass update='auto', which updates the others after backward."
         )
 
     def updated(self, updates: Sequence[LayerUpdate], new: Sequence[tuple[Array, ...]]) -> Updated:

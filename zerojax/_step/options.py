@@ -58,10 +58,11 @@ def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
     free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
     for name in activations:
         if name != "host" and name not in free:
-            axes = " or ".join(map(repr, free)) or "this mesh has none"
+            none = "this mesh has none; zerojax.mesh(data=4, tensor=2) has one"
+            axes = " or ".join(map(repr, free)) or none
             raise ValueError(
                 f"activations={name!r} is not known. Pass 'host', or an axis of the mesh over "
-                f"which the batch is not split: {axes}. zerojax.mesh(data=4, tensor=2) has one."
+                f"which the batch is not split: {axes}."
             )
     return Keeping("host" in activations, tuple(name for name in activations if name != "host"))
 

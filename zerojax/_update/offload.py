@@ -4,14 +4,13 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from zerojax._text import human_bytes
 
 POOL_LIMIT, POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64  # XLA's variable, its default
-NO_LIMIT = f"{POOL_LIMIT}={{!r}} is no number of GiB. Set it to {POOL_GB}, say."
 KINDS = ("opt_state", "params")
 HOST = "pinned_host"  # what JAX calls host memory that a GPU copies to and from by itself
 
@@ -72,47 +71,44 @@ class Offload:
 def warn_where_nothing_goes(on_host: Sequence[bool], offload: Offload) -> None:
     if not any(on_host) and any(getattr(offload, kind) for kind in KINDS):
         warnings.warn(
-            f"{offload} has nothing go to host memory: there is no such state, or all of it is "
-            "small; print(plan) says of each leaf why.",
+            f"{offload} puts nothing in host memory: the state has none of that kind, or all of "
+            "it is too small. print(plan) says why, leaf by leaf.",
             stacklevel=4,
         )
 
 
-def pool_bytes() -> int:
+def pool_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """Returns how much memory of a process XLA keeps pinned."""
-    given = os.environ.get(POOL_LIMIT, str(POOL_GB))
-    try:
-        return int(float(given) * 2**30)
-    except ValueError:
-        raise ValueError(NO_LIMIT.format(given)) from None
+    given = environ.get(POOL_LIMIT, str(POOL_GB))
+    if not (given.isdigit() and int(given)):
+        raise ValueError(f"{POOL_LIMIT}={given!r} is no number of GiB. Set it to {POOL_GB}, say.")
+    return int(given) * 2**30
 
 
 def told_of_pool(nbytes: int) -> list[str]:
     """Says where one process for all GPUs of a host has more in host memory than is pinned."""
-    if nbytes <= pool_bytes():
+    if not nbytes or nbytes <= pool_bytes():
         return []
-    all_of_it = f"{human_bytes(nbytes)} in host memory, where one process has a host's GPUs"
-    return [f"{all_of_it}: {_larger_pool(nbytes)}."]
+    return [
+        f"{human_bytes(nbytes)} are in host memory if one process runs all GPUs of a host. "
+        f"{_larger_pool(nbytes)}."
+    ]
+
+
+def check_pool(nbytes: int) -> None:
+    """Raises where one process would have more state in pinned memory than XLA gives it."""
+    if nbytes > pool_bytes():
+        raise ValueError(
+            f"{human_bytes(nbytes)} of this process's state are to rest in host memory. "
+            f"{_larger_pool(nbytes)}; otherwise leave more of it on the devices, by smaller "
+            "shares: offload=zerojax.Offload(opt_state=, params=)."
+        )
 
 
 def _larger_pool(nbytes: int) -> str:
     return (
-        f"XLA keeps at most {human_bytes(pool_bytes())} of a process's memory pinned. If the host "
-        f"has more, set {POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before JAX starts"
-    )
-
-
-def check_pool(opt_state: int, params: int) -> None:
-    """Raises where one process would have more state in pinned memory than XLA gives it."""
-    nbytes, limit = opt_state + params, pool_bytes()
-    if nbytes <= limit:
-        return
-    # The last leaf that goes may be more than the share asks for: a tenth less.
-    share = max(1, int(9 * limit / opt_state)) / 10 if opt_state > limit else None
-    less = f"zerojax.Offload(opt_state={share})" if share else "'opt_state'"
-    raise ValueError(
-        f"{human_bytes(nbytes)} of this process's state are to rest in host memory. "
-        f"{_larger_pool(nbytes)}; otherwise leave a part on the devices: offload={less}."
+        f"XLA pins at most {human_bytes(pool_bytes())} for a process. If the host has more, set "
+        f"{POOL_LIMIT}={math.ceil(1.1 * nbytes / 2**30)} before JAX starts"
     )
 
 

@@ -20,7 +20,7 @@ from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import MIXED, SAME, Label
 
-OTHER_PROGRAM = "the optimizer computes something else where there is one layer"
+OTHER_PROGRAM = "the optimizer's update of one layer is not the update of a stack"
 EXPANDED = _compat.CALLS | _compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
 
 
