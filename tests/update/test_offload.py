@@ -30,6 +30,32 @@ def test_what_travels_in_small_pieces_stays():
     assert why == [None, "smaller than 100 B", "smaller than 100 B", None]
 
 
+@pytest.mark.parametrize(
+    ("room", "used", "goes"),
+    [(1000, 0, {0, 1, 2, 3}), (850, 0, {0, 1, 2, 3}), (849, 0, {0, 1, 3}), (450, 0, {1, 2}),
+     (450, 100, {2, 3}), (100, 100, set()), (0, 0, set())],
+)  # fmt: skip
+def test_as_many_as_have_room(room, used, goes):
+    """The largest first; those that are too large leave the room to smaller ones."""
+    why = Offload(min_bytes=1, max_bytes=room).stay("opt_state", SIZES, SIZES, used)
+    assert {k for k, reason in enumerate(why) if reason is None} == goes
+    stays = f"max_bytes={room} has no room for it"
+    assert {reason for reason in why if reason} <= {stays}
+
+
+def test_the_optimizer_state_goes_first():
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones((32, 64))}
+    state = (params, optax.adam(1e-3).init(params))
+    one = 8192  # bytes of b, half of a's
+    plan = zerojax.plan(
+        state, stage=0, offload=Offload(params=True, min_bytes=0, max_bytes=7 * one)
+    )
+    assert {leaf.path for leaf in plan.leaves if leaf.is_on_host} == {
+        "1/0/mu/a", "1/0/mu/b", "1/0/nu/a", "1/0/nu/b", "0/b",
+    }  # fmt: skip
+    assert "device: max_bytes=57344 has no room for it" in str(plan)
+
+
 def test_short_forms():
     assert as_offload(None) is None
     assert as_offload("opt_state") == Offload(opt_state=True, params=False)
@@ -56,6 +82,8 @@ def test_another_share_is_refused(share):
 def test_another_number_of_bytes_is_refused(count):
     with pytest.raises(ValueError, match="Pass an integer, 0 for all leaves"):
         Offload(min_bytes=count)
+    with pytest.raises(ValueError, match=r"max_bytes=.* Pass an integer, or leave it out"):
+        Offload(max_bytes=count)
 
 
 def test_more_than_xla_pins_is_refused(monkeypatch):
@@ -63,6 +91,8 @@ def test_more_than_xla_pins_is_refused(monkeypatch):
     check_pool(64 * 2**30)
     with pytest.raises(ValueError, match=rf"set {POOL_LIMIT}=111 before JAX starts; otherwise"):
         check_pool(100 * 2**30 + 1)
+    with pytest.raises(ValueError, match=r"zerojax.Offload\(..., max_bytes=8589934592\)"):
+        check_pool(100 * 2**30, devices=8)
     monkeypatch.setenv(POOL_LIMIT, "111")
     check_pool(100 * 2**30 + 1)
 

@@ -53,7 +53,7 @@ class Plan(Layout):
         _mesh.check_runs(self.mesh)
         if self.offloads and _compat.is_gpu(self.mesh.devices.flat[0]):
             local = len(self.mesh.local_devices)
-            _offload.check_pool(local * sum(self.host_bytes_per_device().values()))
+            _offload.check_pool(local * sum(self.host_bytes_per_device().values()), local)
         _refusals.check_state_function(state)
         if _state.is_state_function(state):
             made: list[TreeDef] = []

@@ -231,7 +231,8 @@ def _offloaded(
         sizes = [leaves[i].bytes_per_device(mesh) for i in own]
         layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
         pieces = [size // n for size, n in zip(sizes, layers, strict=True)]
-        for i, reason in zip(own, offload.stay(kind, sizes, pieces), strict=True):
+        used = sum(leaf.bytes_per_device(mesh) for leaf in found if leaf.is_on_host)
+        for i, reason in zip(own, offload.stay(kind, sizes, pieces, used), strict=True):
             rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=HOST)
             note = f"device: {reason}" if reason else "host"
             found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)

@@ -26,6 +26,8 @@ class Offload:
             its all-gather.
         min_bytes: what is smaller on each device, a leaf or one layer of a stack, stays there. It
             would save nothing and be slow to send.
+        max_bytes: how much host memory each device may use, if not all that it takes: the largest
+            leaves go while they fit, optimizer state before parameters.
 
     Example:
         >>> params = {"w": jnp.ones((1024, 256))}
@@ -38,6 +40,7 @@ class Offload:
     opt_state: bool | float = True
     params: bool | float = False
     min_bytes: int = 2**16
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -47,24 +50,32 @@ class Offload:
                     f"Offload({kind}={share!r}) is neither True nor False nor a share of the "
                     "bytes. Pass a number from 0.0 to 1.0."
                 )
-        if type(self.min_bytes) is not int or self.min_bytes < 0:
-            raise ValueError(
-                f"Offload(min_bytes={self.min_bytes!r}) is not a number of bytes. Pass an integer, "
-                "0 for all leaves."
-            )
+        for name, remedy in (("min_bytes", "0 for all leaves"), ("max_bytes", "or leave it out")):
+            given = getattr(self, name)
+            if given != getattr(type(self), name) and (type(given) is not int or given < 0):
+                raise ValueError(
+                    f"Offload({name}={given!r}) is not a number of bytes. Pass an integer, "
+                    f"{remedy}."
+                )
 
-    def stay(self, kind: str, sizes: Sequence[int], pieces: Sequence[int]) -> list[str | None]:
+    def stay(
+        self, kind: str, sizes: Sequence[int], pieces: Sequence[int], used: int = 0
+    ) -> list[str | None]:
         """Returns, for each leaf of a kind, why it stays on the device; None for one that goes.
-        `sizes` are the bytes that a device has of each, `pieces` those that travel at once."""
+        `sizes` are the bytes that a device has of each, `pieces` those that travel at once, and
+        `used` is what other kinds have on the host."""
         share = getattr(self, kind)
         small = f"smaller than {human_bytes(self.min_bytes)}"
         why = [small if piece < self.min_bytes else None for piece in pieces]
         left = float(share) * sum(sizes)
+        room = math.inf if self.max_bytes is None else self.max_bytes - used
         for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
             if why[k] is None and left <= 0:
                 why[k] = f"{kind}={share} is reached"
+            elif why[k] is None and sizes[k] > room:
+                why[k] = f"max_bytes={self.max_bytes} has no room for it"
             elif why[k] is None:
-                left -= sizes[k]
+                left, room = left - sizes[k], room - sizes[k]
         return why
 
 
@@ -95,13 +106,13 @@ def told_of_pool(nbytes: int) -> list[str]:
     ]
 
 
-def check_pool(nbytes: int) -> None:
+def check_pool(nbytes: int, devices: int = 1) -> None:
     """Raises where one process would have more state in pinned memory than XLA gives it."""
-    if nbytes > pool_bytes():
+    if nbytes > (limit := pool_bytes()):
         raise ValueError(
             f"{human_bytes(nbytes)} of this process's state are to rest in host memory. "
-            f"{_larger_pool(nbytes)}; otherwise leave more of it on the devices, by smaller "
-            "shares: offload=zerojax.Offload(opt_state=, params=)."
+            f"{_larger_pool(nbytes)}; otherwise leave some on the devices: "
+            f"offload=zerojax.Offload(..., max_bytes={limit // devices})."
         )
 
 
