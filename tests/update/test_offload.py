@@ -78,7 +78,7 @@ def test_another_share_is_refused(share):
         Offload(params=share)
 
 
-@pytest.mark.parametrize("count", [-1, 0.5, True])
+@pytest.mark.parametrize("count", [-1, 0.5, 65536.0, True])
 def test_another_number_of_bytes_is_refused(count):
     with pytest.raises(ValueError, match="Pass an integer, 0 for all leaves"):
         Offload(min_bytes=count)

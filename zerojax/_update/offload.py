@@ -52,7 +52,8 @@ class Offload:
                 )
         for name, remedy in (("min_bytes", "0 for all leaves"), ("max_bytes", "or leave it out")):
             given = getattr(self, name)
-            if given != getattr(type(self), name) and (type(given) is not int or given < 0):
+            is_out = name == "max_bytes" and given is None
+            if not is_out and (type(given) is not int or given < 0):
                 raise ValueError(
                     f"Offload({name}={given!r}) is not a number of bytes. Pass an integer, "
                     f"{remedy}."
@@ -83,7 +84,8 @@ def warn_where_nothing_goes(on_host: Sequence[bool], offload: Offload) -> None:
     if not any(on_host) and any(getattr(offload, kind) for kind in KINDS):
         warnings.warn(
             f"{offload} puts nothing in host memory: the state has none of that kind, or all of "
-            "it is too small. print(plan) says why, leaf by leaf.",
+            "it is too small for min_bytes= or too large for max_bytes=. print(plan) says why, "
+            "leaf by leaf.",
             stacklevel=4,
         )
 
