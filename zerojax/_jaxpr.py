@@ -1,10 +1,11 @@
-"""Writes the equations of a call (`jax.jit`, ...) in place of the call."""
+"""Writes the equations of a call (`jax.jit`, ...) in place of the call; counts FLOPs."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jax.core import ShapedArray
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -103,3 +104,24 @@ def alive(
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]
+
+
+def matmul_flops(jaxpr: Jaxpr) -> float:
+    """Counts the FLOPs of matmuls: a `while` once, and a `cond`'s most expensive branch."""
+    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        left, output = type_of(eqn.invars[0]), type_of(eqn.outvars[0])
+        return 2.0 * output.size * math.prod(left.shape[d] for d in contracting)
+    if name == "conv_general_dilated":
+        kernel, output = type_of(eqn.invars[1]), type_of(eqn.outvars[0])
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * output.size * (kernel.size / features)
+    inner = [matmul_flops(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
+    if name == "cond":
+        return max(inner, default=0.0)
+    return sum(inner) * (eqn.params["length"] if name == "scan" else 1)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 import warnings
 
 import jax
@@ -12,13 +13,14 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.conftest import FUSED_AS_USERS, make_mesh, mostly_slow
+from tests.conftest import make_mesh, mostly_slow
 from tests.models import EPS, OPTIMIZERS
 from tests.reference import assert_close
 from tests.step import tensor
 from tests.step.test_stream import ALL, BATCH, is_on_host, loss, stacks
 from zerojax import _compat
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
+from zerojax._step import backward as _backward, grad as _grad
 
 LAYERS, DIM = 4, 128
 MIXED = {"adafactor", "lamb", "clip_schedule", "multi_steps", "novograd"}  # not layer by layer
@@ -32,7 +34,6 @@ def run(update, make=stacks, *, stage=3, devices=8, steps=3, loss=loss, batch=BA
     }
     placing = {"mesh": make_mesh(devices), **placing}
     state = zerojax.shard_train_state(make, stage, **placing)
-    options = {"compiler_options": FUSED_AS_USERS, **options}
     step = zerojax.train_step(loss, update=update, **options)
     for _ in range(steps):
         state, metrics = jax.block_until_ready(step(state, batch))
@@ -327,6 +328,46 @@ def test_what_needs_all_gradients_first(options, what):
     run("auto", steps=1, **options)
 
 
+def on_gpu(gradients=3.7e9, axes=("data",), kind="NVIDIA H100 80GB HBM3", devices=8, params=0):
+    """Stands for a plan of GPUs that are not here: the moments of 7.5B, in 8 parts."""
+    device = types.SimpleNamespace(device_kind=kind, process_index=0)
+    return types.SimpleNamespace(
+        mesh=types.SimpleNamespace(devices=np.array([device] * devices)),
+        groups=types.SimpleNamespace(opt_state=("data",), params=axes),
+        host_bytes_per_device=lambda: {"opt_state": 7.5e9, "params": params},
+        gradient_bytes=lambda: gradients,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "slow"),
+    [
+        (on_gpu(), [1, 2]),  # eight of them share 28 GB/s
+        (on_gpu(devices=1), [1]),  # one has 50 GB/s
+        (on_gpu(gradients=20e9), []),  # a quarter of the memory
+        (on_gpu(axes=()), []),  # at stage 2 updated weights are all-gathered as well
+        (on_gpu(params=3.7e9), []),  # who sends parameters there, too, lacks memory
+        (on_gpu(kind="cpu"), []),
+    ],
+)
+def test_which_is_faster(plan, slow):
+    """The time of one way, against backward's for some sequences of 1024 tokens."""
+    sequence = 2 * 7.5e9 * 1024  # FLOPs of forward
+    found = [n for n in (1, 2, 3, 4) if _backward.is_faster_after(plan, n * sequence)]
+    assert found == slow
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_auto_takes_the_faster_one(slow, monkeypatch):
+    monkeypatch.setattr(_backward, "is_wanted", lambda *_: True)
+    flops = []
+    monkeypatch.setattr(_grad, "is_faster_after", lambda _, count: flops.append(count) or slow)
+    state, _, step = run("auto", steps=1)
+    assert bool(carried_by_loops(step, state, BATCH)) == (not slow)
+    rows = len(BATCH) // 8
+    assert set(flops) == {2 * rows * DIM * (LAYERS * DIM + 2 * DIM)}
+
+
 def test_what_is_not_known():
     with pytest.raises(ValueError, match="must be 'backward', 'after' or 'auto', got 'later'"):
         zerojax.train_step(loss, update="later")
@@ -389,7 +430,7 @@ def test_on_gpus_updated_weights_are_gathered_in_the_loop():
 @pytest.mark.parametrize("gpus", ["1xH100", "8xH100"])
 def test_on_gpus_state_travels_inside_backward(gpus):
     """Where XLA finds the slices; elsewhere it is fetched after backward."""
-    plan, compiled, report = on_gpus(gpus, 3, "auto", "opt_state")
+    plan, compiled, report = on_gpus(gpus, 3, "backward", "opt_state")
     planned = sum(plan.host_bytes_per_device().values())
     assert report.host_bytes(TO_DEVICE) == report.host_bytes(TO_HOST) == planned
     memory = compiled.memory_analysis()
@@ -401,3 +442,11 @@ def test_on_gpus_state_travels_inside_backward(gpus):
     after = on_gpus(gpus, 3, "after", "opt_state")[2]
     if jax.__version_info__ >= (0, 11):
         assert report.memory.peak < after.memory.peak
+
+
+@pytest.mark.gpu_code
+def test_on_gpus_state_that_travels_for_long_is_updated_after():
+    """Moments of 25 MB, and a backward of microseconds."""
+    peaks = [on_gpus("1xH100", 3, update, "opt_state")[2].memory.peak for update in _backward.WHEN]
+    in_backward, after, auto = peaks
+    assert auto == after > in_backward

@@ -1,14 +1,11 @@
 """Model FLOP/s utilization: the FLOPs that a step needs, over those that the devices could do."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from zerojax import _compat
+from zerojax import _compat, _jaxpr
 from zerojax._hlo import gpus as _gpus
-from zerojax._jaxpr import type_of
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
 from zerojax._plan import mesh as _mesh
@@ -81,28 +78,8 @@ def needed_flops(
 def matmul_flops(
     function: Callable[..., PyTree], *args: PyTree, axis_env: Sequence[tuple[str, int]] = ()
 ) -> float:
-    """Counts the matmul FLOPs of one call: a `while` once, and a `cond`'s most expensive branch.
+    """Counts the FLOPs of matmuls in one call.
 
     `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
     """
-    return _count(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
-
-
-def _count(jaxpr: Jaxpr) -> float:
-    return sum(_equation(eqn) for eqn in jaxpr.eqns)
-
-
-def _equation(eqn: JaxprEqn) -> float:
-    name = eqn.primitive.name
-    if name == "dot_general":
-        (contracting, _), _ = eqn.params["dimension_numbers"]
-        left, output = type_of(eqn.invars[0]), type_of(eqn.outvars[0])
-        return 2.0 * output.size * math.prod(left.shape[d] for d in contracting)
-    if name == "conv_general_dilated":
-        kernel, output = type_of(eqn.invars[1]), type_of(eqn.outvars[0])
-        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * output.size * (kernel.size / features)
-    inner = [_count(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
-    if name == "cond":
-        return max(inner, default=0.0)
-    return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
+    return _jaxpr.matmul_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
