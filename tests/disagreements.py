@@ -1,10 +1,11 @@
-"""One of two processes that disagree on purpose, case after case; prints what each is told.
+"""One of two processes that disagree on purpose, case after case; writes what each is told.
 
 python -m tests.disagreements --directory runs/a
 """
 
 import argparse
 import json
+import pathlib
 from unittest import mock
 
 import jax
@@ -111,13 +112,16 @@ def main() -> None:
         "resume": lambda: loop(lambda found: found.resume(state, step=1 + me)),
         "after all that": two_steps,
     }  # fmt: skip
+    told = {}
     for name, case in cases.items():
         try:
             case()
-            told = "nothing"
+            told[name] = "nothing"
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-        print("\ncase", json.dumps([name, told]), flush=True)  # XLA may have begun a line
+            told[name] = f"{type(error).__name__}: {error}"
+        print(f"\ncase {name}", flush=True)
+    # Not to the log, whose lines XLA writes into.
+    pathlib.Path(f"{directory}.{me}.json").write_text(json.dumps(told))
     jax.distributed.shutdown()
 
 

@@ -38,7 +38,8 @@ class Run:
         for number, log in enumerate(self.logs):
             env = {**common, "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(number)}
             command = [sys.executable, "-m", module, *arguments]
-            with log.open("w") as out:
+            log.unlink(missing_ok=True)
+            with log.open("a") as out:  # appended, so that XLA's lines overwrite none of ours
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
                 )
