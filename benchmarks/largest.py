@@ -25,8 +25,6 @@ HOSTS = (0, 64, 128, 512)  # GB
 LEFT = 0.9  # of a host's memory: the system, Python and data take the rest
 SEQUENCES = 4
 AT_REST = 12  # bytes of each parameter: itself and two moments
-EIGHTHS = [share / 8 for share in range(8, 0, -1)]
-SHARES = [(1.0, share) for share in EIGHTHS] + [(share, 0.0) for share in (*EIGHTHS, 0.0)]
 
 LADDER = [  # 0.2 to 70 billion parameters, up to 1.4 times the one before, 1.1 above 7 billion
     _presets.Gpt(layers=round(width / 112), hidden=width, heads=width // 128)
@@ -37,17 +35,9 @@ LADDER = [  # 0.2 to 70 billion parameters, up to 1.4 times the one before, 1.1 
 def planned(model, gpu, room):
     """Plans a state with as much of it in host memory as has room there beside what layers keep."""
     kept = 2 * model.layers * SEQUENCES * model.tokens * model.hidden
-    for moments, parameters in SHARES:
-        plan = zerojax.plan(
-            model.make_state,
-            stage=0,
-            mesh=zerojax.aot.mesh(f"1x{gpu}"),
-            offload=zerojax.Offload(opt_state=moments, params=parameters),
-            precision=zerojax.Precision(compute=model.compute),
-        )
-        held = sum(plan.host_bytes_per_device().values())
-        if not held or held + kept <= room:
-            return plan
+    offload = zerojax.Offload(params=True, max_bytes=max(0, int(room) - kept)) if room else None
+    mesh, precision = zerojax.aot.mesh(f"1x{gpu}"), zerojax.Precision(compute=model.compute)
+    return zerojax.plan(model.make_state, stage=0, mesh=mesh, offload=offload, precision=precision)
 
 
 @functools.cache
