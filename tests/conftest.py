@@ -110,6 +110,11 @@ def mostly_slow(cases, quick):
     return [pytest.param(*case, marks=slow(case)) for case in cases]
 
 
+def stages(*quick):
+    """All stages, those that are not `quick` with -m slow."""
+    return mostly_slow((0, 1, 2, 3), lambda stage: stage in quick)
+
+
 def make_mesh(count: int = NUM_DEVICES) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Auto,))
 

@@ -108,7 +108,7 @@ def ssh(tmp_path):
     return stub(tmp_path / "bin", "ssh", 'exec bash -c "${@: -1}"') | {"PORT": str(free_port())}
 
 
-@pytest.mark.slow  # a minute; the loop below comes up the same way
+@pytest.mark.slow  # a minute
 def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
     """Two of them, 16 devices in all, started as on two hosts."""
     said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *GPT, "--sample", 0, **ssh)
@@ -117,9 +117,8 @@ def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
     assert said.count("nats a byte") == 1
 
 
-@pytest.mark.parametrize(
-    "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
 def test_several_processes_run_the_same_loop(script, ssh):
     """Without dropout, which draws differently for each device."""
     small = ["--layers", "2", "--dim", "32", "--tokens", "16", "--batch", "16", "--dropout", "0"]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 import zerojax.nnx
 from tests.collectives import collectives
-from tests.conftest import mostly_slow
+from tests.conftest import mostly_slow, stages
 from tests.families import BATCH, FAMILIES, LAYERS, Run, family_of, one_device
 from tests.reference import assert_close
 
@@ -47,14 +47,14 @@ def sharded(name, stage, steps):
     return Run(losses, state), jaxpr
 
 
-VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "haiku"}
+VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "nnx_split", "haiku"}
 
 
 @pytest.mark.parametrize(
     ("name", "stage"),
     mostly_slow(
         [(name, stage) for name in FAMILIES for stage in STAGES],
-        lambda name, stage: name == "plain" or (stage == 3 and name not in VARIANTS),
+        lambda name, stage: name not in VARIANTS and stage == (1 if name == "plain" else 3),
     ),
 )
 def test_family(name, stage):
@@ -104,7 +104,7 @@ def check_traffic(found, plan, scans):
         assert gathered == 2 * stacks > size(cut)
 
 
-@pytest.mark.parametrize("stage", mostly_slow(STAGES, lambda stage: stage == 3))
+@pytest.mark.parametrize("stage", stages(3))
 def test_tensor_parallel_blocks_keep_their_axis(stage):
     """Megatron's cut of linen's boxes: columns, then rows, one sum over `tensor` a layer."""
     family = family_of("linen_partitioned")

@@ -9,14 +9,12 @@ from flax import nnx
 
 import zerojax
 import zerojax.nnx
-from tests.conftest import make_mesh
+from tests.conftest import make_mesh, stages
 from tests.nnx_models import BATCH, EPS, WIDTH, Net, loss_fn, make, params_of, plain_loop
 from tests.reference import assert_close, assert_equal_bits
 
-STAGES = (0, 1, 2, 3)
 
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_a_loop_is_what_it_is_on_one_device(stage, compiled):
     """With statistics over the mesh axis, everything that moves is the same as in nnx's loop."""
     wanted, wanted_optimizer = make()

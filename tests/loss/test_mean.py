@@ -8,6 +8,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+from tests.conftest import stages
 from tests.reference import assert_close
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 16))}
@@ -30,7 +31,7 @@ BATCH = {"x": X, "mask": MASK, "other": jnp.arange(32) < 3}
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jitted"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_masked_loss_equals_one_device(stage, accumulate, wrap):
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1))
     plan = zerojax.plan(state, stage=stage)

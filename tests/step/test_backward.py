@@ -247,8 +247,13 @@ def floored(params, batch):
     return jnp.mean(jax.lax.scan(layer, params["embed"][batch], pairs)[0] ** 2)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("loss", [distilled, probed, floored])
+@pytest.mark.parametrize(
+    ("loss", "prefetch"),
+    mostly_slow(
+        itertools.product((distilled, probed, floored), (0, 1)),
+        lambda loss, prefetch: prefetch == (loss is not floored),
+    ),
+)
 def test_stacks_that_no_gradient_leads_to(loss, prefetch):
     """JAX takes zeros for their gradients, which are no new parameters."""
     state, _, _ = same(with_a_teacher, loss=loss, prefetch=prefetch)

@@ -96,7 +96,7 @@ def test_whole_matrix_and_global_norm_optimizers_are_exact(optimizer, groups):
     check("gpt", optimizer, groups, zerojax.mesh(node=4, gpu=2))
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", mostly_slow((1, 4), lambda accumulate: accumulate > 1))
 def test_three_levels(accumulate):
     mesh = zerojax.mesh(rack=2, node=2, gpu=2)
     groups = Groups(("gpu",), ("gpu", "node"), ("gpu", "node", "rack"))
@@ -378,7 +378,9 @@ def named_or_flat(groups):
     return "flat" if groups is None else named(groups)
 
 
-@pytest.mark.parametrize("groups", CROSSED, ids=named_or_flat)
+@pytest.mark.parametrize(
+    "groups", mostly_slow(CROSSED, lambda groups: groups in (None, AMSP)), ids=named_or_flat
+)
 def test_checkpoints_cross_between_groupings(groups, tmp_path):
     made = MODELS["gpt"](True)
     state = zerojax.shard_train_state(make_state(made, optax.adam(1e-3)), **options_of(groups))
@@ -399,8 +401,14 @@ def test_checkpoints_cross_between_groupings(groups, tmp_path):
             assert leaf.sharding == wanted.sharding
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("groups", [HSDP, AMSP, Groups((), ("gpu",), BOTH)], ids=named)
+@pytest.mark.parametrize(
+    ("groups", "accumulate"),
+    mostly_slow(
+        itertools.product((HSDP, AMSP, Groups((), ("gpu",), BOTH)), (1, 2)),
+        lambda groups, accumulate: accumulate == 1 + (groups == AMSP),
+    ),
+    ids=lambda value: named(value) if isinstance(value, Groups) else str(value),
+)
 def test_audit_and_verify_know_groups(groups, accumulate):
     mesh = zerojax.mesh(node=2, gpu=4)
     state = zerojax.shard_train_state(audits.make_state(), mesh=mesh, groups=as_option(groups))

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
 from tests import linear
-from tests.conftest import make_mesh, mostly_slow
+from tests.conftest import make_mesh, stages
 from tests.linear import EVAL
 from tests.models import ROWS, gpt, mlp, transformer
 from tests.placed import place, shardings
@@ -24,7 +24,7 @@ from tests.reference import assert_close, make_state, reference_run
 STAGES = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_state_goes_out_where_it_came_in_and_is_donated(stage, accumulate):
     made = gpt(False)
@@ -47,7 +47,7 @@ def test_original_state_survives_the_donation_of_the_placed_one():
     assert not any(x.is_deleted() for x in jax.tree.leaves(original.params))
 
 
-@pytest.mark.parametrize("stage", mostly_slow(STAGES, lambda stage: stage in (0, 3)))
+@pytest.mark.parametrize("stage", stages(0, 3))
 def test_one_trace_and_one_compile_a_batch_shape(stage):
     made, traces = gpt(True), []
 
@@ -104,7 +104,7 @@ def test_states_of_other_types_take_plan_and_tx(kind):
     assert params(state)["in"]["w"].sharding.spec == P("data")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_eval_step_gives_the_loss_and_keeps_the_state(stage):
     made = transformer(False)
     state = place(made, stage)
@@ -192,7 +192,7 @@ def boxed_state(names):
     return TrainState.create(apply_fn=None, params=variables, tx=tx), loss
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_partitioned_boxes_train_with_their_own_axis_kept(stage):
     axes = ("data", "tensor")
     devices = np.array(jax.devices()).reshape(4, 2)
@@ -212,7 +212,7 @@ def test_partitioned_boxes_train_with_their_own_axis_kept(stage):
     assert_close(placed_state.params, wanted.params)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_a_state_that_keeps_an_average_of_its_parameters(stage):
     class State(TrainState):
         ema_params: dict
@@ -236,7 +236,7 @@ def test_a_state_that_keeps_an_average_of_its_parameters(stage):
     assert current.ema_params["in"]["w"].sharding.spec == (P("data") if stage else P())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_two_zero_axes_train_as_one(stage):
     axes = ("host", "gpu")
     devices = np.array(jax.devices()).reshape(2, 4)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import zerojax
+from tests.conftest import stages
 from tests.step.tensor import (
     BATCH,
     DIM,
@@ -58,7 +59,7 @@ def weights_sent(report):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", stages(1, 3))
 def test_parameters_are_gathered_and_reduced_over_data_alone(stage, accumulate):
     state = placed(cpu_mesh(), stage)
     step = zerojax.train_step(scanned, accumulate=accumulate)
