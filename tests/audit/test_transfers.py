@@ -122,5 +122,15 @@ def test_kernels_that_read_host_memory_are_found_in_loops(report):
     assert found(report, [alone]) == []
 
 
+@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
+def test_copies_that_the_gpu_waits_for_are_found_in_loops(report, way):
+    waits = copy(report, way, 2 * MIB, trips=2)
+    assert any("is a copy that the GPU waits for" in one for one in found(report, [waits]))
+    started = dataclasses.replace(waits.instruction, opcode="copy-start")
+    beside = dataclasses.replace(waits, instruction=started)
+    assert not any("waits for" in one for one in found(report, [beside]))
+    assert not any("waits for" in one for one in found(report, [copy(report, way, 2 * MIB)]))
+
+
 def test_cpus_have_one_memory(report):
     assert list(_transfers.findings(dataclasses.replace(report, backend="cpu"))) == []

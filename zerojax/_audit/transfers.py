@@ -57,7 +57,8 @@ def findings(report: Measured) -> Iterator[str]:
 
 def _is_slow(one: Transfer) -> bool:
     # Outside of loops nothing else occupies the GPU.
-    return one.nbytes > SMALL and (one.way == IN_HOST or (one.trips > 1 and not one.by_engine))
+    beside = one.by_engine and one.asynchronous
+    return one.nbytes > SMALL and (one.way == IN_HOST or (one.trips > 1 and not beside))
 
 
 def _told(one: Transfer) -> str:
@@ -66,6 +67,11 @@ def _told(one: Transfer) -> str:
         return (
             f"{what}, is a copy from host memory to host memory. Look for a loop that reads and "
             "writes one stack in host memory in the same turn."
+        )
+    if one.by_engine:
+        return (
+            f"{what} {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look "
+            "for a loop that needs at once what it fetches, or sends what it has just computed."
         )
     return (
         f"{what} {one.way}, is made by a kernel, which occupies the GPU, and not by its copy "
