@@ -1,5 +1,6 @@
 """Real processes on this machine: the same numbers, and the same after they are killed."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -20,10 +21,16 @@ OFFLOAD = ["--offload"]  # the worker asserts where its state was born, restored
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The digest of one process with four devices."""
-    logs = tmp_path_factory.mktemp("undisturbed")
-    arguments = ("--directory", logs / "c", "--steps", STEPS, "--devices", 4)
-    return completed(1, logs, *arguments, "--export", logs / "weights"), logs / "weights"
+    """Runs one process with four devices, once for each way; returns it and its weights."""
+
+    @functools.cache
+    def run(*where):
+        logs = tmp_path_factory.mktemp("undisturbed")
+        weights = logs / "weights"
+        arguments = ("--directory", logs / "c", "--steps", STEPS, "--devices", 4)
+        return completed(1, logs, *arguments, "--export", weights, *where), weights
+
+    return run
 
 
 def arguments(directory, **more):
@@ -40,8 +47,9 @@ def arguments(directory, **more):
 def test_several_processes_compute_what_one_does(
     undisturbed, tmp_path, count, devices, stage, where
 ):
-    """Also with the state in the memory of each process's host."""
-    one, weights = undisturbed
+    """Also with the state in the memory of each process's host, updated in backward."""
+    one, _ = undisturbed(*where)
+    _, weights = undisturbed()
     export = tmp_path / "weights"
     run = completed(
         count, tmp_path, *arguments(tmp_path, devices=devices, stage=stage, export=export), *where
@@ -54,7 +62,8 @@ def test_several_processes_compute_what_one_does(
     for file in weights.glob("*.safetensors"):
         want, have = (safetensors.numpy.load_file(d / file.name) for d in (weights, export))
         for name, value in want.items():
-            np.testing.assert_allclose(have[name], value, rtol=0 if stage == 3 else 2e-6, atol=1e-7)
+            # Adam enlarges how the gradients of another program are rounded.
+            np.testing.assert_allclose(have[name], value, rtol=2e-6, atol=1e-6 if where else 1e-7)
 
 
 def goes_on(count, directory, where=()):
@@ -79,7 +88,7 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(
     assert all(run.wait(60))  # killed, or ended with an error
     again = goes_on(then, tmp_path, where)
     assert int(again.said(r"^from (\d+)")) in (2, 4, 6, 8)
-    assert again.digest() == undisturbed[0].digest()
+    assert again.digest() == undisturbed(*where)[0].digest()
 
 
 def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
@@ -90,7 +99,7 @@ def test_sigterm_to_one_process_saves_in_all(undisturbed, tmp_path):
     assert run.wait(60) == [128 + signal.SIGTERM] * 2, run.text()
     again = goes_on(1, tmp_path)
     assert int(again.said(r"^from (\d+)")) >= 1
-    assert again.digest() == undisturbed[0].digest()
+    assert again.digest() == undisturbed()[0].digest()
 
 
 def test_a_process_that_hangs_ends_all_within_a_bounded_time(tmp_path):

@@ -26,7 +26,7 @@ parser.add_argument("--watchdog", type=float, default=120)
 parser.add_argument("--hang-at", type=int)
 parser.add_argument("--raise-at", type=int)
 parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
-parser.add_argument("--offload", action="store_true", help="all of the state rests on the host")
+parser.add_argument("--offload", action="store_true", help="state on the host, updated in backward")
 parser.add_argument("--export")
 
 
@@ -45,17 +45,22 @@ def main() -> None:
 
     def make_state():
         k1, k2 = jax.random.split(jax.random.key(0))
-        params = {
-            "w1": jax.random.normal(k1, (args.dim, 4 * args.dim)) / 8,
-            "w2": jax.random.normal(k2, (4 * args.dim, args.dim)) / 16,
-            "bias": jnp.zeros(args.dim),
+        layers = {
+            "w1": jax.random.normal(k1, (2, args.dim, 4 * args.dim)) / 8,
+            "w2": jax.random.normal(k2, (2, 4 * args.dim, args.dim)) / 16,
         }
+        params = {"layers": layers, "bias": jnp.zeros(args.dim)}
         return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-2))
 
     def loss_fn(params, batch, rng):
-        hidden = jnp.tanh(batch @ params["w1"])
-        hidden *= jax.random.bernoulli(rng, 0.9, hidden.shape)
-        return jnp.mean((hidden @ params["w2"] + params["bias"] - batch) ** 2)
+        @jax.checkpoint
+        def layer(x, weights):
+            hidden = jnp.tanh(x @ weights["w1"])
+            hidden *= jax.random.bernoulli(rng, 0.9, hidden.shape)
+            return x + hidden @ weights["w2"], None
+
+        x, _ = jax.lax.scan(layer, batch, params["layers"])
+        return jnp.mean((x + params["bias"] - 2 * batch) ** 2)
 
     def batch(n):
         rows = np.random.default_rng(n).normal(size=(16, args.dim)).astype(np.float32)
@@ -67,7 +72,7 @@ def main() -> None:
     offload = zerojax.Offload(params=True, min_bytes=0) if args.offload else None
     rests = {"pinned_host" if args.offload else jax.devices()[0].default_memory().kind}
     plan = zerojax.plan(make_state, stage=args.stage, offload=offload)
-    step = zerojax.train_step(loss_fn)
+    step = zerojax.train_step(loss_fn, update="backward" if args.offload else "auto")
     watchdog = zerojax.Watchdog(args.watchdog)
     with (
         contextlib.ExitStack() as watched,
