@@ -340,14 +340,14 @@ def test_processes_save_and_restore_logical_shapes(tmp_path):
     restarted, sixteen = run("sixteen", 8)
     assert (started, restarted) == ("0", "2")
     assert {name: x.shape for name, x in eight.items()} == {
-        "w1": (65, 260),
-        "w2": (260, 65),
+        "layers.w1": (2, 65, 260),
+        "layers.w2": (2, 260, 65),
         "bias": (65,),
     }
     found = on_disk(tmp_path / "c" / "2" / "default")
-    assert_same({name: found[f"params/{name}"] for name in eight}, eight)
+    assert_same({name: found["params/" + name.replace(".", "/")] for name in eight}, eight)
     assert_same(sixteen, eight)
-    assert found["opt_state/0/mu/w2"].shape == (260, 65)
+    assert found["opt_state/0/mu/layers/w2"].shape == (2, 260, 65)
 
 
 # -- safetensors
