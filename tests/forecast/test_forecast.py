@@ -184,6 +184,17 @@ def test_a_ready_step_brings_what_it_was_made_of():
     assert found.cases[0].report.accumulate == 2
 
 
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"donate": False}])
+def test_a_ready_step_is_forecast_with_all_its_options(options):
+    step = zerojax.train_step(audits.loss, stage=2, **options)
+    (case,) = zerojax.forecast(step, audits.make_state, BATCH, gpus="8xH100").cases
+    plan = zerojax.plan(audits.make_state, stage=2, mesh=zerojax.aot.mesh("8xH100"))
+    batch = zerojax.aot.batch(BATCH, plan)
+    report = zerojax.audit(step, plan.abstract(), batch, plan=plan)
+    assert (case.peak, case.step_seconds) == (report.memory.peak, report.step_seconds)
+
+
 # -- progress
 
 

@@ -29,7 +29,6 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
 from zerojax._state import refusals as _refusals
-from zerojax._step.options import Recipe
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
@@ -95,7 +94,7 @@ def forecast(
     options = {"tx": tx, "mutable": mutable}
     stages = (STAGES if groups is None else 3) if stages is None else stages
     if isinstance(loss_fn, Step):
-        recipe, options = loss_fn.recipe, _options_of(loss_fn.recipe, tx)
+        recipe, options = loss_fn.recipe, _options_of(loss_fn, tx)
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
@@ -134,11 +133,16 @@ def _gpu(gpus: str, rates: object) -> Gpu:
     return dataclasses.replace(gpu, given_rates=rates)
 
 
-def _options_of(recipe: Recipe, tx: optax.GradientTransformation | None) -> dict[str, Any]:
+def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
-    names = ("regather", "prefetch", "update", "activations", "batch_specs")
-    options = {name: getattr(recipe.options, name) for name in names}
-    return options | {"tx": tx or recipe.tx, "mutable": recipe.mutable}
+    recipe = step.recipe
+    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs")
+    return {name: getattr(recipe.options, name) for name in names} | {
+        "tx": tx or recipe.tx,
+        "skip_nonfinite": recipe.skip_nonfinite,
+        "donate": step.donate,
+        "compiler_options": step.compiler_options,
+    }
 
 
 def _mesh(gpus: str, per_host: int, groups: Mapping | None) -> Mesh:

@@ -50,7 +50,7 @@ class Step:
         donate: bool,
         compiler_options: dict[str, int | bool | str] | None,
     ) -> None:
-        self.recipe, self.compiler_options = recipe, compiler_options
+        self.recipe, self.donate, self.compiler_options = recipe, donate, compiler_options
         donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
         self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.without_options: Jitted = self.make_jit()
