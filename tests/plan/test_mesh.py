@@ -1,6 +1,7 @@
 """Meshes: which are accepted, which axes ZeRO uses, and the order of devices in the default one."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import zerojax
 from tests.shapes import params_plan, shape, specs
-from zerojax._plan.mesh import default_mesh
+from zerojax._plan.mesh import default_mesh, on_one_host
 
 
 @pytest.mark.parametrize("axis", [(), ("data", "data"), 3, (3,)])
@@ -54,6 +55,21 @@ def test_explicit_mesh_is_explained():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"Explicit.*axis_types=\(jax.sharding.AxisType.Auto,\)"):
         params_plan({"w": shape(16, 16)}, mesh=mesh)
+
+
+def test_devices_of_one_host():
+    """Those of a process, or of a slice where each process has a GPU of its own."""
+
+    def of(processes, slices=None):
+        devices = [types.SimpleNamespace(process_index=one) for one in processes]
+        for device, one in zip(devices, slices or (), strict=False):
+            device.slice_index = one
+        return on_one_host(types.SimpleNamespace(devices=np.array(devices)))
+
+    assert of([0, 0, 0, 1, 1]) == 3
+    assert of(range(8), [0, 0, 0, 0, 1, 1, 1, 1]) == 4
+    assert on_one_host(zerojax.aot.mesh("16xH100")) == 8
+    assert on_one_host(zerojax.aot.mesh("16xH100", per_host=2)) == 2
 
 
 def test_two_zero_axes_are_one():

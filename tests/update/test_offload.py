@@ -64,7 +64,7 @@ def test_short_forms():
     assert as_offload(Offload(0.5)) == Offload(opt_state=0.5)
 
 
-@pytest.mark.parametrize("wrong", ["activations", True, 0.5, (), {"opt_state"}])
+@pytest.mark.parametrize("wrong", ["activations", True, 0.5, (), {"opt_state"}, [["params"]]])
 def test_another_offload_is_refused(wrong):
     with pytest.raises(ValueError, match=r"Pass 'opt_state', \('opt_state', 'params'\), or zeroj"):
         as_offload(wrong)

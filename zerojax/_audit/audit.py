@@ -17,6 +17,7 @@ from zerojax._audit.report import Report
 from zerojax._hlo import gpus as _gpus, schedule as _schedule
 from zerojax._hlo.gpus import Gpu
 from zerojax._hlo.module import Module
+from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import carried as _carried
 from zerojax._types import Device, PyTree
@@ -65,7 +66,7 @@ def audit(
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)
     gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
-    per_host = per_host or _per_host(plan)
+    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     reading = Reading(module := Module(text), plan)
     replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
     return Report(
@@ -131,14 +132,6 @@ def _backend(text: str, device: Device | None) -> str:
     if device is not None:
         return "gpu" if _compat.is_gpu(device) else device.platform
     return "gpu" if '"operation_queue_id"' in text else "cpu"
-
-
-def _per_host(plan: Plan | None) -> int:
-    """Counts the devices of a plan that share the first one's host."""
-    if plan is None:
-        return DEFAULT_PER_HOST
-    hosts = [device.process_index for device in plan.mesh.devices.flat]
-    return hosts.count(hosts[0])
 
 
 def _device_of(plan: Plan | None, compiled: Compiled | None) -> Device | None:

@@ -173,6 +173,16 @@ def check_runs(mesh: Mesh) -> None:
         )
 
 
+def on_one_host(mesh: Mesh) -> int:
+    """Counts the devices of the first one's host."""
+    devices = list(mesh.devices.flat)
+    # A process may run one GPU of several. What JAX calls a slice is a host of them, or what NVLink
+    # joins; devices that are not there are all of one.
+    listed = hasattr(devices[0], "slice_index") and not _compat.is_compile_only(devices[0])
+    hosts = [device.slice_index if listed else device.process_index for device in devices]
+    return hosts.count(hosts[0])
+
+
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     """Returns the number of devices that these axes shard over."""
     return math.prod(mesh.shape[name] for name in axes)

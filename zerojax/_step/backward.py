@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import _compat
 from zerojax._hlo import gpus as _gpus
+from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
@@ -38,7 +39,7 @@ from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_upda
 # Backward takes about as long as four times forward's matmuls: a checkpoint's three, and what is no
 # matmul. JAX 0.12, 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a
 # backward of 400, and 686, 837 and 1143 after it.
-BACKWARD = 4
+BACKWARD_TO_FORWARD = 4
 MOST_GRADIENTS = 1 / 8  # of a GPU's memory, in exchange for time
 
 
@@ -96,15 +97,16 @@ class InBackward:
         """Raises where the user asks for updates in backward and there are none."""
         if updates or not self.must:
             return
-        why = [f"{path}: {reason}" for path, reason in self.why.items()][:3]
-        if any(self.updates):
-            why = ["no loop over layers scans them as they are, and nothing else reads them"]
-        unseen = any(reason == NO_STACK for reason in self.why.values())
+        pairs = zip(self.paths, self.updates, strict=True)
+        unread = "its only reader must be a scan over its layers, in no other loop or checkpoint"
+        why = {path: unread for path, update in pairs if update} or self.why
+        unseen = set(why.values()) == {NO_STACK}
+        listed = "; ".join(f"{path}: {reason}" for path, reason in list(why.items())[:3])
         named = "; stacked= names stacks, where the state is placed" * unseen
         raise ValueError(
-            f"update='backward', and no parameter can be updated there ({'; '.join(why)}). What "
-            "can is a stack of layers that one scan reads, with an optimizer that updates each "
-            f"element alone{named}. Pass update='auto', which updates the others after backward."
+            f"update='backward', and no parameter can be updated there ({listed}). What can is a "
+            "stack of layers that one scan reads, with an optimizer that updates each element "
+            f"alone{named}. Pass update='auto', which then updates after backward."
         )
 
     def updated(self, updates: Sequence[LayerUpdate], new: Sequence[tuple[Array, ...]]) -> Updated:
@@ -121,7 +123,8 @@ def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
     """Whether a step looks for parameters to update in backward; `skips`: what is not finite.
 
     "auto" does where there is something to hide: on GPUs, beside whose compute state travels from
-    and to host memory, or weights that rest whole are all-gathered.
+    and to host memory, or weights that rest whole are all-gathered. Once the loss is traced,
+    `is_better_after` may still say otherwise.
     """
     check_when(options, skips)
     if _needs_all(options, skips):
@@ -130,19 +133,22 @@ def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
     return options.update == "backward" or (options.update == "auto" and hides)
 
 
-def is_faster_after(plan: Plan, forward_flops: float) -> bool:
+def is_better_after(plan: Plan, forward_flops: float) -> bool:
     """Whether state in host memory travels for so long that a step is faster which updates after
     backward, by the GPU's data sheet, and there is memory to keep gradients: little goes to them,
-    and parameters do not have to rest in host memory."""
+    and parameters do not have to rest in host memory.
+
+    `forward_flops` are those of the loss for the rows of one device, over no other axis.
+    """
     device = plan.mesh.devices.flat[0]
     gpu, in_host = _gpus.of_device_kind(device.device_kind), plan.host_bytes_per_device()
     if gpu is None or _gathers(plan) or in_host[PARAMS]:
         return False
     if plan.gradient_bytes() > MOST_GRADIENTS * gpu.usable:
         return False
-    neighbours = [one.process_index for one in plan.mesh.devices.flat].count(device.process_index)
-    one_way = sum(in_host.values()) / gpu.rates.to_host(neighbours)
-    return one_way > BACKWARD * forward_flops / gpu.rates.flops
+    one_way = sum(in_host.values()) / gpu.rates.to_host(_mesh.on_one_host(plan.mesh))
+    forward = forward_flops * plan.size / plan.mesh.size / gpu.rates.flops
+    return one_way > BACKWARD_TO_FORWARD * forward
 
 
 def _gathers(plan: Plan) -> bool:
@@ -232,7 +238,7 @@ def _why_not(leaf: LeafPlan) -> str:
     if leaf.frozen:
         return "it is not updated"
     if leaf.update.padding:
-        return "it is padded"
+        return "it is padded, and pad=False was not passed where the state was placed"
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
         return "it rests elsewhere than it is updated"

@@ -17,7 +17,7 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
-from zerojax._step.backward import InBackward, NoGradientError, Updated, is_faster_after
+from zerojax._step.backward import InBackward, NoGradientError, Updated, is_better_after
 from zerojax._step.options import Options, activation_names, precision_of
 from zerojax._step.program import Program
 from zerojax._types import PyTree
@@ -177,7 +177,7 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
-    if backward and options.update == "auto" and is_faster_after(plan, matmul_flops(traced.jaxpr)):
+    if backward and options.update == "auto" and is_better_after(plan, matmul_flops(traced.jaxpr)):
         backward = None
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)

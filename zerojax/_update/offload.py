@@ -130,7 +130,7 @@ def as_offload(given: "Offload | str | Sequence[str] | None") -> Offload | None:
     if given is None or isinstance(given, Offload):
         return given
     names = (given,) if isinstance(given, str) else given
-    if isinstance(names, Sequence) and names and set(names) <= set(KINDS):
+    if isinstance(names, Sequence) and names and all(name in KINDS for name in names):
         return Offload(**{kind: kind in names for kind in KINDS})
     raise ValueError(
         f"offload={given!r} is not known. Pass 'opt_state', ('opt_state', 'params'), or "
