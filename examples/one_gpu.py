@@ -10,7 +10,6 @@ one. Compiling for a GPU that is not here needs packages that the program names.
 """
 
 import argparse
-import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,8 @@ import zerojax
 
 jax.config.update("jax_num_cpu_devices", 1)  # train_gpt.py asks for 8
 
-SIZES = [(12, 1024), (24, 1536), (24, 2048), (36, 2048)]  # layers, dim: 0.2B to 1.8B
+# Layers and dim: 0.2B to 13B. Those after the first that does not fit are not tried.
+SIZES = [(12, 1024), (24, 1536), (24, 2048), (36, 2048), (32, 3072), (32, 4096), (40, 5120)]
 SMALL = (2, 64)  # what a CPU trains
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -72,8 +72,9 @@ def largest(sizes, gpu, args):
         cases = [each.cases[0] for each in made]
         count = parameters(size, args) / 1e9
         print(f"{count:9.1f}B   {'   '.join(map(described, cases))}", flush=True)
-        if cases[-1].fits:
-            found = size, made
+        if not cases[-1].fits:
+            break
+        found = size, made
     if found is None:
         return None
     size, (before, after) = found
@@ -112,14 +113,16 @@ def memory_of(state):
 def main():
     args = parser.parse_args()
     here = jax.devices()[0].platform == "gpu"
-    known = re.findall(
-        r"GH200|GB[23]00|T4|L40S|L4|A100|H100|H200|B200", jax.devices()[0].device_kind
-    )
-    gpu = args.gpu or (known or ["T4"])[0]
-    sizes = [(args.layers, args.dim)] if args.layers and args.dim else SIZES
+    gpu = args.gpu or (jax.devices()[0].device_kind if here else "T4")
+    if (args.layers is None) != (args.dim is None):
+        parser.error("--layers and --dim make one model: pass both")
+    sizes = [(args.layers, args.dim)] if args.layers else SIZES
     try:
         fitting = largest(sizes, gpu, args)
-    except ModuleNotFoundError as error:
+    except (
+        ModuleNotFoundError,
+        ValueError,
+    ) as error:
         print(error)
         fitting = None
     if here:

@@ -17,7 +17,8 @@ MEMORY_GB = {
 @pytest.mark.parametrize(
     ("text", "count", "name"),
     [("64xH100", 64, "H100"), (" 8 X h200 ", 8, "H200"), ("16*A100", 16, "A100-80GB"),
-     ("1024xA100-40GB", 1024, "A100-40GB"), ("2xh100-80gb", 2, "H100")],
+     ("1024xA100-40GB", 1024, "A100-40GB"), ("2xh100-80gb", 2, "H100"),
+     ("1xNVIDIA A100-SXM4-40GB", 1, "A100-40GB"), ("8xTesla T4", 8, "T4")],
 )  # fmt: skip
 def test_counts_and_names(text, count, name):
     assert _gpus.parse_count(text) == (count, _gpus.GPUS[name])

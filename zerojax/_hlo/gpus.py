@@ -296,8 +296,8 @@ ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H200-141GB": "H200"}
 
 
 def named(name: str) -> Gpu:
-    """Returns the GPU that a user names, in any case."""
-    known = {key.upper(): gpu for key, gpu in GPUS.items()}
+    """Returns the GPU that a user names, in any case, or a JAX device reports itself to be."""
+    known = {name.upper(): gpu for gpu in _KNOWN for name in (gpu.name, gpu.device_kind)}
     known |= {alias.upper(): GPUS[key] for alias, key in ALIASES.items()}
     if name.upper() not in known:
         raise ValueError(f"no facts about a GPU {name!r}. Name one of {', '.join(GPUS)}.")
