@@ -1,7 +1,8 @@
-"""Measures one real GPU against a loop written with optax alone. Takes under 8 minutes.
+"""Measures one real GPU against a loop written with optax alone, and with state in host memory.
 
-    python benchmarks/gpu.py                                 # prints a table
+    python benchmarks/gpu.py                                 # prints a table, in under 8 minutes
     python benchmarks/gpu.py --json benchmarks/gpu_h200.json # and keeps it
+    python benchmarks/gpu.py --host --json benchmarks/gpu_h200.json # adds host memory, under 6
 
 Each case runs in a process of its own, which gives it a peak memory of its own. In it the two
 programs alternate. Without a GPU, the benchmark says so and exits with 0.
@@ -9,6 +10,7 @@ programs alternate. Without a GPU, the benchmark says so and exits with 0.
 
 import argparse
 import datetime
+import functools
 import gc
 import importlib.util
 import json
@@ -25,9 +27,11 @@ import numpy as np
 import optax
 import results
 from flax.training.train_state import TrainState
+from jax.sharding import SingleDeviceSharding
 
 import zerojax
 from zerojax._forecast import presets as _presets
+from zerojax._hlo import gpus as _gpus
 
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30
@@ -40,6 +44,15 @@ MODELS = {
 }
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 8 minutes
+BOTH = ("opt_state", "params")
+ON_HOST = {  # what of the 1.5B is in host memory: `offload=`, `activations=`
+    "host: nothing": (None, None),
+    "host: opt_state": ("opt_state", None),
+    "host: opt_state, params": (BOTH, None),
+    "host: all three": (BOTH, "host"),
+}
+HOST_CASES = ("copies", *ON_HOST)
+SECONDS |= dict.fromkeys(HOST_CASES, 70)  # under 6 minutes
 
 
 # ---- the two programs
@@ -53,12 +66,12 @@ def make_params(model):
     return treedef.unflatten(leaves)
 
 
-def ours(model):
+def ours(model, offload=None, activations=None):
     def make_state():
         return TrainState.create(apply_fn=None, params=make_params(model), tx=optax.adamw(1e-4))
 
-    state = zerojax.shard_train_state(make_state, stage=3)
-    return zerojax.train_step(model.losses(("full",))["full"]), state
+    state = zerojax.shard_train_state(make_state, stage=3, offload=offload)
+    return zerojax.train_step(model.losses(("full",))["full"], activations=activations), state
 
 
 def by_hand(model):
@@ -134,6 +147,51 @@ def measure(model, rows, alone=False):
         "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
         "peak_gib": round(peak / GIB, 3),
         "forecast_peak_gib": round(report.memory.peak / GIB, 3),
+    }
+
+
+def measure_on_host(model, rows, offload, activations):
+    """Measures a model, part of which is in host memory, against the forecast."""
+    batch = random_batch(model, rows)
+    mine = Running(functools.partial(ours, offload=offload, activations=activations), model, batch)
+    report = zerojax.audit(mine.step, mine.state, batch)
+    mine.turn()  # compiles
+    take_turns(mine)
+    seconds = statistics.median(mine.seconds[1:])
+    return {
+        "params": model.n_params,
+        "rows": rows,
+        "step_ms": round(1e3 * seconds, 2),
+        "modelled_ms": round(1e3 * report.step_seconds, 2) if report.step_seconds else None,
+        "tokens_per_s": round(rows * model.tokens / seconds),
+        "peak_gib": round(stats("peak_bytes_in_use") / GIB, 3),
+        "forecast_peak_gib": round(report.memory.peak / GIB, 3),
+        "host_gib": round((report.memory.on_host + report.memory.host_kept) / GIB, 3),
+    }
+
+
+def copies(nbytes):
+    """Measures the link between the GPU and its host's memory, in GB/s: each way, and both."""
+    device = jax.devices()[0]
+    there = SingleDeviceSharding(device, memory_kind="pinned_host")
+    here = SingleDeviceSharding(device, memory_kind="device")
+    value = jax.device_put(jnp.zeros(nbytes, jnp.uint8), here)
+    kept = jax.device_put(value, there)
+
+    def rate(*copies):
+        seconds = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            jax.block_until_ready([jax.device_put(x, to) for x, to in copies])
+            seconds.append(time.perf_counter() - started)
+        return round(nbytes / statistics.median(seconds) / 1e9, 1)
+
+    gpu = _gpus.of_device_kind(device.device_kind)
+    return {
+        "to_device": rate((kept, here)),
+        "to_host": rate((value, there)),
+        "both_at_once": rate((kept, here), (value, there)),
+        "modelled": round(gpu.rates.to_host(1) / 1e9, 1) if gpu else None,
     }
 
 
@@ -226,6 +284,11 @@ def case(name, layers):
         return tests()
     if name == "search":
         return search()
+    if name == "copies":
+        return copies(GIB if jax.default_backend() == "gpu" else 2**20)
+    if name in ON_HOST:
+        model = MODELS["1.5b" if jax.default_backend() == "gpu" else "tiny"]
+        return measure_on_host(*model, *ON_HOST[name])
     if name == "largest":
         return measure(with_layers(layers) if layers else TINY, 1, alone=True)
     return measure(*MODELS[name])
@@ -242,7 +305,10 @@ def has_gpu():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=results.file)
-    parser.add_argument("--case", choices=(*CASES, "tiny"), help="this one only, in this process")
+    parser.add_argument(
+        "--case", choices=(*CASES, *HOST_CASES, "tiny"), help="this one only, in this process"
+    )
+    parser.add_argument("--host", action="store_true", help="host memory, in place of the others")
     parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()
     if args.case:
@@ -260,8 +326,10 @@ def main():
         "date": str(datetime.date.today()),
         "cases": {},
     }
+    if args.host and args.json and args.json.exists():
+        record["cases"] = json.loads(args.json.read_text())["cases"]
     print(f"{device}, JAX {record['jax']}")
-    for name in CASES:
+    for name in HOST_CASES if args.host else CASES:
         layers = record["cases"].get("search", {}).get("layers", 0)
         if name == "largest" and not layers:
             continue  # the search says why

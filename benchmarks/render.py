@@ -151,8 +151,30 @@ def gpu() -> str:
         stored = json.loads(path.read_text())
         found = {name: stored["cases"].get(case, {}) for case, name in cases.items()}
         tables.append(_table(header, [_on_gpu(*item) for item in found.items()], stored))
+        tables += _with_host(stored["cases"])
     empty = [_on_gpu(name, {}) for name in cases.values()]
     return "\n\n".join(tables) or _rows(header, empty)
+
+
+def _with_host(cases) -> list[str]:
+    """Renders what a GPU measured with part of a model in host memory."""
+    rates = cases.get("copies", {})
+    if "to_device" not in rates:
+        return []
+    found = [(name, case) for name, case in cases.items() if "host_gib" in case]
+    rows = [
+        [name.removeprefix("host: ")]
+        + [f"{case[what]:.0f} ms" for what in ("step_ms", "modelled_ms")]
+        + [f"{case['tokens_per_s']:,}"]
+        + [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib", "host_gib")]
+        for name, case in found
+    ]
+    header = ["GPT, 1.5B; on the host", "step", "modelled", "tokens/s", "peak", "forecast", "host"]
+    told = (
+        f"Copies to the device reach {rates['to_device']} GB/s, to the host {rates['to_host']}, "
+        f"each of both at once {rates['both_at_once']}; modelled with {rates['modelled']}."
+    )
+    return [told, _rows(header, rows)]
 
 
 def _on_gpu(name, case) -> list[str]:

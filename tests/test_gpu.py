@@ -29,8 +29,9 @@ def make_state():
     return MODEL.make_state().replace(params=params)
 
 
-def placed(stage):
-    return zerojax.shard_train_state(make_state, stage, mesh=make_mesh(jax.device_count()))
+def placed(stage, offload=None):
+    mesh = make_mesh(jax.device_count())
+    return zerojax.shard_train_state(make_state, stage, mesh=mesh, offload=offload)
 
 
 def tokens():
@@ -49,6 +50,30 @@ def test_a_step_is_that_of_plain_jax(stage):
     moved = jax.tree.map(lambda a, b: a - b, state.params, plain.params)
     for mine, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(updates), strict=True):
         assert float(abs(mine - theirs).mean()) < 0.05 * float(abs(theirs).mean())
+
+
+@pytest.mark.gpu
+@has_gpu
+@pytest.mark.parametrize("activations", [None, "host"])
+@pytest.mark.parametrize("params", [False, True])
+def test_what_rests_in_host_memory_gives_the_same_numbers(params, activations):
+    def run(offload, **options):
+        step, state = zerojax.train_step(LOSS, **options), placed(3, offload)
+        start = jax.device_get(state.params)
+        for _ in range(3):
+            state, _ = step(state, tokens())
+        return step, state, start
+
+    _, plain, start = run(None)
+    step, state, _ = run(zerojax.Offload(params=params, min_bytes=0), activations=activations)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    zerojax.audit(step, state, tokens()).check()
+    for name, wanted in (("params", plain.params), ("opt_state", plain.opt_state)):
+        mine, wanted = jax.device_get((getattr(state, name), wanted))
+        before = start if name == "params" else jax.tree.map(np.zeros_like, wanted)
+        for a, b, c in zip(*map(jax.tree.leaves, (mine, wanted, before)), strict=True):
+            assert abs(a - b).mean() <= 0.01 * abs(b - c).mean()
 
 
 @pytest.mark.gpu
@@ -84,3 +109,11 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
 def test_the_benchmarks_cases_run(case):
     found = json.loads(run_benchmark("--case", case))
     assert found["params"] == 117056 and found["step_ms"] > 0 and found["to_by_hand"] < 5
+
+
+@pytest.mark.slow
+def test_the_benchmarks_cases_with_host_memory_run():
+    found = json.loads(run_benchmark("--case", "host: all three"))
+    assert found["params"] == 117056 and found["step_ms"] > 0 and "host_gib" in found
+    rates = json.loads(run_benchmark("--case", "copies"))
+    assert min(rates["to_device"], rates["to_host"], rates["both_at_once"]) > 0
