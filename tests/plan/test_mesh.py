@@ -68,6 +68,10 @@ def test_devices_of_one_host():
 
     assert of([0, 0, 0, 1, 1]) == 3
     assert of(range(8), [0, 0, 0, 0, 1, 1, 1, 1]) == 4
+
+
+@pytest.mark.gpu_code
+def test_hosts_that_are_not_there():
     assert on_one_host(zerojax.aot.mesh("16xH100")) == 8
     assert on_one_host(zerojax.aot.mesh("16xH100", per_host=2)) == 2
 
