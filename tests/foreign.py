@@ -469,10 +469,10 @@ def brax_ppo() -> Program:
 
 LIGHT: dict[str, Callable[[], Program]] = {
     "haiku_batch_norm": haiku_batch_norm,
-    "equinox_gru": equinox_gru,
     "equinox_batch_norm": equinox_batch_norm,
 }
 HEAVY: dict[str, Callable[[], Program]] = {
+    "equinox_gru": equinox_gru,
     "haiku_lstm": haiku_lstm,
     "haiku_vq_vae": haiku_vq_vae,
     "linen_ctc": linen_ctc,

@@ -47,7 +47,7 @@ def sharded(name, stage, steps):
     return Run(losses, state), jaxpr
 
 
-VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "nnx_split", "haiku"}
+VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "nnx_split", "haiku", "haiku_stack"}
 
 
 @pytest.mark.parametrize(
