@@ -164,7 +164,7 @@ def _with_host(cases) -> list[str]:
     found = [(name, case) for name, case in cases.items() if "host_gib" in case]
     rows = [
         [name.removeprefix("host: ")]
-        + [f"{case[what]:.0f} ms" for what in ("step_ms", "modelled_ms")]
+        + [f"{ms:.0f} ms" if (ms := case[what]) else "—" for what in ("step_ms", "modelled_ms")]
         + [f"{case['tokens_per_s']:,}"]
         + [f"{case[what]:.2f} GiB" for what in ("peak_gib", "forecast_peak_gib", "host_gib")]
         for name, case in found

@@ -119,12 +119,11 @@ def main():
     sizes = [(args.layers, args.dim)] if args.layers else SIZES
     try:
         fitting = largest(sizes, gpu, args)
-    except (
-        ModuleNotFoundError,
-        ValueError,
-    ) as error:
+    except ModuleNotFoundError as error:
         print(error)
         fitting = None
+    except ValueError as error:  # of a GPU that is not known; --gpu names a similar one
+        parser.error(str(error))
     if here:
         train(fitting or sizes[0], "opt_state", args)
     else:

@@ -63,7 +63,8 @@ def test_several_processes_compute_what_one_does(
         want, have = (safetensors.numpy.load_file(d / file.name) for d in (weights, export))
         for name, value in want.items():
             # Adam enlarges how the gradients of another program are rounded.
-            np.testing.assert_allclose(have[name], value, rtol=2e-6, atol=1e-6 if where else 1e-7)
+            rtol, atol = (2e-6, 1e-6) if where else (0 if stage == 3 else 2e-6, 1e-7)
+            np.testing.assert_allclose(have[name], value, rtol=rtol, atol=atol)
 
 
 def goes_on(count, directory, where=()):

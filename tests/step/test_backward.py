@@ -282,7 +282,7 @@ def test_why_not_is_told():
     )[0]
     with pytest.raises(ValueError, match=r"params/w: the plan does not take it .*stacked= names"):
         run("backward", alone, loss=scanned, steps=1)
-    padded = r"params/blocks/w: it is padded, and pad=False was not passed"
+    padded = r"params/blocks/w: it is padded \(pad=False replicates it\)"
     with pytest.raises(ValueError, match=padded) as info:
         run("backward", lambda: stacks(dim=DIM + 1), steps=1)
     assert "stacked=" not in str(info.value)

@@ -238,7 +238,7 @@ def _why_not(leaf: LeafPlan) -> str:
     if leaf.frozen:
         return "it is not updated"
     if leaf.update.padding:
-        return "it is padded, and pad=False was not passed where the state was placed"
+        return "it is padded (pad=False replicates it)"
     whole = leaf.kind == PARAMS and leaf.rest.dim is None
     if not whole and leaf.rest.on_device != leaf.update:
         return "it rests elsewhere than it is updated"
