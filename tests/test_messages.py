@@ -42,7 +42,7 @@ SAID = {
     "mutable, None": (lambda: zerojax.eval_step(loss, mutable=None), r"mutable=None does not name"),
     "mutable, numbers": (train(mutable=[1]), r"mutable=\[1\] does not name fields"),
     "mutable, params": (train(mutable="params"), r"names 'params', which the optimizer updates"),
-    "regather": (train(regather="no"), r"regather='no' must be True or False"),
+    "regather": (train(regather=0), r"regather=0 must be True or False, or name the mesh axes"),
     "donate": (train(donate=None), r"donate=None must be True or False"),
     "skip": (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     "eval's plan": (lambda: zerojax.eval_step(loss, plan="p"), r"takes a plan, got 'p'. Make"),

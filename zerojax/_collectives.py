@@ -181,17 +181,14 @@ def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
 
     `parts` is what `brought_near` returned for it, if the far hop is done.
     """
-    source = _compat.fetched(held.source)
     if not _is_inexact(held.shard):
-        return opened(near(parts or far(source, cut), cut), cut)
-    return _obtained(source, parts, held.shard, cut)
+        return opened(arrived(held, cut, parts), cut)
+    return _obtained(_compat.fetched(held.source), parts, held.shard, cut)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _obtained(source: Array, parts: Parts, shard: Array, cut: Cut) -> Array:
-    del shard
-    parts = parts or far(source.astype(cut.dtype), cut)
-    return opened(near(parts, cut), cut).astype(cut.final_dtype)
+    return opened(arrived(Held(shard, rest=source), cut, parts), cut)
 
 
 def _obtained_fwd(source: Array, parts: Parts, shard: Array, cut: Cut) -> tuple[Array, Array]:
@@ -207,15 +204,22 @@ _obtained.defvjp(_obtained_fwd, _obtained_bwd)
 
 def brought_near(held: Held, cut: Cut) -> Parts:
     """Returns a weight after the far hop of its route, for `obtain`; nothing if it has none."""
-    if not cut.wire.gather.far:
-        return ()
+    return far(_sent(held, cut), cut) if cut.wire.gather.far else ()
+
+
+def arrived(held: Held, cut: Cut, parts: Parts = ()) -> Parts:
+    """Returns a weight after both hops, as `opened` takes it; `parts` are as in `obtain`."""
+    return near(parts or far(_sent(held, cut), cut), cut)
+
+
+def _sent(held: Held, cut: Cut) -> Array:
     source = _compat.fetched(held.source)
-    return far(source.astype(cut.dtype) if _is_inexact(source) else source, cut)
+    return source.astype(cut.dtype) if _is_inexact(source) else source
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
     """Returns the full array in the dtype of its shard: far, near, open."""
-    return opened(near(far(_compat.fetched(shard), cut), cut), cut)
+    return _joined(near(far(_compat.fetched(shard), cut), cut), cut)
 
 
 def far(shard: Array, cut: Cut) -> Parts:
@@ -230,6 +234,11 @@ def near(parts: Parts, cut: Cut) -> Parts:
 
 
 def opened(parts: Parts, cut: Cut) -> Array:
+    """Returns the weight as it is used, from what `arrived` returned."""
+    return _joined(parts, cut).astype(cut.final_dtype)
+
+
+def _joined(parts: Parts, cut: Cut) -> Array:
     """Decodes what was gathered, and drops the padding."""
     route, dim = cut.wire.gather, cut.dim
     full = route.codec.decode(parts)

@@ -62,7 +62,9 @@ def test_what_a_loop_gathers_and_reduces_is_counted():
     loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
     mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
-    assert _xla_options.loops_of(jaxpr) == [_xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4)]
+    assert _xla_options.loops_of(jaxpr) == [
+        _xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4, levels={frozenset({"data"})})
+    ]
 
 
 @pytest.mark.gpu_code

@@ -120,6 +120,29 @@ def test_collectives_wait_for_one_another():
     assert ("dot", "compute") in spans
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [("[2,8]<=[16]", "[8,2]<=[2,8]T(1,0)", True), ("[1,16]<=[16]", "[2,8]<=[16]", False)],
+    ids=["on links of their own", "on the same links"],
+)
+def test_collectives_in_flight_together_share_links_or_not(first, second, together):
+    start = "(f32[64,1024]{1,0}, f32[1024,1024]{1,0}) all-gather-start(%a), dimensions={0}"
+    done = "f32[1024,1024]{1,0} all-gather-done"
+    found = _schedule.replay(
+        module(f"""
+  %a = f32[64,1024]{{1,0}} parameter(0)
+  %s1 = {start}, replica_groups={first}
+  %s2 = {start}, replica_groups={second}
+  %d1 = {done}(%s1)
+  ROOT %d2 = {done}(%s2)
+"""),
+        RATES,
+    )
+    times = [each.seconds for each in found.collectives]
+    assert found.step == pytest.approx(max(times) if together else sum(times))
+    assert min(times) > US
+
+
 def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen():
     branches = """
 %skip (p: f32[64,1024]) -> f32[64,1024] {

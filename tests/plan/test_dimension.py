@@ -103,12 +103,22 @@ def test_an_override_may_not_name_a_dimension_that_does_not_divide_without_paddi
         params_plan({"w": shape(16, 3)}, mesh=mesh, overrides={"w": P("data", "tensor")})
 
 
-@pytest.mark.parametrize("spec", [P(("gpu", "host")), P("host", "gpu")])
-def test_override_in_another_order_or_of_two_dimensions_is_refused(spec):
-    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    remedy = r"puts params/w on P\(.*axes \('host', 'gpu'\).*PartitionSpec\(None\)"
+def over_hosts(spec):
+    mesh = jax.make_mesh((2, 2, 2), ("host", "gpu", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    overrides = {"w": spec}
+    return params_plan({"w": shape(16, 8)}, mesh=mesh, axis=("host", "gpu"), overrides=overrides)
+
+
+@pytest.mark.parametrize("spec", [P("host", "gpu"), P(("gpu", "tensor"))])
+def test_override_of_two_dimensions_or_with_other_axes_is_refused(spec):
+    remedy = r"puts params/w on P\(.*axes \('gpu', 'host'\).*PartitionSpec\(None\)"
     with pytest.raises(ValueError, match=remedy):
-        params_plan({"w": shape(16, 8)}, mesh=mesh, axis=("host", "gpu"), overrides={"w": spec})
+        over_hosts(spec)
+
+
+@pytest.mark.parametrize("names", [("host", "gpu"), ("gpu", "host")])
+def test_override_over_several_axes_gets_them_in_the_order_of_all_leaves(names):
+    assert specs(over_hosts(P(names)))["params/w"] == P(("gpu", "host"))
 
 
 def test_bad_override_pattern():

@@ -61,7 +61,7 @@ def audit(
     recipe, compiled, text, warnings = getattr(step, "recipe", None), None, step, []
     gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(step, str):
-        plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
+        plan = _plan_of(state, plan, recipe)
         compiled, warnings = _compiled(step, state, batch, rng)
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)
@@ -132,6 +132,12 @@ def _backend(text: str, device: Device | None) -> str:
     if device is not None:
         return "gpu" if _compat.is_gpu(device) else device.platform
     return "gpu" if '"operation_queue_id"' in text else "cpu"
+
+
+def _plan_of(state: PyTree, given: Plan | None, recipe: Any) -> Plan | None:
+    """Returns the plan of a step: the one that its state was placed by, as the step keeps to it."""
+    plan = _carried.carried_plan(state) or given or (recipe.plan if recipe else None)
+    return plan.regathering(recipe.options.regather) if plan and recipe else plan
 
 
 def _device_of(plan: Plan | None, compiled: Compiled | None) -> Device | None:

@@ -44,6 +44,7 @@ class Promise:
     stage: int
     gathers: float  # at most, in times its size
     far: Axes  # crossed once, by a gather over these alone
+    far_gathers: float  # at most: the last layer of a loop that prefetches crosses them again
     replicas: Axes
 
     @property
@@ -72,7 +73,8 @@ def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
         gathers = accumulate * (2 + 2 / layers) if leaf.near.dim is not None else 0
         far = beyond(leaf.update.axes, leaf.near.axes)
         replicas = beyond(plan.batch_axes, leaf.update.axes)
-        found[leaf.path] = Promise(leaf, plan.stage, gathers, far, replicas)
+        far_gathers = 1 + 1 / layers if leaf.near.axes else 1
+        found[leaf.path] = Promise(leaf, plan.stage, gathers, far, far_gathers, replicas)
     return found
 
 
@@ -169,7 +171,7 @@ def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iter
                 if leaf.stacked and leaf.rest.dim is not None and gathered >= promise.size:
                     yield _gathered_at_once(one, part, leaf)
     for (path, far), times in sent.items():
-        most = 1 if far else promised[path].gathers
+        most = promised[path].far_gathers if far else promised[path].gathers
         over = f" over {' x '.join(far)}" if far and promised[path].leaf.near.axes else ""
         if times > most + 0.01:
             yield (

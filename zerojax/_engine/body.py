@@ -121,6 +121,19 @@ class Body:
             for (var, s), parts in zip(gathers, near or [()] * len(gathers), strict=True)
         ]
 
+    def arrived(self, weights: Sequence[Value | None], near: Sequence[Parts]) -> list[Parts]:
+        """Returns all weights after both hops, as they travelled, for `unpacked`."""
+        held = self._by_var(weights)
+        arrived = _padded.arrived if self.closes else _collectives.arrived
+        shards = zip(self.split.gathers.values(), near, strict=True)
+        return [arrived(s.of(held[s.root]), s.cut, parts) for s, parts in shards]
+
+    def unpacked(self, arrived: Sequence[Parts]) -> list[Array]:
+        """Returns the full weights, as `gather` does; nothing moves."""
+        used = _padded.used if self.closes else _collectives.opened
+        pairs = zip(self.split.gathers.values(), arrived, strict=True)
+        return [used(parts, s.cut) for s, parts in pairs]
+
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and what comes from weights alone."""
         env: Env = {**self.split.constants, **self._by_var(weights)}

@@ -130,6 +130,12 @@ class Layers:
         """Returns the full weights of one layer, whose shards are among `xs`."""
         return self.body.gather(self.weights(inputs, xs), near)
 
+    def arrived(
+        self, inputs: Sequence[Value], xs: Sequence[Value | None], near: Sequence[Parts]
+    ) -> list[Parts]:
+        """Returns the weights of one layer after both hops, for `unpacked` of the body."""
+        return self.body.arrived(self.weights(inputs, xs), near)
+
     def weights(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
         consts, carry, _ = self.parts(inputs)
         return self.body.weights_of([*consts, *carry, *xs])

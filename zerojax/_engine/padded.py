@@ -52,10 +52,24 @@ class Closed:
 
 def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
     """Returns the full weight, closed if it is padded."""
+    return _collectives.obtain(*_as_closed(held, cut, parts))
+
+
+def arrived(held: Held, cut: Cut, parts: Parts = ()) -> Parts:
+    """Returns a weight after both hops, closed if it is padded."""
+    return _collectives.arrived(*_as_closed(held, cut, parts))
+
+
+def _as_closed(held: Held, cut: Cut, parts: Parts) -> tuple[Held, Cut, Parts]:
     if not is_closed(cut):
-        return _collectives.obtain(held, cut, parts)
+        return held, cut, parts
     first = functools.partial(jnp.moveaxis, source=_dim(cut), destination=0)
-    return _collectives.obtain(held.map(first), _first(cut), tuple(map(first, parts)))
+    return held.map(first), _first(cut), tuple(map(first, parts))
+
+
+def used(parts: Parts, cut: Cut) -> Array:
+    """Returns what `obtain` returns, from what `arrived` returned."""
+    return _collectives.opened(parts, _first(cut) if is_closed(cut) else cut)
 
 
 def opened(full: Array, cut: Cut) -> Array:

@@ -192,6 +192,7 @@ class _Workload:
         )
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
+        plan = plan.regathering(step.recipe.options.regather)
         return self._described(variant, plan, report, flops, seconds)
 
     def _described(

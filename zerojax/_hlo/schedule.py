@@ -1,9 +1,10 @@
 """A replay of a module's schedule: compute, collectives, and copies to and from the host, each in
 order.
 
-A collective costs the bytes it sends over its group's bandwidth, and the hops of its rings. A
-`-done` waits for it, and that wait is exposed communication. Copies run in one lane for each
-direction. A loop runs as often as XLA knows that it does.
+A collective costs the bytes it sends over its group's bandwidth, and the hops of its rings. Those
+that XLA's schedule has in flight together take turns on the links that both use, inside hosts or
+between them. A `-done` waits for its collective: that is exposed communication. Copies run in one
+lane for each direction. A loop runs as often as XLA knows that it does.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from zerojax._hlo.gpus import Rates, network_share
 from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.transfers import Transfer
 
+LINKS: tuple[str, ...] = ("inside hosts", "between hosts")
 REDUCING = ("reduce-scatter", "all-reduce")
 
 
@@ -28,6 +30,7 @@ class Collective:
     group: _groups.Group
     wire: float  # bytes that each device sends in one run
     network: float  # those that leave its host
+    links: tuple[str, ...]  # that it uses
     trips: int
     loops: tuple[str, ...]  # the `while` instructions around it, outermost first
     seconds: float = 0.0  # of one run
@@ -126,8 +129,8 @@ class _Player:
         self, name: str, trips: int, loops: tuple[str, ...], origin: float
     ) -> tuple[float, float]:
         """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
-        # Compute has reached `now`; the stream of collectives is busy until `free`.
-        now = free = compute = 0.0
+        now = compute = 0.0  # what compute has reached, and how much of it there was
+        free: dict[str, float] = dict.fromkeys(LINKS, 0.0)
         pending: dict[str, tuple[float, float, Collective]] = {}
         lanes = _Lanes()
         for instruction in self.module.computations[name].values():
@@ -138,14 +141,15 @@ class _Player:
                 now = self.wait(collective, now, end, origin)
             elif kind:
                 collective = self.collective(name, instruction, kind, trips, loops)
-                start = max(now, free)
-                free = start + collective.seconds
-                when = (origin + start, origin + free)
+                start = max(now, *(free[link] for link in collective.links))
+                end = start + collective.seconds
+                free.update(dict.fromkeys(collective.links, end))
+                when = (origin + start, origin + end)
                 self.draw(Span(*when, instruction.name, "collectives", trips, kind))
                 if collective.asynchronous:
-                    pending[instruction.name] = (free, compute, collective)
+                    pending[instruction.name] = (end, compute, collective)
                 else:
-                    now = self.wait(collective, now, free, origin)
+                    now = self.wait(collective, now, end, origin)
             elif (after := self.copy(name, instruction, trips, now, origin, lanes)) is not None:
                 now = after
             elif instruction.opcode == "while":
@@ -199,7 +203,8 @@ class _Player:
         size, on_host = len(group.members), group.on_host(self.per_host)
         wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)
         network = wire * network_share(kind, size, on_host)
-        found = Collective(instruction, name, arrays, group, wire, network, trips, loops)
+        links = LINKS[on_host == 1 < size : 1 if on_host == size else None]
+        found = Collective(instruction, name, arrays, group, wire, network, links, trips, loops)
         found.seconds = self.rates.seconds(kind, wire, size, on_host)
         self.result.collectives.append(found)
         return found

@@ -5,7 +5,6 @@ applies, never what it is.
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -70,6 +69,7 @@ class Rule:
         for pattern, spec in self.overrides.items():
             if re.search(pattern, path):
                 self._check_override(path, shape, spec)
+                spec = PartitionSpec(*map(self._in_order, spec))
                 return spec, None if shard_dim(spec, self.axes) is not None else "overrides="
         if not shape:
             return base, "scalar"
@@ -134,10 +134,10 @@ class Rule:
                 "placement. Put None for a dimension that is not sharded."
             )
         sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
-        if len(sharded) > 1 or any(entry not in self._allowed() for entry in sharded):
+        if len(sharded) > 1 or any(names_in([entry]) - set(self.axes) for entry in sharded):
             raise ValueError(
                 f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over its axes "
-                f"{self.axes} or some of them in this order. Put {put!r} there, or "
+                f"{self.axes} or some of them. Put {put!r} there, or "
                 "PartitionSpec(None) to replicate it."
             )
         for dim, entry in enumerate(spec):
@@ -157,10 +157,11 @@ class Rule:
                     "another dimension."
                 )
 
-    def _allowed(self) -> list[Entry]:
-        """Returns the entries of a spec that shard a dimension over some of the axes."""
-        counts = range(1, len(self.axes) + 1)
-        return [entry_over(a) for n in counts for a in itertools.combinations(self.axes, n)]
+    def _in_order(self, entry: Entry) -> Entry:
+        """Returns an entry of a spec, over ZeRO's axes in the order in which all leaves have them,
+        which groups need."""
+        here = [axis for axis in self.axes if axis in names_in([entry])]
+        return entry_over(here) if here else entry
 
 
 def entry_over(axes: Sequence[str]) -> Entry:

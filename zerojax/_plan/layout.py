@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.placement import Axes, Groups, Placement
+from zerojax._plan.placement import Axes, Groups, Placement, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
@@ -190,6 +191,33 @@ class Layout:
             if leaf.is_on_host == on_host:
                 totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
+
+    def regathering(self, regather: bool | Axes) -> Self:
+        """Returns the plan of a step whose backward gathers parameters over these axes again.
+
+        What was gathered over the others is kept.
+        """
+        over = self.groups.params
+        if isinstance(regather, bool) or not over:
+            return self
+        kept = tuple(axis for axis in over if axis in regather)
+        if unknown := beyond(regather, self.batch_axes):
+            raise ValueError(
+                f"regather={regather} names {unknown[0]!r}, and the batch is split over "
+                f"{self.batch_axes}. Name the fast axis of a mesh of levels, such as 'gpu' of "
+                "zerojax.mesh(node=2, gpu=4), or pass True or False."
+            )
+        if kept != over[: len(kept)]:
+            raise ValueError(
+                f"regather={regather} would gather parameters over {beyond(over, kept)} first, "
+                f"which shard within {kept}: they are sharded over {over}, from the fastest axis "
+                f"on. Name the first of these: regather={over[0]!r}."
+            )
+        leaves = [
+            dataclasses.replace(leaf, near=leaf.near.over(kept)) if leaf.kind == PARAMS else leaf
+            for leaf in self.leaves
+        ]
+        return dataclasses.replace(self, leaves=tuple(leaves))
 
     def kept_bytes(self) -> int:
         """Returns the bytes on each device of the parameters that a step keeps at `near`, where

@@ -62,8 +62,6 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     that each device's part contains its shards of what is sharded further.
     """
     row = groups_of(stage, axes)
-    if not given:
-        return row
     if not isinstance(given, Mapping):
         raise TypeError(f"groups={given!r} is not a mapping. Pass for example {{'params': 'gpu'}}.")
     over = dataclasses.asdict(row)
@@ -86,7 +84,7 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
                 f"too: {outer} needs {_listed(missing)} as well"
                 + (f", or groups= {inner} over fewer axes." if by_stage else ".")
             )
-    fastest_first, order = axes[::-1], ()
+    fastest_first, order = axes[::-1], ()  # what is gathered within a node is contiguous
     for kind in KINDS:
         order += tuple(a for a in fastest_first if a in over[kind] and a not in order)
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
@@ -124,6 +122,21 @@ class Placement:
     def dim(self) -> int | None:
         """The dimension that ZeRO shards."""
         return _dimension.shard_dim(self.spec, self.axes) if self.axes else None
+
+    def over(self, axes: Axes) -> "Placement":
+        """Returns the place of the same array, sharded over those of its axes that are in `axes`.
+
+        Its padding is the same, so that shards nest.
+        """
+        here = tuple(axis for axis in self.axes if axis in axes)
+        entry = _dimension.entry_over(here) if here else None
+        entries = [entry if dim == self.dim else old for dim, old in enumerate(self.spec)]
+        while entries and entries[-1] is None:
+            # `jax.jit` writes the specs of its results without them, and an input that is spelled
+            # otherwise would compile the step a second time.
+            entries.pop()
+        padding = self.padding if here else 0
+        return Placement(PartitionSpec(*entries), here, self.memory, padding)
 
     @property
     def local(self) -> PartitionSpec:

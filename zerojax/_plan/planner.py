@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._collectives import Entry, names_in
+from zerojax._collectives import names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.padding import padded_shapes
@@ -174,23 +174,15 @@ def _leaf_plan(
     stacks: Mapping[tuple, int],
 ) -> LeafPlan:
     spec, reason = found
-    dim = _dimension.shard_dim(spec, rule.axes)
-    own = set() if dim is None else names_in([spec[dim]])
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
 
     is_param = leaf.kind == PARAMS
     struct = _state.shape_dtype(leaf.value)
-    padding = rule.padding(struct.shape, spec)  # the same over fewer axes, so that shards nest
-
-    def over(group: Axes) -> Placement:
-        here = tuple(a for a in rule.axes if a in group and a in own)
-        entry = _dimension.entry_over(here) if here else None
-        spread = _normal(entry if d == dim else e for d, e in enumerate(spec))
-        return Placement(spread, here, padding=padding if here else 0)
-
-    near = over(groups.params if is_param else groups.opt_state)
-    update = near if frozen else over(groups.opt_state)
+    own = tuple(axis for axis in rule.axes if axis in names_in(spec))
+    whole = Placement(spec, own, padding=rule.padding(struct.shape, spec))
+    near = whole.over(groups.params if is_param else groups.opt_state)
+    update = near if frozen else whole.over(groups.opt_state)
     return LeafPlan(
         path=leaf.name,
         kind=leaf.kind,
@@ -199,7 +191,7 @@ def _leaf_plan(
         # See the note in `placement.py`: what is updated stays where it is.
         rest=update if near.axes else near,
         near=near,
-        grad=over(groups.grads) if is_param and not frozen else None,
+        grad=whole.over(groups.grads) if is_param and not frozen else None,
         update=update,
         stacked=_is_stack(leaf, stacks),
         reason=reason,
@@ -305,17 +297,6 @@ def _typed_spec(
         return spec, None
     reason = followed[1] if followed is not None else None
     return spec, reason or "its own dimensions carry no shard of a parameter"
-
-
-def _normal(entries: Iterable[Entry]) -> PartitionSpec:
-    """Returns a spec without trailing Nones, as `jax.jit` writes the specs of its results.
-
-    An input spelled otherwise would compile the step a second time.
-    """
-    entries = list(entries)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 @functools.cache  # once in a process

@@ -6,7 +6,7 @@ which loop is over layers. The gradients of shards are sums over the devices.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import jax
@@ -23,9 +23,10 @@ from zerojax._engine.ir import InputKind
 from zerojax._engine.run import evaluate, how_on
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
-from zerojax._plan.placement import beyond
+from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
+from zerojax._step.options import regathered
 from zerojax._types import PyTree, TreeDef
 
 
@@ -158,7 +159,7 @@ def scan(
     unroll: int | bool = 1,
     *,
     prefetch: int | str = "auto",
-    regather: bool = True,
+    regather: bool | str | Sequence[str] = True,
 ) -> tuple[PyTree, PyTree]:
     """Runs `jax.lax.scan` over layers; `body` gets full weights for those marked by `shards`.
 
@@ -196,9 +197,26 @@ def scan(
         )
     ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
     # All weights of a plan have the same schedule, so the first tells how the loop runs.
-    how = dataclasses.replace(marked[0].how, regather=regather, prefetch=ahead)
+    over = regathered(regather)
+    how = dataclasses.replace(marked[0].how, regather=bool(over), prefetch=ahead)
+    if not isinstance(over, bool):
+        leaves = [_regathering(x, over) if _is_sharded(x) else x for x in leaves]
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)
+
+
+def _regathering(leaf: Sharded, axes: Axes) -> Sharded:
+    """Returns a parameter that backward gathers over these axes again."""
+    gather = leaf.cut.wire.gather
+    near = tuple(axis for axis in gather.near if axis in axes)
+    if near != gather.near[: len(near)] or not near:
+        raise ValueError(
+            f"regather={axes}: {leaf.cut.path} is gathered over {gather.near}, from the fastest "
+            f"axis on. Name the first of these: regather={gather.near[0]!r}."
+        )
+    far = (*beyond(gather.near, near), *gather.far)
+    wire = Wire(dataclasses.replace(gather, near=near, far=far), leaf.cut.wire.reduce)
+    return dataclasses.replace(leaf, cut=dataclasses.replace(leaf.cut, wire=wire))
 
 
 def _run(

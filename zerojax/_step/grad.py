@@ -18,7 +18,7 @@ from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import PARAMS
 from zerojax._step.backward import InBackward, NoGradientError, Updated, is_better_after
-from zerojax._step.options import Options, activation_names, precision_of
+from zerojax._step.options import Options, activation_names, precision_of, regathered
 from zerojax._step.program import Program
 from zerojax._types import PyTree
 
@@ -30,7 +30,7 @@ def value_and_grad(
     has_aux: bool = False,
     accumulate: int = 1,
     precision: Precision | None = None,
-    regather: bool = True,
+    regather: bool | str | Sequence[str] = True,
     prefetch: int | str = "auto",
     activations: str | Sequence[str] | None = None,
     batch_specs: PyTree = None,
@@ -51,7 +51,7 @@ def value_and_grad(
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
         precision: dtypes to compute and to reduce in; default, the plan's.
-        regather: gather weights again in backward instead of keeping them (stage 3).
+        regather: as in `train_step`.
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
             directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, is then kept for backward.
@@ -76,7 +76,7 @@ def value_and_grad(
         has_aux,
         accumulate,
         precision,
-        regather,
+        regathered(regather),
         prefetch=prefetch,
         activations=activation_names(activations),
         batch_specs=batch_specs,
@@ -181,6 +181,7 @@ def _program(
         backward = None
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
+    plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
 
 

@@ -19,7 +19,7 @@ class Options:
     has_aux: bool | None  # None: as the loss returns it
     accumulate: int
     precision: Precision | None
-    regather: bool
+    regather: bool | tuple[str, ...]  # in backward, over all axes, over none, or over these
     differentiate: bool = True
     prefetch: int | str = "auto"
     mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
@@ -40,6 +40,19 @@ class Options:
                 f"activations={self.activations} says where a layer's activations wait for "
                 "backward, and regather=False has JAX keep them. Leave one of the two out."
             )
+
+
+def regathered(given: object) -> bool | tuple[str, ...]:
+    """Returns `regather=` as options have it: the names of mesh axes as a tuple."""
+    if isinstance(given, bool):
+        return given
+    names = [given] if isinstance(given, str) else given
+    if not names or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"regather={given!r} must be True or False, or name the mesh axes over which backward "
+            "gathers weights again: regather='gpu'."
+        )
+    return tuple(names)
 
 
 def activation_names(given: object) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Parameter:
         # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
         near, far = self.leaf.near, () if self.accumulates else self.far
-        return self.cut_by(Wire(Route(near.axes, far, padding=near.padding), reduce))
+        return self.cut_by(Wire(Route(near.axes, far, padding=self.leaf.rest.padding), reduce))
 
     def cut_by(self, wire: Wire) -> Cut:
         update, rank = self.leaf.update, len(self.leaf.shape)

@@ -50,7 +50,7 @@ class Program:
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = _run.how_on(
             plan.mesh,
-            regather=options.regather and options.differentiate,
+            regather=bool(options.regather) and options.differentiate,
             # What is gathered after its update is so while the layer before computes backward.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             derives=options.differentiate,

@@ -28,7 +28,7 @@ from zerojax._step import (
 )
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.idle_axes import check_used
-from zerojax._step.options import Options, Recipe, activation_names
+from zerojax._step.options import Options, Recipe, activation_names, regathered
 from zerojax._types import PyTree
 
 Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
@@ -112,8 +112,9 @@ class Step:
     ) -> _xla_options.Options:
         if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
             return {}
-        ahead = self.recipe.options.prefetch != 0 and self.recipe.options.regather
-        padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
+        regathers = bool(self.recipe.options.regather)
+        ahead = self.recipe.options.prefetch != 0 and regathers
+        padded = regathers and any(leaf.rest.padding for leaf in plan.params)
         updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
         options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
         device = plan.mesh.devices.flat[0]
@@ -159,7 +160,7 @@ def train_step(
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
     tx: optax.GradientTransformation | None = None,
-    regather: bool = True,
+    regather: bool | str | Sequence[str] = True,
     prefetch: int | str = "auto",
     update: str = "auto",
     activations: str | Sequence[str] | None = None,
@@ -189,7 +190,9 @@ def train_step(
             first of them returns (`zerojax.verify` says where they do not agree).
         plan: the plan, for states that do not carry an optimizer (tuples, dicts).
         tx: the optimizer, for states that do not carry theirs.
-        regather: gather weights again in backward instead of keeping them (stage 3).
+        regather: gather weights again in backward instead of keeping them (stage 3). An axis,
+            such as "gpu", gathers them again over that axis alone: what forward gathered over the
+            others, between nodes, is kept in shards (ZeRO++'s hpZ).
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
             directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
             What forward reads last, a head, is then kept for backward.
@@ -222,12 +225,12 @@ def train_step(
         >>> print(metrics["loss"], state.params["w"].addressable_shards[0].data.shape)
         4096.0 (8, 16)
     """
-    _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
+    _arguments.check_switches(skip_nonfinite=skip_nonfinite, donate=donate)
     options = Options(
         None,
         accumulate,
         precision,
-        regather,
+        regathered(regather),
         prefetch=prefetch,
         mutable=_arguments.mutable_names(mutable),
         update=update,

@@ -1,0 +1,210 @@
+"""`regather=` by axis: backward gathers within a node what forward brought there."""
+
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests import audits
+from tests.collectives import collectives, scans_of
+from tests.conftest import FUSED_AS_USERS, mostly_slow
+from tests.models import MODELS, OPTIMIZERS
+from tests.reference import assert_close, assert_equal_bits, make_state
+from zerojax._hlo.groups import group_of
+from zerojax._hlo.lineage import NONE, Lineage
+from zerojax._hlo.module import Module
+
+AXES = ("node", "gpu")
+LAYERS, DIM = 4, 64
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "accumulate", "prefetch"),
+    mostly_slow(
+        itertools.product(MODELS, OPTIMIZERS, (1, 4), (0, 1)),
+        lambda *case: (
+            case in [("gpt", "adamw", 1, 1), ("gpt", "adamw", 4, 1), ("mlp", "sgd", 1, 0)]
+        ),
+    ),
+)
+def test_the_bits_are_those_of_gathering_over_all_axes_again(
+    model, optimizer, accumulate, prefetch
+):
+    made, states = MODELS[model](True), []
+    for regather in (True, "gpu"):
+        tx, mesh = OPTIMIZERS[optimizer](), zerojax.mesh(node=2, gpu=4)
+        state = zerojax.shard_train_state(make_state(made, tx), mesh=mesh, axis=AXES)
+        options = {"prefetch": prefetch, "compiler_options": FUSED_AS_USERS}
+        step = zerojax.train_step(made.loss, accumulate=accumulate, regather=regather, **options)
+        states.append(step(state, made.batch)[0])
+    assert_equal_bits(states[1].params, states[0].params)
+
+
+def layer(x, p):
+    return jnp.tanh(x @ p["w"] + x @ p["x"]), None
+
+
+def loss(params, batch):
+    return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+
+
+def step_of(regather, **options):
+    """A step over two stacked weights, the state and the batch that it takes."""
+    weights = jnp.ones((LAYERS, DIM, DIM)) / DIM
+    params, tx = {"w": weights, "x": weights}, optax.sgd(0.1)
+    state = {"params": params, "opt_state": tx.init(params)}
+    plan = zerojax.plan(state, mesh=zerojax.mesh(node=2, gpu=4), axis=AXES, tx=tx)
+    step = zerojax.train_step(loss, tx=tx, plan=plan, regather=regather, **options)
+    return step, plan.place(state), zerojax.shard_batch(jnp.ones((64, DIM)), plan=plan)
+
+
+def gathers_by_axes(regather, **options):
+    step, state, batch = step_of(regather, **options)
+    times = collections.Counter()
+    for c in collectives(jax.make_jaxpr(step)(state, batch)):
+        if c.kind == "all-gather":
+            times[c.axes] += c.times
+    return dict(times)
+
+
+@pytest.mark.parametrize(("prefetch", "last"), [(0, 0), (1, 1)])
+def test_forward_crosses_nodes_and_backward_does_not(prefetch, last):
+    assert gathers_by_axes(True, prefetch=prefetch) == {
+        ("gpu", "node"): 2 * (2 * LAYERS - last)  # prefetched, the last layer is still there
+    }
+    assert gathers_by_axes("gpu", prefetch=prefetch) == {
+        ("node",): 2 * (LAYERS + last),  # prefetched, the last layer crosses twice
+        ("gpu",): 2 * (2 * LAYERS - last),
+    }
+    assert gathers_by_axes(("gpu", "node")) == gathers_by_axes(True)
+
+
+def test_microbatches_cross_nodes_once_a_step():
+    assert gathers_by_axes("gpu", accumulate=4, prefetch=0) == {
+        ("node",): 2,  # of all layers together
+        ("gpu",): 2 * 2 * LAYERS * 4,
+    }
+
+
+def test_what_crosses_nodes_is_two_layers_ahead_of_its_use():
+    step, state, batch = step_of("gpu", prefetch=1)
+    forward, _ = scans_of(jax.make_jaxpr(step)(state, batch))
+    made = {}
+    for eqn in forward.params["jaxpr"].jaxpr.eqns:
+        made |= dict.fromkeys(eqn.outvars, eqn)
+    near = [e for e in made.values() if e.params.get("axis_name") == ("gpu",)]
+    far = [e for e in made.values() if e.params.get("axis_name") == ("node",)]
+    assert len(near) == len(far) == 2
+    # No collective of an iteration waits for another: what is gathered within the node was carried.
+    assert all(e.invars[0] not in made for e in near)
+
+
+def test_a_step_keeps_its_contract_and_the_memory_of_what_it_keeps():
+    step, state, batch = step_of("gpu", prefetch=1)
+    report = zerojax.audit(step, state, batch, per_host=4).check()
+    layers = report.plan.params[0]
+    assert layers.rest.axes == ("gpu", "node") and layers.near.axes == ("gpu",)
+    assert report.plan.kept_bytes() == 2 * LAYERS * DIM * DIM * 4 // 4
+    assert step.recipe.plan.kept_bytes() == 0
+    crossing = {t.axes for t in report.traffic if t.kind == "all-gather"}
+    assert crossing == {("node",), ("gpu",)}
+
+
+@pytest.mark.gpu_code
+def test_backward_gathers_what_has_arrived():
+    """ZeRO++'s streams could read secondary shards that were still on their way. Here they are
+    values of a program: each gather within a node reads an array that one between nodes has made,
+    and no schedule can start it before that one's end."""
+    mesh = zerojax.aot.mesh("16xH100", (2, 8), AXES)
+    plan = zerojax.plan(audits.make_state, mesh=mesh, axis=AXES)
+    step = zerojax.train_step(audits.loss, plan=plan, regather="gpu")
+    text = step.lower(plan.abstract(), audits.tokens(plan)).compile().as_text()
+    module = Module(text)
+
+    def crosses(instruction):
+        """Whether a gather is between nodes (True) or within one (False); None for others."""
+        if instruction.base != "all-gather" or instruction.opcode.endswith("-done"):
+            return None
+        on_host = group_of(instruction, module.devices).on_host(8)
+        return {1: True, 8: False}.get(on_host)
+
+    def arrives(instruction):
+        return [frozenset(["far"])] * len(instruction.operands) if crosses(instruction) else []
+
+    lineage = Lineage(module, [NONE] * len(module.parameters), arrives)
+    near = 0
+    for name, instructions in module.computations.items():
+        order = list(instructions)
+        for at, each in enumerate(instructions.values()):
+            if crosses(each) is False:
+                near += 1
+                for operand in each.operands:
+                    assert "far" in frozenset().union(*lineage.values[name, operand])
+                    assert order.index(operand) < at
+                    assert not instructions[operand].opcode.endswith("-start")
+    assert near >= 3  # of the embedding, in forward and in backward
+
+
+def by_hand(regather):
+    """Gradients of the loss with parts taken by hand, the same loss's own, and the gathers."""
+    step, state, batch = step_of(True)
+    plan, params = step.recipe.plan, state["params"]
+
+    def grads(params, batch):
+        def loss(parts):
+            return jnp.mean(zerojax.scan(layer, batch, parts, regather=regather)[0] ** 2) / 8
+
+        found = jax.grad(loss)(zerojax.shards(params, plan))
+        return {name: part.data for name, part in found.items()}
+
+    specs = zerojax.param_specs(plan)
+    mapped = jax.shard_map(
+        grads,
+        mesh=plan.mesh,
+        in_specs=(specs, P(plan.batch_axes)),
+        out_specs=specs,
+        check_vma=False,
+    )
+    run = jax.jit(mapped)
+    gathers = [c for c in collectives(run.trace(params, batch).jaxpr) if c.kind == "all-gather"]
+    wanted = jax.grad(loss)(zerojax.gather_params(params), batch)
+    times = collections.Counter(axes for c in gathers for axes in [c.axes] * c.times)
+    return run(params, batch), wanted, dict(times)
+
+
+def test_parts_taken_by_hand_may_be_kept_within_a_node():
+    grads, wanted, times = by_hand("gpu")
+    assert_close(grads, wanted, 1e-5)
+    assert times == {("node",): 2 * LAYERS, ("gpu",): 2 * 2 * LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("regather", "message"),
+    [
+        (
+            "tensor",
+            r"names 'tensor', and the batch is split over \('node', 'gpu'\)\. Name",
+        ),
+        ("node", r"over \('gpu',\) first, .* Name the first of these: regather='gpu'"),
+    ],
+)
+def test_axes_that_backward_cannot_gather_over_are_refused(regather, message):
+    step, state, batch = step_of(regather)
+    with pytest.raises(ValueError, match=message):
+        step(state, batch)
+
+
+def test_by_hand_too():
+    with pytest.raises(ValueError, match=r"from the fastest axis on\. .*: regather='gpu'"):
+        by_hand("node")
+
+
+@pytest.mark.parametrize("regather", [(), 1, None, ["gpu", 2]])
+def test_what_is_no_name_is_refused(regather):
+    with pytest.raises(TypeError, match=r"must be True or False, or name the mesh axes over which"):
+        zerojax.train_step(loss, regather=regather)
