@@ -9,6 +9,7 @@ from jax.extend import core as jex_core
 KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
 }

@@ -58,6 +58,7 @@ if typing.TYPE_CHECKING:
     from zerojax._update.offload import Offload as Offload
     from zerojax._verify.verification import Verification as Verification
     from zerojax._verify.verify import verify as verify
+    from zerojax._wire.codecs import Blocks as Blocks
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ _EXPORTS = {
     "_checkpoint.extras": ["Extras"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
+    "_wire.codecs": ["Blocks"],
     "_forecast.forecast": ["forecast"],
     "_forecast.memory_table": ["memory_table"],
     "_forecast.mfu": ["peak_flops", "step_flops"],

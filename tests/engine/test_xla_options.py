@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import zerojax
+from tests import audits
 from tests.conftest import make_mesh
 from zerojax._engine import xla_options as _xla_options
 
@@ -73,3 +74,24 @@ def test_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
         ("8xH100", False), ("16xH100", True), ("16xB200", True), ("16xA100-80GB", False),
     ]:  # fmt: skip
         assert _xla_options.knows_wires(zerojax.aot.mesh(gpus)) == wanted, gpus
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(
+    ("gpus", "shape", "regather", "wanted"),
+    [
+        ("16xH100", (2, 8), "gpu", True),
+        ("16xH100", (2, 8), True, False),  # every collective uses all links
+        ("8xH100", (2, 4), "gpu", False),  # on one host
+    ],
+)
+def test_two_collectives_are_in_flight_where_they_use_links_of_their_own(
+    gpus, shape, regather, wanted
+):
+    mesh = zerojax.aot.mesh(gpus, shape, ("node", "gpu"))
+    plan = zerojax.plan(audits.make_state, mesh=mesh, axis=("node", "gpu"))
+    step = zerojax.train_step(audits.loss, plan=plan, regather=regather)
+    jaxpr = step.without_options.trace(plan.abstract(), audits.tokens(plan)).jaxpr.jaxpr
+    options = _xla_options.options_for(jaxpr, mesh, ahead=True)
+    assert options.get(_xla_options.IN_FLIGHT) == (2 if wanted else None)
+    assert options[_xla_options.DOUBLE_BUFFER]

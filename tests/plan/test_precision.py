@@ -206,7 +206,7 @@ def test_batch_and_weights_are_computed_in_the_given_dtype():
     ("options", "message"),
     [
         ({"compute": "int8"}, r"compute='int8'\): not a float dtype. Use one such as"),
-        ({"reduce": "half-ish"}, r"reduce='half-ish'\): not a float dtype"),
+        ({"reduce": "half-ish"}, r"reduce='half-ish'\): neither a float dtype nor codes"),
         ({"master": "float32"}, r"Give param=\.\.\. as well"),
     ],
 )

@@ -20,6 +20,7 @@ from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._plan import show as _show
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state import state as _state
+from zerojax._wire import codecs as _codecs
 
 # Files that have no source lines of a user's.
 OURS = (
@@ -48,7 +49,8 @@ class Reading:
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
         self.kinds = [self._kind(path) for path in self.paths]
         bare: list[frozenset[Made]] = [NONE] * len(self.paths)
-        self.weights = Lineage(module, [frozenset([i]) for i in range(len(self.paths))])
+        numbers = [frozenset([i]) for i in range(len(self.paths))]
+        self.weights = Lineage(module, numbers, through=_codecs.SCOPE)
         self.gradients = Lineage(module, bare, _made_by(*REDUCING), arithmetic=True)
         # Stages 1 and 2 gather the updated parameters.
         self.updated = Lineage(module, bare, _made_by("all-gather"))

@@ -10,7 +10,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _collectives, _compat
-from zerojax._collectives import Held, Parts
+from zerojax._collectives import Held
 from zerojax._engine import padded as _padded
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
@@ -28,6 +28,7 @@ from zerojax._engine.vary import (
     zeros_like,
 )
 from zerojax._jaxpr import Atom, Var, is_var, type_of
+from zerojax._wire.codecs import Parts
 
 # [Note: what is kept for backward]
 # JAX keeps for backward whatever the derivative needs, full weights among it: with plain
@@ -292,13 +293,19 @@ class Body:
         """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
-        dispose = _padded.dispose if self.closes else _collectives.dispose
-        for shard, grad in zip(self.split.gathers.values(), d_gathered, strict=True):
-            if grad is not None:
-                seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
-                (mine,) = to_root(dispose(grad, seen.dtype, shard.cut))
-                total = totals[shard.root]
-                totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, mine))
+        dispose_all = _padded.dispose_all if self.closes else _collectives.dispose_all
+        pairs = zip(self.split.gathers.values(), d_gathered, strict=True)
+        left = [(shard, grad) for shard, grad in pairs if grad is not None]
+        views = [jax.vjp(shard.view, held[shard.root].shard) for shard, _ in left]
+        mine = dispose_all(
+            [grad for _, grad in left],
+            [seen.dtype for seen, _ in views],
+            [shard.cut for shard, _ in left],
+        )
+        for (shard, _), (_, to_root), grad in zip(left, views, mine, strict=True):
+            (grad,) = to_root(grad)
+            total = totals[shard.root]
+            totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
     # -- what is differentiated

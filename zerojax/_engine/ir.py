@@ -9,9 +9,10 @@ from jax import Array
 from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
-from zerojax._collectives import Cut, Held
+from zerojax._collectives import Held
 from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
+from zerojax._wire.routes import Cut
 
 Dims = tuple[int | None, ...]
 T = TypeVar("T")

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._collectives import Held, Parts
+from zerojax._collectives import Held
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
 from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, fetched_layer
 from zerojax._update.stacks import Index
+from zerojax._wire.codecs import Parts
 
 
 class Layers:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _collectives
-from zerojax._collectives import Cut, Exact, Held, Parts, Wire
+from zerojax._collectives import Held
+from zerojax._wire.codecs import Exact, Parts
+from zerojax._wire.routes import Cut, Wire
 
 # [Note: padded weights in place]
 # To drop a weight's padding, and to add it to the gradient, XLA copies both: with 4096 tokens per
@@ -28,9 +31,10 @@ from zerojax._collectives import Cut, Exact, Held, Parts, Wire
 
 
 def is_closed(cut: Cut) -> bool:
-    """Whether a weight comes padded. Of a quantised one, zeros may decode to something else."""
-    gather = cut.wire.gather
-    return bool(gather.padding) and isinstance(gather.codec, Exact) and cut.use_dtype is None
+    """Whether a weight comes padded. What travels as codes is copied in any case."""
+    gather, reduce = cut.wire.gather, cut.wire.reduce
+    is_exact = isinstance(gather.codec, Exact) and isinstance(reduce.codec, Exact)
+    return bool(gather.padding) and is_exact and cut.use_dtype is None
 
 
 def keeps_nothing(policy: object) -> bool:
@@ -79,11 +83,13 @@ def opened(full: Array, cut: Cut) -> Array:
     return jnp.moveaxis(_rows(full, len(full) - cut.wire.gather.padding), 0, _dim(cut))
 
 
-def dispose(grad: Array, dtype: DTypeLike, cut: Cut) -> Array:
-    """Returns the gradient of a shard from that of what `obtain` returned."""
-    if not is_closed(cut):
-        return _collectives.dispose(grad, dtype, cut)
-    return jnp.moveaxis(_collectives.dispose(grad, dtype, _first(cut)), 0, _dim(cut))
+def dispose_all(
+    grads: Sequence[Array], dtypes: Sequence[DTypeLike], cuts: Sequence[Cut]
+) -> list[Array]:
+    """Returns the gradients of shards from those of what `obtain` returned."""
+    bare = [_first(cut) if is_closed(cut) else cut for cut in cuts]
+    pairs = zip(_collectives.dispose_all(grads, dtypes, bare), cuts, strict=True)
+    return [jnp.moveaxis(grad, 0, _dim(cut)) if is_closed(cut) else grad for grad, cut in pairs]
 
 
 def _dim(cut: Cut) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._collectives import Held, Parts
+from zerojax._collectives import Held
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
@@ -22,6 +22,7 @@ from zerojax._update.in_loop import (
     resting_layer_of,
 )
 from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer
+from zerojax._wire.codecs import Blocks, Parts
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -133,6 +134,10 @@ class _Backward:
         self.in_loop, self.inputs = InLoop(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
+        cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
+        # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
+        coded = any(isinstance(cut.wire.reduce.codec, Blocks) for cut in cuts)
+        self.in_turn = layers.how.in_turn and not coded
 
     def run(self) -> list[Gradient]:
         """Returns the gradients of the inputs."""
@@ -166,7 +171,7 @@ class _Backward:
         done, source = self.reduced(left, at + 1), self.source_at(stacks, ahead)
         source, stacks = self.in_loop.read_first(source, stacks)
         old = self.in_loop.fetched(stacks, layer)
-        if self.layers.how.in_turn:  # frees the gradients' memory before the weights need theirs
+        if self.in_turn:  # frees the gradients' memory before the weights need theirs
             source, done = lax.optimization_barrier((source, done))
         arrived = self.arrived(source)
         d_stacks = self.stacked(d_stacks, done, at + 1)

@@ -15,7 +15,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._collectives import Cut
 from zerojax._engine.ir import (
     CONST,
     WEIGHT,
@@ -32,6 +31,7 @@ from zerojax._engine.ir import (
 )
 from zerojax._engine.views import Readers, is_cast
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._wire.routes import Cut
 
 
 def split(

@@ -9,10 +9,10 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._collectives import names_in
 from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, type_of
 from zerojax._types import Device
+from zerojax._wire.routes import names_in
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of their results
@@ -44,11 +44,11 @@ def options_for(
     wanted: Options = {}
     # A loop over layers does both in backward; one that only gathers is the end of a step.
     all_loops = loops_of(jaxpr)
-    loops = [loop for loop in all_loops if loop.gathered and loop.scattered]
+    loops = [loop for loop in all_loops if loop.gathered and (loop.scattered or loop.exchanged)]
     if loops and ahead:
         wanted |= combined(loops, _compat.LARGEST_COLLECTIVE)
         wanted[DOUBLE_BUFFER] = True
-        if any(len(loop.levels) > 1 for loop in all_loops):
+        if spans_hosts(mesh) and any(len(loop.levels) > 1 for loop in all_loops):
             # What stays inside nodes runs beside what crosses between them.
             wanted[IN_FLIGHT] = 2
     if updates and loops:
@@ -93,15 +93,17 @@ def is_older(device: Device) -> bool:
 
 @dataclasses.dataclass
 class LoopBytes:
-    """The results of one iteration's all-gathers and reduce-scatters, and the latter's operands.
+    """The results of one iteration's all-gathers, reduce-scatters and all-to-alls, and the operands
+    of the reduce-scatters.
 
-    `levels` are the mesh axes of each kind of all-gather. `in_place`: where weights are padded, it
+    `levels` are the mesh axes that any of them spans. `in_place`: where weights are padded, it
     reads them so. See the note in `padded.py`.
     """
 
     gathered: int = 0
     scattered: int = 0
     reduced: int = 0
+    exchanged: int = 0
     levels: set[frozenset[str]] = dataclasses.field(default_factory=set)
     in_place: bool = False
 
@@ -114,10 +116,9 @@ def combined(loops: Sequence[LoopBytes], most: int) -> Options:
     gathered = max(loop.gathered for loop in loops)
     scattered = max(loop.scattered for loop in loops)
     reduced = max(loop.reduced for loop in loops)
-    options: Options = {
-        COMBINE_GATHERS: min(_above(gathered), most),
-        COMBINE_SCATTERS: min(_above(scattered), most * scattered // reduced),
-    }
+    options: Options = {COMBINE_GATHERS: min(_above(gathered), most)}
+    if reduced:
+        options[COMBINE_SCATTERS] = min(_above(scattered), most * scattered // reduced)
     if gathered > most:
         # XLA overestimates the memory of such a program by about two layers' weights (84 GiB, not
         # 54, with 10^12 parameters), and gives up overlap to save it: 24.1 s instead of 19.8.
@@ -139,9 +140,12 @@ def loops_of(jaxpr: Jaxpr) -> list[LoopBytes]:
 def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if name in ("all_gather", "reduce_scatter", "all_to_all"):
+            loop.levels.add(frozenset(names_in([eqn.params["axis_name"]])))
         if name == "all_gather":
             loop.gathered += _nbytes(eqn.outvars)
-            loop.levels.add(frozenset(names_in([eqn.params["axis_name"]])))
+        elif name == "all_to_all":
+            loop.exchanged += _nbytes(eqn.outvars)
         elif name == "reduce_scatter":
             loop.scattered += _nbytes(eqn.outvars)
             loop.reduced += _nbytes(eqn.invars)

@@ -36,6 +36,7 @@ class Lineage(Generic[L]):
 
     `inputs` labels the entry's parameters, `born` the results of instructions. `values` has a set
     of labels for each array of each instruction, `outputs` for each array that the module returns.
+    Arithmetic keeps labels with `arithmetic`, or in the scope that `through` names.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Lineage(Generic[L]):
         inputs: list[Labels[L]],
         born: Callable[[Instruction], list[Labels[L]]] = lambda _: [],
         arithmetic: bool = False,
+        through: str | None = None,
     ) -> None:
         self.module, self.born, self.arithmetic = module, born, arithmetic
+        self.through = through
         self.values: dict[tuple[str, str], list[Labels[L]]] = {}
         given = [
             [labels] * len(p.arrays) for p, labels in zip(module.parameters, inputs, strict=True)
@@ -91,11 +94,15 @@ class Lineage(Generic[L]):
             if opcode == "all-gather":  # XLA joins several into one, with an operand for each
                 moved = [labels for operand in operands for labels in operand]
             return moved if len(moved) == count else [_union(moved)] * count
-        if opcode == "select" and not self.arithmetic:
+        computes = self.arithmetic or self._is_through(instruction)
+        if opcode == "select" and not computes:
             return [_union(operands[1] + operands[2])]
-        if self.arithmetic:
+        if computes:
             return [self._same_size(instructions, instruction, operands)] * count
         return [NONE] * count
+
+    def _is_through(self, instruction: Instruction) -> bool:
+        return self.through is not None and self.through in instruction.op_name
 
     def _started(
         self, instruction: Instruction, operands: list[list[Labels[L]]]

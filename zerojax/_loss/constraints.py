@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._collectives import names_in
 from zerojax._types import PyTree
+from zerojax._wire.routes import names_in
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._collectives import Entry, names_in
 from zerojax._plan import mesh as _mesh
+from zerojax._wire.routes import Entry, names_in
 
 DEFAULT_MIN_SHARD_SIZE = 128
 

@@ -5,14 +5,17 @@ import functools
 import math
 from typing import Self
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, Groups, Placement, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
+from zerojax._wire.codecs import Blocks, Codec, Exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,20 @@ class LeafPlan:
         """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
         return (self.rest if self.rest.padding else self.update).on_device
 
+    def fitted(self, codec: Blocks, mesh: Mesh) -> Blocks | None:
+        """Returns how its shards are written in blocks; None where they travel as they are."""
+        is_matrix = len(self.shape) - self.stacked >= 2
+        if self.update.dim is None or not is_matrix or not _is_float(self.dtype):
+            return None
+        place = self.update.on_device
+        return codec.fitted(place.sharding(mesh).shard_shape(place.padded(self.shape))[-1])
+
+    def codec(self, given: DTypeLike | Blocks | None, mesh: Mesh) -> Codec:
+        """Returns the codec of what `Precision` says of a way: exact, where it fits no blocks."""
+        if isinstance(given, Blocks):
+            return self.fitted(given, mesh) or Exact()
+        return Exact(given)
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -83,6 +100,10 @@ class LeafPlan:
     def _bytes_at(self, place: Placement, mesh: Mesh) -> int:
         part = place.on_device.sharding(mesh).shard_shape(place.padded(self.shape))
         return math.prod(part) * self.dtype.itemsize
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def by_layer(leaf: LeafPlan) -> bool:

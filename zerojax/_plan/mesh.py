@@ -175,12 +175,24 @@ def check_runs(mesh: Mesh) -> None:
 
 def on_one_host(mesh: Mesh) -> int:
     """Counts the devices of the first one's host."""
+    hosts = _hosts(mesh).ravel().tolist()
+    return hosts.count(hosts[0])
+
+
+def hosts_along(mesh: Mesh, axis: str) -> list[int]:
+    """Returns the hosts of the devices along one axis, from the first device on."""
+    rows = np.moveaxis(_hosts(mesh), mesh.axis_names.index(axis), -1)
+    return rows.reshape(-1, mesh.shape[axis])[0].tolist()
+
+
+def _hosts(mesh: Mesh) -> np.ndarray:
+    """Returns the host of each device, in the shape of the mesh."""
     devices = list(mesh.devices.flat)
     # A process may run one GPU of several. What JAX calls a slice is a host of them, or what NVLink
     # joins; devices that are not there are all of one.
     listed = hasattr(devices[0], "slice_index") and not _compat.is_compile_only(devices[0])
     hosts = [device.slice_index if listed else device.process_index for device in devices]
-    return hosts.count(hosts[0])
+    return np.reshape(hosts, mesh.devices.shape)
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:

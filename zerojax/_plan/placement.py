@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._collectives import Entry, names_in
 from zerojax._plan import dimension as _dimension
+from zerojax._wire.routes import Entry, names_in
 
 Axes = tuple[str, ...]
 

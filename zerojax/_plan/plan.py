@@ -8,7 +8,6 @@ import numpy as np
 from jax import Array
 
 from zerojax import _agreement, _collectives, _compat, _fingerprint
-from zerojax._collectives import Cut, Route, Wire
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes, unpadded
@@ -17,6 +16,7 @@ from zerojax._plan.precision import stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
 from zerojax._update import offload as _offload
+from zerojax._wire.routes import Cut, Route, Wire
 
 
 class Plan(Layout):

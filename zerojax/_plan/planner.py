@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._collectives import names_in
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.padding import padded_shapes
@@ -24,6 +23,7 @@ from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
 from zerojax._update.offload import HOST, Offload, as_offload
+from zerojax._wire.routes import names_in
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
-from zerojax._update import rounding as _rounding
+from zerojax._wire import codecs as _codecs, rounding as _rounding
+from zerojax._wire.codecs import Blocks
 
 NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
@@ -25,7 +26,13 @@ class Precision:
     Arguments:
         compute: floating parameters and batch leaves are cast to it before the loss sees them.
             Weights are cast as shards, so it is also the dtype they are gathered in.
+        gather: what sharded weights are gathered as, where that is not `compute`: a float dtype,
+            or "int8", "float8_e4m3fn", a `zerojax.Blocks`: codes with a scale for each block,
+            which are decoded where a weight is used. Gradients do not notice. Vectors, and leaves
+            whose shards no block divides, travel as they are: `print(plan)` says which.
         reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
+            With "int8", "int4" or a `zerojax.Blocks` they travel as codes, one axis of the mesh
+            after the other, and are summed in float32.
         param: the dtype that parameters are stored in, from where the state is placed.
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
             with `param="bfloat16", master="float32"` and Adam that is the ZeRO paper's
@@ -47,32 +54,35 @@ class Precision:
     """
 
     compute: DTypeLike | None = None
-    reduce: DTypeLike | None = None
+    reduce: DTypeLike | Blocks | None = None
     param: DTypeLike | None = None
     master: DTypeLike | None = None
     moments: DTypeLike | None = None
+    gather: DTypeLike | Blocks | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            try:
-                dtype = jnp.dtype(value)
-            except TypeError:
-                dtype = None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        for name in ("gather", "reduce"):
+            object.__setattr__(self, name, _codecs.codec_for(getattr(self, name), name))
+        for name in ("compute", "param", "master", "moments"):
+            value = getattr(self, name)
+            dtype = None if value is None else _codecs.float_dtype(value)
+            if value is not None and dtype is None:
                 raise ValueError(
-                    f"Precision({field.name}={value!r}): not a float dtype. Use one such as "
+                    f"Precision({name}={value!r}): not a float dtype. Use one such as "
                     "'bfloat16', 'float16' or 'float32'."
                 )
-            object.__setattr__(self, field.name, dtype)
+            object.__setattr__(self, name, dtype)
         if self.master is not None and self.param is None:
             raise ValueError(
                 "Precision(master=...) keeps copies of parameters that are stored narrower. "
                 "Give param=... as well, for example param='bfloat16'."
             )
         self._check_moments()
+
+    @property
+    def sums(self) -> DTypeLike | None:
+        """The dtype of the sums of gradients."""
+        return "float32" if isinstance(self.reduce, Blocks) else self.reduce
 
     @property
     def stores(self) -> bool:
@@ -138,17 +148,6 @@ def wide(dtype: DTypeLike) -> DTypeLike:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.result_type(float)
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
-
-
-def exact_share(ways: int) -> tuple[float, float]:
-    """Splits `1 / ways` into a power of two and the factor that is left.
-
-    A power of two is exact in narrow dtypes. It scales the loss, so that sums of gradients do not
-    overflow. The other factor, which most dtypes round, scales the sums; it is 1 where `ways` is a
-    power of two.
-    """
-    power = 1 << (ways - 1).bit_length()
-    return 1 / power, power / ways
 
 
 def check_precision(precision: object) -> None:

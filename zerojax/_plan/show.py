@@ -9,6 +9,7 @@ from zerojax._plan.placement import Groups
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
 from zerojax._types import Device
+from zerojax._wire.codecs import Blocks
 
 GRADS, ACTIVATIONS = "grads", "activations"
 
@@ -203,25 +204,44 @@ def plan_html(plan: Layout) -> str:
 
 
 def _rows(plan: Layout) -> list[Row]:
-    """Makes the rows of the leaves; only plans that pad some, or have some in host memory, have
-    columns for that."""
-    pads, names_memory = _rests_padded(plan), _names_memory(plan)
-    head = ("padded to",) * pads
-    rows: list[Row] = [
-        ("leaf", "shape", *head, "spec", "size", "per device", REASON, *("memory",) * names_memory)
-    ]
+    """Makes the rows of the leaves; only plans that pad some, have some in host memory or send some
+    as codes have columns for that."""
+    pads, names_memory, sends_codes = _rests_padded(plan), _names_memory(plan), _sends_codes(plan)
+    head, tail = ("padded to",) * pads, ("memory",) * names_memory + ("sent as",) * sends_codes
+    rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", REASON, *tail)]
     for leaf in plan.leaves:
         shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
         padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
         size, part = human_bytes(leaf.nbytes), human_bytes(leaf.bytes_per_device(plan.mesh))
         memory = (leaf.memory or "",) * names_memory
-        why = leaf.reason or ""
-        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, why, *memory))
+        why, sent = leaf.reason or "", (_sent_as(plan, leaf),) * sends_codes
+        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, why, *memory, *sent))
     return rows
 
 
 def _names_memory(plan: Layout) -> bool:
     return any(leaf.memory for leaf in plan.leaves)
+
+
+def _codecs(plan: Layout) -> dict[str, Blocks]:
+    """Returns what weights, and what gradients, are sent as in blocks of codes."""
+    given = plan.precision and {"weight": plan.precision.gather, "gradient": plan.precision.reduce}
+    return {name: codec for name, codec in (given or {}).items() if isinstance(codec, Blocks)}
+
+
+def _sends_codes(plan: Layout) -> bool:
+    return bool(_codecs(plan))
+
+
+def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
+    """Says what a parameter is sent as: 'weight int8, gradient exactly'."""
+    if leaf.kind != PARAMS or leaf.dim is None:
+        return ""
+    sent = {name: leaf.fitted(codec, plan.mesh) for name, codec in _codecs(plan).items()}
+    if leaf.rest.dim is None:
+        sent.pop("weight", None)  # it rests whole
+    names = [f"{name} {codec.dtype if codec else 'exactly'}" for name, codec in sent.items()]
+    return ", ".join(names)
 
 
 def _rests_padded(plan: Layout) -> bool:
@@ -241,7 +261,8 @@ def _total_rows(plan: Layout) -> list[Row]:
     for kind in now:
         if on_host[kind]:
             sums.append((f"{TITLES[kind]} in host memory", full_on_host[kind], on_host[kind]))
-    before, after = ("",) * (2 + _rests_padded(plan)), ("",) * (1 + _names_memory(plan))
+    before = ("",) * (2 + _rests_padded(plan))
+    after = ("",) * (1 + _names_memory(plan) + _sends_codes(plan))
     return [
         (name, *before, human_bytes(size), human_bytes(part), *after) for name, size, part in sums
     ]

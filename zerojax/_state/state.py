@@ -19,8 +19,8 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
-from zerojax._collectives import Entry
 from zerojax._types import PyTree, is_key
+from zerojax._wire.routes import Entry
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 

@@ -17,7 +17,7 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._collectives import Cut, Held, Route, Wire, names_in, obtain
+from zerojax._collectives import Held, obtain
 from zerojax._engine.body import How
 from zerojax._engine.ir import InputKind
 from zerojax._engine.run import evaluate, how_on
@@ -26,8 +26,9 @@ from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
-from zerojax._step.options import regathered
+from zerojax._step.options import precision_of, regathered
 from zerojax._types import PyTree, TreeDef
+from zerojax._wire.routes import Cut, Route, Wire, names_in
 
 
 @functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])
@@ -111,10 +112,11 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         others = leaf.rest.others(value.ndim)
         others = () if names_in(others) & by_hand else others
         axes, padding = leaf.rest.axes, leaf.rest.padding
-        replicas = beyond(plan.batch_axes, axes)
-        reduce = Route(axes, replicas=replicas, padding=padding)
-        near = leaf.near.axes
-        wire = Wire(Route(near, beyond(axes, near), padding=padding), reduce)
+        precision = precision_of(plan, None)
+        replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
+        gathered, reduced = (leaf.codec(x, plan.mesh) for x in (precision.gather, precision.reduce))
+        reduce = Route(axes, (), replicas, reduced, padding)
+        wire = Wire(Route(near, beyond(axes, near), (), gathered, padding), reduce)
         cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
         return Sharded(value, cut, how)
 

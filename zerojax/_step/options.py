@@ -7,9 +7,11 @@ import optax
 
 from zerojax._engine.residuals import Keeping
 from zerojax._loss import batch as _batch
+from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._types import PyTree
+from zerojax._wire.codecs import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,8 @@ def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
 def precision_of(plan: Plan, given: Precision | None) -> Precision:
     """Returns the dtypes of a step: the plan's, or those given where the plan has none."""
     if given is None:
-        return plan.precision or Precision()
+        given = plan.precision or Precision()
+    _check_codes(plan, given)
     if plan.precision is not None and given != plan.precision:
         raise ValueError(
             f"the step has {given} and the state was placed with {plan.precision}. Leave "
@@ -95,6 +98,21 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
             "it with zerojax.shard_train_state(state, precision=...); the step then needs none."
         )
     return given
+
+
+def _check_codes(plan: Plan, precision: Precision) -> None:
+    """Raises where gradients would cross hosts and the devices of each in one hop, as codes."""
+    axes = plan.groups.opt_state if isinstance(precision.reduce, Blocks) else ()
+    for axis in axes[1:] or axes:  # over the fastest of several, gradients travel as they are
+        along = _mesh.hosts_along(plan.mesh, axis)
+        count, hosts = len(along), len(set(along))
+        if 1 < hosts < count:
+            raise ValueError(
+                f"reduce={precision.reduce} sends gradients as codes over {axis!r}, {count} "
+                f"devices on {hosts} hosts: each through a network card of its own. An exact "
+                "reduce-scatter, whose rings share the cards of a host, is faster. Split the axis: "
+                f"zerojax.mesh(node={hosts}, gpu={count // hosts}), axis=('node', 'gpu')."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

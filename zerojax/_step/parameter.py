@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _collectives, _compat
-from zerojax._collectives import Cut, Exact, Held, Route, Updating, Wire
+from zerojax._collectives import Held, Updating
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
@@ -21,6 +21,8 @@ from zerojax._plan.precision import Precision, promoted, wide
 from zerojax._state.state import zero_gradient
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
+from zerojax._wire.codecs import Exact
+from zerojax._wire.routes import Cut, Route, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Parameter:
         precision, own = self.precision, self.leaf.dtype
         if precision.master is None or not jnp.issubdtype(own, jnp.floating):
             return own
-        wide = precision.master if self.accumulates else precision.reduce
+        wide = precision.master if self.accumulates else precision.sums
         return promoted(own, wide or own)
 
     @property
@@ -81,8 +83,12 @@ class Parameter:
         """The sharding and the wire that the engine sees, where the parameter is `Held`."""
         # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
-        near, far = self.leaf.near, () if self.accumulates else self.far
-        return self.cut_by(Wire(Route(near.axes, far, padding=self.leaf.rest.padding), reduce))
+        near, far = self.leaf.near.axes, () if self.accumulates else self.far
+        # A weight that rests whole travels nowhere, and is used as it is.
+        travels = self.precision.gather if near or far else None
+        codec = self.leaf.codec(travels, self.plan.mesh)
+        gather = Route(near, far, codec=codec, padding=self.leaf.rest.padding)
+        return self.cut_by(Wire(gather, reduce))
 
     def cut_by(self, wire: Wire) -> Cut:
         update, rank = self.leaf.update, len(self.leaf.shape)
@@ -124,7 +130,7 @@ class Parameter:
         axes = beyond(end, start)
         far = beyond(axes, near)
         padding = self.leaf.update.padding if end and not start else 0
-        codec = Exact(self.precision.reduce)
+        codec = self.leaf.codec(self.precision.reduce, self.plan.mesh) if axes else Exact()
         return Route(beyond(axes, far), far, replicas, codec, padding)
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
@@ -225,7 +231,8 @@ class Parameter:
         is_left = (self.accumulates or not self.is_held) and (left.near + left.far + left.replicas)
         if self.plan.size > 1 and is_left:
             # What is accumulated in a wider dtype is sent in the one it was computed in.
-            grad = _collectives.reduced(grad.astype(self.compute_dtype), self.cut, left)
+            narrow = grad.astype(self.compute_dtype)
+            (grad,) = _collectives.reduced([narrow], [self.cut], [left])
         return grad.astype(self.grad_dtype)
 
     def no_gradient(self) -> Array | np.ndarray:

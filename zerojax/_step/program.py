@@ -16,10 +16,10 @@ from zerojax import _compat
 from zerojax._engine import run as _run
 from zerojax._engine.ir import InputKind
 from zerojax._jaxpr import type_of
-from zerojax._loss import batch as _batch, fields as _fields
+from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import cast_floats, exact_share, wide
+from zerojax._plan.precision import cast_floats, wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.options import Options, keeping, precision_of
@@ -144,7 +144,7 @@ class Program:
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
-        share, remaining = exact_share(self.plan.size * self.options.accumulate)
+        share, remaining = _mean.exact_share(self.plan.size * self.options.accumulate)
         of_updated = iter(state)
         states = [next(of_updated) if p.update else ([], []) for p in self.params]
         varied = [

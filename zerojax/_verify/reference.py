@@ -23,6 +23,11 @@ from zerojax._types import Device, PyTree, is_key
 from zerojax._verify import compare as _compare, replay as _replay
 from zerojax._verify.compare import Check
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
+from zerojax._wire.codecs import Blocks
+
+# How far gradients may be off, relative to their largest element, where weights or they themselves
+# travel as codes: in units of the codes' noise.
+WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
 
 
 class Reference:
@@ -123,9 +128,12 @@ class Reference:
     def tolerance(self, replayed: Replayed) -> float:
         """Returns the tolerance for a step, which rounds in its loss, in reductions over the
         devices, and to the dtypes of the parameters, which their gradients have."""
-        reduce = [self.precision.reduce] if self.precision.reduce is not None else []
+        ways = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
+        noise = [factor * way.noise for way, factor in ways if isinstance(way, Blocks)]
+        sent = [way for way, _ in ways if way is not None and not isinstance(way, Blocks)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
-        return _compare.tolerance_for([replayed.dtype, *reduce, *params], self.device.platform)
+        dtypes = [replayed.dtype, *sent, *params]
+        return max([_compare.tolerance_for(dtypes, self.device.platform), *noise])
 
     def update(self, grads: PyTree, right: Replayed, state: PyTree = None) -> PyTree:
         """Returns the state, or another one, after an update by `grads`, with `right`'s fields."""

@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._loss import batch as _batch
+from zerojax._loss.mean import exact_share
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import cast_floats, exact_share, wide
+from zerojax._plan.precision import cast_floats, wide
 from zerojax._state.state import zero_gradient
 from zerojax._text import human_bytes
 from zerojax._types import Device, PyTree, is_key

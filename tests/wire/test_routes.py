@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from tests.collectives import collectives
-from zerojax._collectives import Cut, Exact, Held, Route, Wire, brought_near, dispose, obtain
+from zerojax._collectives import Held, brought_near, dispose, obtain
+from zerojax._wire.codecs import Exact
+from zerojax._wire.routes import Cut, Route, Wire
 
 ROWS, COLUMNS = 16, 3
 FULL = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)

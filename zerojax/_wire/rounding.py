@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, by bits that depend on the numbers themselves.
+"""Stochastic rounding, by bits that depend on the numbers themselves.
 
 [Note: rounding moments]
 A running mean with a decay of 0.999 moves by a thousandth of its distance, and neighbours in
@@ -36,6 +36,12 @@ def rounded(value: Array, salt: Array) -> Array:
     other = jnp.where(size > INFINITE, size | 0x400000, size)
     bits = (bits & jnp.uint32(SIGN)) | jnp.where(size < INFINITE, up, other)
     return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def noise(value: Array) -> Array:
+    """Returns a number from 0 up to 1 for each element, which depends on its bits alone."""
+    bits = lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+    return (_hash(bits) >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _hash(bits: Array) -> Array:

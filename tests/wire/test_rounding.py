@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from tests.update.test_rules import labelled
-from zerojax._update.rounding import rounded, salt
+from zerojax._wire.rounding import rounded, salt
 
 SALT = salt(jnp.int32(3), 1)
 

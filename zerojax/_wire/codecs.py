@@ -1,0 +1,168 @@
+"""Ways to write an array on the wire: as it is, or as codes of few bits with a scale a block.
+
+[Note: codes of few bits]
+A block is a run of elements along the last dimension. Its scale is its largest absolute value over
+the largest code, so codes use their whole range, an error is at most half a code's distance, and
+zeros stay zeros. Blocks never cross a shard: the codes and scales of a shard are shards of the
+codes and scales of the whole array, which is why a gather may move them in its place. A block with
+an infinity or a NaN has no finite scale, and all of it comes out as NaN: nothing is hidden from a
+step that skips such gradients.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from zerojax._wire import rounding as _rounding
+
+Parts = tuple[Array, ...]  # what a codec made of an array
+LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+NOISE = {"int8": 7e-3, "int4": 0.13, "float8_e4m3fn": 0.027, "float8_e5m2": 0.053}
+SCOPE = "as_codes"  # of what encodes, in a compiled program
+LEAST_BLOCK = 32  # with fewer elements a scale, scales are more than an eighth of what is sent
+
+
+class Codec(Protocol):
+    """A way to write an array on the wire: as one array or several of its rank, sharded alike.
+
+    Codecs are static arguments, so they are hashable.
+    """
+
+    def encode(self, array: Array) -> Parts: ...
+
+    def decode(self, parts: Parts) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Sends floats in `dtype` (None: their own), everything else as it is."""
+
+    dtype: DTypeLike | None = None
+
+    def encode(self, array: Array) -> Parts:
+        is_real = jnp.issubdtype(array.dtype, jnp.floating)
+        return (array.astype(self.dtype) if is_real and self.dtype is not None else array,)
+
+    def decode(self, parts: Parts) -> Array:
+        (array,) = parts
+        return array
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Codes of few bits, with a float32 scale for each block of elements.
+
+    Arguments:
+        dtype: of the codes: "int8", "int4" (gradients alone), "float8_e4m3fn", "float8_e5m2".
+        block: at most so many neighbours along the last dimension share a scale. Where this does
+            not divide a leaf, its largest divisor down to 32 that does is taken.
+        stochastic: round to either neighbour, and on average to the number; integer codes only.
+
+    Example:
+        >>> precision = zerojax.Precision(gather="int8", reduce=zerojax.Blocks("int8", block=128))
+        >>> print(precision.gather)
+        Blocks(dtype='int8', block=256, stochastic=False)
+    """
+
+    dtype: str = "int8"
+    block: int = 256
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in LARGEST:
+            known = ", ".join(map(repr, LARGEST))
+            raise ValueError(f"Blocks({self.dtype!r}): there are no such codes. Use {known}.")
+        if type(self.block) is not int or self.block < LEAST_BLOCK or self.block % 2:
+            raise ValueError(
+                f"block={self.block!r} must be an even number of elements, {LEAST_BLOCK} or more: "
+                "each block is sent with a scale of 4 bytes."
+            )
+        if self.stochastic and not self.is_integer:
+            raise ValueError(
+                f"Blocks({self.dtype!r}, stochastic=True): only integer codes can be rounded so. "
+                "Use 'int8', or leave stochastic= out."
+            )
+
+    @property
+    def is_integer(self) -> bool:
+        return self.dtype.startswith("int")
+
+    @property
+    def noise(self) -> float:
+        """The root mean square of errors in normal numbers of size 1, in blocks of 256."""
+        return NOISE[self.dtype] * (2**0.5 if self.stochastic else 1)
+
+    def fitted(self, length: int) -> "Blocks | None":
+        """Returns the codec for arrays whose shards have this last dimension, None if no block
+        divides it."""
+        sizes = (n for n in range(self.block, LEAST_BLOCK - 1, -1) if length % n == 0)
+        size = next((n for n in sizes if n % 2 == 0 or self.dtype != "int4"), None)
+        return None if size is None else dataclasses.replace(self, block=size)
+
+    def encode(self, array: Array) -> Parts:
+        with jax.named_scope(SCOPE):
+            return self._encoded(array)
+
+    def _encoded(self, array: Array) -> Parts:
+        blocks = array.astype(jnp.float32).reshape(*array.shape[:-1], -1, self.block)
+        # XLA's maximum may pass over a NaN.
+        sizes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
+        largest = jnp.max(sizes, axis=-1, keepdims=True)
+        scale = jnp.where(largest == 0, 1, largest / LARGEST[self.dtype])
+        codes = self._rounded(blocks / scale).reshape(*array.shape[:-1], -1)
+        return codes, scale[..., 0]
+
+    def decode(self, parts: Parts) -> Array:
+        codes, scale = parts
+        blocks = codes.reshape(*scale.shape, -1)
+        if self.dtype == "int4":
+            # Shifts keep the sign: the low half of each byte first, then the high one.
+            blocks = jnp.concatenate([(blocks << 4) >> 4, blocks >> 4], axis=-1)
+        values = blocks.astype(jnp.float32) * scale[..., None]
+        return values.reshape(*scale.shape[:-1], -1)
+
+    def _rounded(self, blocks: Array) -> Array:
+        if not self.is_integer:
+            return blocks.astype(self.dtype)
+        if self.stochastic:
+            blocks = jnp.floor(blocks + _rounding.noise(blocks))
+        largest = LARGEST[self.dtype]
+        codes = jnp.clip(jnp.round(blocks), -largest, largest).astype(jnp.int8)
+        if self.dtype == "int4":
+            low, high = jnp.split(codes, 2, axis=-1)
+            codes = (low & 15) | (high << 4)
+        return codes
+
+
+def codec_for(value: Any, field: str) -> DTypeLike | Blocks | None:
+    """Returns what `Precision` was given for a way: a float dtype, or blocks of codes."""
+    if field == "gather" and "int4" in (value, getattr(value, "dtype", None)):
+        raise ValueError(
+            "Precision(gather='int4'): 15 levels are too few for weights, which each step reads "
+            "anew. Use 'int8' or 'float8_e4m3fn'; gradients can travel so, reduce='int4'."
+        )
+    if value is None or isinstance(value, Blocks):
+        return value
+    if isinstance(value, str) and value in LARGEST:
+        return Blocks(value)
+    dtype = float_dtype(value)
+    if dtype is None:
+        raise ValueError(
+            f"Precision({field}={value!r}): neither a float dtype nor codes. Use one such as "
+            "'bfloat16', or 'int8', 'float8_e4m3fn', zerojax.Blocks('int8', block=128)."
+        )
+    return Blocks(dtype.name) if dtype.name in LARGEST else dtype
+
+
+def float_dtype(value: Any) -> np.dtype | None:
+    """Returns a float dtype as such; None for anything else."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
