@@ -29,6 +29,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     accumulate: int = 1,
+    order: str = "microbatches",
     precision: Precision | None = None,
     regather: bool = True,
     prefetch: int | str = "auto",
@@ -50,6 +51,7 @@ def value_and_grad(
             example are concatenated along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
+        order: as in `train_step`.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: gather weights again in backward instead of keeping them (stage 3).
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
@@ -80,6 +82,7 @@ def value_and_grad(
         prefetch=prefetch,
         activations=activation_names(activations),
         batch_specs=batch_specs,
+        order=order,
     )
 
     def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:

@@ -155,6 +155,7 @@ def train_step(
     *,
     stage: int | None = None,
     accumulate: int = 1,
+    order: str = "microbatches",
     precision: Precision | None = None,
     mutable: Sequence[str] = (),
     plan: Plan | None = None,
@@ -182,6 +183,8 @@ def train_step(
             device; it sees each device's part of the batch, and `rng` folded with its index.
         stage: only to check that the placed state, which decides, is of this stage.
         accumulate: number of microbatches that each device's part of the batch is split into.
+        order: "microbatches", one after another; or "layers", in which all microbatches go through
+            a layer before the next, so that weights are gathered and gradients reduced once a step.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
             arguments and returns updated in a dict `aux`, under the same names. Floats become the
@@ -233,6 +236,7 @@ def train_step(
         update=update,
         activations=activation_names(activations),
         batch_specs=batch_specs,
+        order=order,
     )
     _backward.check_when(options, skip_nonfinite)
     _check(loss_fn, plan, tx, stage)
