@@ -44,6 +44,7 @@ def forecast(
     gpus: str,
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
+    order: str | None = None,
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
@@ -69,7 +70,8 @@ def forecast(
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
         pad, offload: as for `zerojax.shard_train_state`.
-        precision, update, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
+        precision, order, update, mutable, tx: as for `zerojax.shard_train_state` and
+            `zerojax.train_step`.
         activations: "host", as for `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -98,7 +100,7 @@ def forecast(
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
-    given = {"update": update, "activations": activations}
+    given = {"order": order, "update": update, "activations": activations}
     options |= {name: value for name, value in given.items() if value is not None}
     choices = _choices(losses, stages, accumulate)
     mesh = _mesh(gpus, per_host, groups)
@@ -136,7 +138,7 @@ def _gpu(gpus: str, rates: object) -> Gpu:
 def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
     recipe = step.recipe
-    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs")
+    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs", "order")
     return {name: getattr(recipe.options, name) for name in names} | {
         "tx": tx or recipe.tx,
         "skip_nonfinite": recipe.skip_nonfinite,
@@ -192,17 +194,18 @@ class _Workload:
         )
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
-        return self._described(variant, plan, report, flops, seconds)
+        return self._described(variant, plan, step, report, flops, seconds)
 
     def _described(
-        self, variant: str, plan: Plan, report: Report, flops: float, seconds: float
+        self, variant: str, plan: Plan, step: Step, report: Report, flops: float, seconds: float
     ) -> Case:
-        memory, replay = report.memory, report.replay
+        memory, replay, how = report.memory, report.replay, step.recipe.options
         leaves = jax.tree.leaves(self.batch)
         tokens = _tokens(leaves) if self.tokens is None else self.tokens
         return Case(
             stage=plan.stage,
-            accumulate=report.accumulate,
+            accumulate=how.accumulate,
+            order=how.order,
             variant=variant,
             groups=groups_text(plan.groups) if plan.is_grouped else "",
             parameters=memory.parameters,

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
-from zerojax._loss.shared import plain, shared
+from zerojax._loss.shared import bound, shared
 from zerojax._loss.trace import as_one_device, typed
 
 # [Note: layered accumulation]
@@ -252,7 +252,7 @@ def _run(ops: Sequence[_Op], env: dict[Var, Any]) -> None:
             outs = op.run(env)
         else:
             values = [env[v] if is_var(v) else v.val for v in op.invars]
-            outs = _compat.bind(op, list(map(plain, values)))
+            outs = bound(op, values)
         env.update(zip(op.outvars, outs, strict=True))
 
 

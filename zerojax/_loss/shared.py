@@ -1,13 +1,17 @@
 """Weights that several microbatches read, whose gradients are summed in a wider dtype."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
+from zerojax import _compat
 from zerojax._plan.precision import wide
 
 
@@ -28,7 +32,16 @@ def shared(value: Array) -> Any:
     return Shared(value, _total(value, wide(value.dtype))) if is_narrow else value
 
 
-def plain(value: Any) -> Any:
+def bound(eqn: JaxprEqn, values: Sequence[Any]) -> list[Array]:
+    """Runs one equation, some of whose operands are shared."""
+    if eqn.primitive.name == "dot_general" and isinstance(values[1], Shared):
+        return [_product(_plain(values[0]), *values[1], _Dot.of(eqn))]
+    if eqn.primitive.name == "dot_general" and isinstance(values[0], Shared):
+        return [_product(_plain(values[1]), *values[0], _Dot.of(eqn, weight=0))]
+    return _compat.bind(eqn, list(map(_plain, values)))
+
+
+def _plain(value: Any) -> Any:
     return _picked(*value) if isinstance(value, Shared) else value
 
 
@@ -64,3 +77,74 @@ def _picked_bwd(like: Array, grad: Array) -> tuple[None, Array]:
 
 
 _picked.defvjp(_picked_fwd, _picked_bwd)
+
+
+# -- matmuls with a weight, whose gradients leave the matmul in the dtype of their sum
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    """A matmul, as `lax.dot_general` takes it. `weight`: which of its operands is one."""
+
+    weight: int
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]  # of the other, of the weight
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn, weight: int = 1) -> "_Dot":
+        contracting, batch = eqn.params["dimension_numbers"]
+        options = {name: x for name, x in eqn.params.items() if name != "dimension_numbers"}
+        order = slice(None, None, 1 if weight else -1)
+        return cls(weight, contracting[order], batch[order], tuple(options.items()))
+
+    def __call__(self, other: Array, weight: Array) -> Array:
+        order = slice(None, None, 1 if self.weight else -1)
+        dims = self.contracting[order], self.batch[order]
+        return lax.dot_general(*(other, weight)[order], dims, **dict(self.options))
+
+    def gradient(self, other: Array, grad: Array, rank: int, dtype: DTypeLike) -> Array:
+        """Returns the gradient of the weight, of `rank` dimensions, in `dtype`."""
+        (theirs, mine), (their_batch, my_batch) = self.contracting, self.batch
+        free = [d for d in range(other.ndim) if d not in (*theirs, *their_batch)]
+        my_free = [d for d in range(rank) if d not in (*mine, *my_batch)]
+        # In the result, the batch comes first, then what is free of the operands in their order.
+        first = len(my_batch) + (0 if self.weight else len(my_free))
+        summed = free, range(first, first + len(free))
+        precision = dict(self.options)["precision"]
+        found = lax.dot_general(
+            other,
+            grad,
+            (summed, (their_batch, range(len(my_batch)))),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+        order = [*my_batch, *(mine[theirs.index(d)] for d in sorted(theirs)), *my_free]
+        return found.transpose([order.index(d) for d in range(rank)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(other: Array, weight: Array, total: Array, dot: _Dot) -> Array:
+    """Returns a matmul with a weight, whose gradient goes to `total`.
+
+    In the dtype of the sum, the gradient is added to it where the matmul writes its result:
+    written by itself and added, it cost 5% of a 7.5B step's compute.
+    """
+    return dot(other, weight)
+
+
+def _product_fwd(
+    other: Array, weight: Array, total: Array, dot: _Dot
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return dot(other, weight), (other, weight, jnp.zeros((0,), total.dtype))
+
+
+def _product_bwd(
+    dot: _Dot, saved: tuple[Array, Array, Array], grad: Array
+) -> tuple[Array, None, Array]:
+    other, weight, like = saved
+    (d_other,) = jax.linear_transpose(lambda x: dot(x, weight), other)(grad)
+    return d_other, None, dot.gradient(other, grad, weight.ndim, like.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)

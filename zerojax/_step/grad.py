@@ -180,7 +180,9 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
-    if backward and options.update == "auto" and is_better_after(plan, matmul_flops(traced.jaxpr)):
+    # Backward runs all microbatches of a layer where it runs in layers.
+    flops = matmul_flops(traced.jaxpr) * options.accumulate / options.rounds
+    if backward and options.update == "auto" and is_better_after(plan, flops):
         backward = None
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)

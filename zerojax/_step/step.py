@@ -116,8 +116,7 @@ class Step:
         padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
         updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
         options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
-        device = plan.mesh.devices.flat[0]
-        if _compat.uses_host(trace().jaxpr) and not _slices.are_found(device):
+        if _compat.uses_host(trace().jaxpr) and not _slices.are_found(plan.mesh.devices.flat[0]):
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
