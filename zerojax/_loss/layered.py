@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
-from zerojax._loss.shared import bound, shared
+from zerojax._loss.shared import bound, differentiated, mapped, shared
 from zerojax._loss.trace import as_one_device, typed
 
 # [Note: layered accumulation]
@@ -32,13 +32,18 @@ Wrap = Callable[[Callable], Callable]
 
 
 def layered(
-    jaxpr: Jaxpr, kinds: Sequence[str], count: int, mesh: Mesh, axes: tuple[str, ...]
+    jaxpr: Jaxpr,
+    kinds: Sequence[str],
+    count: int,
+    scale: float,
+    mesh: Mesh,
+    axes: tuple[str, ...],
 ) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """Returns a loss on `count` microbatches, from that of one, whose inputs are of these kinds;
     and its constants, which are its last inputs.
 
-    Inputs that differ by microbatch come stacked, and all outputs do. Raises for losses without a
-    loop over layers.
+    Inputs that differ by microbatch come stacked, and all outputs do. Each loss, the first output,
+    will be differentiated `scale` times. Raises for losses without a loop over layers.
     """
     if not _has_layers(jaxpr, kinds):
         raise ValueError(
@@ -48,8 +53,9 @@ def layered(
         )
 
     def of_all(*values: Array) -> list[Array]:
-        # Without a checkpoint, the logits of all microbatches would be kept for backward.
-        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run()
+        # Without a checkpoint, what is kept for backward between two loops would be kept of all
+        # microbatches.
+        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run(scale)
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
         one = type_of(var)
@@ -86,8 +92,9 @@ class _Walk:
         self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
         self.segment: list[_Op] = []
 
-    def run(self) -> list[Array]:
-        """Returns the outputs of all microbatches, stacked."""
+    def run(self, scale: float | None = None) -> list[Array]:
+        """Returns the outputs of all microbatches, stacked. With a `scale`, the first is the loss
+        that is differentiated."""
         for at, eqn in enumerate(self.eqns):
             eqn = self.inliner.resolved(eqn)
             kinds = self.kinds_of(eqn)
@@ -96,7 +103,7 @@ class _Walk:
                 self.write(eqn.outvars, self.with_layers(eqn, kinds), BATCH)
             else:
                 self.visit(eqn, self.segment)
-        self.flush(self.read_from(len(self.eqns)))
+        self.flush(self.read_from(len(self.eqns)), scale)
         return [self.stacked(self.inliner.named(v)) for v in self.outvars]
 
     # -- what a variable is
@@ -152,7 +159,7 @@ class _Walk:
         outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == BATCH]
         return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn)
 
-    def flush(self, later: set[Var]) -> None:
+    def flush(self, later: set[Var], scale: float | None = None) -> None:
         """Runs the segment for all microbatches, and keeps of it what is read later."""
         outs = [v for v in _made(self.segment) if v in later and self.kind(v) == BATCH]
         ops = alive(self.segment, outs, _reads)
@@ -160,19 +167,24 @@ class _Walk:
         if not ops:
             return
         read = _read_outside(ops)
-        stacked = [v for v in read if self.kind(v) == BATCH]
-        same: dict[Var, Any] = {v: self.value(v) for v in read if v not in stacked}
-        same |= {v: shared(x) for v, x in same.items() if self.kind(v) == WEIGHT}
+        by_kind = [[v for v in read if self.kind(v) == kind] for kind in (WEIGHT, CONST, BATCH)]
 
-        def one(parts: list[Array]) -> list[Array]:
-            env = same | dict(zip(stacked, parts, strict=True))
+        def one(*values: list[Any]) -> list[Array]:
+            env: dict[Var, Any] = {}
+            for some, their in zip(by_kind, values, strict=True):
+                env |= dict(zip(some, their, strict=True))
             _run(ops, env)
             return [env[v] for v in outs]
 
-        # JAX 0.10 removes a checkpoint that prints.
-        wrapped = one if any(map(_compat.has_side_effects, ops)) else self.wrap(one)
-        parts = [self.env[v] for v in stacked]
-        _, found = lax.scan(lambda _, p: (None, wrapped(p)), None, parts, length=self.count)
+        weights, consts, parts = ([self.value(v) for v in some] for some in by_kind)
+        if scale is not None and (loss := self.inliner.named(self.outvars[0])) in outs:
+            at = outs.index(loss)
+            found = differentiated(one, weights, consts, parts, self.count, at, scale)
+        else:
+            # JAX 0.10 removes a checkpoint that prints.
+            wrap = (lambda f: f) if any(map(_compat.has_side_effects, ops)) else self.wrap
+            weights = list(map(shared, weights))
+            found = mapped(wrap(one), weights, consts, parts, self.count)
         self.env.update(zip(outs, found, strict=True))
 
     # -- loops over layers, and what has one inside

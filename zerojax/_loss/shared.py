@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._engine.vary import is_float
 from zerojax._plan.precision import wide
 
 
@@ -39,6 +40,70 @@ def bound(eqn: JaxprEqn, values: Sequence[Any]) -> list[Array]:
     if eqn.primitive.name == "dot_general" and isinstance(values[0], Shared):
         return [_product(_plain(values[1]), *values[0], _Dot.of(eqn, weight=0))]
     return _compat.bind(eqn, list(map(_plain, values)))
+
+
+def mapped(
+    one: Callable, weights: list[Any], consts: list[Array], parts: list[Array], count: int
+) -> list[Array]:
+    """Returns the outputs of `one(weights, consts, part)` for each of `count` parts, stacked."""
+    return lax.scan(lambda _, part: (None, one(weights, consts, part)), None, parts, length=count)[
+        1
+    ]
+
+
+def differentiated(
+    one: Callable,
+    weights: list[Array],
+    consts: list[Array],
+    parts: list[Array],
+    count: int,
+    at: int,
+    scale: float,
+) -> list[Array]:
+    """Returns what `mapped` does, where the output numbered `at` is the loss.
+
+    Backward begins with the derivative of each loss, and that is known to be `scale`. So forward
+    takes the gradients too, of one microbatch after another: the logits are computed once, and
+    neither they nor what they are computed from waits for backward.
+    """
+
+    @jax.custom_vjp
+    def losses(weights: list[Array], consts: list[Array], parts: list[Array]) -> list[Array]:
+        return mapped(one, weights, consts, parts, count)
+
+    def forward(weights: list[Array], consts: list, parts: list) -> tuple[list[Array], Any]:
+        totals = [jnp.zeros(w.shape, wide(w.dtype)) if is_float(w) else None for w in weights]
+
+        def loss(varied: tuple[list, list], part: list[Array]) -> tuple[Array, list[Array]]:
+            pairs = zip(weights, varied[0], strict=True)
+            given = [w if total is None else Shared(w, total) for w, total in pairs]
+            own = zip(part, varied[1], strict=True)
+            outs = one(given, consts, [x if mine is None else mine for x, mine in own])
+            return outs[at].astype(wide(outs[at].dtype)) * scale, outs
+
+        def step(sums: list, part: list[Array]) -> tuple[list, tuple[list[Array], list]]:
+            mine = [x if is_float(x) else None for x in part]
+            (more, grads), outs = jax.grad(loss, has_aux=True)((totals, mine), part)
+            return jax.tree.map(jnp.add, sums, more), (outs, grads)
+
+        sums, (outs, grads) = lax.scan(step, totals, parts, length=count)
+        pairs = zip(sums, weights, strict=True)
+        sums = [None if s is None else s.astype(w.dtype) for s, w in pairs]
+        # Sums in a wide dtype would be kept until something reads them.
+        return outs, lax.optimization_barrier((sums, grads))
+
+    def backward(saved: Any, cts: list[Array]) -> Any:
+        # All microbatches count alike.
+        factor = cts[at][0] / scale
+
+        def scaled(grad: Array) -> Array:
+            return (grad.astype(wide(grad.dtype)) * factor).astype(grad.dtype)
+
+        sums, grads = jax.tree.map(scaled, saved)
+        return sums, [None] * len(consts), grads
+
+    losses.defvjp(forward, backward)
+    return losses(weights, consts, parts)
 
 
 def _plain(value: Any) -> Any:
@@ -101,7 +166,8 @@ class _Dot:
     def __call__(self, other: Array, weight: Array) -> Array:
         order = slice(None, None, 1 if self.weight else -1)
         dims = self.contracting[order], self.batch[order]
-        return lax.dot_general(*(other, weight)[order], dims, **dict(self.options))
+        left, right = (other, weight)[order]
+        return lax.dot_general(left, right, dims, **dict(self.options))
 
     def gradient(self, other: Array, grad: Array, rank: int, dtype: DTypeLike) -> Array:
         """Returns the gradient of the weight, of `rank` dimensions, in `dtype`."""

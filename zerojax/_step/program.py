@@ -205,7 +205,8 @@ class Program:
         kinds = [_layered.WEIGHT] * len(self.plan.params) + args
         kinds += [_layered.CONST] * (len(jaxpr.invars) - len(kinds))
         count, axes = self.options.accumulate, self.plan.batch_axes
-        return _layered.layered(jaxpr, kinds, count, self.plan.mesh, axes)
+        share, _ = exact_share(self.plan.size * count)
+        return _layered.layered(jaxpr, kinds, count, share, self.plan.mesh, axes)
 
     @property
     def kinds(self) -> list[InputKind]:

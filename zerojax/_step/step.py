@@ -116,6 +116,10 @@ class Step:
         padded = self.recipe.options.regather and any(leaf.rest.padding for leaf in plan.params)
         updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
         options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
+        # XLA would unroll the loops over microbatches as well, and hide less: 4.6 s, not 4.5, for
+        # 7.5B with 8 microbatches on 64 H100s at 6.25 GB/s.
+        if self.recipe.options.is_layered:
+            options.pop(_xla_options.DOUBLE_BUFFER, None)
         if _compat.uses_host(trace().jaxpr) and not _slices.are_found(plan.mesh.devices.flat[0]):
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
@@ -318,13 +322,7 @@ def eval_step(
     """
     mutable = _arguments.mutable_names(mutable)
     options = Options(
-        None,
-        1,
-        precision,
-        regather=False,
-        differentiate=False,
-        mutable=mutable,
-        batch_specs=batch_specs,
+        None, 1, precision, False, differentiate=False, mutable=mutable, batch_specs=batch_specs
     )
     _check(loss_fn, plan)
 
