@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax._loss.shared import Shared, bound, differentiated, mapped, shared
+from zerojax._loss.shared import Last, Shared, bound, mapped, shared
 
 EINSUMS = [  # what is no weight, a weight, their product
     "ab,bc->ac", "ab,cb->ca", "xab,bc->xac", "abcd,dbe->ace", "abc,bcd->abd", "ab,a->b",
@@ -85,7 +85,7 @@ def test_gradients_that_forward_takes_are_those_of_backward():
         outs = run(one, [varied[0], weights[1]], consts, [varied[1], *parts[1:]], 5)
         return 0.25 * outs[1].sum() * varied[2], outs
 
-    early = lambda one, *args: differentiated(reading(one), *args, at=1, scale=0.25)
+    early = lambda one, *args: Last(reading(one), args[-1], 1, 0.25)(*args[:-1])
     varied = weights[0], parts[0], jnp.float32(3)
     found = [
         jax.value_and_grad(lambda *v, run=run: total(run, *v), argnums=(0, 1), has_aux=True)(

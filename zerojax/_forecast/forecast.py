@@ -44,7 +44,6 @@ def forecast(
     gpus: str,
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
-    order: str | None = None,
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
@@ -70,8 +69,7 @@ def forecast(
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
         pad, offload: as for `zerojax.shard_train_state`.
-        precision, order, update, mutable, tx: as for `zerojax.shard_train_state` and
-            `zerojax.train_step`.
+        precision, update, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
         activations: "host", as for `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -100,7 +98,7 @@ def forecast(
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
-    given = {"order": order, "update": update, "activations": activations}
+    given = {"update": update, "activations": activations}
     options |= {name: value for name, value in given.items() if value is not None}
     choices = _choices(losses, stages, accumulate)
     mesh = _mesh(gpus, per_host, groups)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
-from zerojax._loss.shared import bound, differentiated, mapped, shared
+from zerojax._loss.shared import Last, bound, mapped, shared
 from zerojax._loss.trace import as_one_device, typed
 
 # [Note: layered accumulation]
@@ -178,8 +178,7 @@ class _Walk:
 
         weights, consts, parts = ([self.value(v) for v in some] for some in by_kind)
         if scale is not None and (loss := self.inliner.named(self.outvars[0])) in outs:
-            at = outs.index(loss)
-            found = differentiated(one, weights, consts, parts, self.count, at, scale)
+            found = Last(one, self.count, outs.index(loss), scale)(weights, consts, parts)
         else:
             # JAX 0.10 removes a checkpoint that prints.
             wrap = (lambda f: f) if any(map(_compat.has_side_effects, ops)) else self.wrap

@@ -51,59 +51,64 @@ def mapped(
     ]
 
 
-def differentiated(
-    one: Callable,
-    weights: list[Array],
-    consts: list[Array],
-    parts: list[Array],
-    count: int,
-    at: int,
-    scale: float,
-) -> list[Array]:
-    """Returns what `mapped` does, where the output numbered `at` is the loss.
+@dataclasses.dataclass(frozen=True)
+class Last:
+    """The last segment of a loss, of which the output numbered `at` is the loss itself.
 
-    Backward begins with the derivative of each loss, and that is known to be `scale`. So forward
-    takes the gradients too, of one microbatch after another: the logits are computed once, and
-    neither they nor what they are computed from waits for backward.
+    `one(weights, consts, part)` is that of one of `count` microbatches. Backward begins with the
+    derivative of each loss, and that is known to be `scale`. So forward takes the gradients too, of
+    one microbatch after another: the logits are computed once, and neither they nor what they are
+    computed from waits for backward.
     """
 
-    @jax.custom_vjp
-    def losses(weights: list[Array], consts: list[Array], parts: list[Array]) -> list[Array]:
-        return mapped(one, weights, consts, parts, count)
+    one: Callable[..., list[Array]]
+    count: int
+    at: int
+    scale: float
 
-    def forward(weights: list[Array], consts: list, parts: list) -> tuple[list[Array], Any]:
+    def __call__(self, weights: list[Array], consts: list, parts: list[Array]) -> list[Array]:
+        """Returns what `mapped` does."""
+
+        @jax.custom_vjp
+        def losses(weights: list[Array], consts: list, parts: list[Array]) -> list[Array]:
+            return mapped(self.one, weights, consts, parts, self.count)
+
+        losses.defvjp(self.forward, self.backward)
+        return losses(weights, consts, parts)
+
+    def forward(
+        self, weights: list[Array], consts: list[Array], parts: list[Array]
+    ) -> tuple[list[Array], Any]:
+        """Returns the outputs; and the gradients, those of weights summed."""
         totals = [jnp.zeros(w.shape, wide(w.dtype)) if is_float(w) else None for w in weights]
 
         def loss(varied: tuple[list, list], part: list[Array]) -> tuple[Array, list[Array]]:
             pairs = zip(weights, varied[0], strict=True)
             given = [w if total is None else Shared(w, total) for w, total in pairs]
             own = zip(part, varied[1], strict=True)
-            outs = one(given, consts, [x if mine is None else mine for x, mine in own])
-            return outs[at].astype(wide(outs[at].dtype)) * scale, outs
+            outs = self.one(given, consts, [x if mine is None else mine for x, mine in own])
+            value = outs[self.at]
+            return value.astype(wide(value.dtype)) * self.scale, outs
 
         def step(sums: list, part: list[Array]) -> tuple[list, tuple[list[Array], list]]:
             mine = [x if is_float(x) else None for x in part]
             (more, grads), outs = jax.grad(loss, has_aux=True)((totals, mine), part)
             return jax.tree.map(jnp.add, sums, more), (outs, grads)
 
-        sums, (outs, grads) = lax.scan(step, totals, parts, length=count)
+        sums, (outs, grads) = lax.scan(step, totals, parts, length=self.count)
         pairs = zip(sums, weights, strict=True)
         sums = [None if s is None else s.astype(w.dtype) for s, w in pairs]
         # Sums in a wide dtype would be kept until something reads them.
-        return outs, lax.optimization_barrier((sums, grads))
+        return outs, lax.optimization_barrier((sums, [None] * len(consts), grads))
 
-    def backward(saved: Any, cts: list[Array]) -> Any:
+    def backward(self, saved: Any, cts: list[Array]) -> Any:
         # All microbatches count alike.
-        factor = cts[at][0] / scale
+        factor = cts[self.at][0] / self.scale
 
         def scaled(grad: Array) -> Array:
             return (grad.astype(wide(grad.dtype)) * factor).astype(grad.dtype)
 
-        sums, grads = jax.tree.map(scaled, saved)
-        return sums, [None] * len(consts), grads
-
-    losses.defvjp(forward, backward)
-    return losses(weights, consts, parts)
+        return jax.tree.map(scaled, saved)
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +170,7 @@ class _Dot:
 
     def __call__(self, other: Array, weight: Array) -> Array:
         order = slice(None, None, 1 if self.weight else -1)
-        dims = self.contracting[order], self.batch[order]
+        dims: Any = self.contracting[order], self.batch[order]
         left, right = (other, weight)[order]
         return lax.dot_general(left, right, dims, **dict(self.options))
 

@@ -1,6 +1,7 @@
 """`jax.value_and_grad` for parameters that are placed by a plan."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -74,16 +75,9 @@ def value_and_grad(
     """
     check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
-    options = Options(
-        has_aux,
-        accumulate,
-        precision,
-        regather,
-        prefetch=prefetch,
-        activations=activation_names(activations),
-        batch_specs=batch_specs,
-        order=order,
-    )
+    names = activation_names(activations)
+    options = Options(has_aux, accumulate, precision, regather, prefetch=prefetch, order=order)
+    options = dataclasses.replace(options, activations=names, batch_specs=batch_specs)
 
     def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:

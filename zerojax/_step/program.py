@@ -22,6 +22,7 @@ from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import exact_share, wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
+from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.options import Options, keeping, precision_of
 from zerojax._step.parameter import Parameter
@@ -41,13 +42,10 @@ class Program:
         per_example: PyTree,
         backward: InBackward | None = None,
     ) -> None:
-        self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
-        self.per_example, self.hoisted = per_example, None
+        self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
         self.microbatches = Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
-            known = [i >= len(plan.params) for i in range(len(traced.jaxpr.invars))]
-            self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
+        self.hoisted = self.hoisted_counts()
         self.jaxpr, self.constants = self.as_it_runs()
         self.params = self.parameters()
         if backward:
@@ -105,7 +103,7 @@ class Program:
 
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
-        args = [_batch.spec(role, self.plan.batch_axes) for role in self.roles]
+        args = [_batch.spec(role, self.plan.batch_axes) for role in self.microbatches.roles]
         state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in self.updated]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
@@ -193,6 +191,14 @@ class Program:
             p.brought_near(value, dtype or p.compute_dtype) if p.is_brought_near else value
             for p, value, dtype in zip(self.params, values, dtypes, strict=False)
         ]
+
+    def hoisted_counts(self) -> HoistedCounts | None:
+        """Returns the loss with counts over the batch as inputs, where it has some."""
+        jaxpr = self.traced.jaxpr
+        if self.options.accumulate == 1 or not _accumulate.has_counts(jaxpr):
+            return None
+        known = [i >= len(self.plan.params) for i in range(len(jaxpr.invars))]
+        return _accumulate.hoist_counts(jaxpr, known)
 
     def as_it_runs(self) -> tuple[Jaxpr, Sequence[ArrayLike]]:
         """Returns the loss of a microbatch, or of all in layers, and its constants. Counts over the

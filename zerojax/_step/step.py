@@ -1,5 +1,6 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -229,17 +230,12 @@ def train_step(
         4096.0 (8, 16)
     """
     _arguments.check_switches(regather=regather, skip_nonfinite=skip_nonfinite, donate=donate)
-    options = Options(
-        None,
-        accumulate,
-        precision,
-        regather,
-        prefetch=prefetch,
+    options = dataclasses.replace(
+        Options(None, accumulate, precision, regather, prefetch=prefetch, order=order),
         mutable=_arguments.mutable_names(mutable),
         update=update,
         activations=activation_names(activations),
         batch_specs=batch_specs,
-        order=order,
     )
     _backward.check_when(options, skip_nonfinite)
     _check(loss_fn, plan, tx, stage)
