@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from tests.conftest import make_mesh, mostly_slow
 from tests.models import OPTIMIZERS, Model, gpt, gpt_block, gpt_params, norm
 from tests.reference import assert_close, make_state
 from tests.step import tensor
+from zerojax._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS, STEPS = 3, 32, 16, 64, 3
 
@@ -317,3 +319,33 @@ def test_loops_where_microbatches_cannot_run_side_by_side_are_refused():
 def test_an_order_that_is_not_known():
     with pytest.raises(ValueError, match=r"order must be 'microbatches' or 'layers', got 'turn'"):
         zerojax.train_step(lambda p, b: 0.0, accumulate=2, order="turn")
+
+
+# -- what reads `accumulate`
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_verify_and_audit_know_the_order(stage):
+    model = rich()
+    state, _, step = run(model, "layers", optax.adam(1e-2), stage=stage, steps=1, prefetch=1)
+    zerojax.verify(step, state, model.batch, model.rng).check()
+    report = zerojax.audit(step, state, model.batch, model.rng).check()
+    assert report.accumulate == 1
+
+
+@pytest.mark.gpu_code
+def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
+    """Every layer is gathered twice and reduced once, asynchronously, and added where it is made;
+    a forecast says what it is of."""
+    model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64)
+    made = {}
+    for order in ("microbatches", "layers"):
+        step = zerojax.train_step(model.loss, accumulate=4, order=order)
+        options = {"gpus": "8xH100", "stages": 3, "precision": zerojax.Precision("bfloat16")}
+        found = zerojax.forecast(step, model.make_state, model.batch(8 * 4 * 2), **options)
+        (made[order],) = found.cases
+        assert made[order].report.findings() == [] and made[order].accumulate == 4
+    assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
+    assert "accumulate=4, order='layers'" in str(found)
+    sums = r"add_fusion.* = f32\[(?:256,1024|1024,256|256,768)\]"
+    assert not re.search(sums, made["layers"].report.module.text)
