@@ -20,9 +20,10 @@ class Microbatches:
     count: int
 
     def prepared(
-        self, args: Sequence[Array], device: Array, compute: DTypeLike | None
+        self, args: Sequence[Array], axes: tuple[str, ...], compute: DTypeLike | None
     ) -> list[Array]:
         """Casts floats to the dtype to compute in, and folds the device's index into keys."""
+        device = lax.axis_index(axes)
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
         return [
             jax.random.fold_in(value, device) if role.kind == KEY else value

@@ -141,8 +141,7 @@ class Program:
 
         `state` has what these are updated with, and what is only read for it.
         """
-        device = lax.axis_index(self.plan.batch_axes)
-        args = self.microbatches.prepared(args, device, self.precision.compute)
+        args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
@@ -248,10 +247,8 @@ class Program:
             return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
         pairs = zip(self.trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
-        like = (
-            jax.ShapeDtypeStruct((), self.loss_dtype),
-            grads if self.options.differentiate else [],
-        )
+        loss = jax.ShapeDtypeStruct((), self.loss_dtype)
+        like = loss, grads if self.options.differentiate else []
 
         def microbatch(index: Array, parts: list[Array]) -> tuple[PyTree, PyTree]:
             return value(self.microbatches.args_of(args, parts, index))
