@@ -39,8 +39,13 @@ def measured(row):
     step = zerojax.train_step(model.loss, plan=plan, accumulate=accumulate)
     rows = figures.ROWS_PER_GPU * plan.size * accumulate
     program = step.lower(plan.abstract(), zerojax.aot.batch(model.batch(rows), plan)).compile()
+    return replayed(program, plan, accumulate, CARDS)
+
+
+def replayed(program, plan, accumulate, cards):
+    """Replays a program for each speed of the network, and reads off what else it costs."""
     h100, found = _gpus.named("H100"), {}
-    for speed in CARDS:
+    for speed in cards:
         rates = dataclasses.replace(h100.rates, network=speed * 1e9)
         gpu = dataclasses.replace(h100, given_rates=rates)
         report = zerojax.audit(program, plan=plan, gpu=gpu, accumulate=accumulate)

@@ -189,8 +189,8 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
 
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
-        options: `accumulate`, `precision`, `regather`, `prefetch`, `update`, `activations`,
-            `skip_nonfinite`, `donate`, `batch_specs`, `compiler_options`: as in
+        options: `accumulate`, `order`, `precision`, `regather`, `prefetch`, `update`,
+            `activations`, `skip_nonfinite`, `donate`, `batch_specs`, `compiler_options`: as in
             `zerojax.train_step`.
 
     Example:

@@ -46,7 +46,8 @@ def audit(
         plan: the plan of the state, where neither the state carries it nor the step was given it.
         gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
         per_host: how many devices share a host's links; by default as the devices say, or 8.
-        accumulate: the step's microbatches, where it does not say so itself.
+        accumulate: how often the step gathers its weights, where it does not say so itself: the
+            number of its microbatches, or once with order="layers".
 
     Example:
         >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -78,7 +79,7 @@ def audit(
         per_host=min(per_host, module.devices),
         plan=plan,
         memory=_memory.measured(reading, compiled, replay.collectives),
-        accumulate=accumulate or (recipe.options.accumulate if recipe else 1),
+        accumulate=accumulate or (recipe.options.rounds if recipe else 1),
         trains=recipe is None or recipe.options.differentiate,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),

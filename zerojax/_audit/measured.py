@@ -122,7 +122,7 @@ class Measured:
     devices: int
     per_host: int  # of them, those of one host
     plan: Plan | None
-    accumulate: int
+    accumulate: int  # microbatches that gather their weights one after another
     trains: bool  # else the step has no gradients and returns no state
     not_donated: tuple[str, ...]
     placement: tuple[tuple[str, str], ...]  # leaves not sharded as planned: (path, how)

@@ -136,7 +136,7 @@ def _gpu(gpus: str, rates: object) -> Gpu:
 def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
     recipe = step.recipe
-    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs")
+    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs", "order")
     return {name: getattr(recipe.options, name) for name in names} | {
         "tx": tx or recipe.tx,
         "skip_nonfinite": recipe.skip_nonfinite,
@@ -193,17 +193,18 @@ class _Workload:
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)
-        return self._described(variant, plan, report, flops, seconds)
+        return self._described(variant, plan, step, report, flops, seconds)
 
     def _described(
-        self, variant: str, plan: Plan, report: Report, flops: float, seconds: float
+        self, variant: str, plan: Plan, step: Step, report: Report, flops: float, seconds: float
     ) -> Case:
-        memory, replay = report.memory, report.replay
+        memory, replay, how = report.memory, report.replay, step.recipe.options
         leaves = jax.tree.leaves(self.batch)
         tokens = _tokens(leaves) if self.tokens is None else self.tokens
         return Case(
             stage=plan.stage,
-            accumulate=report.accumulate,
+            accumulate=how.accumulate,
+            order=how.order,
             variant=variant,
             groups=groups_text(plan.groups) if plan.is_grouped else "",
             parameters=memory.parameters,

@@ -30,6 +30,7 @@ class Case:
 
     stage: int
     accumulate: int
+    order: str
     variant: str
     groups: str
     parameters: int
@@ -171,6 +172,7 @@ class Forecast:
                 "memory (offload='opt_state')."
             )
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
+        how += f", order={best.order!r}" * (best.order == "layers")
         remat = f", remat {best.variant!r}" if best.variant else ""
         fastest = (
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "

@@ -47,7 +47,7 @@ def trace_loss(
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
-        inputs = _typed(args, mesh), _typed(captured, mesh)
+        inputs = typed(args, mesh), typed(captured, mesh)
         with jax.sharding.use_abstract_mesh(mesh):
             closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
         return closed, aux
@@ -60,10 +60,10 @@ def trace_loss(
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
         return TracedLoss(_compat.without_unread(jaxpr), consts, aux)
 
-    return _as_one_device(opened, mesh, axes)
+    return as_one_device(opened, mesh, axes)
 
 
-def _as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
+def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
     """Calls `code` where JAX traces the code of one device, inside `shard_map` over `axes`."""
     found: list[T] = []
 
@@ -108,7 +108,7 @@ def _without_constraints(
     return _constraints.Dropper(axes).jaxpr(closed), aux
 
 
-def _typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
+def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     """Returns shapes of the type that values computed on `mesh` have: libraries compare the two."""
     replicated = NamedSharding(mesh, PartitionSpec())
 

@@ -169,7 +169,7 @@ def check_when(options: Options, skips: bool) -> None:
 
 def _needs_all(options: Options, skips: bool) -> str:
     """Returns what in a step needs all gradients before the first update, '' if nothing does."""
-    if options.accumulate > 1:
+    if options.rounds > 1:
         return f"accumulate={options.accumulate}"
     if not options.regather:
         return "regather=False"

@@ -1,6 +1,7 @@
 """`jax.value_and_grad` for parameters that are placed by a plan."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -29,6 +30,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     accumulate: int = 1,
+    order: str = "microbatches",
     precision: Precision | None = None,
     regather: bool | str | Sequence[str] = True,
     prefetch: int | str = "auto",
@@ -50,6 +52,7 @@ def value_and_grad(
             example are concatenated along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
+        order: as in `train_step`.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: as in `train_step`.
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
@@ -72,15 +75,9 @@ def value_and_grad(
     """
     check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
-    options = Options(
-        has_aux,
-        accumulate,
-        precision,
-        regathered(regather),
-        prefetch=prefetch,
-        activations=activation_names(activations),
-        batch_specs=batch_specs,
-    )
+    names, over = activation_names(activations), regathered(regather)
+    options = Options(has_aux, accumulate, precision, over, prefetch=prefetch, order=order)
+    options = dataclasses.replace(options, activations=names, batch_specs=batch_specs)
 
     def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
@@ -177,7 +174,9 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
-    if backward and options.update == "auto" and is_better_after(plan, matmul_flops(traced.jaxpr)):
+    # Backward runs all microbatches of a layer where it runs in layers.
+    flops = matmul_flops(traced.jaxpr) * options.accumulate / options.rounds
+    if backward and options.update == "auto" and is_better_after(plan, flops):
         backward = None
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)

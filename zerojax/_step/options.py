@@ -13,6 +13,8 @@ from zerojax._plan.precision import Precision, check_precision
 from zerojax._types import PyTree
 from zerojax._wire.codecs import Blocks
 
+ORDERS = ("microbatches", "layers")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -28,10 +30,16 @@ class Options:
     update: str = "after"  # when parameters are updated: "backward", "after" it, "auto"
     activations: tuple[str, ...] = ()  # "host", or axes that they lie over
     batch_specs: PyTree = None
+    order: str = "microbatches"  # which run first: all layers of one, or all "layers" first
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
         _batch.check_accumulate(self.accumulate)
+        if self.order not in ORDERS:
+            raise ValueError(
+                f"order must be 'microbatches' or 'layers', got {self.order!r}: whether the "
+                "microbatches of accumulate= run one after another, or layer by layer."
+            )
         if self.prefetch not in (0, 1, "auto"):
             raise ValueError(
                 f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
@@ -42,6 +50,16 @@ class Options:
                 f"activations={self.activations} says where a layer's activations wait for "
                 "backward, and regather=False has JAX keep them. Leave one of the two out."
             )
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether all microbatches of a layer run before the next layer."""
+        return self.order == "layers" and self.accumulate > 1
+
+    @property
+    def rounds(self) -> int:
+        """How often a step runs through the layers, gathers them and reduces their gradients."""
+        return 1 if self.is_layered else self.accumulate
 
 
 def regathered(given: object) -> bool | tuple[str, ...]:

@@ -10,17 +10,19 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._engine import run as _run
 from zerojax._engine.ir import InputKind
 from zerojax._jaxpr import type_of
-from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
+from zerojax._loss import batch as _batch, fields as _fields, layered as _layered, mean as _mean
+from zerojax._loss.microbatches import Microbatches
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import cast_floats, wide
+from zerojax._plan.precision import wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
+from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.options import Options, keeping, precision_of
 from zerojax._step.parameter import Parameter
@@ -40,9 +42,11 @@ class Program:
         per_example: PyTree,
         backward: InBackward | None = None,
     ) -> None:
-        self.plan, self.options, self.traced, self.roles = plan, options, traced, roles
-        self.per_example, self.hoisted = per_example, None
+        self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
+        self.microbatches = Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
+        self.hoisted = self.hoisted_counts()
+        self.jaxpr, self.constants = self.as_it_runs()
         self.params = self.parameters()
         if backward:
             self.params = self.with_updates(backward.updates)
@@ -60,13 +64,10 @@ class Program:
         )
         self.trained = [p for p in self.params if p.is_varied]
         self.reached: set[str] = set()  # paths of parameters that backward has updated
-        if options.accumulate > 1 and _accumulate.has_counts(traced.jaxpr):
-            known = [i >= len(self.params) for i in range(len(traced.jaxpr.invars))]
-            self.hoisted = _accumulate.hoist_counts(traced.jaxpr, known)
 
     def parameters(self) -> list[Parameter]:
         """Returns the parameters; raises where the loss does not keep activations by layers."""
-        activations, accumulates = self.options.activations, self.options.accumulate > 1
+        activations, accumulates = self.options.activations, self.options.rounds > 1
         params = [
             Parameter(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
             for leaf in self.plan.params
@@ -102,7 +103,7 @@ class Program:
 
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
-        args = [_batch.spec(role, self.plan.batch_axes) for role in self.roles]
+        args = [_batch.spec(role, self.plan.batch_axes) for role in self.microbatches.roles]
         state = [(self.specs_at(u.stacks[1:]), self.specs_at(u.given)) for u in self.updated]
         return params, args, [PartitionSpec()] * len(self.traced.closed_over), state
 
@@ -140,7 +141,7 @@ class Program:
 
         `state` has what these are updated with, and what is only read for it.
         """
-        args = self.prepared(args)
+        args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
@@ -190,11 +191,27 @@ class Program:
             for p, value, dtype in zip(self.params, values, dtypes, strict=False)
         ]
 
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The loss of a microbatch; counts over the batch are among its inputs if they are known
-        before."""
-        return self.traced.jaxpr if self.hoisted is None else self.hoisted.loss
+    def hoisted_counts(self) -> HoistedCounts | None:
+        """Returns the loss with counts over the batch as inputs, where it has some."""
+        jaxpr = self.traced.jaxpr
+        if self.options.accumulate == 1 or not _accumulate.has_counts(jaxpr):
+            return None
+        known = [i >= len(self.plan.params) for i in range(len(jaxpr.invars))]
+        return _accumulate.hoist_counts(jaxpr, known)
+
+    def as_it_runs(self) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+        """Returns the loss of a microbatch, or of all in layers, and its constants. Counts over the
+        batch are among its inputs if they are known before."""
+        hoisted = self.hoisted
+        jaxpr = self.traced.jaxpr if hoisted is None else hoisted.loss
+        if not self.options.is_layered:
+            return jaxpr, ()
+        args = [_layered.BATCH if each else _layered.CONST for each in self.microbatches.differ]
+        kinds = [_layered.WEIGHT] * len(self.plan.params) + args
+        kinds += [_layered.CONST] * (len(jaxpr.invars) - len(kinds))
+        count, axes = self.options.accumulate, self.plan.batch_axes
+        share, _ = _mean.exact_share(self.plan.size * count)
+        return _layered.layered(jaxpr, kinds, count, share, self.plan.mesh, axes)
 
     @property
     def kinds(self) -> list[InputKind]:
@@ -216,28 +233,27 @@ class Program:
         `scaled_loss` returns the scaled loss, then the loss and the aux.
         """
 
-        def microbatch(
-            index: Array | None, parts: list[Array]
-        ) -> tuple[tuple[Array, list[Array]], PyTree]:
-            loss_args = self.loss_args(args, parts, index)
+        def value(loss_args: list[Array]) -> tuple[tuple[Array, list[Array]], PyTree]:
             if not self.options.differentiate:
                 _, (loss, aux) = scaled_loss(floats, loss_args)
                 return (loss, []), aux
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
             return (loss, grads), aux
 
-        # One microbatch needs no scan and no accumulators, and its keys are not folded: the numbers
-        # are those of a loop that never heard of microbatches.
-        if self.options.accumulate == 1:
-            sums, aux = microbatch(None, self.batch_args(args))
-            return sums, jax.tree.map(lambda leaf: leaf[None], aux)
+        # One microbatch needs no scan and no accumulators: the numbers are those of a loop that
+        # never heard of microbatches. All at once sum their gradients layer by layer.
+        if self.options.rounds == 1:
+            sums, aux = value(self.microbatches.args_of_all(args))
+            return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
         pairs = zip(self.trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
-        like = (
-            jax.ShapeDtypeStruct((), self.loss_dtype),
-            grads if self.options.differentiate else [],
-        )
-        parts = self.microbatches(args)
+        loss = jax.ShapeDtypeStruct((), self.loss_dtype)
+        like = loss, grads if self.options.differentiate else []
+
+        def microbatch(index: Array, parts: list[Array]) -> tuple[PyTree, PyTree]:
+            return value(self.microbatches.args_of(args, parts, index))
+
+        parts = self.microbatches.parts(args)
         return _accumulate.summed(microbatch, parts, self.options.accumulate, like)
 
     @property
@@ -245,15 +261,18 @@ class Program:
         return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
     def loss(self, inputs: list, counts: list[Array]) -> tuple[Array, PyTree]:
-        """Returns the loss and the aux of one microbatch, weights being as `loss_input` says."""
+        """Returns the loss and the aux of one microbatch, weights being as `loss_input` says; of
+        all in layers, the sum of their losses and their aux, stacked."""
         if self.hoisted is not None:
             inputs = [*inputs, *self.hoisted.constants, *counts]
+        inputs = [*inputs, *self.constants]
         if any(p.is_held for p in self.params):
             outs = _run.evaluate(self.jaxpr, inputs, self.kinds, self.how)
         else:
             outs = _compat.run_jaxpr(self.jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
-        return loss.astype(self.loss_dtype), jax.tree.structure(self.traced.aux).unflatten(aux)
+        loss = jnp.sum(loss.astype(self.loss_dtype))
+        return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
 
     def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
         """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
@@ -262,48 +281,16 @@ class Program:
             return []
         unread = [jnp.zeros(())] * len(self.params)  # a count depends on no weight
 
-        def count(index: Array | None, parts: list[Array]) -> tuple[list[Array], None]:
-            loss_args = self.loss_args(args, parts, index)
+        def count(index: Array, parts: list[Array]) -> tuple[list[Array], None]:
+            loss_args = self.microbatches.args_of(args, parts, index)
             inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
         like = list(map(type_of, hoisted.counter.outvars))
         times = self.options.accumulate
-        totals, _ = _accumulate.summed(count, self.microbatches(args), times, like)
+        parts = self.microbatches.parts(args)
+        totals, _ = _accumulate.summed(count, parts, times, like)
         return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
-
-    # -- the loss's arguments
-
-    def prepared(self, args: list[Array]) -> list[Array]:
-        """Casts floats to the compute dtype, and folds this device's index into keys."""
-        index = lax.axis_index(self.plan.batch_axes)
-        args = cast_floats(args, self.precision.compute)
-        return [
-            jax.random.fold_in(value, index) if role.kind == _batch.KEY else value
-            for value, role in zip(args, self.roles, strict=True)
-        ]
-
-    def batch_args(self, args: list[Array]) -> list[Array]:
-        return [a for a, role in zip(args, self.roles, strict=True) if role.kind == _batch.BATCH]
-
-    def microbatches(self, args: list[Array]) -> list[Array]:
-        """Splits this device's part of the batch, so that nothing moves between devices."""
-        dims = [role.dim for role in self.roles if role.kind == _batch.BATCH]
-        pairs = zip(self.batch_args(args), dims, strict=True)
-        return [_batch.split(value, dim, self.options.accumulate) for value, dim in pairs]
-
-    def loss_args(self, args: list[Array], parts: list[Array], index: Array | None) -> list[Array]:
-        """Returns the arguments of microbatch `index`, with its `parts`; None: the only one."""
-        found = iter(parts)
-
-        def arg(value: Array, role: _batch.Role) -> Array:
-            if role.kind == _batch.BATCH:
-                return next(found)
-            if role.kind == _batch.KEY and index is not None:
-                return jax.random.fold_in(value, index)
-            return value
-
-        return [arg(value, role) for value, role in zip(args, self.roles, strict=True)]
 
     # -- results
 

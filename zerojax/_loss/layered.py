@@ -1,0 +1,318 @@
+"""Layered accumulation: makes of a loss of one microbatch the losses of all of them, in which every
+microbatch runs through a layer before the first runs through the next.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Effect, Jaxpr, JaxprEqn
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from zerojax import _compat
+from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._loss.shared import Last, bound, mapped, shared
+from zerojax._loss.trace import as_one_device, typed
+
+# [Note: layered accumulation]
+# Microbatches that run one after another gather each layer's weights once each. Here a loss is
+# taken apart at its loops over layers. What is between two of them is a *segment*, which is mapped
+# over the microbatches; a loop runs all microbatches of a layer in each of its iterations, so it
+# gathers that layer once, and reduces the sum of its gradients once. What comes from weights alone
+# stays outside of the maps, where the engine finds it. The engine runs the result as it runs any
+# other loss, and each microbatch computes what it would have computed by itself.
+
+# What a variable depends on: the microbatch, or weights alone, or neither of them.
+BATCH, WEIGHT, CONST = "batch", "weight", "const"
+Wrap = Callable[[Callable], Callable]
+
+
+def layered(
+    jaxpr: Jaxpr,
+    kinds: Sequence[str],
+    count: int,
+    scale: float,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """Returns a loss on `count` microbatches, from that of one, whose inputs are of these kinds;
+    and its constants, which are its last inputs.
+
+    Inputs that differ by microbatch come stacked, and all outputs do. Each loss, the first output,
+    will be differentiated `scale` times. Raises for losses without a loop over layers.
+    """
+    if not _has_layers(jaxpr, kinds):
+        raise ValueError(
+            "order='layers' runs all microbatches of a layer before the next, and the loss has no "
+            "scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan), or use "
+            "order='microbatches'."
+        )
+
+    def of_all(*values: Array) -> list[Array]:
+        # Without a checkpoint, what is kept for backward between two loops would be kept of all
+        # microbatches.
+        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run(scale)
+
+    def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
+        one = type_of(var)
+        shape = (count, *one.shape) if kind == BATCH else one.shape
+        return jax.ShapeDtypeStruct(shape, one.dtype, weak_type=one.weak_type)
+
+    def traced() -> tuple[Jaxpr, Sequence[ArrayLike]]:
+        shapes = typed(list(map(stacked, jaxpr.invars, kinds)), jax.sharding.get_abstract_mesh())
+        opened, consts = _compat.opened(jax.make_jaxpr(of_all)(*shapes))
+        invars = [*opened.invars, *opened.constvars]
+        opened = _compat.make_jaxpr(opened.eqns, invars, opened.outvars)
+        return _compat.without_unread(opened), consts
+
+    return as_one_device(traced, mesh, axes)
+
+
+class _Walk:
+    """Runs the equations of one jaxpr for all microbatches; `wrap` goes around its segments."""
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[ArrayLike],
+        values: Sequence[Array],
+        kinds: Sequence[str],
+        count: int,
+        wrap: Wrap,
+    ) -> None:
+        self.count, self.wrap, self.inliner = count, wrap, Inliner()
+        self.env: dict[Var, Any] = dict(zip(jaxpr.invars, values, strict=True))
+        self.kinds = dict(zip(jaxpr.invars, kinds, strict=True))
+        self.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
+        self.eqns = list(self.inliner.flat(jaxpr.eqns, _is_call))
+        self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
+        self.segment: list[_Op] = []
+
+    def run(self, scale: float | None = None) -> list[Array]:
+        """Returns the outputs of all microbatches, stacked. With a `scale`, the first is the loss
+        that is differentiated."""
+        for at, eqn in enumerate(self.eqns):
+            eqn = self.inliner.resolved(eqn)
+            kinds = self.kinds_of(eqn)
+            if BATCH in kinds and _contains_layers(eqn, kinds):
+                self.flush(self.read_from(at))
+                self.write(eqn.outvars, self.with_layers(eqn, kinds), BATCH)
+            else:
+                self.visit(eqn, self.segment)
+        self.flush(self.read_from(len(self.eqns)), scale)
+        return [self.stacked(self.inliner.named(v)) for v in self.outvars]
+
+    # -- what a variable is
+
+    def kind(self, atom: Atom) -> str:
+        return self.kinds.get(atom, CONST) if is_var(atom) else CONST
+
+    def kinds_of(self, eqn: JaxprEqn) -> list[str]:
+        return [self.kind(v) for v in eqn.invars]
+
+    def value(self, atom: Atom) -> Any:
+        if not is_var(atom):
+            return atom.val
+        return self.env[atom] if atom in self.env else self.inliner.constants[atom]
+
+    def stacked(self, atom: Atom) -> Array:
+        """Returns a value of each microbatch, a copy for each where it is the same."""
+        value = jnp.asarray(self.value(atom), type_of(atom).dtype)
+        is_stacked = self.kind(atom) == BATCH
+        return value if is_stacked else jnp.broadcast_to(value, (self.count, *value.shape))
+
+    def write(self, outvars: Sequence[Var], values: Sequence[Any], kind: str) -> None:
+        self.env.update(zip(outvars, values, strict=True))
+        self.kinds.update(dict.fromkeys(outvars, kind))
+
+    def read_from(self, at: int) -> set[Var]:
+        """Returns the variables that the equations from this one on read, and the outputs."""
+        rest = map(self.inliner.resolved, self.eqns[at:])
+        outvars = map(self.inliner.named, self.outvars)
+        return {v for eqn in rest for v in reads(eqn)} | set(filter(is_var, outvars))
+
+    # -- segments
+
+    def visit(self, eqn: JaxprEqn, ops: list["_Op"]) -> None:
+        """Runs an equation of weights alone, and adds any other to the ops of a segment."""
+        eqn = self.inliner.resolved(eqn)
+        kinds = self.kinds_of(eqn)
+        if BATCH not in kinds and not _compat.has_side_effects(eqn):
+            kind = WEIGHT if WEIGHT in kinds else CONST
+            self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
+            # What comes from neither, a mask say, is cheaper made again than read from memory.
+            if kind == CONST:
+                ops.append(eqn)
+            return
+        self.kinds.update(dict.fromkeys(eqn.outvars, BATCH))
+        ops.append(self.checkpoint(eqn) if eqn.primitive.name in _compat.REMAT else eqn)
+
+    def checkpoint(self, eqn: JaxprEqn) -> "_Checkpoint":
+        """Returns a remat without what in it comes from weights alone."""
+        ops: list[_Op] = []
+        for inner in self.inliner.flat(self.inliner.expand(eqn), _is_call):
+            self.visit(inner, ops)
+        outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == BATCH]
+        return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn)
+
+    def flush(self, later: set[Var], scale: float | None = None) -> None:
+        """Runs the segment for all microbatches, and keeps of it what is read later."""
+        outs = [v for v in _made(self.segment) if v in later and self.kind(v) == BATCH]
+        ops = alive(self.segment, outs, _reads)
+        self.segment = []
+        if not ops:
+            return
+        read = _read_outside(ops)
+        by_kind = [[v for v in read if self.kind(v) == kind] for kind in (WEIGHT, CONST, BATCH)]
+
+        def one(*values: list[Any]) -> list[Array]:
+            env: dict[Var, Any] = {}
+            for some, their in zip(by_kind, values, strict=True):
+                env |= dict(zip(some, their, strict=True))
+            _run(ops, env)
+            return [env[v] for v in outs]
+
+        weights, consts, parts = ([self.value(v) for v in some] for some in by_kind)
+        if scale is not None and (loss := self.inliner.named(self.outvars[0])) in outs:
+            found = Last(one, self.count, outs.index(loss), scale)(weights, consts, parts)
+        else:
+            # JAX 0.10 removes a checkpoint that prints.
+            wrap = (lambda f: f) if any(map(_compat.has_side_effects, ops)) else self.wrap
+            weights = list(map(shared, weights))
+            found = mapped(wrap(one), weights, consts, parts, self.count)
+        self.env.update(zip(outs, found, strict=True))
+
+    # -- loops over layers, and what has one inside
+
+    def with_layers(self, eqn: JaxprEqn, kinds: Sequence[str]) -> list[Array]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.loop(eqn, kinds)
+        if name not in _compat.REMAT:
+            raise ValueError(
+                f"order='layers' finds a scan over stacked parameters inside {name}, whose "
+                "microbatches cannot run side by side. Take the scan out of it, or use "
+                "order='microbatches'."
+            )
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+
+        def inside(values: Sequence[Array]) -> list[Array]:
+            return _Walk(jaxpr, consts, values, kinds, self.count, self.wrap).run()
+
+        return _checkpointed(inside, eqn)([self.value(v) for v in eqn.invars])
+
+    def loop(self, eqn: JaxprEqn, kinds: Sequence[str]) -> list[Array]:
+        """Returns the outputs of a scan whose body runs all microbatches."""
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        first_x = num_consts + num_carry
+        body, constants = _compat.inner_jaxpr(eqn)
+        consts = [self.value(v) for v in eqn.invars[:num_consts]]
+        carry = [self.stacked(v) for v in eqn.invars[num_consts:first_x]]
+        values = zip(map(self.value, eqn.invars[first_x:]), kinds[first_x:], strict=True)
+        xs = [jnp.swapaxes(x, 0, 1) if kind == BATCH else x for x, kind in values]
+        kinds = [*kinds[:num_consts], *[BATCH] * num_carry, *kinds[first_x:]]
+
+        def layer(carry: list, xs: list) -> tuple[list, list]:
+            inputs = [*consts, *carry, *xs]
+            # What is kept of each microbatch for backward is the user's affair, as in any loop.
+            outs = _Walk(body, constants, inputs, kinds, self.count, lambda f: f).run()
+            return outs[:num_carry], outs[num_carry:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(layer, carry, xs, **options)
+        return [*carry, *(jnp.swapaxes(y, 0, 1) for y in ys)]
+
+
+# -- what a segment consists of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """A remat of the user's in a segment."""
+
+    ops: list["_Op"]
+    outvars: list[Var]
+    eqn: JaxprEqn
+
+    @property
+    def effects(self) -> frozenset[Effect]:
+        return frozenset().union(*(op.effects for op in self.ops))
+
+    def run(self, env: dict[Var, Any]) -> list[Array]:
+        read = _read_outside(self.ops)
+
+        def inside(values: list[Any]) -> list[Array]:
+            env = dict(zip(read, values, strict=True))
+            _run(self.ops, env)
+            return [env[v] for v in self.outvars]
+
+        return _checkpointed(inside, self.eqn)([env[v] for v in read])
+
+
+_Op = JaxprEqn | _Checkpoint
+
+
+def _run(ops: Sequence[_Op], env: dict[Var, Any]) -> None:
+    """Runs ops for one microbatch."""
+    for op in ops:
+        if isinstance(op, _Checkpoint):
+            outs = op.run(env)
+        else:
+            values = [env[v] if is_var(v) else v.val for v in op.invars]
+            outs = bound(op, values)
+        env.update(zip(op.outvars, outs, strict=True))
+
+
+def _checkpointed(function: Callable, eqn: JaxprEqn) -> Callable:
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+
+
+def _reads(op: _Op) -> list[Var]:
+    return _read_outside(op.ops) if isinstance(op, _Checkpoint) else reads(op)
+
+
+def _made(ops: Iterable[_Op]) -> list[Var]:
+    return [v for op in ops for v in op.outvars]
+
+
+def _read_outside(ops: Sequence[_Op]) -> list[Var]:
+    """Returns the variables that ops read and do not make, each once."""
+    made = set(_made(ops))
+    return list(dict.fromkeys(v for op in ops for v in _reads(op) if v not in made))
+
+
+# -- where loops over layers are
+
+
+def _is_call(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _compat.CALLS
+
+
+def _has_layers(jaxpr: Jaxpr, kinds: Sequence[str]) -> bool:
+    """Whether microbatches run through a scan over weights, at any depth."""
+    found = dict(zip(jaxpr.invars, kinds, strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [found.get(v, CONST) if is_var(v) else CONST for v in eqn.invars]
+        if BATCH in inputs and _contains_layers(eqn, inputs):
+            return True
+        made = next((kind for kind in (BATCH, WEIGHT) if kind in inputs), CONST)
+        found.update(dict.fromkeys(eqn.outvars, made))
+    return False
+
+
+def _contains_layers(eqn: JaxprEqn, kinds: Sequence[str]) -> bool:
+    """Whether an equation is a loop over layers, or has one inside."""
+    kinds = list(kinds)
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = _compat.scan_counts(eqn.params)
+        if WEIGHT in kinds[num_consts + num_carry :]:
+            return True
+        kinds[num_consts : num_consts + num_carry] = [BATCH] * num_carry
+    # Of a `cond`, the operands after its predicate are the inputs of each branch.
+    inner = [jaxpr for jaxpr in _compat.inner_jaxprs(eqn) if len(jaxpr.invars) <= len(kinds)]
+    return any(_has_layers(jaxpr, kinds[len(kinds) - len(jaxpr.invars) :]) for jaxpr in inner)
