@@ -292,3 +292,13 @@ def test_one_axis_over_several_hosts_is_refused():
     step, *args = step_on_gpus("16xH100", (16,), ("data",), reduce="int8")
     with pytest.raises(ValueError, match=message):
         step.lower(*args)
+
+
+def test_layers_before_microbatches_cross_nodes_once_as_codes():
+    precision = {"gather": "int8", "reduce": "int8"}
+    options = {"accumulate": 4, "order": "layers", "regather": "gpu"}
+    found = grads_with(precision, **options)
+    assert max(far_off(found, jax.grad(loss)(params(), BATCH))) < 3e-2
+    sent = sent_by(precision, **options)
+    assert sent["all-to-all", ("node",), "int8"] == LAYERS + 1
+    assert sent["all-gather", ("node",), "int8"] == 2 * LAYERS + 1
