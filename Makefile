@@ -78,6 +78,7 @@ gpu-compile: $(VENV)/.test
 # that the rivals compute the same gradients.
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
+	$(BIN)/python benchmarks/wires.py --check
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
 
 clean:

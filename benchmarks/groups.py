@@ -53,6 +53,7 @@ def replayed(program, plan, accumulate, cards):
     gib = lambda count: round(count / 2**30, 2)
     memory = report.memory
     return found | {
+        "compute_ms": round(1e3 * report.replay.compute, 1),
         "host_gib": gib(report.wire_bytes - report.network_bytes),
         "network_gib": gib(report.network_bytes),
         "state_gib": gib(memory.peak - memory.temporary),

@@ -32,6 +32,7 @@ from zerojax._state import refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
+from zerojax._wire.codecs import Blocks
 
 Loss = Callable[..., PyTree]
 
@@ -101,7 +102,7 @@ def forecast(
     given = {"update": update, "activations": activations}
     options |= {name: value for name, value in given.items() if value is not None}
     choices = _choices(losses, stages, accumulate)
-    mesh = _mesh(gpus, per_host, groups)
+    mesh = _mesh(gpus, per_host, groups is not None or _names_levels(options, precision))
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
     shown = progress(choices, lambda choice: f"compiling stage {choice[1]} for {gpus}")
@@ -145,10 +146,16 @@ def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str
     }
 
 
-def _mesh(gpus: str, per_host: int, groups: Mapping | None) -> Mesh:
-    """Makes a mesh of all GPUs along one axis; with groups, of hosts and the GPUs of each."""
+def _names_levels(options: Mapping[str, Any], precision: Precision | None) -> bool:
+    """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
+    codes = precision is not None and isinstance(precision.reduce, Blocks)
+    return codes or isinstance(options.get("regather"), tuple)
+
+
+def _mesh(gpus: str, per_host: int, levels: bool) -> Mesh:
+    """Makes a mesh of all GPUs along one axis; with levels, of hosts and the GPUs of each."""
     flat = aot.mesh(gpus, per_host=per_host)
-    if groups is None:
+    if not levels:
         return flat
     local = min(flat.size, per_host)
     return aot.mesh(gpus, (flat.size // local, local), ("node", "gpu"), per_host=per_host)
@@ -183,7 +190,8 @@ class _Workload:
     def case(self, variant: str, loss: Loss, stage: int, accumulate: int) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
         tx, mutable = self.options["tx"], self.options["mutable"]
-        plan = _planner.plan(self.make_state, stage=stage, tx=tx, **self.planned)
+        axes = self.planned["mesh"].axis_names
+        plan = _planner.plan(self.make_state, stage=stage, axis=axes, tx=tx, **self.planned)
         step = train_step(loss, accumulate=accumulate, plan=plan, **self.options)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
         started = time.perf_counter()

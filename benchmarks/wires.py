@@ -1,0 +1,75 @@
+"""Fewer bytes between nodes of GPUs that are not there, by the speed of their network cards.
+
+python benchmarks/wires.py           # printed
+python benchmarks/wires.py --json    # and stored
+python benchmarks/wires.py --check   # two rows against what is stored
+"""
+
+import pathlib
+import sys
+
+import figures  # before JAX: it says what JAX may look for
+import groups
+import results
+
+import zerojax
+from zerojax._forecast import presets as _presets
+
+CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
+AXES = ("node", "gpu")
+SLOWER = 1.01  # what a change may cost
+HPZ = {"regather": "gpu"}
+WAYS = {
+    "exact": ({}, {}),
+    "exact, kept in the node": ({}, HPZ),
+    "weights float8_e4m3fn": ({"gather": "float8_e4m3fn"}, {}),
+    "weights int8": ({"gather": "int8"}, {}),
+    "weights int8, kept in the node": ({"gather": "int8"}, HPZ),
+    "gradients int8": ({"reduce": "int8"}, {}),
+    "weights int8, gradients int8": ({"gather": "int8", "reduce": "int8"}, {}),
+    "weights int8, gradients int8, kept in the node": ({"gather": "int8", "reduce": "int8"}, HPZ),
+    "weights int8, gradients int4, kept in the node": ({"gather": "int8", "reduce": "int4"}, HPZ),
+}
+TRILLION = ("exact", "weights int8", "weights int8, gradients int8")
+ROWS = {f"7.5b 64xH100 x4: {way}": ("7.5b", (8, 8), 4, way) for way in WAYS}
+ROWS |= {f"1t 1024xH100 x1: {way}": ("1t", (128, 8), 1, way) for way in TRILLION}
+CHECKED = ("exact, kept in the node", "weights int8, gradients int4, kept in the node")
+STORED = pathlib.Path(__file__).parent / "wires.json"
+
+
+def measured(row):
+    """Compiles a model's step and replays it for each speed of the network."""
+    name, shape, each, way = row
+    precision, options = WAYS[way]
+    model = _presets.preset(name)
+    mesh = zerojax.aot.mesh(f"{shape[0] * shape[1]}xH100", shape, AXES)
+    precision = zerojax.Precision(compute="bfloat16", **precision)
+    plan = zerojax.plan(model.make_state, mesh=mesh, axis=AXES, precision=precision)
+    step = zerojax.train_step(model.loss, plan=plan, **options)
+    batch = zerojax.aot.batch(model.batch(each * plan.size), plan)
+    program = step.lower(plan.abstract(), batch).compile()
+    return groups.replayed(program, plan.regathering(step.recipe.options.regather), 1, CARDS)
+
+
+def check():
+    """Exits with 1 if a step got slower, or sends more, than what is stored."""
+    stored, worse = {row["row"]: row for row in results.stored(STORED)["rows"]}, []
+    for name, row in ROWS.items():
+        if row[0] == "7.5b" and row[-1] in CHECKED:
+            now = measured(row)
+            print(name, now, flush=True)
+            limited = [key for key in now if key.startswith("step_ms") or key.endswith("_gib")]
+            worse += [
+                f"{name}: {key} {stored[name][key]} -> {now[key]}"
+                for key in limited
+                if now[key] > stored[name][key] * SLOWER
+            ]
+    if worse:
+        sys.exit("\n".join(["worse than stored:", *worse]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        check()
+    else:
+        results.main(__doc__, STORED, ROWS, figures.versions(), measured)
