@@ -215,6 +215,41 @@ def test_updates_in_backward():
     assert any(e.primitive.name == "sqrt" for s in scans_of(jaxpr) for e in eqns_of(s))
 
 
+def heads(compute: str = "float32") -> Model:
+    """A loss with an exact mean, and weights of three dimensions."""
+
+    def layer(x, p):
+        y = jnp.tanh(jnp.einsum("bd,hdk->bhk", x, p["in"]))
+        return x + jnp.einsum("bhk,hkd->bd", y, p["out"]), None
+
+    def loss(params, batch):
+        x, params = jax.tree.map(lambda v: v.astype(compute), (batch["x"], params))
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, params)
+        squares = x.astype("float32") ** 2
+        return zerojax.mean(squares, where=batch["mask"][:, None])
+
+    keys = jax.random.split(jax.random.key(5), 4)
+    params = {
+        "in": jax.random.normal(keys[0], (LAYERS, 4, DIM, 8)) / 6,
+        "out": jax.random.normal(keys[1], (LAYERS, 4, 8, DIM)) / 6,
+    }
+    mask = jax.random.bernoulli(keys[2], 0.6, (ROWS,))
+    return Model(params, loss, {"x": jax.random.normal(keys[3], (ROWS, DIM)), "mask": mask})
+
+
+@pytest.mark.parametrize("options", [{"update": "backward"}, {"activations": "host"}])
+def test_an_exact_mean_goes_with_all_of_it(options):
+    same(heads(), optax.adam(1e-2, eps=1e-3), **options)
+    if "activations" in options:
+        state, _, _ = run(heads(), "microbatches", optax.sgd(0.1), **options)
+        wanted, _, _ = run(heads(), "microbatches", optax.sgd(0.1))
+        assert_close(state.params, wanted.params, 1e-6)
+
+
+def test_narrow_weights_of_three_dimensions():
+    same(heads("bfloat16"), optax.sgd(0.1), tolerance=2e-2)
+
+
 def eqns_of(scan: Any):
     inner = scan.params["jaxpr"]
     return getattr(inner, "jaxpr", inner).eqns

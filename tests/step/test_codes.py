@@ -302,3 +302,47 @@ def test_layers_before_microbatches_cross_nodes_once_as_codes():
     sent = sent_by(precision, **options)
     assert sent["all-to-all", ("node",), "int8"] == LAYERS + 1
     assert sent["all-gather", ("node",), "int8"] == 2 * LAYERS + 1
+
+
+def test_microbatches_share_weights_that_crossed_nodes_as_codes():
+    options = {"accumulate": 4, "regather": "gpu", "prefetch": 0}
+    sent = sent_by({"gather": "int8"}, **options)
+    gathers = {key: times for key, times in sent.items() if key[0] == "all-gather"}
+    assert gathers["all-gather", ("node",), "int8"] == 3  # once a step: w, v, the embedding
+    assert not any(axes == ("gpu",) and dtype == "int8" for _, axes, dtype in gathers)
+    found = grads_with({"gather": "int8"}, **options)
+    once = grads_with({"gather": "int8"}, accumulate=4, prefetch=0)
+    assert max(far_off(found, once)) < 1e-6  # coded once, as without
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{"params": "gpu", "grads": "gpu"}, {"params": (), "grads": "gpu"}, {"params": "gpu"}],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_inside_a_node_gradients_travel_as_they_are(groups, accumulate):
+    plan = plan_with({"reduce": "int8"}, groups=groups)
+    grads = zerojax.value_and_grad(loss, plan, accumulate=accumulate)
+    found = collections.Counter()
+    for c in collectives(jax.make_jaxpr(grads)(params(), BATCH)):
+        if c.kind == "all-to-all":
+            found[c.axes] += c.times
+    assert set(found) == {("node",)}
+    assert (
+        max(
+            far_off(
+                grads_with({}, plan=plan, accumulate=accumulate), jax.grad(loss)(params(), BATCH)
+            )
+        )
+        < 1e-2
+    )
+
+
+def test_codes_where_no_shard_crosses_nodes_are_refused():
+    plan = plan_with(
+        {"reduce": "int8"}, groups=dict.fromkeys(("params", "grads", "opt_state"), "gpu")
+    )
+    with pytest.raises(
+        ValueError, match=r"groups= shards nothing over \('node',\): .*'params': 'gpu'"
+    ):
+        grads_with({}, plan=plan)

@@ -191,6 +191,7 @@ def test_parts_taken_by_hand_may_be_kept_within_a_node():
             r"names 'tensor', and the batch is split over \('node', 'gpu'\)\. Name",
         ),
         ("node", r"over \('gpu',\) first, .* Name the first of these: regather='gpu'"),
+        (("gpu", "bogus"), r"names 'bogus', and the batch is split over"),
     ],
 )
 def test_axes_that_backward_cannot_gather_over_are_refused(regather, message):
@@ -202,6 +203,21 @@ def test_axes_that_backward_cannot_gather_over_are_refused(regather, message):
 def test_by_hand_too():
     with pytest.raises(ValueError, match=r"from the fastest axis on\. .*: regather='gpu'"):
         by_hand("node")
+    with pytest.raises(ValueError, match=r"names 'bogus', and .* is gathered over"):
+        by_hand(("gpu", "bogus"))
+
+
+def test_axes_are_checked_where_nothing_is_gathered_and_where_groups_leave_one():
+    params = {"w": jnp.ones((64, 64))}
+    mesh = zerojax.mesh(node=2, gpu=4)
+    plan = zerojax.plan({"params": params}, stage=1, mesh=mesh, axis=AXES)
+    with pytest.raises(ValueError, match=r"names 'bogus'"):
+        plan.regathering(("bogus",))
+    assert plan.regathering(("gpu",)) == plan
+    plan = zerojax.plan({"params": params}, mesh=mesh, groups={"params": "gpu"})
+    assert plan.regathering(("gpu",)) == plan
+    with pytest.raises(ValueError, match=r"Name the first of these: regather='gpu'"):
+        plan.regathering(("node",))
 
 
 @pytest.mark.parametrize("regather", [(), 1, None, ["gpu", 2]])

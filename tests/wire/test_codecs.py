@@ -40,6 +40,13 @@ def test_zeros_stay_zeros_and_the_largest_stays_the_largest(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-36, 1e-38])
+def test_tiny_blocks_are_near_or_zero(codec, size):
+    back = jax.jit(lambda x: there_and_back(codec, x))(NORMAL * size)
+    assert float(jnp.max(jnp.abs(back - NORMAL * size))) <= 6 * size
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_what_is_not_finite_is_not_hidden(codec, bad):
     back = there_and_back(codec, NORMAL.at[1, 300].set(bad))
@@ -64,7 +71,7 @@ def test_stochastic_rounding_is_right_on_average():
 @pytest.mark.parametrize(
     ("length", "block", "fitted"),
     [(4096, 256, 256), (1600, 256, 200), (100, 256, 100), (50257, 256, None), (31, 256, None),
-     (384, 64, 64), (96, 64, 48)],
+     (384, 64, 64), (96, 64, 48), (259, 256, 37)],
 )  # fmt: skip
 def test_blocks_are_the_largest_that_divide(length, block, fitted):
     found = Blocks("int8", block=block).fitted(length)
@@ -96,8 +103,8 @@ def test_what_precision_takes():
     ("make", "message"),
     [
         (lambda: Blocks("int3"), r"Blocks\('int3'\): there are no such codes\. Use 'int8', 'int4'"),
-        (lambda: Blocks(block=16), r"block=16 must be an even number of elements, 32 or more"),
-        (lambda: Blocks(block=33), r"block=33 must be an even number"),
+        (lambda: Blocks(block=16), r"block=16 must be a number of elements, 32 or more"),
+        (lambda: Blocks("int4", block=33), r"Of int4, two are a byte: an even number"),
         (lambda: Blocks("float8_e4m3fn", stochastic=True), r"only integer codes can be rounded so"),
         (lambda: zerojax.Precision(gather="int4"), r"gather='int4'\): 15 levels are too few"),
         (lambda: zerojax.Precision(gather=Blocks("int4")), r"gather='int4'\): 15 levels are too"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -181,17 +182,30 @@ class _Dot:
         my_free = [d for d in range(rank) if d not in (*mine, *my_batch)]
         # In the result, the batch comes first, then what is free of the operands in their order.
         first = len(my_batch) + (0 if self.weight else len(my_free))
-        summed = free, range(first, first + len(free))
-        precision = dict(self.options)["precision"]
+        summed = range(first, first + len(free))
+        kept = [d for d in range(len(my_batch), grad.ndim) if d not in summed]
+        # XLA:CPU has no narrow matmul with a wide result but the plainest: each group of dimensions
+        # is one.
+        left = _merged(other, their_batch, free, sorted(theirs))
+        right = _merged(grad, range(len(my_batch)), summed, kept)
         found = lax.dot_general(
-            other,
-            grad,
-            (summed, (their_batch, range(len(my_batch)))),
-            precision=precision,
+            left,
+            right,
+            (((1,), (1,)), ((0,), (0,))) if my_batch else (((0,), (0,)), ((), ())),
+            precision=dict(self.options)["precision"],
             preferred_element_type=dtype,
         )
+        sizes = [other.shape[d] for d in (*their_batch, *sorted(theirs))]
+        found = found.reshape(*sizes, *(grad.shape[d] for d in kept))
         order = [*my_batch, *(mine[theirs.index(d)] for d in sorted(theirs)), *my_free]
         return found.transpose([order.index(d) for d in range(rank)])
+
+
+def _merged(array: Array, *groups: Sequence[int]) -> Array:
+    """Returns an array with a dimension for each group of its dimensions; the first may be none."""
+    sizes = [math.prod(array.shape[d] for d in group) for group in groups]
+    moved = array.transpose([d for group in groups for d in group])
+    return moved.reshape(sizes if groups[0] else sizes[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -213,13 +213,18 @@ class Layout:
                 totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
 
+    def slow(self, axes: Axes) -> Axes:
+        """Returns those of some axes that are slower than the fastest of the batch's, if there are
+        several: links between nodes, on a mesh of levels."""
+        return beyond(axes, self.batch_axes[-1:]) if len(self.batch_axes) > 1 else axes
+
     def regathering(self, regather: bool | Axes) -> Self:
         """Returns the plan of a step whose backward gathers parameters over these axes again.
 
         What was gathered over the others is kept.
         """
         over = self.groups.params
-        if isinstance(regather, bool) or not over:
+        if isinstance(regather, bool):
             return self
         kept = tuple(axis for axis in over if axis in regather)
         if unknown := beyond(regather, self.batch_axes):
@@ -228,7 +233,9 @@ class Layout:
                 f"{self.batch_axes}. Name the fast axis of a mesh of levels, such as 'gpu' of "
                 "zerojax.mesh(node=2, gpu=4), or pass True or False."
             )
-        if kept != over[: len(kept)]:
+        if not over:
+            return self
+        if not kept or kept != over[: len(kept)]:
             raise ValueError(
                 f"regather={regather} would gather parameters over {beyond(over, kept)} first, "
                 f"which shard within {kept}: they are sharded over {over}, from the fastest axis "

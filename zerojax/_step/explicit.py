@@ -115,7 +115,7 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         precision = precision_of(plan, None)
         replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
         gathered, reduced = (leaf.codec(x, plan.mesh) for x in (precision.gather, precision.reduce))
-        reduce = Route(axes, (), replicas, reduced, padding)
+        reduce = Route(axes, (), replicas, reduced, padding).coded_over(plan.slow(axes))
         wire = Wire(Route(near, beyond(axes, near), (), gathered, padding), reduce)
         cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
         return Sharded(value, cut, how)
@@ -210,6 +210,11 @@ def scan(
 def _regathering(leaf: Sharded, axes: Axes) -> Sharded:
     """Returns a parameter that backward gathers over these axes again."""
     gather = leaf.cut.wire.gather
+    if unknown := beyond(axes, (*gather.near, *gather.far)):
+        raise ValueError(
+            f"regather={axes} names {unknown[0]!r}, and {leaf.cut.path} is gathered over "
+            f"{(*gather.near, *gather.far)}. Name the first of these: regather={gather.near[0]!r}."
+        )
     near = tuple(axis for axis in gather.near if axis in axes)
     if near != gather.near[: len(near)] or not near:
         raise ValueError(

@@ -119,9 +119,16 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 
 
 def _check_codes(plan: Plan, precision: Precision) -> None:
-    """Raises where gradients would cross hosts and the devices of each in one hop, as codes."""
+    """Raises where gradients cross hosts and the devices of each in one hop, or as they are."""
     axes = plan.groups.opt_state if isinstance(precision.reduce, Blocks) else ()
-    for axis in axes[1:] or axes:  # over the fastest of several, gradients travel as they are
+    if axes and not plan.slow(axes):
+        raise ValueError(
+            f"reduce={precision.reduce} is for gradients between nodes, and groups= shards nothing "
+            f"over {plan.slow(plan.batch_axes)}: shards are summed over those by an all-reduce, "
+            "which adds no codes. Leave it out, or shard the optimizer state over them too: "
+            f"groups={{'params': {axes[0]!r}}}."
+        )
+    for axis in plan.slow(axes):
         along = _mesh.hosts_along(plan.mesh, axis)
         count, hosts = len(along), len(set(along))
         if 1 < hosts < count:

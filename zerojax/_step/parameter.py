@@ -21,7 +21,6 @@ from zerojax._plan.precision import Precision, promoted, wide
 from zerojax._state.state import zero_gradient
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
-from zerojax._wire.codecs import Exact
 from zerojax._wire.routes import Cut, Route, Wire
 
 
@@ -85,8 +84,9 @@ class Parameter:
         reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
         near, far = self.leaf.near.axes, () if self.accumulates else self.far
         # A weight that rests whole travels nowhere, and is used as it is.
-        travels = self.precision.gather if near or far else None
-        codec = self.leaf.codec(travels, self.plan.mesh)
+        # What was brought near was decoded there, and the rest of its way is fast.
+        travels = (near or far) and not self.is_brought_near
+        codec = self.leaf.codec(self.precision.gather if travels else None, self.plan.mesh)
         gather = Route(near, far, codec=codec, padding=self.leaf.rest.padding)
         return self.cut_by(Wire(gather, reduce))
 
@@ -107,9 +107,9 @@ class Parameter:
 
     def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
         """Returns what microbatches gather from, in the dtype that they gather."""
-        return _collectives.gathered(
-            _compat.fetched(value).astype(dtype), self.cut_by(Wire(Route(self.far)))
-        )
+        codec = self.leaf.codec(self.precision.gather, self.plan.mesh)
+        cut = self.cut_by(Wire(Route(self.far, codec=codec)))
+        return _collectives.gathered(_compat.fetched(value).astype(dtype), cut).astype(dtype)
 
     @property
     def is_own_source(self) -> bool:
@@ -130,8 +130,9 @@ class Parameter:
         axes = beyond(end, start)
         far = beyond(axes, near)
         padding = self.leaf.update.padding if end and not start else 0
-        codec = self.leaf.codec(self.precision.reduce, self.plan.mesh) if axes else Exact()
-        return Route(beyond(axes, far), far, replicas, codec, padding)
+        codec = self.leaf.codec(self.precision.reduce, self.plan.mesh)
+        route = Route(beyond(axes, far), far, replicas, codec, padding)
+        return route.coded_over(self.plan.slow(axes))
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
         """Returns the shape of one device's part, as a `shard_map` over ZeRO's axes has it."""

@@ -72,7 +72,7 @@ class Program:
             Parameter(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
             for leaf in self.plan.params
         ]
-        if activations and not _run.has_loops(self.traced.jaxpr, self.kinds_of(params)):
+        if activations and not _run.has_loops(self.jaxpr, self.kinds_of(params)):
             raise ValueError(
                 f"activations={activations} is for loops over layers, and the loss has no scan of "
                 "stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), with "
@@ -86,7 +86,7 @@ class Program:
             return self.params
         pairs = zip(self.params, updates, strict=True)
         params = [dataclasses.replace(p, update=update) for p, update in pairs]
-        alone = _run.scanned_alone(self.traced.jaxpr, self.kinds_of(params))
+        alone = _run.scanned_alone(self.jaxpr, self.kinds_of(params))
         return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
 
     # -- its inputs and outputs, as `shard_map` sees them

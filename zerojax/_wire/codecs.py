@@ -77,10 +77,11 @@ class Blocks:
         if self.dtype not in LARGEST:
             known = ", ".join(map(repr, LARGEST))
             raise ValueError(f"Blocks({self.dtype!r}): there are no such codes. Use {known}.")
-        if type(self.block) is not int or self.block < LEAST_BLOCK or self.block % 2:
+        is_odd = self.dtype == "int4" and self.block % 2
+        if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
             raise ValueError(
-                f"block={self.block!r} must be an even number of elements, {LEAST_BLOCK} or more: "
-                "each block is sent with a scale of 4 bytes."
+                f"block={self.block!r} must be a number of elements, {LEAST_BLOCK} or more: each "
+                "block is sent with a scale of 4 bytes. Of int4, two are a byte: an even number."
             )
         if self.stochastic and not self.is_integer:
             raise ValueError(
@@ -113,7 +114,9 @@ class Blocks:
         # XLA's maximum may pass over a NaN.
         sizes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
         largest = jnp.max(sizes, axis=-1, keepdims=True)
-        scale = jnp.where(largest == 0, 1, largest / LARGEST[self.dtype])
+        # What no scale is small enough for becomes zeros.
+        least = LARGEST[self.dtype] * float(jnp.finfo(jnp.float32).tiny)
+        scale = jnp.where(largest < least, 1, largest / LARGEST[self.dtype])
         codes = self._rounded(blocks / scale).reshape(*array.shape[:-1], -1)
         return codes, scale[..., 0]
 

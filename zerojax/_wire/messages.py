@@ -6,8 +6,7 @@ every device sends each peer the part that this peer keeps, as codes, and adds u
 float32. XLA joins no all-to-alls, so the arrays of a layer travel as one message. One all-to-all
 over nodes and their GPUs would send all bytes through each GPU's own network card, and take longer
 than an exact reduce-scatter, whose rings share the cards of a node. So what crosses nodes is the
-sum over a node, 1/8 of the bytes (ZeRO++'s qgZ). See the note in `_collectives.py` for the hop
-before.
+sum over a node, 1/8 of the bytes (ZeRO++'s qgZ).
 """
 
 import itertools

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.typing import DTypeLike
 
-from zerojax._wire.codecs import Codec, Exact
+from zerojax._wire.codecs import Blocks, Codec, Exact
 
 EXACT = Exact()
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
@@ -20,7 +20,9 @@ class Route:
     and summed over `replicas`. In the spec of what is sharded `near` is major and `far` minor, so
     gathering over `far` first leaves each device a contiguous block for `near`. The sharded
     dimension has `padding` elements more than the parameter: they are dropped after the gather, and
-    added before the reduction.
+    added before the reduction. A gradient travels as codes over the axes in `coded` alone: inside a
+    node, a reduce-scatter hides as it is, and leaves a fraction to encode. (Codes all the way cost
+    20 ms of compute, 7.5B on 8 nodes of 8 H100s with int8, and this way 2.)
     """
 
     near: tuple[str, ...] = ()
@@ -28,6 +30,18 @@ class Route:
     replicas: tuple[str, ...] = ()
     codec: Codec = EXACT
     padding: int = 0
+    coded: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that a gradient is scattered over, in this order."""
+        return (*self.near, *self.far)
+
+    def coded_over(self, axes: tuple[str, ...]) -> "Route":
+        """Returns the route of a gradient that goes as codes over these of its axes alone."""
+        if not isinstance(self.codec, Blocks):
+            return self
+        return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
 
 
 @dataclasses.dataclass(frozen=True)
