@@ -487,4 +487,9 @@ def test_bytes_by_level_on_two_hosts_of_four_gpus():
     elements = sum(x.size for x in jax.tree.leaves(audits.make_state().params))
     width = 2  # of what the loss casts to bfloat16, all but a few norms
     assert sent[HSDP] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)
-    assert sent[AMSP] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)
+    # A loop that prefetches brings its last layer into the node twice.
+    layer = (
+        sum(x.size for x in jax.tree.leaves(audits.make_state().params["layers"])) / audits.LAYERS
+    )
+    again = layer / 4 * width / 2
+    assert sent[AMSP] == pytest.approx(2 * elements / 4 * width / 2 + again, rel=0.01)
