@@ -206,6 +206,18 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     assert given["offload"] == ["opt_state", "params"] and given["activations"] == ["host"]
     run("forecast", *model, "--update", "backward")
     assert given["update"] == "backward"
+    assert given["regather"] is given["precision"] is None and given["order"] == "microbatches"
+    run("forecast", *model, "--regather", "gpu", "--gather", "int8", "--reduce", "int4")
+    assert given["regather"] == ("gpu",)
+    assert given["precision"] == zerojax.Precision(gather="int8", reduce="int4")
+    run("forecast", *model, "--regather", "false", "--gather", "int8", "--master")
+    narrow = {"compute": "bfloat16", "param": "bfloat16", "master": "float32"}
+    assert given["regather"] is False
+    assert given["precision"] == zerojax.Precision(gather="int8", **narrow)
+    run("forecast", *model, "--order", "microbatches", "layers")
+    assert given["order"] == ["microbatches", "layers"]
+    code, _, err = run("forecast", *model, "--gather", "int4")
+    assert code == BAD_INPUT and "Use 'int8' or 'float8_e4m3fn'" in err
 
 
 @pytest.mark.gpu_code
@@ -251,6 +263,23 @@ def test_state_in_host_memory(run, module):
     code, _, err = run("forecast", name, *both, "--stages", "0", "--update", "before")
     assert (code, err) == (BAD_INPUT, "zerojax: --update must be 'backward', 'after' or 'auto', "
                            "got 'before'.\n")  # fmt: skip
+
+
+@pytest.mark.gpu_code
+def test_codes_and_weights_kept_in_the_node(run, module):
+    name = module("mymodel", MODEL) + ":model"
+    flags = ("--gpus", "16xH100", "--regather", "gpu", "--gather", "int8", "--reduce", "int8")
+    found = {}
+    for more in ((), flags[2:]):
+        code, out, err = run("audit", name, *flags[:2], *more, "--json")
+        assert (code, err) == (OK, "")
+        found[more] = json.loads(out)
+        code, out, err = run("forecast", name, *flags[:2], *more, "--stages", "3", "--json")
+        (case,) = json.loads(out)["cases"]
+        assert (code, err, found[more]["findings"]) == (OK, "", [])
+        assert case["network_bytes"] == found[more]["network_bytes"]
+    exact, coded = (one["network_bytes"] for one in found.values())
+    assert 0 < coded < 0.5 * exact
 
 
 @pytest.mark.gpu_code

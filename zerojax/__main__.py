@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import json
 import math
-import operator
 import os
 import pathlib
 import re
@@ -22,27 +21,23 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import _figures, aot
+from zerojax import _figures, _flags
 from zerojax._audit.report import check_limits
 from zerojax._forecast import doctor as _doctor, presets as _presets
-from zerojax._forecast.forecast import Loss, working
-from zerojax._forecast.memory_table import STAGES
+from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
 from zerojax._text import fitted, paragraphs, text_table
 from zerojax._types import PyTree
 
-SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
-REMAT = ("full",)
 GB = 1e9
-PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = _flags.parser(forecast, audit, doctor, table).parse_args(argv)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
     if not os.path.exists("/proc/driver/nvidia"):
@@ -89,14 +84,22 @@ def as_typed(text: str, flags: Container[str]) -> str:
 def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
-    half = _gpus.parse_count(arguments.gpus)[1].half
-    precision = Precision(compute=half, param=half, master="float32") if arguments.master else None
-    names = ("gpus", "stages", "accumulate", "tokens", "groups", "pad", "offload")
-    options = _given(arguments, *names, "update", "activations")
+    names = ("gpus", "stages", "accumulate", "order", "tokens", "groups", "pad", "offload")
+    options = _given(arguments, *names, "regather", "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
-    found = zerojax.forecast(losses, make_state, batch, rng=rng, precision=precision, **options)
+    options["precision"] = _precision(arguments, arguments.master)
+    found = zerojax.forecast(losses, make_state, batch, rng=rng, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
+
+
+def _precision(arguments: argparse.Namespace, master: bool = False) -> Precision | None:
+    """Returns the precision that flags name: codes on the wire, narrow parameters with copies."""
+    half = _gpus.parse_count(arguments.gpus)[1].half
+    named = {"compute": half, "param": half, "master": "float32"} if master else {}
+    codes = _given(arguments, "gather", "reduce")
+    named |= {name: value for name, value in codes.items() if value is not None}
+    return Precision(**named) if named else None
 
 
 def _per_host(arguments: argparse.Namespace) -> int:
@@ -146,12 +149,16 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
     losses, make_state, batch, rng = _model(arguments)
-    mesh = zerojax.aot.mesh(arguments.gpus, per_host=arguments.per_host)
-    placed = {"stage": arguments.stage, "pad": arguments.pad, "offload": arguments.offload}
-    plan = zerojax.plan(make_state, mesh=mesh, **placed)
+    options = _given(arguments, "accumulate", "order", "activations")
+    options |= {"update": arguments.update or "auto"}
+    options |= {} if arguments.regather is None else {"regather": arguments.regather}
+    precision = _precision(arguments)
+    levels = names_levels(options, precision)
+    mesh = mesh_of(arguments.gpus, arguments.per_host, levels)
+    placed = _given(arguments, "stage", "pad", "offload")
+    plan = zerojax.plan(make_state, mesh=mesh, axis=mesh.axis_names, precision=precision, **placed)
     loss = losses if callable(losses) else next(iter(losses.values()))
-    options = _given(arguments, "accumulate", "activations")
-    step = zerojax.train_step(loss, update=arguments.update or "auto", **options)
+    step = zerojax.train_step(loss, **options)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         batch = zerojax.aot.batch(batch, plan)
         return zerojax.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
@@ -234,116 +241,6 @@ def styled(text: str) -> str:
     # With the indented lines in which it goes on.
     broken = r"^(broken:|warning:|fail|Nothing fits).*(\n  .*)*"
     return re.sub(broken, "\x1b[31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
-    parser.add_argument("--version", action="version", version=zerojax.__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    for run, text, add_arguments in (
-        (forecast, "forecasts memory, traffic and speed of a step, by compiling it", _forecasts),
-        (audit, "lists what a compiled program sends and holds; checks its contract", _audits),
-        (doctor, "checks what on this machine helps or hurts", lambda _: None),
-        (table, "prints the ZeRO paper's memory table, or yours", _tables),
-    ):
-        command = commands.add_parser(run.__name__, help=text, description=text)
-        command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=run)
-        add_arguments(command)
-    return parser
-
-
-def _forecasts(parser: argparse.ArgumentParser) -> None:
-    sizes = ", ".join(_presets.PRESETS)
-    parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
-    _gpu_arguments(parser)
-    parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
-    parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
-    text = "GB/s between a GPU and its host's memory, in each direction: 25"
-    parser.add_argument("--host-link", type=rate, help=text)
-    parser.add_argument(
-        "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
-    )
-    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
-    parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    parser.add_argument(
-        "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
-    )
-    parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
-    parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
-
-
-def _audits(parser: argparse.ArgumentParser) -> None:
-    text = "a file of HLO text, a preset, or module:function"
-    parser.add_argument("model", metavar="program", help=text)
-    parser.set_defaults(remat=REMAT)
-    _gpu_arguments(parser)
-    parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
-    parser.add_argument("--stage", type=int, default=3, choices=STAGES)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--max-peak-bytes", type=size)
-    parser.add_argument("--min-overlap", type=float)
-    parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
-
-
-def _tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
-    parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
-    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
-    parser.add_argument("--param-bytes", type=float, default=2)
-    parser.add_argument("--grad-bytes", type=float, default=2)
-    parser.add_argument("--optimizer-bytes", type=float, default=12)
-
-
-def size(text: str) -> float:
-    """Parses '7.5b' or '7.5e9' as 7.5e9."""
-    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    unit = units.get(text[-1:].lower())
-    return float(text[:-1]) * unit if unit else float(text)
-
-
-def nodes(text: str) -> tuple[int, int]:
-    """Parses '8x4', eight hosts of four GPUs each."""
-    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not hosts x GPUs of each, such as 8x8")
-    return int(found[1]), int(found[2])
-
-
-def groups(text: str) -> dict[str, tuple[str, ...]]:
-    """Parses 'params=gpu,opt_state=gpu+node'; 'params=' names no axes."""
-    found = [part.partition("=") for part in text.split(",")]
-    kinds = {kind for kind, _, _ in found}
-    if not all(sign for _, sign, _ in found) or len(kinds) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not kind=axis+axis for each of some kinds")
-    return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
-
-
-def rate(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be positive")
-    return float(text)
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be positive")
-    return int(text)
-
-
-def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
-    parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
-    parser.add_argument("--per-host", type=int, default=8)
-    text = "replicate leaves that the GPUs do not divide, instead of padding them"
-    parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
-    names = operator.methodcaller("split", ",")
-    parser.add_argument("--offload", type=names, help="what rests in host memory: opt_state,params")
-    parser.add_argument("--activations", type=names, help="where layers keep them: host")
-    parser.add_argument("--update", help="of parameters: backward, after or auto")
-    parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
 
 
 if __name__ == "__main__":

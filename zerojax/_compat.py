@@ -232,10 +232,15 @@ def is_on_host(value: Any) -> bool:
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == HOST
 
 
+def rests_on_host(var: Var | Literal) -> bool:
+    """Whether the value of a jaxpr's variable is in host memory."""
+    return getattr(var.aval, "memory_space", None) == HOST
+
+
 def uses_host(jaxpr: Jaxpr) -> bool:
     """Whether a program has anything in host memory."""
     variables = (var for eqn in every_eqn(jaxpr) for var in (*eqn.invars, *eqn.outvars))
-    return any(getattr(var.aval, "memory_space", None) == HOST for var in variables)
+    return any(map(rests_on_host, variables))
 
 
 def fetched(value: Array) -> Array:

@@ -106,6 +106,10 @@ def alive(
     return kept[::-1]
 
 
+def nbytes(variables: Iterable[Atom]) -> int:
+    return sum(t.size * t.dtype.itemsize for t in map(type_of, variables))
+
+
 def matmul_flops(jaxpr: Jaxpr) -> float:
     """Counts the FLOPs of matmuls: a `while` once, and a `cond`'s most expensive branch."""
     return sum(_flops(eqn) for eqn in jaxpr.eqns)

@@ -15,6 +15,7 @@ from tests import audits
 from zerojax._audit.audit import heard
 from zerojax._forecast import forecast as _progress
 from zerojax._forecast.forecast import Forecast
+from zerojax._loss.order import ORDERS
 
 N = 8
 PSI = audits.LAYERS * (audits.DIM**2 + audits.DIM) + 2 * audits.DIM**2
@@ -189,6 +190,26 @@ def test_a_ready_step_brings_what_it_was_made_of():
 
 
 @pytest.mark.gpu_code
+def test_orders_stand_side_by_side():
+    rates = zerojax.Rates(flops=1e15, memory=1e13, link=1e12, network=1e9)
+    found = zerojax.forecast(
+        audits.loss, audits.make_state, BATCH, gpus="16xH100", stages=3, accumulate=2,
+        order=("microbatches", "layers"), rates=rates,
+    )  # fmt: skip
+    in_turn, layers = found.cases
+    assert [case.report.accumulate for case in found.cases] == [2, 1]
+    # All but the embedding, which is gathered and reduced for each microbatch, is sent once.
+    assert layers.network_bytes < 0.7 * in_turn.network_bytes
+    assert found.best is layers and layers.report.findings() == []
+    text = str(found)
+    assert "2, layers" in text and "accumulate=2, order='layers'" in " ".join(text.split())
+    step = zerojax.train_step(audits.loss, stage=3, accumulate=2, order="auto")
+    (chosen,) = zerojax.forecast(step, audits.make_state, BATCH, gpus="16xH100").cases
+    assert chosen.order in ("microbatches", "layers")
+    assert chosen.report.accumulate == (2 if chosen.order == "microbatches" else 1)
+
+
+@pytest.mark.gpu_code
 @pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"donate": False}])
 def test_a_ready_step_is_forecast_with_all_its_options(options):
     step = zerojax.train_step(audits.loss, stage=2, **options)
@@ -229,14 +250,21 @@ def test_progress_on_a_terminal(capfd, monkeypatch):
 
 def test_what_compiles_twice_compiles_once(monkeypatch):
     def stop(choices, doing):
-        raise StopIteration([(*choice[1:], doing(choice)) for choice in choices])
+        raise StopIteration([(*choice[1], doing(choice)) for choice in choices])
 
     monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
     monkeypatch.setattr("zerojax._forecast.forecast.aot.mesh", lambda *_, **__: None)
     tried = functools.partial(zerojax.forecast, audits.loss, audits.make_state, BATCH)
     with pytest.raises(StopIteration) as stopped:
         tried(gpus="8xH100", stages=[3, 3], accumulate=[1, 1])
-    assert stopped.value.value == [(3, 1, "compiling stage 3 for 8xH100")]
+    in_turn, layers = ORDERS[:2]
+    assert stopped.value.value == [(3, 1, in_turn, "compiling stage 3 for 8xH100")]
+    with pytest.raises(StopIteration) as stopped:
+        tried(gpus="8xH100", stages=3, accumulate=[1, 2], order=[layers, in_turn, layers])
+    # One microbatch has no order.
+    assert [way for *way, _ in stopped.value.value] == [
+        [3, 1, layers], [3, 2, layers], [3, 2, in_turn],
+    ]  # fmt: skip
     with pytest.raises(StopIteration) as stopped:
         tried(gpus="8xH100")
     assert [stage for stage, *_ in stopped.value.value] == [0, 1, 2, 3]
@@ -244,11 +272,11 @@ def test_what_compiles_twice_compiles_once(monkeypatch):
 
 def test_groups_are_compiled_at_stage_3_unless_told_otherwise(monkeypatch):
     def stop(choices, doing):
-        raise StopIteration([stage for _, stage, _ in choices])
+        raise StopIteration([stage for _, (stage, *_) in choices])
 
     monkeypatch.setattr("zerojax._forecast.forecast.progress", stop)
     mesh = types.SimpleNamespace(axis_names=("node", "gpu"))
-    monkeypatch.setattr("zerojax._forecast.forecast._mesh", lambda *_: mesh)
+    monkeypatch.setattr("zerojax._forecast.forecast.mesh_of", lambda *_: mesh)
     for options, stages in (({}, [3]), ({"stages": [1, 3]}, [1, 3])):
         with pytest.raises(StopIteration) as stopped:
             zerojax.forecast(

@@ -59,6 +59,8 @@ def audit(
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
     _check_options(plan, gpu, per_host, accumulate)
+    if hasattr(step, "settled") and state is not None and batch is not None:
+        step = step.settled(state, batch, *([] if rng is None else [rng]))
     recipe, compiled, text, warnings = getattr(step, "recipe", None), None, step, []
     gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(step, str):

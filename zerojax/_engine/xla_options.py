@@ -10,7 +10,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
 from zerojax._engine.padded import keeps_nothing
-from zerojax._jaxpr import Atom, type_of
+from zerojax._jaxpr import nbytes
 from zerojax._types import Device
 from zerojax._wire.routes import names_in
 
@@ -147,12 +147,12 @@ def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
         if name in ("all_gather", "reduce_scatter", "all_to_all"):
             loop.levels.add(frozenset(names_in([eqn.params["axis_name"]])))
         if name == "all_gather":
-            loop.gathered += _nbytes(eqn.outvars)
+            loop.gathered += nbytes(eqn.outvars)
         elif name == "all_to_all":
-            loop.exchanged += _nbytes(eqn.outvars)
+            loop.exchanged += nbytes(eqn.outvars)
         elif name == "reduce_scatter":
-            loop.scattered += _nbytes(eqn.outvars)
-            loop.reduced += _nbytes(eqn.invars)
+            loop.scattered += nbytes(eqn.outvars)
+            loop.reduced += nbytes(eqn.invars)
         elif name in _compat.REMAT:
             loop.in_place |= keeps_nothing(eqn.params["policy"])
         inside = loop
@@ -161,10 +161,6 @@ def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
             loops.append(inside)
         for inner in _compat.inner_jaxprs(eqn):
             _count(inner, inside, loops)
-
-
-def _nbytes(variables: Sequence[Atom]) -> int:
-    return sum(t.size * t.dtype.itemsize for t in map(type_of, variables))
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import gpus as _gpus
 from zerojax._hlo.gpus import Gpu, Rates
+from zerojax._loss import order as _order
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
@@ -45,10 +46,12 @@ def forecast(
     gpus: str,
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
+    order: Sequence[str] | str = _order.MICROBATCHES,
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
     offload: Offload | str | Sequence[str] | None = None,
+    regather: bool | str | Sequence[str] | None = None,
     update: str | None = None,
     activations: str | Sequence[str] | None = None,
     mutable: Sequence[str] = (),
@@ -66,11 +69,13 @@ def forecast(
         make_state: a function without arguments that makes the state, or the state's shapes.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         gpus: such as "64xH100".
-        stages, accumulate: what to try; default, all stages, with `groups` only 3.
+        stages, accumulate, order: what to try, one or several of each; default, all stages, with
+            `groups` only 3, and microbatches one after another.
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
             (the GPUs of a host).
         pad, offload: as for `zerojax.shard_train_state`.
-        precision, update, mutable, tx: as for `zerojax.shard_train_state` and `zerojax.train_step`.
+        precision, regather, update, mutable, tx: as for `zerojax.shard_train_state` and
+            `zerojax.train_step`; regather="gpu" on axes as with `groups`.
         activations: "host", as for `zerojax.train_step`.
         rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
@@ -97,16 +102,17 @@ def forecast(
     if isinstance(loss_fn, Step):
         recipe, options = loss_fn.recipe, _options_of(loss_fn, tx)
         losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
+        order = recipe.options.order
         stages = stages if recipe.stage is None else recipe.stage
         precision = precision or recipe.options.precision
-    given = {"update": update, "activations": activations}
+    given = {"regather": regather, "update": update, "activations": activations}
     options |= {name: value for name, value in given.items() if value is not None}
-    choices = _choices(losses, stages, accumulate)
-    mesh = _mesh(gpus, per_host, groups is not None or _names_levels(options, precision))
+    choices = _choices(losses, stages, accumulate, order)
+    mesh = mesh_of(gpus, per_host, groups is not None or names_levels(options, precision))
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
-    shown = progress(choices, lambda choice: f"compiling stage {choice[1]} for {gpus}")
-    cases = [work.case(variant, loss, *others) for (variant, loss), *others in shown]
+    shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
+    cases = [work.case(*loss, *how) for loss, how in shown]
     return Forecast(gpus, gpu, tuple(cases))
 
 
@@ -137,7 +143,7 @@ def _gpu(gpus: str, rates: object) -> Gpu:
 def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str, Any]:
     """Returns the options of a step that its cases share."""
     recipe = step.recipe
-    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs", "order")
+    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs")
     return {name: getattr(recipe.options, name) for name in names} | {
         "tx": tx or recipe.tx,
         "skip_nonfinite": recipe.skip_nonfinite,
@@ -146,13 +152,13 @@ def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str
     }
 
 
-def _names_levels(options: Mapping[str, Any], precision: Precision | None) -> bool:
+def names_levels(options: Mapping[str, Any], precision: Precision | None) -> bool:
     """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
     codes = precision is not None and isinstance(precision.reduce, Blocks)
-    return codes or isinstance(options.get("regather"), tuple)
+    return codes or not isinstance(options.get("regather", True), bool)
 
 
-def _mesh(gpus: str, per_host: int, levels: bool) -> Mesh:
+def mesh_of(gpus: str, per_host: int, levels: bool) -> Mesh:
     """Makes a mesh of all GPUs along one axis; with levels, of hosts and the GPUs of each."""
     flat = aot.mesh(gpus, per_host=per_host)
     if not levels:
@@ -162,15 +168,22 @@ def _mesh(gpus: str, per_host: int, levels: bool) -> Mesh:
 
 
 def _choices(
-    losses: Mapping[str, Loss], stages: Sequence[int] | int, accumulate: Sequence[int] | int
-) -> list[tuple[tuple[str, Loss], int, int]]:
+    losses: Mapping[str, Loss],
+    stages: Sequence[int] | int,
+    accumulate: Sequence[int] | int,
+    order: Sequence[str] | str,
+) -> list[tuple[tuple[str, Loss], tuple[int, int, str]]]:
     """Returns all combinations, each once: nothing compiles twice."""
     stages, accumulate = each_once(stages), each_once(accumulate)
-    choices = list(itertools.product(losses.items(), stages, accumulate))
+    orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
+    ways = itertools.product(stages, accumulate, orders)
+    # One microbatch has no order.
+    ways = [way for way in ways if way[1] > 1 or way[2] == orders[0]]
+    choices = list(itertools.product(losses.items(), ways))
     if not choices:
         raise ValueError(
-            f"nothing to try: stages={stages}, accumulate={accumulate}, {len(losses)} losses. "
-            "Name at least one of each."
+            f"nothing to try: stages={stages}, accumulate={accumulate}, order={orders}, "
+            f"{len(losses)} losses. Name at least one of each."
         )
     return choices
 
@@ -187,17 +200,17 @@ class _Workload:
     planned: dict[str, Any]  # options of `plan`
     options: dict[str, Any]  # of `train_step`
 
-    def case(self, variant: str, loss: Loss, stage: int, accumulate: int) -> Case:
+    def case(self, variant: str, loss: Loss, stage: int, accumulate: int, order: str) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
         tx, mutable = self.options["tx"], self.options["mutable"]
         axes = self.planned["mesh"].axis_names
         plan = _planner.plan(self.make_state, stage=stage, axis=axes, tx=tx, **self.planned)
-        step = train_step(loss, accumulate=accumulate, plan=plan, **self.options)
+        step = train_step(loss, accumulate=accumulate, order=order, plan=plan, **self.options)
         batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
+        rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
-        report = _audit.audit(
-            step, plan.abstract(), batch, aot.batch(self.rng, plan), plan=plan, gpu=self.gpu
-        )
+        step = step.settled(plan.abstract(), batch, *([] if rng is None else [rng]))
+        report = _audit.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)

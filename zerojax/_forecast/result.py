@@ -7,6 +7,7 @@ from zerojax import _figures
 from zerojax._audit.report import Report
 from zerojax._figures import Axes, Figure
 from zerojax._hlo.gpus import Gpu
+from zerojax._loss.order import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
@@ -64,6 +65,10 @@ def _bytes_of(field: str) -> Callable[[Case], str]:
     return lambda case: human_bytes(getattr(case, field))
 
 
+def _in_layers(case: Case) -> str:
+    return ", layers" if case.order == LAYERS and case.accumulate > 1 else ""
+
+
 def _tokens_text(case: Case) -> str:
     return "-" if case.tokens_per_second is None else f"{case.tokens_per_second:,.0f}"
 
@@ -71,7 +76,7 @@ def _tokens_text(case: Case) -> str:
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "stage": lambda case: str(case.stage),
-    "accumulate": lambda case: str(case.accumulate),
+    "accumulate": lambda case: f"{case.accumulate}{_in_layers(case)}",
     "remat": lambda case: case.variant or "-",
     "params": _bytes_of("parameters"),
     "optimizer": _bytes_of("optimizer"),
@@ -172,7 +177,7 @@ class Forecast:
                 "memory (offload='opt_state')."
             )
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
-        how += f", order={best.order!r}" * (best.order == "layers")
+        how += f", order={best.order!r}" * bool(_in_layers(best))
         remat = f", remat {best.variant!r}" if best.variant else ""
         fastest = (
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
@@ -238,5 +243,5 @@ def _write(axes: Axes, end: float, row: int, text: str) -> None:
 
 
 def _case_name(case: Case) -> str:
-    accumulated = f"x{case.accumulate}" if case.accumulate > 1 else ""
+    accumulated = f"x{case.accumulate}{_in_layers(case)}" if case.accumulate > 1 else ""
     return ", ".join(filter(None, (f"stage {case.stage}", accumulated, case.variant)))

@@ -46,7 +46,7 @@ def layered(
     will be differentiated `scale` times. Raises for losses without a loop over layers.
     """
     if not _has_layers(jaxpr, kinds):
-        raise ValueError(
+        raise NoLayersError(
             "order='layers' runs all microbatches of a layer before the next, and the loss has no "
             "scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan), or use "
             "order='microbatches'."
@@ -70,6 +70,10 @@ def layered(
         return _compat.without_unread(opened), consts
 
     return as_one_device(traced, mesh, axes)
+
+
+class NoLayersError(ValueError):
+    """A loss cannot be run layer by layer."""
 
 
 class _Walk:
@@ -193,7 +197,7 @@ class _Walk:
         if name == "scan":
             return self.loop(eqn, kinds)
         if name not in _compat.REMAT:
-            raise ValueError(
+            raise NoLayersError(
                 f"order='layers' finds a scan over stacked parameters inside {name}, whose "
                 "microbatches cannot run side by side. Take the scan out of it, or use "
                 "order='microbatches'."

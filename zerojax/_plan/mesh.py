@@ -179,10 +179,11 @@ def on_one_host(mesh: Mesh) -> int:
     return hosts.count(hosts[0])
 
 
-def hosts_along(mesh: Mesh, axis: str) -> list[int]:
-    """Returns the hosts of the devices along one axis, from the first device on."""
-    rows = np.moveaxis(_hosts(mesh), mesh.axis_names.index(axis), -1)
-    return rows.reshape(-1, mesh.shape[axis])[0].tolist()
+def hosts_along(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """Returns the hosts of the devices along some axes, from the first device on."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    rows = np.moveaxis(_hosts(mesh), places, range(-len(places), 0))
+    return rows.reshape(-1, axes_size(mesh, axes))[0].tolist()
 
 
 def _hosts(mesh: Mesh) -> np.ndarray:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.extend.core import Jaxpr
 
 from zerojax._jaxpr import matmul_flops
-from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans
+from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans, order as _order
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -86,9 +87,19 @@ def value_and_grad(
         every = (*args, kwargs)  # the last one, so that its arrays are split like the others
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
+
+        def run(order: str, params: PyTree, every: Sequence[PyTree]) -> tuple:
+            chosen = dataclasses.replace(options, order=order)
+            return loss_and_grads(with_kwargs, plan, chosen, params, every)
+
+        def traced(order: str) -> Jaxpr:
+            return jax.make_jaxpr(lambda *args: run(order, *args)[2])(params, every).jaxpr
+
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
-            loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
+            auto = order == _order.AUTO
+            first = _order.faster(plan, accumulate, traced) if auto else order
+            loss, aux, grads, _ = run(first, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 import optax
 
 from zerojax._engine.residuals import Keeping
-from zerojax._loss import batch as _batch
+from zerojax._loss import batch as _batch, order as _order
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._types import PyTree
 from zerojax._wire.codecs import Blocks
-
-ORDERS = ("microbatches", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +28,15 @@ class Options:
     update: str = "after"  # when parameters are updated: "backward", "after" it, "auto"
     activations: tuple[str, ...] = ()  # "host", or axes that they lie over
     batch_specs: PyTree = None
-    order: str = "microbatches"  # which run first: all layers of one, or all "layers" first
+    order: str = _order.MICROBATCHES  # which runs first
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
         _batch.check_accumulate(self.accumulate)
-        if self.order not in ORDERS:
+        if self.order not in _order.ORDERS:
             raise ValueError(
-                f"order must be 'microbatches' or 'layers', got {self.order!r}: whether the "
-                "microbatches of accumulate= run one after another, or layer by layer."
+                f"order must be 'microbatches', 'layers' or 'auto', got {self.order!r}: whether "
+                "the microbatches of accumulate= run one after another, or layer by layer."
             )
         if self.prefetch not in (0, 1, "auto"):
             raise ValueError(
@@ -54,7 +52,7 @@ class Options:
     @property
     def is_layered(self) -> bool:
         """Whether all microbatches of a layer run before the next layer."""
-        return self.order == "layers" and self.accumulate > 1
+        return self.order == _order.LAYERS and self.accumulate > 1
 
     @property
     def rounds(self) -> int:
@@ -129,7 +127,7 @@ def _check_codes(plan: Plan, precision: Precision) -> None:
             f"groups={{'params': {axes[0]!r}}}."
         )
     for axis in plan.slow(axes):
-        along = _mesh.hosts_along(plan.mesh, axis)
+        along = _mesh.hosts_along(plan.mesh, (axis,))
         count, hosts = len(along), len(set(along))
         if 1 < hosts < count:
             raise ValueError(

@@ -1,158 +1,25 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 
-from zerojax import _agreement, _compat, _fingerprint
-from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
-from zerojax._loss.arguments import find_plan, plan_of
+from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
-from zerojax._plan.plan import Plan, check_plan, check_stage, fingerprint
+from zerojax._plan.plan import Plan, check_plan, check_stage
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._step import (
-    backward as _backward,
-    finite as _finite,
-    host_slices as _slices,
-    stream as _stream,
-)
+from zerojax._step import backward as _backward, finite as _finite, stream as _stream
 from zerojax._step.grad import grad_norm, loss_and_grads
-from zerojax._step.idle_axes import check_used
+from zerojax._step.jitted import Step
 from zerojax._step.options import Options, Recipe, activation_names, regathered
 from zerojax._types import PyTree
-
-Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
-
-
-# [Note: when a step is compiled]
-# A step is compiled with XLA options that depend on its loops, on the bytes of a layer and on the
-# GPUs. Nothing of that is known when a loss becomes a step: the plan comes with the state. So
-# `jax.jit` is applied when the step first sees a state, once for each plan, after a trace has told
-# what its loops gather. `without_options` is the same function jitted without any: for CPUs, and
-# inside another `jax.jit`, where JAX allows none.
-class Step:
-    """A jitted step, used like what `jax.jit` returns."""
-
-    def __init__(
-        self,
-        function: Callable[..., PyTree],
-        recipe: Recipe,
-        donate: bool,
-        compiler_options: dict[str, int | bool | str] | None,
-    ) -> None:
-        self.recipe, self.donate, self.compiler_options = recipe, donate, compiler_options
-        donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
-        self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
-        self.without_options: Jitted = self.make_jit()
-        self.by_plan: dict[Plan | None, Jitted] = {}
-        self.checked: set[Plan] = set()
-        self.agreed: set[tuple[Plan, str]] = set()
-
-    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        """Runs the step on `(state, batch[, rng])`."""
-        with _arguments.explained(args, named, self.recipe.plan):
-            jitted = self.for_args(*args, **named)
-            self.agree(jitted, args, named)
-            return jitted(*args, **named)
-
-    def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
-        with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).lower(*args, **named)
-
-    def trace(self, *args: PyTree, **named: PyTree) -> jax.stages.Traced:
-        with _arguments.explained(args, named, self.recipe.plan):
-            return self.for_args(*args, **named).trace(*args, **named)
-
-    def eval_shape(self, *args: PyTree, **named: PyTree) -> PyTree:
-        return self.without_options.eval_shape(*args, **named)
-
-    def clear_cache(self) -> None:
-        for jitted in (self.without_options, *self.by_plan.values()):
-            jitted.clear_cache()
-
-    def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self.by_plan.values())
-
-    def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
-        """Returns the jitted function for the plan that the state was placed by."""
-        plan = self._plan_for(args, named)
-
-        def trace() -> ClosedJaxpr:
-            return self.without_options.trace(*args, **named).jaxpr
-
-        # Where the batch is a tracer, the check cannot tell, and is repeated at the next call.
-        if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
-            self.checked.add(plan)
-        if plan not in self.by_plan:
-            options = self._options_for(plan, trace) | (self.compiler_options or {})
-            jitted = self.make_jit(compiler_options=options) if options else self.without_options
-            self.by_plan[plan] = jitted
-        jitted = self.by_plan[plan]
-        # Looking for tracers takes time at each step; on CPUs both functions are one.
-        if jitted is self.without_options:
-            return jitted
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
-        return self.without_options if traced else jitted
-
-    def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
-        return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
-
-    def _options_for(
-        self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
-    ) -> _xla_options.Options:
-        if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
-            return {}
-        regathers = bool(self.recipe.options.regather)
-        ahead = self.recipe.options.prefetch != 0 and regathers
-        padded = regathers and any(leaf.rest.padding for leaf in plan.params)
-        updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
-        options = _xla_options.options_for(trace().jaxpr, plan.mesh, ahead, padded, updates)
-        # XLA would unroll the loops over microbatches as well, and hide less: 4.6 s, not 4.5, for
-        # 7.5B with 8 microbatches on 64 H100s at 6.25 GB/s.
-        if self.recipe.options.is_layered:
-            options.pop(_xla_options.DOUBLE_BUFFER, None)
-        if _compat.uses_host(trace().jaxpr) and not _slices.are_found(plan.mesh.devices.flat[0]):
-            options.pop(_xla_options.DOUBLE_BUFFER, None)
-        return options
-
-    def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
-        """Raises where several processes run different steps; asked once for a plan and shapes.
-
-        Processes that run different programs wait for each other in a collective forever.
-        """
-        plan = self._plan_for(args, named)
-        if plan is None or not jax.distributed.is_initialized():
-            return
-        batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
-        shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
-        # Inside another `jax.jit` the batch has no values, and the program is the outer one's.
-        traced = any(isinstance(leaf, Tracer) for _, leaf in batch)
-
-        def items() -> dict[str, str]:
-            options = vars(self.recipe.options) | self.make_jit.keywords
-            options |= {"compiler_options": self.compiler_options}
-            return {
-                **{name: str(value) for name, value in options.items()},
-                **fingerprint(plan),
-                "the shapes of the batch": shapes,
-                **_fingerprint.of_values((jax.tree_util.keystr(p), leaf) for p, leaf in batch),
-                "the program": _fingerprint.of_program(jitted.trace(*args, **named).jaxpr),
-            }
-
-        if not traced and (plan, shapes) not in self.agreed:
-            _agreement.agree("the step", items, plan.mesh)
-            self.agreed.add((plan, shapes))
 
 
 def train_step(
@@ -189,7 +56,8 @@ def train_step(
         stage: only to check that the placed state, which decides, is of this stage.
         accumulate: number of microbatches that each device's part of the batch is split into.
         order: "microbatches", one after another; or "layers", in which all microbatches go through
-            a layer before the next, so that weights are gathered and gradients reduced once a step.
+            a layer before the next, so that weights are gathered and gradients reduced once a step;
+            or "auto", the faster one by the GPU's data sheet, where what waits for backward fits.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
             arguments and returns updated in a dict `aux`, under the same names. Floats become the
@@ -242,13 +110,17 @@ def train_step(
     )
     _backward.check_when(options, skip_nonfinite)
     _check(loss_fn, plan, tx, stage)
-    recipe = Recipe(loss_fn, options, plan, tx, stage, skip_nonfinite)
 
-    @_mesh.auto_axes()
-    def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
-        return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
+    def made(recipe: Recipe) -> Step:
+        @_mesh.auto_axes()
+        def step(
+            state: PyTree, batch: PyTree, rng: PyTree = None
+        ) -> tuple[PyTree, dict[str, PyTree]]:
+            return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
 
-    return Step(step, recipe, donate, compiler_options)
+        return Step(step, recipe, donate, compiler_options, made)
+
+    return made(Recipe(loss_fn, options, plan, tx, stage, skip_nonfinite))
 
 
 def _train(

@@ -1,0 +1,145 @@
+"""The commands of the command line and their flags."""
+
+import argparse
+import math
+import operator
+import re
+from collections.abc import Callable
+
+import zerojax
+from zerojax import aot
+from zerojax._forecast import presets as _presets
+from zerojax._forecast.memory_table import STAGES
+from zerojax._loss.order import ORDERS
+
+SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
+REMAT = ("full",)
+PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
+ORDER = "which microbatches run in: one after another, layer by layer, or the faster one"
+Command = Callable[[argparse.Namespace], int]
+
+
+def parser(
+    forecast: Command, audit: Command, doctor: Command, table: Command
+) -> argparse.ArgumentParser:
+    """Returns the parser of the command line, which sets `run` to one of these functions."""
+    parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
+    parser.add_argument("--version", action="version", version=zerojax.__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    for run, text, add_arguments in (
+        (forecast, "forecasts memory, traffic and speed of a step, by compiling it", _forecasts),
+        (audit, "lists what a compiled program sends and holds; checks its contract", _audits),
+        (doctor, "checks what on this machine helps or hurts", lambda _: None),
+        (table, "prints the ZeRO paper's memory table, or yours", _tables),
+    ):
+        command = commands.add_parser(run.__name__, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+        add_arguments(command)
+    return parser
+
+
+def _forecasts(parser: argparse.ArgumentParser) -> None:
+    sizes = ", ".join(_presets.PRESETS)
+    parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
+    _gpu_arguments(parser)
+    parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
+    parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
+    text = "GB/s between a GPU and its host's memory, in each direction: 25"
+    parser.add_argument("--host-link", type=rate, help=text)
+    parser.add_argument(
+        "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
+    parser.add_argument("--order", nargs="+", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    parser.add_argument(
+        "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
+    )
+    parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
+    parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
+
+
+def _audits(parser: argparse.ArgumentParser) -> None:
+    text = "a file of HLO text, a preset, or module:function"
+    parser.add_argument("model", metavar="program", help=text)
+    parser.set_defaults(remat=REMAT)
+    _gpu_arguments(parser)
+    parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
+    parser.add_argument("--stage", type=int, default=3, choices=STAGES)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--order", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    parser.add_argument("--max-peak-bytes", type=size)
+    parser.add_argument("--min-overlap", type=float)
+    parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
+
+
+def _tables(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
+    parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
+    parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--param-bytes", type=float, default=2)
+    parser.add_argument("--grad-bytes", type=float, default=2)
+    parser.add_argument("--optimizer-bytes", type=float, default=12)
+
+
+def size(text: str) -> float:
+    """Parses '7.5b' or '7.5e9' as 7.5e9."""
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    unit = units.get(text[-1:].lower())
+    return float(text[:-1]) * unit if unit else float(text)
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """Parses '8x4', eight hosts of four GPUs each."""
+    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hosts x GPUs of each, such as 8x8")
+    return int(found[1]), int(found[2])
+
+
+def groups(text: str) -> dict[str, tuple[str, ...]]:
+    """Parses 'params=gpu,opt_state=gpu+node'; 'params=' names no axes."""
+    found = [part.partition("=") for part in text.split(",")]
+    kinds = {kind for kind, _, _ in found}
+    if not all(sign for _, sign, _ in found) or len(kinds) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not kind=axis+axis for each of some kinds")
+    return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
+
+
+def regather(text: str) -> bool | tuple[str, ...]:
+    """Parses 'true', 'false', or the names of mesh axes."""
+    return {"true": True, "false": False}.get(text.lower(), tuple(text.split(",")))
+
+
+def rate(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be positive")
+    return float(text)
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be positive")
+    return int(text)
+
+
+def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
+    parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
+    parser.add_argument("--per-host", type=int, default=8)
+    text = "replicate leaves that the GPUs do not divide, instead of padding them"
+    parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
+    names = operator.methodcaller("split", ",")
+    parser.add_argument("--offload", type=names, help="what rests in host memory: opt_state,params")
+    parser.add_argument("--activations", type=names, help="where layers keep them: host")
+    parser.add_argument("--update", help="of parameters: backward, after or auto")
+    text = "in backward, over all axes (true), none (false), or gpu: those of a host"
+    parser.add_argument("--regather", type=regather, help=text)
+    text = "as codes of few bits: int8 or float8_e4m3fn"
+    parser.add_argument("--gather", metavar="CODES", help=f"weights travel {text}")
+    text = "between hosts as codes: int8, int4, float8_e4m3fn"
+    parser.add_argument("--reduce", metavar="CODES", help=f"gradients travel {text}")
+    parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
