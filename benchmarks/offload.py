@@ -34,6 +34,8 @@ class Row:
     update: str = "auto"
     activations: str | None = None
     stage: int = 3
+    accumulate: int = 1
+    order: str = "microbatches"
     at_once: bool = False  # the whole tree to the devices and back, as a loop by hand would
 
 
@@ -51,6 +53,15 @@ ROWS = {
     ),
     "7.5B on 8 H100s: all of it in host memory": Row(
         "7.5b", "8xH100", 4, offload=BOTH, activations="host"
+    ),
+    "7.5B on 8 H100s: with parameters in host memory, 8 microbatches": Row(
+        "7.5b", "8xH100", 4, offload=BOTH, accumulate=8
+    ),
+    "7.5B on 8 H100s: with parameters in host memory, 8 microbatches in layers": Row(
+        "7.5b", "8xH100", 4, offload=BOTH, accumulate=8, order="layers"
+    ),
+    "7.5B on 8 H100s: all of it in host memory, 8 microbatches in layers": Row(
+        "7.5b", "8xH100", 4, offload=BOTH, activations="host", accumulate=8, order="layers"
     ),
     "7.5B on 8 H100s: the whole tree at once": Row("7.5b", "8xH100", 4, at_once=True),
     "7.5B on 8 H100s, stage 2: on the devices, updated after": Row(
@@ -77,7 +88,8 @@ ROWS = {
 def stepped(row, plan, model):
     """A step of zerojax, or by hand: `apply_gradients` fetches all of the state and stores it."""
     if not row.at_once:
-        options = {"update": row.update, "activations": row.activations}
+        names = ("update", "activations", "accumulate", "order")
+        options = {name: getattr(row, name) for name in names}
         return zerojax.train_step(model.loss, plan=plan, **options)
     value_and_grad = zerojax.value_and_grad(model.loss, plan)
 
@@ -100,19 +112,22 @@ def measured(row):
 
     placed = {"offload": row.offload, "precision": precision}
     plan = zerojax.plan(make, stage=row.stage, mesh=mesh, **placed)
-    batch = zerojax.aot.batch(model.batch(row.rows * plan.size), plan)
+    batch = zerojax.aot.batch(model.batch(row.rows * plan.size * row.accumulate), plan)
     program = stepped(row, plan, model).lower(plan.abstract(), batch).compile()
-    return replayed(program, plan)
+    return replayed(program, plan, 1 if row.order == "layers" else row.accumulate)
 
 
-def replayed(program, plan=None):
+def replayed(program, plan=None, rounds=1):
     """Replays a step for each speed of the link; a rival's has no plan."""
     found = {}
     for speed in LINKS:
-        report = zerojax.audit(program, plan=plan)
+        report = zerojax.audit(program, plan=plan, accumulate=rounds)
         rates = dataclasses.replace(report.gpu.rates, host=speed * 1e9, host_memory=math.inf)
         report = zerojax.audit(
-            program, plan=plan, gpu=dataclasses.replace(report.gpu, given_rates=rates)
+            program,
+            plan=plan,
+            gpu=dataclasses.replace(report.gpu, given_rates=rates),
+            accumulate=rounds,
         )
         found[f"step_ms at {speed} GB/s"] = round(1e3 * report.step_seconds, 1)
     gib = lambda count: round(count / 2**30, 2)
