@@ -15,7 +15,7 @@ from zerojax._loss.order import ORDERS
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
-ORDER = "which microbatches run in: one after another, layer by layer, or the faster one"
+ORDER = "of microbatches: one after another, layer by layer, or the faster by the data sheet"
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -136,7 +136,7 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", type=names, help="what rests in host memory: opt_state,params")
     parser.add_argument("--activations", type=names, help="where layers keep them: host")
     parser.add_argument("--update", help="of parameters: backward, after or auto")
-    text = "in backward, over all axes (true), none (false), or gpu: those of a host"
+    text = "weights in backward: true, over all GPUs; false, not at all; gpu, inside hosts"
     parser.add_argument("--regather", type=regather, help=text)
     text = "as codes of few bits: int8 or float8_e4m3fn"
     parser.add_argument("--gather", metavar="CODES", help=f"weights travel {text}")
