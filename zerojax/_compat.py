@@ -5,6 +5,7 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a p
 message on a JAX whose internals have moved again.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -109,6 +110,22 @@ def renamed(eqn: JaxprEqn, rename: Callable[[Var], Any], caller: JaxprEqn) -> Ja
         outvars=[rename(v) for v in eqn.outvars],
         source_info=eqn.source_info.replace(name_stack=scope),
     )
+
+
+def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
+    """Returns the name scope that all equations of a jaxpr are in, and the jaxpr without it."""
+    stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
+    levels = itertools.takewhile(
+        lambda names: all(name == names[0] for name in names), zip(*(s.stack for s in stacks))
+    )
+    depth = len(list(levels))
+    if not depth:
+        return "", jaxpr
+    eqns = [
+        eqn.replace(source_info=eqn.source_info.replace(name_stack=stack[depth:]))
+        for eqn, stack in zip(jaxpr.eqns, stacks, strict=True)
+    ]
+    return str(stacks[0][:depth]), jaxpr.replace(eqns=eqns)
 
 
 def make_jaxpr(
