@@ -147,7 +147,11 @@ def _alike(param: object) -> Hashable:
         return structure(jaxpr, consts)
     if isinstance(param, tuple | list):
         return type(param), tuple(map(_alike, param))
-    return (type(param), param) if isinstance(param, Hashable) else id(param)
+    try:
+        hash(param)
+    except TypeError:
+        return id(param)
+    return type(param), param
 
 
 def matmul_flops(jaxpr: Jaxpr) -> float:

@@ -46,7 +46,7 @@ def wait(values: T, done: Array) -> T:
         if is_key(x):
             return x
         here = _compat.fetched(x)
-        here = jnp.where(done, jnp.zeros_like(here), here)
+        here = lax.select(done, jnp.zeros_like(here), here)
         return _compat.stored(here) if _compat.is_on_host(x) else here
 
     return jax.tree.map(waiting, values)
