@@ -115,10 +115,8 @@ def renamed(eqn: JaxprEqn, rename: Callable[[Var], Any], caller: JaxprEqn) -> Ja
 def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
     """Returns the name scope that all equations of a jaxpr are in, and the jaxpr without it."""
     stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
-    levels = itertools.takewhile(
-        lambda names: all(name == names[0] for name in names), zip(*(s.stack for s in stacks))
-    )
-    depth = len(list(levels))
+    levels = zip(*(stack.stack for stack in stacks), strict=False)
+    depth = len(list(itertools.takewhile(lambda names: len({*names}) == 1, levels)))
     if not depth:
         return "", jaxpr
     eqns = [

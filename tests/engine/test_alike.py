@@ -151,7 +151,7 @@ def test_constants_that_differ_are_kept_apart():
     def loss(params, x):
         for mask, w in zip(masks, params, strict=True):
             x = jax.checkpoint(lambda x, w, mask=mask: dense(x * mask, w))(x, w)
-            x = jax.checkpoint(lambda x, w: dense(x * mask.sum(), w) / 9)(x, w)  # noqa: B023
+            x = jax.checkpoint(lambda x, w: dense(x * mask.sum(), w) / 9)(x, w)
         return jnp.mean(x**2)
 
     check_gradients(loss, layers(3))

@@ -195,7 +195,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     if not how.regather:
         return layers.forward(inputs)
 
-    def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
+    def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         outs, (saved, near) = layers.forward_saving(as_read(inputs), wanted)
         return outs, (saved, near, _mark(outs, how))
 

@@ -302,7 +302,7 @@ def _inner_kind(kind: Kind) -> InputKind:
 
 
 def _alike(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> Hashable:
-    """Returns what kinds of inputs are but for their paths, which only messages about loops name."""
+    """Returns what kinds of inputs are, less their paths: messages about loops alone name these."""
     loops = any(eqn.primitive.name == "scan" for eqn in _compat.every_eqn(jaxpr))
     named = [dataclasses.replace(k, path="") if isinstance(k, Cut) else k for k in kinds]
     return tuple(kinds if loops else named)
