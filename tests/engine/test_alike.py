@@ -18,6 +18,7 @@ from tests.conftest import make_mesh
 from tests.reference import assert_close
 from zerojax._engine import run as _run, split as _split  # noqa: F401 `run` has its own `split`
 from zerojax._engine.body import Body
+from zerojax._jaxpr import structure
 
 DIM = 16
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -155,6 +156,13 @@ def test_constants_that_differ_are_kept_apart():
         return jnp.mean(x**2)
 
     check_gradients(loss, layers(3))
+
+
+def test_jaxprs_with_other_constants_differ():
+    masks = [jnp.arange(4.0), jnp.arange(4.0)]
+    closed = [jax.make_jaxpr(lambda x, m=m: x * m)(jnp.ones(4)) for m in (*masks, masks[0])]
+    keys = [structure(one.jaxpr, one.consts) for one in closed]
+    assert keys[0] == keys[2] != keys[1]
 
 
 class Block(nn.Module):
