@@ -28,7 +28,8 @@ RUNS = 5
 # Arrays. XLA takes 6 s for what `jax.jit` makes of 1000 here and 40 s for 2000; with 10,000 it and
 # ours had not ended after 77 minutes.
 COMPILED = 1000
-BATCH = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
+# 16 rows a device: of matmuls with fewer, in `jax.jit` too, XLA:CPU compiles each by itself.
+BATCH = jax.ShapeDtypeStruct((128, DIM), jnp.float32)
 
 
 def layer(x, w):

@@ -5,6 +5,7 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a p
 message on a JAX whose internals have moved again.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -109,6 +110,20 @@ def renamed(eqn: JaxprEqn, rename: Callable[[Var], Any], caller: JaxprEqn) -> Ja
         outvars=[rename(v) for v in eqn.outvars],
         source_info=eqn.source_info.replace(name_stack=scope),
     )
+
+
+def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
+    """Returns the name scope that all equations of a jaxpr are in, and the jaxpr without it."""
+    stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
+    levels = zip(*(stack.stack for stack in stacks), strict=False)
+    depth = len(list(itertools.takewhile(lambda names: len({*names}) == 1, levels)))
+    if not depth:
+        return "", jaxpr
+    eqns = [
+        eqn.replace(source_info=eqn.source_info.replace(name_stack=stack[depth:]))
+        for eqn, stack in zip(jaxpr.eqns, stacks, strict=True)
+    ]
+    return str(stacks[0][:depth]), jaxpr.replace(eqns=eqns)
 
 
 def make_jaxpr(

@@ -1,9 +1,10 @@
-"""Writes the equations of a call (`jax.jit`, ...) in place of the call; counts FLOPs."""
+"""Writes the equations of a call (`jax.jit`, ...) in place of the call; compares; counts FLOPs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
@@ -104,6 +105,53 @@ def alive(
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]
+
+
+class Code:
+    """A jaxpr less the name scope that all of its equations are in, with which to compare it."""
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> None:
+        self.name, self.jaxpr = _compat.without_outer_scope(jaxpr)
+        self.consts = consts
+        self.structure = structure(self.jaxpr, consts)
+
+
+def structure(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> Hashable:
+    """Returns a key that is equal for jaxprs that compute the same, from the same lines of source.
+
+    Constants, and functions such as policies, are alike only if they are one object. The key holds
+    for as long as the jaxprs exist.
+    """
+    numbers: dict[Var, int] = {}
+
+    def named(atom: Atom) -> Hashable:
+        if not is_var(atom):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    def made(variables: Sequence[Var]) -> Hashable:
+        return tuple((named(v), v.aval) for v in variables)
+
+    def alike(eqn: JaxprEqn) -> Hashable:
+        where = str(eqn.source_info.name_stack), eqn.source_info.traceback, eqn.ctx
+        params = tuple((name, _alike(value)) for name, value in sorted(eqn.params.items()))
+        return eqn.primitive, tuple(map(named, eqn.invars)), params, where, made(eqn.outvars)
+
+    given = made([*jaxpr.constvars, *jaxpr.invars]), tuple(map(id, consts))
+    return given, tuple(map(alike, jaxpr.eqns)), tuple(map(named, jaxpr.outvars))
+
+
+def _alike(param: object) -> Hashable:
+    jaxpr, consts = _compat.opened(param)
+    if isinstance(jaxpr, Jaxpr):
+        return structure(jaxpr, consts)
+    if isinstance(param, tuple | list):
+        return type(param), tuple(map(_alike, param))
+    try:
+        hash(param)
+    except TypeError:
+        return id(param)
+    return type(param), param
 
 
 def nbytes(variables: Iterable[Atom]) -> int:

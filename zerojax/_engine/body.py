@@ -94,7 +94,10 @@ class Body:
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
-        frontier = self.prefix(weights, self.gather(weights))
+        held = self._by_var(weights)
+        obtain = _padded.obtain if self.closes else _collectives.obtain
+        full = [obtain(s.of(held[s.root]), s.cut) for s in self.split.gathers.values()]
+        frontier = self.prefix(weights, full)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
     def near(self, weights: Sequence[Value | None]) -> list[Parts]:
@@ -110,16 +113,17 @@ class Body:
         near: Sequence[Parts] | None = None,
         kept: Env | None = None,
     ) -> list[Array]:
-        """Returns the full weights, from the inputs that are weights; those in `kept` are there.
+        """Returns the full weights, for derivatives by hand; those in `kept` are there.
 
         With `near`, the far hops are done. In a loop, padded weights come closed.
         """
         held, kept = self._by_var(weights), kept or {}
-        obtain = _padded.obtain if self.closes else _collectives.obtain
+        arrived = _padded.arrived if self.closes else _collectives.arrived
+        used = _padded.used if self.closes else _collectives.opened
         gathers = self.split.gathers.items()
         return [
-            kept[var] if var in kept else obtain(s.of(held[s.root]), s.cut, parts)
-            for (var, s), parts in zip(gathers, near or [()] * len(gathers), strict=True)
+            kept[v] if v in kept else used(arrived(s.of(held[s.root]), s.cut, parts), s.cut)
+            for (v, s), parts in zip(gathers, near or [()] * len(gathers), strict=True)
         ]
 
     def arrived(self, weights: Sequence[Value | None], near: Sequence[Parts]) -> list[Parts]:

@@ -1,5 +1,6 @@
 """Orders backward's all-gathers after forward."""
 
+import functools
 import math
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from zerojax._types import is_key
 # what forward returned, in a way that XLA cannot see through.
 
 T = TypeVar("T")
+_MOST_BITS = 64  # of one number
 
 
 def mark(outs: list[Array]) -> Array | None:
@@ -31,10 +33,10 @@ def mark(outs: list[Array]) -> Array | None:
 
     None where no output has bits to count.
     """
-    counts = [jnp.max(lax.population_count(_bits(x))) for x in outs if _is_countable(x)]
-    if not counts:
-        return None
-    return jnp.any(jnp.asarray([count.astype(jnp.int32) > 64 for count in counts]))
+    # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
+    counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
+    marks = [count > _MOST_BITS for count in counts]
+    return functools.reduce(jnp.logical_or, marks) if marks else None
 
 
 def wait(values: T, done: Array) -> T:
@@ -44,14 +46,14 @@ def wait(values: T, done: Array) -> T:
         if is_key(x):
             return x
         here = _compat.fetched(x)
-        here = jnp.where(done, jnp.zeros_like(here), here)
+        here = lax.select(done, jnp.zeros_like(here), here)
         return _compat.stored(here) if _compat.is_on_host(x) else here
 
     return jax.tree.map(waiting, values)
 
 
 def _bits(array: Array) -> Array:
-    first = array.reshape(-1)[:1]
+    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
     if jnp.issubdtype(array.dtype, jnp.integer):
         return first
     width = array.dtype.itemsize * 8

@@ -88,6 +88,7 @@ class Scope(Nested):
 
     policy: Callable[..., bool] | None
     prevent_cse: bool
+    name: str = ""  # the name scope that all of it is in
 
 
 @dataclasses.dataclass(frozen=True)

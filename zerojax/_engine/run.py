@@ -1,6 +1,8 @@
 """Evaluates a loss whose parameters are sharded; each is all-gathered at its first use."""
 
+import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ from zerojax._engine.ir import (
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
-from zerojax._engine.vary import T, Value, by_hand, instantiated, is_float, merge, where
+from zerojax._engine.vary import Gradient, T, Value, by_hand, instantiated, is_float, merge, where
 from zerojax._jaxpr import Atom, Var
 
 
@@ -63,7 +65,8 @@ def evaluate(
     """Runs `jaxpr`. Inputs whose kind is a `Cut` are `Held`, the others plain arrays."""
     scope = split(jaxpr, (), kinds, pull=False)
     # As in loops that prefetch, backward starts with the weights that forward ended with.
-    return run_scope(scope, inputs, how, kept=scope.read_last if how.prefetch else ())
+    kept = scope.read_last if how.prefetch else ()
+    return ScopeCode(scope, how, kept=kept)(inputs)
 
 
 def gathered_dtypes(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[DTypeLike | None]:
@@ -97,11 +100,18 @@ def scanned_alone(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[bool]:
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
     """Runs the ops of a main part in `env`."""
+    times = Counter(id(op.split) for op in ops if isinstance(op, Scope))
+    codes: dict[tuple[int, bool], ScopeCode] = {}
     for op in ops:
         match op:
             case Scope():
                 inputs = operand_values(op.operands, env)
-                outs = run_scope(op.split, inputs, how, wrap=checkpoint_like(op))
+                repeats = times[id(op.split)] > 1 and _only_computes(op, inputs)
+                key = id(op.split), repeats
+                if key not in codes:
+                    codes[key] = ScopeCode(op.split, how, checkpoint_like(op), repeats=repeats)
+                with jax.named_scope(op.name) if op.name else contextlib.nullcontext():
+                    outs = codes[key](inputs)
             case Loop():
                 outs = run_loop(op, operand_values(op.operands, env), how)
             case _:
@@ -109,40 +119,71 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
         write(env, op.outvars, outs)
 
 
-def run_scope(
-    scope: Split,
-    inputs: Sequence[Value],
-    how: How,
-    *,
-    wrap: Callable[[Callable], Callable] = lambda f: f,
-    kept: Sequence[Var] = (),
-) -> list[Array]:
-    """Runs a scope, whose weights are gathered again in backward, but for those `kept`.
+def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:
+    """Whether a scope does no more than compute, from what is on the devices."""
+    updates = any(isinstance(x, Held) and x.updating is not None for x in inputs)
+    on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
+    return not (updates or on_host or _compat.has_side_effects(scope))
 
-    See the note in `body.py`.
+
+class ScopeCode:
+    """A scope as code, whose weights are gathered again in backward, but for those `kept`.
+
+    See the note in `body.py`. Where it `repeats`, it runs for several scopes that are alike, and
+    is jitted, so that JAX traces and lowers the first of them alone.
     """
-    body = Body(scope, how, run, wrap=wrap)
-    if not scope.frontier or not how.regather:
-        return body(inputs)
 
-    def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
+    def __init__(
+        self,
+        scope: Split,
+        how: How,
+        wrap: Callable[[Callable], Callable] = lambda f: f,
+        *,
+        kept: Sequence[Var] = (),
+        repeats: bool = False,
+    ) -> None:
+        self.how, self.kept = how, kept
+        self.body = Body(scope, how, run, wrap=wrap)
+        self.by_hand = bool(scope.frontier) and how.regather
+        # What JAX differentiates itself may be of a scope around it, which knows its residuals by
+        # identity; a jitted function returns others.
+        self.is_jitted = repeats and (self.by_hand or not how.regather)
+        self.jitted_forward = jax.jit(self.forward, static_argnums=1)
+        self.jitted_backward = jax.jit(self.backward)
+        self.jitted_plain = jax.jit(self.plain)
+
+    def __call__(self, inputs: Sequence[Value]) -> list[Array]:
+        plain, forward = self.plain, self.forward
+        if self.is_jitted:
+            plain, forward = self.jitted_plain, self.jitted_forward
+        if not self.by_hand:
+            return plain(list(inputs))
+        return by_hand(plain, forward, self.instantiating, inputs)
+
+    def plain(self, inputs: list[Value]) -> list[Array]:
+        return self.body(inputs)
+
+    def forward(self, inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
+        body = self.body
         weights = body.weights_of(inputs)
         near = body.near(weights)
         gathered = body.gather(weights, near)
         outs, saved = body.forward(inputs, gathered, wanted)
-        still_there = where(gathered, [v in kept for v in scope.gathers])
-        return outs, (saved, near, still_there, _mark(outs, how))
+        still_there = where(gathered, [v in self.kept for v in body.split.gathers])
+        return outs, (saved, near, still_there, _mark(outs, self.how))
 
-    def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, near, still_there, done = residuals
-        floats = [is_float(v.aval) for v in scope.outvars]
+    def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
+        floats = [is_float(v.aval) for v in self.body.split.outvars]
         cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
+        backward = self.jitted_backward if self.is_jitted else self.backward
+        return backward(inputs, residuals, cts)
+
+    def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
+        body, (saved, near, still_there, done) = self.body, residuals
         (weights, near), cts = _tied((body.weights_of(inputs), near), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
-        gathered = body.gather(weights, near, dict(zip(kept, still_there, strict=True)))
-        return body.backward(inputs, gathered, saved, cts)
-
-    return by_hand(body, saving, backward, inputs)
+        kept = dict(zip(self.kept, still_there, strict=True))
+        return body.backward(inputs, body.gather(weights, near, kept), saved, cts)
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
@@ -154,7 +195,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
     if not how.regather:
         return layers.forward(inputs)
 
-    def saving(inputs: list[Value], wanted: list[bool]) -> tuple[list[Array], Any]:
+    def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         outs, (saved, near) = layers.forward_saving(as_read(inputs), wanted)
         return outs, (saved, near, _mark(outs, how))
 

@@ -8,7 +8,7 @@ the main part reads of it is the *frontier*.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -30,7 +30,7 @@ from zerojax._engine.ir import (
     unique,
 )
 from zerojax._engine.views import Readers, is_cast
-from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._jaxpr import Atom, Code, Inliner, Var, alive, is_var, reads, type_of
 from zerojax._wire.routes import Cut
 
 
@@ -90,6 +90,9 @@ class _Splitter:
         self.gathered: dict[Shard, Var] = {}
         self.prefix: list[JaxprEqn] = []
         self.readers = Readers()
+        # Of scopes: those that are alike, layers in a Python loop say, share one split.
+        self.splits: dict[Hashable, Split] = {}
+        self.codes: dict[int, Code] = {}
 
     # -- what a variable is
 
@@ -196,12 +199,23 @@ class _Splitter:
             ]
             inner = self.split_remat(eqn, operands)
         shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
-        return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn))
+        name = self.code(eqn).name
+        return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn), name)
 
     def split_remat(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> Split:
-        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        code = self.code(eqn)
         kinds = [_inner_kind(self.kind(v)) for v in operands]
-        return split(jaxpr, consts, kinds, pull=False, checkpointed=True)
+        key = code.structure, _alike(code.jaxpr, kinds), _checkpoint_params(eqn)
+        if key not in self.splits:
+            self.splits[key] = split(code.jaxpr, code.consts, kinds, pull=False, checkpointed=True)
+        return self.splits[key]
+
+    def code(self, eqn: JaxprEqn) -> Code:
+        """Returns what a remat runs, read once where layers have one jaxpr."""
+        jaxpr, consts = _compat.inner_jaxpr(eqn)
+        if id(jaxpr) not in self.codes:
+            self.codes[id(jaxpr)] = Code(jaxpr, consts)
+        return self.codes[id(jaxpr)]
 
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
@@ -285,6 +299,13 @@ def _inner_kind(kind: Kind) -> InputKind:
     if isinstance(kind, Shard):
         return kind.cut
     return WEIGHT if kind in (WEIGHT, CONST) else kind
+
+
+def _alike(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> Hashable:
+    """Returns what kinds of inputs are, less their paths: messages about loops alone name these."""
+    loops = any(eqn.primitive.name == "scan" for eqn in _compat.every_eqn(jaxpr))
+    named = [dataclasses.replace(k, path="") if isinstance(k, Cut) else k for k in kinds]
+    return tuple(kinds if loops else named)
 
 
 def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]:

@@ -56,7 +56,7 @@ def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
 
 def by_hand(
     plain: Callable[[list[Value]], list[Array]],
-    saving: Callable[[list[Value], list[bool]], tuple[list[Array], Any]],
+    saving: Callable[[list[Value], tuple[bool, ...]], tuple[list[Array], Any]],
     backward: Callable[[list[Value], Any, list[Any]], list[Gradient]],
     inputs: Sequence[Value],
 ) -> list[Array]:
@@ -83,14 +83,14 @@ def by_hand(
     return _without_tangents(call(list(inputs)))
 
 
-def _perturbed(inputs: Any) -> tuple[list[bool], Any]:
+def _perturbed(inputs: Any) -> tuple[tuple[bool, ...], Any]:
     """Returns which of `custom_vjp`'s symbolic inputs are differentiated, and their values."""
 
     def is_leaf(x: Any) -> bool:
         return hasattr(x, "perturbed")
 
-    wanted = [any(x.perturbed for x in jax.tree.leaves(i, is_leaf=is_leaf)) for i in inputs]
-    return wanted, jax.tree.map(lambda x: x.value, inputs, is_leaf=is_leaf)
+    wanted = (any(x.perturbed for x in jax.tree.leaves(i, is_leaf=is_leaf)) for i in inputs)
+    return tuple(wanted), jax.tree.map(lambda x: x.value, inputs, is_leaf=is_leaf)
 
 
 def _without_tangents(outs: Sequence[Array]) -> list[Array]:

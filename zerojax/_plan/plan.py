@@ -132,7 +132,11 @@ class Plan(Layout):
             full = self._gathered(moving, leaves, old)
             for i, leaf in zip(moving, full, strict=True):
                 leaves[i] = leaf
-        return treedef.unflatten(map(self.at_rest, leaves, self.leaves))
+        there = {i for i in moved if self.leaves[i].rest == self.leaves[i].update}
+        return treedef.unflatten(
+            value if i in there else self.at_rest(value, leaf)
+            for i, (value, leaf) in enumerate(zip(leaves, self.leaves, strict=True))
+        )
 
     def updated(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""

@@ -202,8 +202,12 @@ def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
     """
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
     # Squares of narrower gradients overflow or vanish.
-    norm = jnp.asarray(optax.tree.norm([g.astype(wide(g.dtype)) for g in floats]))
-    return jnp.sqrt(norm**2 + sum(squares)) if squares else norm
+    return jnp.sqrt(sum([*map(_sum_of_squares, floats), *squares], jnp.zeros(())))
+
+
+@jax.jit  # so that JAX traces it once for all gradients of one shape
+def _sum_of_squares(grad: Array) -> Array:
+    return jnp.asarray(optax.tree.norm(grad.astype(wide(grad.dtype)), squared=True))
 
 
 @contextlib.contextmanager

@@ -221,8 +221,9 @@ class Parameter:
 
     def mean(self, grad: Array, remaining: float) -> Array:
         """Returns a gradient that lacks this factor."""
-        scaled = (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
-        return grad if remaining == 1 else scaled
+        if remaining == 1:
+            return grad
+        return (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
 
     def reduced(self, grad: Array) -> Array:
         """Returns the gradient summed over the devices, as far as the loss did not do so itself."""
