@@ -17,9 +17,10 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._wire import messages as _messages
-from zerojax._wire.codecs import Blocks, Parts
-from zerojax._wire.routes import Cut, Entry, Route, names_in
+from zerojax._wire import messages as _messages, rows as _rows
+from zerojax._wire.codecs import Blocks, Exact, Parts
+from zerojax._wire.routes import EXACT, Cut, Entry, Route, names_in
+from zerojax._wire.rows import Rows
 
 
 @functools.partial(register_dataclass, data_fields=["stacks", "given"], meta_fields=["apply"])
@@ -101,6 +102,68 @@ def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, None, Array
 
 
 _obtained.defvjp(_obtained_fwd, _obtained_bwd)
+
+
+def looked_up(held: Held, indices: Array, cut: Cut, rows: Rows) -> Array:
+    """Returns rows of a table that stays sharded, whose gradients are disposed of through the
+    shard. They travel exactly, whatever the codec of the table."""
+    with jax.named_scope(_rows.scope_of(cut.path)):
+        source = _compat.fetched(held.source)
+        if not _is_inexact(held.shard):
+            return _read(source, _of_readers(indices, cut.wire.gather), cut, rows)
+        return _looked_up(source, indices, held.shard, cut, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _looked_up(source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows) -> Array:
+    return _read(source, _of_readers(indices, cut.wire.gather), cut, rows)
+
+
+def _looked_up_fwd(
+    source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows
+) -> tuple[Array, tuple[Array, Array]]:
+    gather, reduce = cut.wire.gather, cut.wire.reduce
+    asked = _of_readers(indices, gather)
+    # Not in backward: on CPU devices, a collective that needs nothing of a loop may run in it.
+    summed = asked if gather.axes == reduce.axes else _of_readers(indices, reduce)
+    return _read(source, asked, cut, rows), (summed, _like(shard))
+
+
+def _looked_up_bwd(
+    cut: Cut, rows: Rows, saved: tuple[Array, Array], grad: Array
+) -> tuple[None, None, Array]:
+    indices, like = saved
+    route, grad = cut.wire.reduce, grad.astype(cut.dtype)
+    (encoded,) = _exact(route).encode(grad)
+    # A dtype that is wider than the gradient's is for sums alone.
+    narrow = min(grad, encoded, key=lambda x: x.dtype.itemsize)
+    total = rows.summed(narrow, indices, route.axes).astype(encoded.dtype)
+    total = _rows.from_columns(total, cut, rows, route.axes)
+    return None, None, _over_replicas(total, cut, route).astype(like.dtype)
+
+
+_looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
+
+
+def _of_readers(indices: Array, route: Route) -> Array:
+    """Returns the indices of all devices among which a route sends rows."""
+    return _rows.of_all_devices(indices, route.axes) if route.axes else indices
+
+
+def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
+    """Returns this device's rows, where `indices` are those of all that read the same shards."""
+    route = cut.wire.gather
+    if not route.axes:
+        found = rows.look_up(source, indices)
+        return found.astype(cut.dtype).astype(cut.final_dtype) if _is_inexact(found) else found
+    (shard,) = _exact(route).encode(_sent(Held(source), cut))
+    columns = _rows.to_columns(shard, cut, rows, route.axes)
+    found = rows.read(columns, indices, route.axes)
+    return found.astype(cut.final_dtype) if _is_inexact(found) else found
+
+
+def _exact(route: Route) -> Exact:
+    return route.codec if isinstance(route.codec, Exact) else EXACT
 
 
 def brought_near(held: Held, cut: Cut) -> Parts:

@@ -110,6 +110,26 @@ def test_two_hosts_keep_the_contract():
     assert {(t.group, t.on_host) for t in report.traffic} == {(16, 8)}
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_rows_of_a_table_keep_the_contract(where):
+    """They are known by their scope, whatever else a step sends in all-to-alls is a finding."""
+    report = audits.plain(where, 3)
+    exchanges = [t for t in report.traffic if t.kind == "all-to-all"]
+    assert [t.serves for t in exchanges] == ["params/embed"] * 4
+    assert sum(t.wire_bytes for t in exchanges) > 4 * _contract.SMALL and not report.findings()
+    assert "params/embed" not in {t.serves for t in report.traffic if t.kind == "all-gather"}
+
+
+def test_rows_alone_are_a_reduction():
+    make_state = lambda: audits.TrainState.create(
+        apply_fn=None, params={"embed": jnp.ones((2**12, 64))}, tx=optax.sgd(0.1)
+    )
+    plan = zerojax.plan(make_state, mesh=audits.mesh_of("cpu"))
+    step = zerojax.train_step(lambda params, tokens: jnp.mean(params["embed"][tokens] ** 2))
+    report = zerojax.audit(step, plan.abstract(), audits.tokens(plan))
+    assert "reduce-scatter" not in report.totals and report.findings() == []
+
+
 @pytest.mark.gpu_code
 def test_small_leaves_that_are_summed_in_one_piece_keep_the_contract():
     """XLA:GPU joins their gradients in an array larger than each of them."""

@@ -13,7 +13,7 @@ import zerojax
 from zerojax._engine import fence
 from zerojax._hlo.module import Module
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 LAYERS, DIM = 4, 64
 
 
@@ -110,6 +110,29 @@ def test_collectives_of_a_step_are_ordered(prefetch, accumulate):
     step = zerojax.train_step(loss, prefetch=prefetch, accumulate=accumulate)
     batch = jnp.ones((64, DIM))
     assert unordered(step.lower(state, batch).compile().as_text()) == []
+
+
+def translated(params, batch):
+    """Each of two loops has a table of its own; the gradient of the second needs no first loop."""
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    x, _ = lax.scan(layer, params["source"][batch["source"]], params["encoder"])
+    y = params["target"][batch["target"]] + jnp.mean(x)
+    y, _ = lax.scan(layer, y, params["decoder"])
+    return jnp.mean(y * params["labels"][batch["target"]])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rows_of_tables_travel_between_loops(stage, accumulate):
+    tables = {name: jnp.ones((1024, DIM)) for name in ("source", "target", "labels")}
+    loops = {name: jnp.ones((LAYERS, DIM, DIM)) for name in ("encoder", "decoder")}
+    state = TrainState.create(apply_fn=None, params=tables | loops, tx=optax.sgd(0.1))
+    state = zerojax.shard_train_state(state, stage=stage)
+    step = zerojax.train_step(translated, accumulate=accumulate)
+    batch = {"source": jnp.zeros(64, int), "target": jnp.zeros(64, int)}
+    text = step.lower(state, batch).compile().as_text()
+    assert "rows_of(params/labels)" in text
+    assert [name for name in unordered(text) if "all-to-all" in name] == []
 
 
 @pytest.mark.gpu_code

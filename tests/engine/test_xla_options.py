@@ -95,3 +95,15 @@ def test_two_collectives_are_in_flight_where_they_use_links_of_their_own(
     options = _xla_options.options_for(jaxpr, mesh, ahead=True)
     assert options.get(_xla_options.IN_FLIGHT) == (2 if wanted else None)
     assert options[_xla_options.DOUBLE_BUFFER]
+
+
+def test_rows_of_tables_are_no_weights():
+    """A loop over microbatches that looks tokens up is none over layers."""
+    params = {"table": jnp.ones((512, 32))}
+    plan = zerojax.plan({"params": params}, mesh=make_mesh())
+    loss = lambda p, tokens: jnp.mean(p["table"][tokens] ** 2)
+    grad = zerojax.value_and_grad(loss, plan, accumulate=2)
+    jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], jnp.zeros(64, int)).jaxpr
+    (loop,) = _xla_options.loops_of(jaxpr)
+    assert "all_to_all" in str(jaxpr)
+    assert loop == _xla_options.LoopBytes()

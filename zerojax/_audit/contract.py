@@ -17,7 +17,7 @@ from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes, human_time
-from zerojax._wire import messages as _messages
+from zerojax._wire import messages as _messages, rows as _rows
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # allowed where no plan says what is sharded
@@ -106,7 +106,7 @@ def findings(report: Measured) -> list[str]:
 
 def _exchanges(report: Measured) -> Iterator[str]:
     for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
-        if one.wire_bytes > SMALL and _is_ours(one, report.plan) and not _has_codes(one):
+        if one.wire_bytes > SMALL and _is_ours(one, report.plan) and not _is_known(one):
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
@@ -137,7 +137,7 @@ def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str
 
 
 def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    reducing = [*_of_kinds(report, *REDUCING), *filter(_has_codes, report.traffic)]
+    reducing = [t for t in report.traffic if t.kind in REDUCING or _is_known(t, "transpose(")]
     reaches = any(path in promised for one in reducing for path in one.paths)
     if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
         first = next(iter(promised))
@@ -286,9 +286,9 @@ def _is_within(one: Traffic, axes: Axes) -> bool:
     return one.axes is not None and set(one.axes) <= set(axes)
 
 
-def _has_codes(one: Traffic) -> bool:
-    """Whether a collective moves gradients as codes."""
-    return _messages.SCOPE in one.scope
+def _is_known(one: Traffic, within: str = "") -> bool:
+    """Whether a collective moves gradients as codes; or rows of a table, in this scope."""
+    return _messages.SCOPE in one.scope or (_rows.SCOPE in one.scope and within in one.scope)
 
 
 def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:

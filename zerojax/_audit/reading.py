@@ -20,7 +20,7 @@ from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._plan import show as _show
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state import state as _state
-from zerojax._wire import codecs as _codecs
+from zerojax._wire import codecs as _codecs, rows as _rows
 
 # Files that have no source lines of a user's.
 OURS = (
@@ -108,8 +108,9 @@ class Reading:
             for operand in instruction.operands
             for labels in self.weights.values.get((collective.computation, operand), [])
         ]
+        rows_of = _rows.parameter(instruction.op_name) if collective.kind == "all-to-all" else None
         for at, array in enumerate(collective.arrays):
-            known = self.served.get((instruction.name, at))
+            known = [rows_of] if rows_of else self.served.get((instruction.name, at))
             if known is None:
                 numbers = sorted(origins[at]) if at < len(origins) else []
                 known = [self.paths[number] for number in numbers if self.paths[number]]

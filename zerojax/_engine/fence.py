@@ -52,6 +52,26 @@ def wait(values: T, done: Array) -> T:
     return jax.tree.map(waiting, values)
 
 
+@jax.custom_vjp
+def in_turn(outs: list[Array], shards: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Returns floats as they are: what an op returned, and shards that a later one reads. Backward
+    begins with the earlier op when it has the gradients of these shards."""
+    return outs, shards
+
+
+def _in_turn_fwd(outs: list[Array], shards: list[Array]) -> tuple[tuple, None]:
+    return (outs, shards), None
+
+
+def _in_turn_bwd(_: None, grads: tuple[list[Array], list[Array]]) -> tuple:
+    d_outs, d_shards = grads
+    done = mark(d_shards)
+    return d_outs if done is None else wait(d_outs, done), d_shards
+
+
+in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
+
+
 def _bits(array: Array) -> Array:
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
     if jnp.issubdtype(array.dtype, jnp.integer):

@@ -13,6 +13,7 @@ from zerojax._collectives import Held
 from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 from zerojax._wire.routes import Cut
+from zerojax._wire.rows import Rows
 
 Dims = tuple[int | None, ...]
 T = TypeVar("T")
@@ -102,7 +103,18 @@ class Loop(Nested):
     unroll: int | bool
 
 
-Op = JaxprEqn | Scope | Loop  # of a main part
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """An equation that reads rows of a table, which is not gathered for it: see `rows.py`."""
+
+    table: Shard
+    indices: Atom
+    rows: Rows
+    outvars: list[Var]
+    effects: frozenset[Effect] = frozenset()
+
+
+Op = JaxprEqn | Scope | Loop | Lookup  # of a main part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +132,7 @@ class Split:
 
     @property
     def loop_roots(self) -> list[Var]:
-        """The inputs that the main part still needs as shards, for its loops and scopes."""
+        """The inputs that the main part still needs as shards, for loops, scopes and lookups."""
         return unique(s.root for s in shards_read(self.main))
 
     @property
@@ -161,6 +173,8 @@ def reads_of(op: Op) -> list[Var]:
     """Returns the variables that an op reads as values (not as shards)."""
     if isinstance(op, Nested):
         return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
+    if isinstance(op, Lookup):
+        return [op.indices] if is_var(op.indices) else []
     return reads(op)
 
 
@@ -169,9 +183,10 @@ def unique(items: Iterable[T]) -> list[T]:
 
 
 def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
-    """Returns the dtypes in which each shard is gathered, here and in loops and scopes."""
+    """Returns the dtypes in which each shard travels, here and in loops and scopes."""
     found: dict[Var, set[np.dtype]] = {}
-    for shard in split.gathers.values():
+    tables = [op.table for op in split.main if isinstance(op, Lookup)]
+    for shard in [*split.gathers.values(), *tables]:
         found.setdefault(shard.root, set()).add(np.dtype(shard.cut.dtype))
     for op in (op for op in split.main if isinstance(op, Nested)):
         inside = dtypes_of(op.split)
@@ -190,3 +205,5 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
     for op in ops:
         if isinstance(op, Nested):
             yield from (v for v in op.operands if isinstance(v, Shard))
+        elif isinstance(op, Lookup):
+            yield op.table

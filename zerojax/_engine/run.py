@@ -12,13 +12,15 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from zerojax import _compat
+from zerojax import _collectives, _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
 from zerojax._engine.body import NEAR, Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import (
     InputKind,
+    Lookup,
     Loop,
+    Nested,
     Op,
     Scope,
     Shard,
@@ -26,6 +28,7 @@ from zerojax._engine.ir import (
     crosses_far,
     dtypes_of,
     shards_read,
+    unique,
 )
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
@@ -102,7 +105,10 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
     """Runs the ops of a main part in `env`."""
     times = Counter(id(op.split) for op in ops if isinstance(op, Scope))
     codes: dict[tuple[int, bool], ScopeCode] = {}
+    before: Op | None = None
     for op in ops:
+        if how.by_data and any(isinstance(one, Lookup) for one in (before, op)):
+            _in_turn(before, op, env)
         match op:
             case Scope():
                 inputs = operand_values(op.operands, env)
@@ -114,9 +120,29 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
                     outs = codes[key](inputs)
             case Loop():
                 outs = run_loop(op, operand_values(op.operands, env), how)
+            case Lookup():
+                held, (indices,) = op.table.of(env[op.table.root]), read(env, [op.indices])
+                outs = [_collectives.looked_up(held, indices, op.table.cut, op.rows)]
             case _:
                 outs = _compat.bind(op, read(env, op.invars))
         write(env, op.outvars, outs)
+        before = op if isinstance(op, Nested | Lookup) else before
+
+
+def _in_turn(before: Op | None, op: Op, env: Env) -> None:
+    """Keeps apart, in backward, the collectives of two ops that may need nothing of each other.
+
+    See the note in `fence.py`. Between loops, those of gathered weights come first.
+    """
+    outs = [v for v in before.outvars if is_float(env[v])] if before else []
+    roots = unique(s.root for s in shards_read([op]) if is_float(env[s.root].shard))
+    if outs and roots:
+        shards = [env[root].shard for root in roots]
+        values, shards = _fence.in_turn(read(env, outs), shards)
+        held = [
+            dataclasses.replace(env[root], shard=x) for root, x in zip(roots, shards, strict=True)
+        ]
+        write(env, [*outs, *roots], [*values, *held])
 
 
 def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:

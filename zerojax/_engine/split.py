@@ -20,6 +20,7 @@ from zerojax._engine.ir import (
     WEIGHT,
     InputKind,
     Kind,
+    Lookup,
     Loop,
     Op,
     Scope,
@@ -157,6 +158,8 @@ class _Splitter:
             self.kinds[eqn.outvars[0]] = kinds[0]
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
+        elif name == "gather" and (lookup := self.lookup(eqn, kinds[0])):
+            main.append(lookup)
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, main)
         elif name == "scan" and self.scans_weights(eqn):
@@ -181,6 +184,18 @@ class _Splitter:
                 main.append(eqn)
         else:
             main.append(eqn)
+
+    def lookup(self, eqn: JaxprEqn, kind: Kind) -> Lookup | None:
+        """Returns a read of rows as such, where the table is better not gathered for it.
+
+        Loops and remats gather: a loop would move a table's columns in each iteration.
+        """
+        is_outermost = not (self.pull or self.checkpointed)
+        if not is_outermost or not isinstance(kind, Shard):
+            return None
+        if (rows := self.readers.rows(eqn, kind.cut)) is None:
+            return None
+        return Lookup(kind, self.gathered_once(eqn.invars[1]), rows, list(eqn.outvars))
 
     def visit_remat(self, eqn: JaxprEqn, main: list[Op]) -> None:
         main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))

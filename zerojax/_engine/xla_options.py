@@ -12,6 +12,7 @@ from zerojax import _compat
 from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import nbytes
 from zerojax._types import Device
+from zerojax._wire import rows as _rows
 from zerojax._wire.routes import names_in
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -98,7 +99,7 @@ def is_older(device: Device) -> bool:
 @dataclasses.dataclass
 class LoopBytes:
     """The results of one iteration's all-gathers, reduce-scatters and all-to-alls, and the operands
-    of the reduce-scatters.
+    of the reduce-scatters; less what moves rows of tables.
 
     `levels` are the mesh axes that any of them spans. `in_place`: where weights are padded, it
     reads them so. See the note in `padded.py`.
@@ -144,6 +145,8 @@ def loops_of(jaxpr: Jaxpr) -> list[LoopBytes]:
 def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if _rows.parameter(str(eqn.source_info.name_stack)):
+            continue  # as few bytes as activations have
         if name in ("all_gather", "reduce_scatter", "all_to_all"):
             loop.levels.add(frozenset(names_in([eqn.params["axis_name"]])))
         if name == "all_gather":

@@ -14,6 +14,7 @@ from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Updating
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
+from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, Placement, beyond
 from zerojax._plan.plan import Plan
@@ -87,7 +88,8 @@ class Parameter:
         # What was brought near was decoded there, and the rest of its way is fast.
         travels = (near or far) and not self.is_brought_near
         codec = self.leaf.codec(self.precision.gather if travels else None, self.plan.mesh)
-        gather = Route(near, far, codec=codec, padding=self.leaf.rest.padding)
+        devices = _mesh.axes_size(self.plan.mesh, (*near, *far))
+        gather = Route(near, far, (), codec, self.leaf.rest.padding, devices=devices)
         return self.cut_by(Wire(gather, reduce))
 
     def cut_by(self, wire: Wire) -> Cut:
@@ -131,7 +133,8 @@ class Parameter:
         far = beyond(axes, near)
         padding = self.leaf.update.padding if end and not start else 0
         codec = self.leaf.codec(self.precision.reduce, self.plan.mesh)
-        route = Route(beyond(axes, far), far, replicas, codec, padding)
+        devices = _mesh.axes_size(self.plan.mesh, axes)
+        route = Route(beyond(axes, far), far, replicas, codec, padding, devices=devices)
         return route.coded_over(self.plan.slow(axes))
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
