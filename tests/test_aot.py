@@ -153,3 +153,20 @@ def test_a_plugin_that_jax_gave_up_is_told_how_to_keep_it(monkeypatch):
     zerojax.aot._devices.cache_clear()
     with pytest.raises(RuntimeError, match=r"Set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA.*before JAX"):
         zerojax.aot.mesh("8xH100")
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(("gpus", "topology"), [("16xH100", "2x1x8"), ("4xH100", "1x1x4")])
+def test_nvlink_ends_at_a_host(gpus, topology, monkeypatch):
+    """XLA's scheduler prices collectives by which of its partitions they span."""
+    asked, made = [], zerojax.aot.topologies.get_topology_desc
+
+    def noted(*args, **options):
+        asked.append(options["topology"])
+        return made(*args, **options)
+
+    monkeypatch.setattr(zerojax.aot.topologies, "get_topology_desc", noted)
+    zerojax.aot._devices.cache_clear()
+    hosts = [device.process_index for device in zerojax.aot.mesh(gpus).devices.flat]
+    assert asked == [topology]
+    assert hosts == [i // 8 for i in range(len(hosts))]

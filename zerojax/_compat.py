@@ -26,9 +26,6 @@ REMAT = frozenset({"remat", "remat2", "checkpoint"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # Parameters of calls with derivatives by users, which JAX traces when it differentiates.
 THUNKS = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
-# Bytes. 0.12's scheduler for GPUs underestimates how long larger ones take, and starts them late:
-# a step whose layers have 6 GiB, gathered in one or in two, waited for them 830 or 474 ms.
-LARGEST_COLLECTIVE = 2**32 - 1 if jax.__version_info__ >= (0, 12) else 2**62
 
 # -- jaxprs
 

@@ -60,8 +60,13 @@ def test_prefetching_loops_scatter_what_the_iteration_before_left(name, in_turn,
     body = backward.params["jaxpr"].jaxpr
     reduced = [e.invars[0] for e in body.eqns if e.primitive.name == "reduce_scatter"]
     assert len(reduced) == 2 and set(reduced) <= set(body.invars)
-    # The next layer's weights may have to wait for that: its memory is free by then.
+    # The next layer's weights may have to wait for that, each for its own gradient, and take its
+    # memory.
     made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+    ties = [e for e in body.eqns if e.primitive.name == "optimization_barrier"]
+    shapes = [[v.aval.shape for v in e.invars] for e in ties if len(e.invars) == 2]
+    assert [x for x, y in shapes if x == y] == [x for x, _ in shapes]
+    assert len(shapes) == 2 * in_turn
     # A gather may still be wrapped in its custom derivative.
     names = ("all_gather", "custom_vjp_call")
     gathers = [e for e in body.eqns if e.primitive.name in names]

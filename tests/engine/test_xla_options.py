@@ -49,6 +49,7 @@ def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
     }  # fmt: skip
     assert _xla_options.combined(layer(6 * 2**30), most) == {
         gathers: most, scatters: most // 8, _xla_options.MEMORY_SLOP: 150,
+        _xla_options.IN_FLIGHT: 2,
     }  # fmt: skip
 
 

@@ -211,6 +211,55 @@ def test_the_plan_says_what_travels_as_codes():
     assert "gradient int8" in whole and "weight" not in whole
 
 
+def test_codes_by_path_are_for_some_weights_alone():
+    some, every = {"gather": {"layers/w": "int8"}}, {"gather": {"embed": None, "": "int8"}}
+    gathers = 2 * LAYERS - 1  # of a layer, forward and backward, whose last layer is still there
+    ways = ("all-gather", ("gpu", "node"), "int8"), ("all-gather", ("gpu", "node"), "float32")
+    sent = sent_by(some, prefetch=1)
+    assert [sent[way] for way in ways] == [gathers, 3 * gathers + 2]  # w; its scales, v, s, embed
+    sent = sent_by(every, prefetch=1)
+    assert [sent[way] for way in ways] == [2 * gathers, 3 * gathers + 2]
+    lines = {line.split()[0]: line for line in str(plan_with(some)).splitlines() if line}
+    assert lines["params/layers/w"].endswith("weight int8")
+    assert lines["params/layers/v"].endswith("weight exactly")
+    plan = plan_with({"gather": {"layers/w": "float8_e4m3fn", "": "bfloat16"}})
+    line = next(line for line in str(plan).splitlines() if line.startswith("params/embed"))
+    assert line.endswith("weight bfloat16")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_off_by_the_codes_of_the_weights_that_have_them(way):
+    found = grads_with({"gather": {"layers/w": "int8"}}, **WAYS[way])
+    exact, coded = (grads_with({"gather": x}, **WAYS[way]) for x in (None, "int8"))
+    off = max(far_off(found, exact))
+    assert 1e-3 < off < max(far_off(coded, exact))
+    if way != "microbatches":  # which send float32 inside the node either way
+        assert_equal_bits(grads_with({"gather": {"": "int8"}}, **WAYS[way]), coded)
+    assert_equal_bits(grads_with({"gather": {"layers/w": None}}, **WAYS[way]), exact)
+
+
+def test_patterns_of_codes_are_checked_when_a_state_or_a_step_gets_them():
+    wrong = r"Precision\(gather=\) has the path pattern 'layers/q'.* Did you mean params/layers/"
+    with pytest.raises(ValueError, match=wrong):
+        plan_with({"gather": {"layers/q": "int8"}})
+    plan = zerojax.plan({"params": params(), "opt_state": ()}, mesh=zerojax.mesh(data=8))
+    precision = zerojax.Precision(gather={"layers/q": "int8"})
+    with pytest.raises(ValueError, match=wrong):
+        zerojax.value_and_grad(loss, plan, precision=precision)(params(), BATCH)
+
+
+def test_verify_and_audit_know_codes_by_path():
+    state = TrainState.create(apply_fn=None, params=params(), tx=optax.adam(1e-3))
+    mesh = zerojax.mesh(node=2, gpu=4)
+    precision = zerojax.Precision(gather={"layers": "int8"})
+    state = zerojax.shard_train_state(state, mesh=mesh, axis=AXES, precision=precision)
+    step = zerojax.train_step(loss)
+    assert zerojax.verify(step, state, BATCH).ok
+    assert zerojax.audit(step, state, BATCH).findings() == []
+    wrong = lambda params, batch: loss(params, batch) * jax.lax.axis_index("gpu")
+    assert not zerojax.verify(zerojax.train_step(wrong), state, BATCH).ok
+
+
 def test_frozen_weights_travel_as_codes():
     tx = optax.masked(optax.sgd(0.1), {"embed": True, "layers": False})
     tx = optax.chain(tx, optax.masked(optax.set_to_zero(), {"embed": False, "layers": True}))

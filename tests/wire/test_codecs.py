@@ -1,12 +1,14 @@
 """Codecs: what they send, how far off what comes out is, and what they refuse."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zerojax
-from zerojax._wire.codecs import LARGEST, Blocks, Exact, codec_for
+from zerojax._wire.codecs import LARGEST, Blocks, Exact, codec_for, way_of
 
 ROWS, COLUMNS = 32, 1024
 NORMAL = jax.random.normal(jax.random.key(0), (ROWS, COLUMNS))
@@ -99,6 +101,18 @@ def test_what_precision_takes():
     assert codec_for(None, "gather") is None
 
 
+def test_the_first_pattern_that_matches_says_what_a_weight_travels_as():
+    ways = zerojax.Precision(gather={"mlp/up": None, "mlp": "int8", "^embed": "bfloat16"}).gather
+    found = {path: way_of(path, ways) for path in ("mlp/up", "mlp/down", "embed", "unembed")}
+    assert found == {
+        "mlp/up": None, "mlp/down": Blocks("int8"), "embed": jnp.dtype("bfloat16"), "unembed": None,
+    }  # fmt: skip
+    assert str(ways).startswith("{'mlp/up': None, 'mlp': Blocks(")
+    precision = zerojax.Precision(gather={"mlp": "int8"})
+    assert precision == zerojax.Precision(gather={"mlp": Blocks()}) != zerojax.Precision()
+    assert hash(precision) == hash(dataclasses.replace(precision))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -109,6 +123,19 @@ def test_what_precision_takes():
         (lambda: zerojax.Precision(gather="int4"), r"gather='int4'\): 15 levels are too few"),
         (lambda: zerojax.Precision(gather=Blocks("int4")), r"gather='int4'\): 15 levels are too"),
         (lambda: zerojax.Precision(reduce="int7"), r"Precision\(reduce='int7'\): neither a float"),
+        (
+            lambda: zerojax.Precision(gather={"embed": "int4"}),
+            r"gather='int4'\): 15 levels are too few",
+        ),
+        (
+            lambda: zerojax.Precision(reduce={"embed": "int8"}),
+            r"Precision\(reduce=\{'embed': 'int8'\}\): only gather= differs by path.*Give one way",
+        ),
+        (
+            lambda: zerojax.Precision(gather={"embed": {"up": "int8"}}),
+            r"Precision\(gather=\{'up': 'int8'\}\): neither a float dtype nor codes",
+        ),
+        (lambda: zerojax.Precision(gather={3: "int8"}), r"maps 3. Map path patterns, such as"),
         (lambda: zerojax.Precision(gather=8), r"Precision\(gather=8\): neither a float dtype nor"),
     ],
 )

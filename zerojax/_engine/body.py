@@ -51,12 +51,13 @@ class How:
     """When the collectives of a loss run.
 
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
-    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, the next layer's all-gather
-    starts after the previous layer's reduce-scatter. `by_data`: data dependences, not barriers,
-    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
-    loops use padded weights where they were gathered, see the note in `padded.py`. `keeping`: where
-    a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in host
-    memory by a loop's counter; asked where there is one.
+    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, each of the next layer's
+    all-gathers starts after the reduce-scatter of its weight's gradient in the previous layer.
+    `by_data`: data dependences, not barriers, keep collectives in order. `in_loop`: what runs is
+    the body of a loop over layers. `in_place`: loops use padded weights where they were gathered,
+    see the note in `padded.py`. `keeping`: where a loop over layers keeps what backward needs.
+    `counted`: whether XLA finds any layer in host memory by a loop's counter; asked where there is
+    one.
     """
 
     regather: bool

@@ -44,6 +44,9 @@ from zerojax._wire.codecs import Blocks, Parts
 # h(L-1) again, for nothing: an end outside of the loop would copy all that it keeps for backward.
 
 
+Source = tuple[list[Value | None], list[Parts]]  # what the weights of a layer are gathered from
+
+
 class PrefetchedLayers(Layers):
     """A loop of at least two iterations that gathers one layer ahead."""
 
@@ -171,8 +174,8 @@ class _Backward:
         done, source = self.reduced(left, at + 1), self.source_at(stacks, ahead)
         source, stacks = self.in_loop.read_first(source, stacks)
         old = self.in_loop.fetched(stacks, layer)
-        if self.in_turn:  # frees the gradients' memory before the weights need theirs
-            source, done = lax.optimization_barrier((source, done))
+        if self.in_turn:
+            source, done = self.after(done, source)
         arrived = self.arrived(source)
         d_stacks = self.stacked(d_stacks, done, at + 1)
         kept = resting_layer_of(self.kept, self.layers.turn(at, self.last - 1 - carried))
@@ -181,13 +184,32 @@ class _Backward:
         stacks = self.in_loop.updated(stacks, old, done, layer)
         return (grads, arrived, left, d_stacks, stacks, carried + 1), None
 
-    def source_at(self, stacks: Stacks, at: Layer) -> tuple[list[Value | None], list[Parts]]:
+    def source_at(self, stacks: Stacks, at: Layer) -> Source:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
         return shards, layer_of(self.near, at.i)
 
-    def arrived(self, source: tuple[list[Value | None], list[Parts]]) -> list[Parts]:
+    def after(self, done: list[Gradient], source: Source) -> tuple[Source, list[Gradient]]:
+        """Has each weight wait for its own gradient, whose memory it then takes.
+
+        If all waited for all, no gather could start before the last reduce-scatter ends: with 10^12
+        parameters, where a layer goes out in several of each, 16.7 s instead of 14.8.
+        """
+        shards, near = list(source[0]), list(source[1])
+        first = len(self.inputs) - len(shards)
+        invars, gathers = self.body.split.invars, self.body.split.gathers.values()
+        places = [invars.index(shard.root) - first for shard in gathers]
+        for at, grad in enumerate(done):
+            mine = [i for i, place in enumerate(places) if place == at]
+            parts = [near[i] for i in mine]
+            tied = lax.optimization_barrier((shards[at], parts, grad))
+            shards[at], parts, done[at] = tied
+            for i, part in zip(mine, parts, strict=True):
+                near[i] = part
+        return (shards, near), done
+
+    def arrived(self, source: Source) -> list[Parts]:
         return self.layers.arrived(self.inputs, *source)
 
     def unreduced(

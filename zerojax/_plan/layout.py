@@ -8,14 +8,13 @@ from typing import Self
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, Groups, Placement, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
-from zerojax._wire.codecs import Blocks, Codec, Exact
+from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +80,12 @@ class LeafPlan:
         place = self.update.on_device
         return codec.fitted(place.sharding(mesh).shard_shape(place.padded(self.shape))[-1])
 
-    def codec(self, given: DTypeLike | Blocks | None, mesh: Mesh) -> Codec:
+    def codec(self, ways: Ways, mesh: Mesh) -> Blocks | Exact:
         """Returns the codec of what `Precision` says of a way: exact, where it fits no blocks."""
-        if isinstance(given, Blocks):
-            return self.fitted(given, mesh) or Exact()
-        return Exact(given)
+        way = way_of(self.path, ways)
+        if isinstance(way, Blocks):
+            return self.fitted(way, mesh) or Exact()
+        return Exact(way)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
 from zerojax._update.offload import HOST, Offload, as_offload
+from zerojax._wire import codecs as _codecs
 from zerojax._wire.routes import names_in
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
@@ -96,6 +97,7 @@ def plan(
     tx = _state.get_tx(_carried.without_plan(state)) if tx is None else tx
     over = over if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
+    _check_patterns(leaves, rule, precision)
     found = _shard_specs(state, leaves, rule, stacks, tx)
     frozen = _frozen_paths(state, leaves, tx)
     planned = [
@@ -245,6 +247,14 @@ def _may_leave(leaf: LeafPlan) -> bool:
     return bool(leaf.shape) and (leaf.kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
+def _check_patterns(leaves: list[Leaf], rule: _dimension.Rule, precision: Precision | None) -> None:
+    """Raises where a path pattern finds no parameter."""
+    names = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
+    _state.check_patterns(rule.overrides, names, "overrides=")
+    gathered = _codecs.patterns_of(precision and precision.gather)
+    _state.check_patterns(gathered, names, "Precision(gather=)")
+
+
 def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
@@ -253,9 +263,6 @@ def _shard_specs(
     tx: optax.GradientTransformation | None,
 ) -> dict[tuple, Found]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
-    names = {leaf.path: leaf.name for leaf in leaves if leaf.kind == PARAMS}
-    for pattern in rule.overrides:
-        _state.matching(pattern, names, "overrides=")
     bases = _state.base_specs(state, rule.axes, rule.mesh.axis_names)
     pairs = list(zip(leaves, bases, strict=True))
     found: dict[tuple, Found] = {}

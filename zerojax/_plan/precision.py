@@ -14,7 +14,7 @@ from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs, rounding as _rounding
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Blocks, Ways
 
 NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
@@ -29,7 +29,9 @@ class Precision:
         gather: what sharded weights are gathered as, where that is not `compute`: a float dtype,
             or "int8", "float8_e4m3fn", a `zerojax.Blocks`: codes with a scale for each block,
             which are decoded where a weight is used. Gradients do not notice. Vectors, and leaves
-            whose shards no block divides, travel as they are: `print(plan)` says which.
+            whose shards no block divides, travel as they are: `print(plan)` says which. A dict
+            `{path regex: any of these or None}` says it of some: of patterns that match a path
+            the first counts, and what none matches travels as `compute`.
         reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
             With "int8", "int4" or a `zerojax.Blocks` they travel as codes, one axis of the mesh
             after the other, and are summed in float32.
@@ -58,11 +60,11 @@ class Precision:
     param: DTypeLike | None = None
     master: DTypeLike | None = None
     moments: DTypeLike | None = None
-    gather: DTypeLike | Blocks | None = None
+    gather: Ways = None
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
-            object.__setattr__(self, name, _codecs.codec_for(getattr(self, name), name))
+            object.__setattr__(self, name, _codecs.ways_for(getattr(self, name), name))
         for name in ("compute", "param", "master", "moments"):
             value = getattr(self, name)
             dtype = None if value is None else _codecs.float_dtype(value)

@@ -9,7 +9,7 @@ from zerojax._plan.placement import Groups
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
 from zerojax._types import Device
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Blocks, Ways, each_of
 
 GRADS, ACTIVATIONS = "grads", "activations"
 
@@ -223,10 +223,14 @@ def _names_memory(plan: Layout) -> bool:
     return any(leaf.memory for leaf in plan.leaves)
 
 
-def _codecs(plan: Layout) -> dict[str, Blocks]:
-    """Returns what weights, and what gradients, are sent as in blocks of codes."""
+def _codecs(plan: Layout) -> dict[str, Ways]:
+    """Returns what weights, and what gradients, are sent as, where some go in blocks of codes."""
     given = plan.precision and {"weight": plan.precision.gather, "gradient": plan.precision.reduce}
-    return {name: codec for name, codec in (given or {}).items() if isinstance(codec, Blocks)}
+    return {
+        name: ways
+        for name, ways in (given or {}).items()
+        if any(isinstance(way, Blocks) for way in each_of(ways))
+    }
 
 
 def _sends_codes(plan: Layout) -> bool:
@@ -237,10 +241,10 @@ def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
     """Says what a parameter is sent as: 'weight int8, gradient exactly'."""
     if leaf.kind != PARAMS or leaf.dim is None:
         return ""
-    sent = {name: leaf.fitted(codec, plan.mesh) for name, codec in _codecs(plan).items()}
+    sent = {name: leaf.codec(ways, plan.mesh) for name, ways in _codecs(plan).items()}
     if leaf.rest.dim is None:
         sent.pop("weight", None)  # it rests whole
-    names = [f"{name} {codec.dtype if codec else 'exactly'}" for name, codec in sent.items()]
+    names = [f"{name} {codec.dtype or 'exactly'}" for name, codec in sent.items()]
     return ", ".join(names)
 
 

@@ -8,7 +8,7 @@ trees of parameters. No other package knows these container types.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -227,6 +227,12 @@ def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
             f"{paths_like(pattern, sorted(names.values()))}"
         )
     return found
+
+
+def check_patterns(patterns: Iterable[str], names: Sequence[str], option: str) -> None:
+    """Raises where one of an option's path patterns finds no parameter."""
+    for pattern in patterns:
+        matching(pattern, {(name,): name for name in names}, option)
 
 
 def paths_like(given: str, paths: Sequence[str]) -> str:

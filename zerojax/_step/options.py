@@ -10,7 +10,9 @@ from zerojax._loss import batch as _batch, order as _order
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, check_precision
+from zerojax._state import state as _state
 from zerojax._types import PyTree
+from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Blocks
 
 
@@ -102,6 +104,8 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
     """Returns the dtypes of a step: the plan's, or those given where the plan has none."""
     if given is None:
         given = plan.precision or Precision()
+    names = [leaf.path for leaf in plan.params]
+    _state.check_patterns(_codecs.patterns_of(given.gather), names, "Precision(gather=)")
     _check_codes(plan, given)
     if plan.precision is not None and given != plan.precision:
         raise ValueError(

@@ -23,7 +23,7 @@ from zerojax._types import Device, PyTree, is_key
 from zerojax._verify import compare as _compare, replay as _replay
 from zerojax._verify.compare import Check
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Blocks, each_of
 
 # How far gradients may be off, relative to their largest element, where weights or they themselves
 # travel as codes: in units of the codes' noise.
@@ -128,7 +128,8 @@ class Reference:
     def tolerance(self, replayed: Replayed) -> float:
         """Returns the tolerance for a step, which rounds in its loss, in reductions over the
         devices, and to the dtypes of the parameters, which their gradients have."""
-        ways = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
+        given = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
+        ways = [(way, factor) for ways, factor in given for way in each_of(ways)]
         noise = [factor * way.noise for way, factor in ways if isinstance(way, Blocks)]
         sent = [way for way, _ in ways if way is not None and not isinstance(way, Blocks)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]

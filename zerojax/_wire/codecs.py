@@ -10,6 +10,8 @@ step that skips such gradients.
 """
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -142,7 +144,63 @@ class Blocks:
         return codes
 
 
-def codec_for(value: Any, field: str) -> DTypeLike | Blocks | None:
+Way = DTypeLike | Blocks | None  # what a parameter travels as
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPath:
+    """Ways by path patterns, of which the first that a path matches counts."""
+
+    rules: tuple[tuple[str, Way], ...]
+
+    def __repr__(self) -> str:
+        return repr(dict(self.rules))
+
+
+Ways = Way | ByPath | Mapping[str, Way]  # what `Precision` says of one direction
+
+
+def rules_of(ways: Ways) -> tuple[tuple[str, Way], ...]:
+    """Returns path patterns, and what parameters travel as whose paths match."""
+    if isinstance(ways, ByPath):
+        return ways.rules
+    return tuple(ways.items()) if isinstance(ways, Mapping) else (("", ways),)
+
+
+def way_of(path: str, ways: Ways) -> Way:
+    return next((way for pattern, way in rules_of(ways) if re.search(pattern, path)), None)
+
+
+def each_of(ways: Ways) -> list[Way]:
+    """Returns all that parameters may travel as."""
+    return [way for _, way in rules_of(ways)]
+
+
+def patterns_of(ways: Ways) -> list[str]:
+    """Returns the path patterns that must match something."""
+    return [pattern for pattern, _ in rules_of(ways) if pattern]
+
+
+def ways_for(value: Any, field: str) -> Ways:
+    """Returns what `Precision` was given for a direction: one way, or one for each path pattern."""
+    if isinstance(value, ByPath):
+        return value
+    if not isinstance(value, Mapping):
+        return codec_for(value, field)
+    if field != "gather":
+        raise ValueError(
+            f"Precision({field}={value!r}): only gather= differs by path; all gradients of a layer "
+            f"leave a node in one message. Give one way for all, such as {field}='int8'."
+        )
+    if odd := [pattern for pattern in value if not isinstance(pattern, str)]:
+        raise ValueError(
+            f"Precision({field}=) maps {odd[0]!r}. Map path patterns, such as "
+            f"{field}={{'layers/mlp': 'int8'}}."
+        )
+    return ByPath(tuple((pattern, codec_for(way, field)) for pattern, way in value.items()))
+
+
+def codec_for(value: Any, field: str) -> Way:
     """Returns what `Precision` was given for a way: a float dtype, or blocks of codes."""
     if field == "gather" and "int4" in (value, getattr(value, "dtype", None)):
         raise ValueError(
@@ -166,6 +224,6 @@ def float_dtype(value: Any) -> np.dtype | None:
     """Returns a float dtype as such; None for anything else."""
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return dtype if jnp.issubdtype(dtype, jnp.floating) else None
