@@ -213,16 +213,13 @@ def _joined(parts: Parts, cut: Cut) -> Array:
 
 def dispose(grad: Array, dtype: DTypeLike, cut: Cut) -> Array:
     """Returns the gradient of a shard, in `dtype`, from that of the full weight."""
-    return dispose_all([grad], [dtype], [cut])[0]
+    return summed([grad], [cut])[0].astype(dtype)
 
 
-def dispose_all(
-    grads: Sequence[Array], dtypes: Sequence[DTypeLike], cuts: Sequence[Cut]
-) -> list[Array]:
-    """Disposes of several gradients; those that travel as codes do so together."""
+def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
+    """Disposes of several gradients, which stay as they travelled; codes travel together."""
     sent = [grad.astype(cut.dtype) for grad, cut in zip(grads, cuts, strict=True)]
-    sums = reduced(sent, cuts, [cut.wire.reduce for cut in cuts])
-    return [grad.astype(dtype) for grad, dtype in zip(sums, dtypes, strict=True)]
+    return reduced(sent, cuts, [cut.wire.reduce for cut in cuts])
 
 
 def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]) -> list[Array]:

@@ -1,10 +1,12 @@
 """Loops that prefetch: what they gather ahead, reduce behind, and keep."""
 
+import math
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import zerojax
@@ -40,7 +42,11 @@ def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
     assert len(loops) == 2
     for loop in loops:
         body = loop.params["jaxpr"].jaxpr
-        made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+        made = {}
+        for eqn in body.eqns:
+            waits = eqn.primitive.name == "optimization_barrier"
+            names = map(made.get, eqn.invars) if waits else [eqn.primitive.name] * len(eqn.outvars)
+            made |= zip(eqn.outvars, names, strict=True)
         carried = body.outvars[: sum(_compat.scan_counts(loop.params)[1:])]
         # In forward the gather may still be wrapped in its custom derivative.
         assert sum(made.get(v) in ("all_gather", "custom_vjp_call") for v in carried) == 2
@@ -149,6 +155,37 @@ def test_prefetching_backward_starts_with_what_forward_read_last(loss, used, kep
     found = list(collectives(grad.trace(params, BATCH).jaxpr))
     of_heads = [c for c in found if c.kind == "all-gather" and c.elements == 2 * DIM * DIM]
     assert len(of_heads) == 2 * used - kept * prefetch
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("shared", [1, 7], ids=["in_turn", "some_of_one_input"])
+def test_gathers_of_backward_start_ahead_of_matmuls_where_xla_knows_no_times(shared):
+    """Many small weights: XLA takes what casts and stacks their gradients for long, and what would
+    cut apart those that it computes together."""
+
+    def loss(p, batch):
+        x, _ = jax.lax.scan(jax.checkpoint(layer), batch, p)
+        return end(x.astype(jnp.float32))
+
+    def layer(x, p):
+        first, *others = [w.astype(x.dtype) for w in p.values()]
+        x = jnp.tanh(x @ first) * math.prod(jnp.tanh(x @ w) for w in others[: shared - 1])
+        for w in others[shared - 1 :]:
+            x = jnp.tanh(x @ w)
+        return x, None
+
+    params = {f"w{i}": jax.ShapeDtypeStruct((8, 256, 256), jnp.float32) for i in range(8)}
+    state = {"params": params, "opt_state": optax.sgd(0.1).init(params)}
+    plan = zerojax.plan(state, mesh=zerojax.aot.mesh("16xA100-80GB"))
+    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((16 * 64, 256), jnp.bfloat16), plan)
+    step = zerojax.train_step(loss, tx=optax.sgd(0.1), plan=plan)
+    program = step.lower(plan.abstract(), batch).compile()
+    found = zerojax.audit(program).replay.collectives
+    (backward,) = {c.loops for c in found if c.kind == "reduce-scatter" and c.loops}
+    gathers = [c for c in found if c.kind == "all-gather" and c.loops == backward]
+    one, other = sorted(c.between for c in gathers)  # an iteration has two layers
+    # Behind small kernels alone, one would have 4% of the compute of the other, or 18%.
+    assert one > other / 3
 
 
 @pytest.mark.parametrize("reverse", [False, True])

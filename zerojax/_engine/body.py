@@ -249,7 +249,8 @@ class Body:
 
         Lost inputs come as their types. `cts` has None where an output is of no float dtype.
         """
-        return self.reduced(inputs, *self.unreduced(inputs, gathered, saved, cts))
+        grads, d_gathered = self.unreduced(inputs, gathered, saved, cts)
+        return self.added(inputs, grads, self.summed(d_gathered))
 
     def unreduced(
         self,
@@ -292,25 +293,26 @@ class Body:
         grads = merge(self.is_weight, list(totals.values()), d_roots_and_plain[num_roots:])
         return grads, d_sources[: len(gathered)]
 
-    def reduced(
-        self, inputs: Sequence[Value], grads: Sequence[Gradient], d_gathered: Sequence[Array | None]
+    def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
+        """Reduces the gradients of gathered weights, which stay as they travelled."""
+        there = [grad is not None for grad in d_gathered]
+        cuts = where([shard.cut for shard in self.split.gathers.values()], there)
+        summed = _padded.summed if self.closes else _collectives.summed
+        sums = summed([grad for grad in d_gathered if grad is not None], cuts)
+        return merge(there, sums, [None] * len(there))
+
+    def added(
+        self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sequence[Array | None]
     ) -> list[Gradient]:
-        """Disposes of the gradients of gathered weights, and adds them to those of their shards."""
+        """Adds what was reduced to the gradients of the inputs."""
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
-        dispose_all = _padded.dispose_all if self.closes else _collectives.dispose_all
-        pairs = zip(self.split.gathers.values(), d_gathered, strict=True)
-        left = [(shard, grad) for shard, grad in pairs if grad is not None]
-        views = [jax.vjp(shard.view, held[shard.root].shard) for shard, _ in left]
-        mine = dispose_all(
-            [grad for _, grad in left],
-            [seen.dtype for seen, _ in views],
-            [shard.cut for shard, _ in left],
-        )
-        for (shard, _), (_, to_root), grad in zip(left, views, mine, strict=True):
-            (grad,) = to_root(grad)
-            total = totals[shard.root]
-            totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
+        for shard, grad in zip(self.split.gathers.values(), sums, strict=True):
+            if grad is not None:
+                seen, to_root = jax.vjp(shard.view, held[shard.root].shard)
+                (grad,) = to_root(grad.astype(seen.dtype))
+                total = totals[shard.root]
+                totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
     # -- what is differentiated

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
-from jax.typing import DTypeLike
 
 from zerojax import _collectives
 from zerojax._collectives import Held
@@ -83,12 +82,10 @@ def opened(full: Array, cut: Cut) -> Array:
     return jnp.moveaxis(_rows(full, len(full) - cut.wire.gather.padding), 0, _dim(cut))
 
 
-def dispose_all(
-    grads: Sequence[Array], dtypes: Sequence[DTypeLike], cuts: Sequence[Cut]
-) -> list[Array]:
-    """Returns the gradients of shards from those of what `obtain` returned."""
+def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
+    """Returns the sums of the gradients of what `obtain` returned, as they travelled."""
     bare = [_first(cut) if is_closed(cut) else cut for cut in cuts]
-    pairs = zip(_collectives.dispose_all(grads, dtypes, bare), cuts, strict=True)
+    pairs = zip(_collectives.summed(grads, bare), cuts, strict=True)
     return [jnp.moveaxis(grad, 0, _dim(cut)) if is_closed(cut) else grad for grad, cut in pairs]
 
 

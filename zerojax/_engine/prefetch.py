@@ -42,6 +42,14 @@ from zerojax._wire.codecs import Blocks, Parts
 # In the same part as g(i) it would have to end before g(i) starts, and compute would wait for it:
 # 557 ms of a 7.5B step instead of 538, at 25 GB/s between nodes. The last part of the loop makes
 # h(L-1) again, for nothing: an end outside of the loop would copy all that it keeps for backward.
+#
+# [Note: what ends an iteration of backward] XLA's scheduler walks a loop's body from its end, and
+# starts a collective once what it has passed takes as long as the collective. Where it does not
+# know times, a matmul counts as 1 and a collective as 5000; but each small kernel that casts a
+# gradient, or writes it into its stack, as 1000. Between the end of r(i+1) and that of g(i-1), six
+# of them passed for enough to hide g(i-1), which then ran in the open: 1433 ms of a 7.5B step on 64
+# A100s instead of 1400. So gradients go on only when both have ended, and nothing but the layer's
+# own compute is left for them to start behind.
 
 
 Source = tuple[list[Value | None], list[Parts]]  # what the weights of a layer are gathered from
@@ -167,16 +175,14 @@ class _Backward:
 
     def step(self, state: tuple, count: Array) -> tuple[tuple, None]:
         """Computes a layer, and disposes of the one before it."""
-        grads, before, left, d_stacks, stacks, carried = state
+        grads, before, (d_xs, d_gathered), d_stacks, stacks, carried = state
         at = self.last - 1 - count
         layer = self.layers.layer(at + 1, self.last - carried)
         ahead = self.layers.layer(at - 1, self.last - 2 - carried)
-        done, source = self.reduced(left, at + 1), self.source_at(stacks, ahead)
-        source, stacks = self.in_loop.read_first(source, stacks)
+        source, stacks = self.in_loop.read_first(self.source_at(stacks, ahead), stacks)
         old = self.in_loop.fetched(stacks, layer)
-        if self.in_turn:
-            source, done = self.after(done, source)
-        arrived = self.arrived(source)
+        arrived, sums = self.ordered(source, self.body.summed(d_gathered))
+        done = self.added(d_xs, sums, at + 1)
         d_stacks = self.stacked(d_stacks, done, at + 1)
         kept = resting_layer_of(self.kept, self.layers.turn(at, self.last - 1 - carried))
         grads, left = self.unreduced(grads, before, self.layers.keeping.back(kept), at)
@@ -190,24 +196,26 @@ class _Backward:
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
         return shards, layer_of(self.near, at.i)
 
-    def after(self, done: list[Gradient], source: Source) -> tuple[Source, list[Gradient]]:
-        """Has each weight wait for its own gradient, whose memory it then takes.
+    def ordered(
+        self, source: Source, sums: list[Array | None]
+    ) -> tuple[list[Parts], list[Array | None]]:
+        """Returns the next weights as they arrive, and sums of gradients to go on with.
 
-        If all waited for all, no gather could start before the last reduce-scatter ends: with 10^12
-        parameters, where a layer goes out in several of each, 16.7 s instead of 14.8.
+        In turn, each weight waits for its own gradient, whose memory it then takes. If all waited
+        for all, no gather could start before the last reduce-scatter ends: with 10^12 parameters,
+        where a layer goes out in several of each, 16.7 s instead of 14.8. Otherwise see the note on
+        what ends an iteration.
         """
-        shards, near = list(source[0]), list(source[1])
+        if not self.in_turn:
+            return lax.optimization_barrier((self.arrived(source), sums))
+        shards, near, sums = list(source[0]), list(source[1]), list(sums)
         first = len(self.inputs) - len(shards)
-        invars, gathers = self.body.split.invars, self.body.split.gathers.values()
-        places = [invars.index(shard.root) - first for shard in gathers]
-        for at, grad in enumerate(done):
-            mine = [i for i, place in enumerate(places) if place == at]
-            parts = [near[i] for i in mine]
-            tied = lax.optimization_barrier((shards[at], parts, grad))
-            shards[at], parts, done[at] = tied
-            for i, part in zip(mine, parts, strict=True):
-                near[i] = part
-        return (shards, near), done
+        for i, shard in enumerate(self.body.split.gathers.values()):
+            at = self.body.split.invars.index(shard.root) - first
+            if at >= 0:  # else it is a constant of the loop
+                tied = lax.optimization_barrier((shards[at], near[i], sums[i]))
+                shards[at], near[i], sums[i] = tied
+        return self.arrived((shards, near)), sums
 
     def arrived(self, source: Source) -> list[Parts]:
         return self.layers.arrived(self.inputs, *source)
@@ -227,8 +235,12 @@ class _Backward:
     def reduced(self, left: tuple[list, list], at: Index) -> list[Gradient]:
         """Returns one layer's gradients, reduce-scattered."""
         d_xs, d_gathered = left
+        return self.added(d_xs, self.body.summed(d_gathered), at)
+
+    def added(self, d_xs: list, sums: list[Array | None], at: Index) -> list[Gradient]:
+        """Returns one layer's gradients, from what was reduced and what did not need to be."""
         nothing = [None] * (len(self.inputs) - len(d_xs))
-        return self.body.reduced(self.layer_at(at), [*nothing, *d_xs], d_gathered)[len(nothing) :]
+        return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]
 
     def stacked(self, d_stacks: list, done: list[Gradient], at: Index) -> list:
         """Writes one layer's gradients into their stacks."""

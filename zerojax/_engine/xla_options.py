@@ -24,6 +24,8 @@ DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 # Only cuBLAS reads and writes parts of arrays in place: see the note in `padded.py`.
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+# It makes one matmul of several small ones that read the same array, and cuts the result apart.
+MERGE_MATMULS = "xla_gpu_dot_merger_threshold_mb"
 # By itself, XLA's scheduler hides communication under compute on Hopper and later GPUs only.
 HIDE_LATENCY, OLDER = "xla_gpu_enable_latency_hiding_scheduler", ("6.", "7.", "8.")
 
@@ -68,6 +70,9 @@ def options_for(
             # Else its gathers would wait for the reduce-scatters, and end in the open: 1467 ms
             # instead of 1433, 7.5B on 64 A100s.
             wanted[IN_FLIGHT] = 2
+            # The cuts would pass for what ends an iteration of backward (see the note in
+            # `prefetch.py`): 1429 ms instead of 1484, an 8B Llama on 64 A100s.
+            wanted[MERGE_MATMULS] = 0
     if spans_hosts(mesh):
         wanted[COLLECTIVE_KERNELS] = ""
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
