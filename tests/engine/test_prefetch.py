@@ -175,7 +175,7 @@ def test_gathers_of_backward_start_ahead_of_matmuls_where_xla_knows_no_times(sha
         return x, None
 
     params = {f"w{i}": jax.ShapeDtypeStruct((8, 256, 256), jnp.float32) for i in range(8)}
-    state = {"params": params, "opt_state": optax.sgd(0.1).init(params)}
+    state = {"params": params, "opt_state": jax.eval_shape(optax.sgd(0.1).init, params)}
     plan = zerojax.plan(state, mesh=zerojax.aot.mesh("16xA100-80GB"))
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((16 * 64, 256), jnp.bfloat16), plan)
     step = zerojax.train_step(loss, tx=optax.sgd(0.1), plan=plan)
