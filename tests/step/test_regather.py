@@ -130,7 +130,9 @@ def test_backward_gathers_what_has_arrived():
         """Whether a gather is between nodes (True) or within one (False); None for others."""
         if instruction.base != "all-gather" or instruction.opcode.endswith("-done"):
             return None
-        on_host = group_of(instruction, module.devices).on_host(8)
+        group = group_of(instruction, module.devices)
+        # Indices of tokens go to all devices at once, over both axes.
+        on_host = group.on_host(8) if len(group.members) < 16 else None
         return {1: True, 8: False}.get(on_host)
 
     def arrives(instruction):
@@ -147,7 +149,7 @@ def test_backward_gathers_what_has_arrived():
                     assert "far" in frozenset().union(*lineage.values[name, operand])
                     assert order.index(operand) < at
                     assert not instructions[operand].opcode.endswith("-start")
-    assert near >= 3  # of the embedding, in forward and in backward
+    assert near >= 2  # in forward and in backward
 
 
 def by_hand(regather):
