@@ -51,13 +51,12 @@ class How:
     """When the collectives of a loss run.
 
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
-    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, each of the next layer's
-    all-gathers starts after the reduce-scatter of its weight's gradient in the previous layer.
-    `by_data`: data dependences, not barriers, keep collectives in order. `in_loop`: what runs is
-    the body of a loop over layers. `in_place`: loops use padded weights where they were gathered,
-    see the note in `padded.py`. `keeping`: where a loop over layers keeps what backward needs.
-    `counted`: whether XLA finds any layer in host memory by a loop's counter; asked where there is
-    one.
+    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, each weight of the next
+    layer waits for its gradient of the previous one. `by_data`: data dependences, not barriers,
+    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
+    loops use padded weights where they were gathered, see the note in `padded.py`. `keeping`: where
+    a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in host
+    memory by a loop's counter; asked where there is one.
     """
 
     regather: bool
@@ -97,8 +96,8 @@ class Body:
         weights = self.weights_of(inputs)
         held = self._by_var(weights)
         obtain = _padded.obtain if self.closes else _collectives.obtain
-        full = [obtain(s.of(held[s.root]), s.cut) for s in self.split.gathers.values()]
-        frontier = self.prefix(weights, full)
+        gathered = [obtain(s.of(held[s.root]), s.cut) for s in self.split.gathers.values()]
+        frontier = self.prefix(weights, gathered)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
     def near(self, weights: Sequence[Value | None]) -> list[Parts]:
@@ -137,8 +136,7 @@ class Body:
     def unpacked(self, arrived: Sequence[Parts]) -> list[Array]:
         """Returns the full weights, as `gather` does; nothing moves."""
         used = _padded.used if self.closes else _collectives.opened
-        pairs = zip(self.split.gathers.values(), arrived, strict=True)
-        return [used(parts, s.cut) for s, parts in pairs]
+        return [used(x, s.cut) for x, s in zip(arrived, self.split.gathers.values(), strict=True)]
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and what comes from weights alone."""
@@ -324,8 +322,7 @@ class Body:
     def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
         """Whether a gradient is wanted for each gathered weight: frozen ones have none."""
         by_var = self._by_var(self.weights_of(wanted))
-        gathers = self.split.gathers.values()
-        return [by_var[s.root] and not s.is_frozen for s in gathers]
+        return [by_var[s.root] and not s.is_frozen for s in self.split.gathers.values()]
 
     def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
         """Whether each of the frontier comes from weights that a gradient is wanted for."""
