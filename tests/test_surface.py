@@ -40,6 +40,7 @@ ELSEWHERE = {
     "__main__": "test_cli.py",
     "_audit.measured": "audit/test_audit.py",
     "_engine.ir": "engine/test_split.py",
+    "_forecast.flags": "test_cli.py",
     "_jaxpr": "engine/test_run.py",
     "_plan.layout": "plan/test_plan.py",
     "_plan.move": "plan/test_place.py",

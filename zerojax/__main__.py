@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import _figures, _flags
+from zerojax import _figures
 from zerojax._audit.report import check_limits
-from zerojax._forecast import doctor as _doctor, presets as _presets
+from zerojax._forecast import doctor as _doctor, flags as _flags, presets as _presets
 from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision

@@ -338,7 +338,9 @@ def test_loops_where_microbatches_cannot_run_side_by_side_are_refused():
 
 
 def test_an_order_that_is_not_known():
-    with pytest.raises(ValueError, match=r"order must be 'microbatches' or 'layers', got 'turn'"):
+    with pytest.raises(
+        ValueError, match=r"order must be 'microbatches', 'layers' or 'auto', got 'turn'"
+    ):
         zerojax.train_step(lambda p, b: 0.0, accumulate=2, order="turn")
 
 

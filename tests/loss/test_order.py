@@ -156,9 +156,3 @@ def test_it_is_decided_once_for_shapes(on, monkeypatch):
     for rows in (64, 64, 128):
         state, _ = step(state, jnp.ones((rows, DIM)))
     assert len(asked) == 2
-
-
-def test_orders_are_named():
-    remedy = "order must be 'microbatches', 'layers' or 'auto', got 'turn'"
-    with pytest.raises(ValueError, match=remedy):
-        zerojax.train_step(loss, order="turn")

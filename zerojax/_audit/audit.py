@@ -58,11 +58,9 @@ def audit(
         >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
-    _check_options(plan, gpu, per_host, accumulate)
-    if hasattr(step, "settled") and state is not None and batch is not None:
-        step = step.settled(state, batch, *([] if rng is None else [rng]))
+    gpu = _checked(plan, gpu, per_host, accumulate)
+    step = _settled(step, state, batch, rng)
     recipe, compiled, text, warnings = getattr(step, "recipe", None), None, step, []
-    gpu = _gpus.named(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(step, str):
         plan = _plan_of(state, plan, recipe)
         compiled, warnings = _compiled(step, state, batch, rng)
@@ -91,7 +89,8 @@ def audit(
     )
 
 
-def _check_options(plan: object, gpu: object, per_host: object, accumulate: object) -> None:
+def _checked(plan: object, gpu: object, per_host: object, accumulate: object) -> Gpu | None:
+    """Returns the GPU that is named, if one is; raises for options that cannot be."""
     for name, value, unit in (
         ("per_host", per_host, "devices of a host"),
         ("accumulate", accumulate, "microbatches"),
@@ -102,6 +101,14 @@ def _check_options(plan: object, gpu: object, per_host: object, accumulate: obje
         raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
     if plan is not None:
         check_plan(plan, "audit(plan=)")
+    return _gpus.named(gpu) if isinstance(gpu, str) else gpu
+
+
+def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:
+    """Returns a step of zerojax with the order that "auto" chooses, anything else as it is."""
+    if not hasattr(step, "settled") or state is None or batch is None:
+        return step
+    return step.settled(state, batch, *([] if rng is None else [rng]))
 
 
 def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Compiled, list[str]]:

@@ -97,23 +97,24 @@ def forecast(
     gpu = _gpu(gpus, rates)
     _check(make_state, batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    options = {"tx": tx, "mutable": mutable}
     stages = (STAGES if groups is None else 3) if stages is None else stages
+    options = {"tx": tx, "mutable": mutable}
     if isinstance(loss_fn, Step):
         recipe, options = loss_fn.recipe, _options_of(loss_fn, tx)
-        losses, accumulate = {"": recipe.loss_fn}, recipe.options.accumulate
-        order = recipe.options.order
+        losses, how = {"": recipe.loss_fn}, recipe.options
+        accumulate, order, precision = how.accumulate, how.order, precision or how.precision
         stages = stages if recipe.stage is None else recipe.stage
-        precision = precision or recipe.options.precision
-    given = {"regather": regather, "update": update, "activations": activations}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options |= _given(regather=regather, update=update, activations=activations)
     choices = _choices(losses, stages, accumulate, order)
     mesh = mesh_of(gpus, per_host, groups is not None or names_levels(options, precision))
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
     shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
-    cases = [work.case(*loss, *how) for loss, how in shown]
-    return Forecast(gpus, gpu, tuple(cases))
+    return Forecast(gpus, gpu, tuple(work.case(*loss, *how) for loss, how in shown))
+
+
+def _given(**options: PyTree) -> dict[str, PyTree]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:

@@ -106,8 +106,7 @@ def plan(
     ]
     state = _carried.without_plan(state)
     planned = _offloaded(planned, offload, state, tx, mesh)
-    treedef = jax.tree.structure(state)
-    made = Plan(stage, mesh, axes, over, tuple(planned), treedef, precision)
+    made = Plan(stage, mesh, axes, over, tuple(planned), jax.tree.structure(state), precision)
     _check_worth(made)
     return made
 

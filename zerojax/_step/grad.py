@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -87,25 +88,32 @@ def value_and_grad(
         every = (*args, kwargs)  # the last one, so that its arrays are split like the others
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
-
-        def run(order: str, params: PyTree, every: Sequence[PyTree]) -> tuple:
-            chosen = dataclasses.replace(options, order=order)
-            return loss_and_grads(with_kwargs, plan, chosen, params, every)
-
-        def traced(order: str) -> Jaxpr:
-            return jax.make_jaxpr(lambda *args: run(order, *args)[2])(params, every).jaxpr
-
+        run = functools.partial(loss_and_grads, with_kwargs, plan)
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
-            auto = order == _order.AUTO
-            first = _order.faster(plan, accumulate, traced) if auto else order
-            loss, aux, grads, _ = run(first, params, every)
+            chosen = _ordered(options, plan, run, (params, every))
+            loss, aux, grads, _ = run(chosen, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
         return (loss, aux) if has_aux else loss, plan.cleared(grads)
 
     return fn
+
+
+def _ordered(
+    options: Options, plan: Plan, run: Callable[..., tuple], args: tuple[PyTree, ...]
+) -> Options:
+    """Returns the options with the order that "auto" chooses; `run(options, *args)` is traced."""
+
+    def of(order: str) -> Options:
+        return dataclasses.replace(options, order=order)
+
+    def traced(order: str) -> Jaxpr:
+        return jax.make_jaxpr(lambda *args: run(of(order), *args)[2])(*args).jaxpr
+
+    is_open = options.order == _order.AUTO
+    return of(_order.faster(plan, options.accumulate, traced)) if is_open else options
 
 
 @_mesh.auto_axes()
