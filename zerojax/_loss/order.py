@@ -21,10 +21,10 @@ ORDERS = MICROBATCHES, LAYERS, AUTO = "microbatches", "layers", "auto"
 # this is sent once and hides well, but adding up whole gradients costs 3% of compute, and what each
 # layer keeps for backward is kept of all microbatches. 7.5B on 64 H100s with 8 microbatches, JAX
 # 0.12, modelled: a microbatch's matmuls take 388 ms. At 25 GB/s between nodes its collectives take
-# 216 ms, and a step 4176 ms in turn, 4265 in layers; at 12.5 GB/s they take 432 ms, a step 4588 and
-# 4342. Parameters from host memory hide less, as a microbatch begins and ends with some: on 8 H100s
+# 216 ms, and a step 4246 ms in turn, 4262 in layers; at 12.5 GB/s they take 432 ms, a step 5194 and
+# 4337. Parameters from host memory hide less, as a microbatch begins and ends with some: on 8 H100s
 # at 50 GB/s, 149 ms of copies make 4677 ms in turn, 4543 in layers.
-SENDS_HIDDEN, COPIES_HIDDEN = 0.75, 0.25  # of the time of matmuls: what hides beside them
+SENDS_HIDDEN, COPIES_HIDDEN = 0.6, 0.25  # of the time of matmuls: what hides beside them
 MOST_KEPT = 1 / 2  # of the memory that the state leaves, by what waits for backward
 
 _KINDS = {
