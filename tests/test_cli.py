@@ -217,7 +217,9 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     run("forecast", *model, "--order", "microbatches", "layers")
     assert given["order"] == ["microbatches", "layers"]
     code, _, err = run("forecast", *model, "--gather", "int4")
-    assert code == BAD_INPUT and "Use 'int8' or 'float8_e4m3fn'" in err
+    assert code == BAD_INPUT and "Precision(gather='int4'): 15 levels" in err
+    code, _, err = run("forecast", *model, "--regather", "")
+    assert code == BAD_INPUT and "is not true, false, or an axis such as gpu" in err
 
 
 @pytest.mark.gpu_code

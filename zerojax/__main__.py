@@ -68,14 +68,14 @@ def described(error: Exception, flags: Container[str] = ()) -> str:
 
 
 def as_typed(text: str, flags: Container[str]) -> str:
-    """Respells arguments of Python calls, per_host=7, for the command line: --per-host 7."""
+    """Respells arguments, per_host=7, as flags, --per-host 7, but for those inside of calls."""
 
     def flag(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+        name = found[1] or found[2] or ""
         value = " " if found[2] and found.string[found.end() :][:1].strip(".,: ") else ""
         return f"--{name.replace('_', '-')}{value}" if name in flags else found[0]
 
-    return re.sub(r"^(\w+)(?= must)|\b(\w+)=", flag, text)
+    return re.sub(r"\w\([^()]*\)|^(\w+)(?= must)|\b(\w+)=", flag, text)
 
 
 # -- commands

@@ -47,6 +47,9 @@ def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
     assert _xla_options.combined(layer(3 * 2**30), most) == {
         gathers: 3 * 2**30 + 3 * 2**26, scatters: (3 * 2**30 + 3 * 2**26) // 8,
     }  # fmt: skip
+    narrow = _xla_options.LoopBytes(3 * 2**30, 3 * 2**27, 6 * 2**30)  # gathered in 16 bits
+    assert _xla_options.combined([narrow], most)[_xla_options.IN_FLIGHT] == 2
+    assert _xla_options.MEMORY_SLOP not in _xla_options.combined([narrow], most)
     assert _xla_options.combined(layer(6 * 2**30), most) == {
         gathers: most, scatters: most // 8, _xla_options.MEMORY_SLOP: 150,
         _xla_options.IN_FLIGHT: 2,

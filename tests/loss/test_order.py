@@ -15,6 +15,7 @@ from tests.models import gpt
 from tests.reference import assert_close, make_state
 from zerojax._hlo import gpus as _gpus
 from zerojax._loss import order as _order
+from zerojax._verify import verify as _verify
 
 LAYERS, DIM, COUNT = 4, 64, 4
 ROWS = jnp.ones((64, DIM))
@@ -145,6 +146,25 @@ def test_the_step_is_that_of_the_order(on):
     assert found["auto"] == found["layers"] != found["microbatches"]
     got, want = (jax.tree.leaves(found[order, "state"]) for order in ("auto", "microbatches"))
     assert_close(got, want, 1e-6)
+
+
+def test_verify_checks_the_gradients_of_the_order(on, monkeypatch):
+    on(link=1e6)
+    seen = []
+    run = _verify.loss_and_grads
+    noted = lambda loss, plan, options, *args: (
+        seen.append(options) or run(loss, plan, options, *args)
+    )
+    monkeypatch.setattr(_verify, "loss_and_grads", noted)
+    step = zerojax.train_step(loss, accumulate=COUNT, order="auto")
+    assert zerojax.verify(step, placed(), ROWS).ok
+    assert [options.order for options in seen] == ["layers"]
+
+
+def test_in_turn_where_nothing_is_sent(on):
+    on()
+    elements = lambda p, x: jnp.mean(jax.lax.scan(lambda x, w: (x * w[0], None), x, p["w"])[0] ** 2)
+    assert chosen(placed(make_mesh(1)), elements) == "microbatches"
 
 
 def test_it_is_decided_once_for_shapes(on, monkeypatch):

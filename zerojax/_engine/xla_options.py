@@ -69,7 +69,7 @@ def options_for(
         if loops and ahead:
             # Else its gathers would wait for the reduce-scatters, and end in the open: 1467 ms
             # instead of 1433, 7.5B on 64 A100s.
-            wanted[IN_FLIGHT] = 2
+            wanted[IN_FLIGHT] = max(2, int(wanted.get(IN_FLIGHT, 0)))
             # The cuts would pass for what ends an iteration of backward (see the note in
             # `prefetch.py`): 1429 ms instead of 1484, an 8B Llama on 64 A100s.
             wanted[MERGE_MATMULS] = 0
@@ -133,11 +133,12 @@ def combined(loops: Sequence[LoopBytes], most: int) -> Options:
     options: Options = {COMBINE_GATHERS: min(_above(gathered), most)}
     if reduced:
         options[COMBINE_SCATTERS] = min(_above(scattered), most * scattered // reduced)
-    if gathered > most:
+    if (pieces := -(-max(gathered, reduced) // most)) > 1:
         # All pieces of a layer together. One after the other, XLA's scheduler, which takes them to
         # last 2.5 times as long as they do, would find no compute for the last ones to hide under:
         # 22.2 s with 10^12 parameters instead of 14.8.
-        options[IN_FLIGHT] = -(-max(gathered, reduced) // most)
+        options[IN_FLIGHT] = pieces
+    if gathered > most:
         # XLA overestimates the memory of such a program by about two layers' weights (84 GiB, not
         # 54, with 10^12 parameters), and gives up overlap to save it: 24.1 s instead of 19.8.
         options[MEMORY_SLOP] = 150

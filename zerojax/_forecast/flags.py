@@ -110,6 +110,8 @@ def groups(text: str) -> dict[str, tuple[str, ...]]:
 
 def regather(text: str) -> bool | tuple[str, ...]:
     """Parses 'true', 'false', or the names of mesh axes."""
+    if not all(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true, false, or an axis such as gpu")
     return {"true": True, "false": False}.get(text.lower(), tuple(text.split(",")))
 
 

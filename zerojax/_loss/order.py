@@ -51,7 +51,7 @@ def faster(plan: Plan, count: int, traced: Callable[[str], Jaxpr]) -> str:
     # Forward and backward fetch them.
     fetched = 2 * plan.host_bytes_per_device()[PARAMS]
     copied = fetched / gpu.rates.to_host(_mesh.on_one_host(plan.mesh))
-    if sent < SENDS_HIDDEN * compute and copied < COPIES_HIDDEN * compute:
+    if sent <= SENDS_HIDDEN * compute and copied <= COPIES_HIDDEN * compute:
         return MICROBATCHES
     free = gpu.usable - sum(plan.bytes_per_device().values()) - plan.gradient_bytes()
     if count * sum(map(_kept, rounds)) / others > MOST_KEPT * free:

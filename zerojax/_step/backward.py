@@ -163,7 +163,8 @@ def check_when(options: Options, skips: bool) -> None:
     if options.update == "backward" and (what := _needs_all(options, skips)):
         raise ValueError(
             "update='backward' updates each layer as soon as it has its gradient, and "
-            f"{what} needs all gradients first. Pass update='auto'."
+            f"{what} needs all gradients first. Pass update='auto'"
+            + (", or order='layers', which sums them in each layer." if options.rounds > 1 else ".")
         )
 
 

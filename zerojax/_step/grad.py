@@ -54,7 +54,7 @@ def value_and_grad(
             example are concatenated along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
-        order: as in `train_step`.
+        order: as in `train_step`; "auto" traces the loss at each call that is not jitted.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: as in `train_step`.
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
