@@ -52,13 +52,15 @@ def findings(report: Measured) -> Iterator[str]:
             f"{human_bytes(report.memory.host_temporary)} of host memory are temporary: XLA copies "
             "state there instead of updating it in place. Donate the state, donate=True."
         )
-    yield from map(_told, filter(_is_slow, report.replay.transfers))
+    slow = (one for one in report.replay.transfers if _is_slow(one, report.accumulate))
+    yield from map(_told, slow)
 
 
-def _is_slow(one: Transfer) -> bool:
-    # Outside of loops nothing else occupies the GPU.
+def _is_slow(one: Transfer, microbatches: int) -> bool:
+    # Outside of loops over layers, where a microbatch begins and ends, nothing else occupies the GPU.
     beside = one.by_engine and one.asynchronous
-    return one.nbytes > SMALL and (one.way == IN_HOST or (one.trips > 1 and not beside))
+    in_layers = one.trips > microbatches
+    return one.nbytes > SMALL and (one.way == IN_HOST or (in_layers and not beside))
 
 
 def _told(one: Transfer) -> str:
