@@ -57,7 +57,7 @@ def findings(report: Measured) -> Iterator[str]:
 
 
 def _is_slow(one: Transfer, microbatches: int) -> bool:
-    # Outside of loops over layers, where a microbatch begins and ends, nothing else occupies the GPU.
+    # Where a microbatch begins and ends, outside of loops over layers, nothing else is computed.
     beside = one.by_engine and one.asynchronous
     in_layers = one.trips > microbatches
     return one.nbytes > SMALL and (one.way == IN_HOST or (in_layers and not beside))
