@@ -52,8 +52,7 @@ def findings(report: Measured) -> Iterator[str]:
             f"{human_bytes(report.memory.host_temporary)} of host memory are temporary: XLA copies "
             "state there instead of updating it in place. Donate the state, donate=True."
         )
-    slow = (one for one in report.replay.transfers if _is_slow(one, report.accumulate))
-    yield from map(_told, slow)
+    yield from (_told(one) for one in report.replay.transfers if _is_slow(one, report.accumulate))
 
 
 def _is_slow(one: Transfer, microbatches: int) -> bool:

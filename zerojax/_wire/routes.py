@@ -31,9 +31,7 @@ class Route:
     codec: Codec = EXACT
     padding: int = 0
     coded: tuple[str, ...] = ()
-    devices: int = (
-        1  # that near and far axes have, where rows may travel: see the note in `rows.py`
-    )
+    devices: int = 1  # of near and far axes, where rows may travel: see the note in `rows.py`
 
     @property
     def axes(self) -> tuple[str, ...]:
