@@ -13,7 +13,6 @@ from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import nbytes
 from zerojax._types import Device
 from zerojax._wire import rows as _rows
-from zerojax._wire.routes import names_in
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of their results
@@ -54,8 +53,11 @@ def options_for(
     loops = [loop for loop in all_loops if loop.gathered and (loop.scattered or loop.exchanged)]
     if loops and ahead:
         wanted[DOUBLE_BUFFER] = True
-        if spans_hosts(mesh) and any(len(loop.levels) > 1 for loop in all_loops):
-            # What stays inside nodes runs beside what crosses between them.
+        if spans_hosts(mesh) or is_older(device):
+            # A layer's gather beside the reduce-scatter of the layer before it; what stays inside
+            # nodes beside what crosses between them. One at a time, whichever goes second ends in
+            # the open: 207 ms instead of 179, 7.5B without remat on 64 H100s; 1467 instead of 1433
+            # on A100s.
             wanted[IN_FLIGHT] = 2
         wanted |= combined(loops, LARGEST)
     if updates and loops:
@@ -67,9 +69,6 @@ def options_for(
     if mesh.size > 1 and is_older(device):
         wanted[HIDE_LATENCY] = True
         if loops and ahead:
-            # Else its gathers would wait for the reduce-scatters, and end in the open: 1467 ms
-            # instead of 1433, 7.5B on 64 A100s.
-            wanted[IN_FLIGHT] = max(2, int(wanted.get(IN_FLIGHT, 0)))
             # The cuts would pass for what ends an iteration of backward (see the note in
             # `prefetch.py`): 1429 ms instead of 1484, an 8B Llama on 64 A100s.
             wanted[MERGE_MATMULS] = 0
@@ -81,9 +80,8 @@ def options_for(
 def knows_wires(mesh: Mesh) -> bool:
     """Whether XLA's scheduler knows how long collectives take: from Hopper on, between hosts.
 
-    Where it does, the next all-gather can wait for the reduce-scatter before it, which saves
-    memory of a layer's size. Elsewhere one of the two would have no compute left to run beside:
-    that cost 3% of a 7.5B step on a host of 8 H100s, 5% on 64 A100s.
+    Where it does, the pieces of a large layer's gather can wait for those of the reduce-scatter
+    before it, which saves memory of a layer's size.
     """
     return spans_hosts(mesh) and not is_older(mesh.devices.flat[0])
 
@@ -110,15 +108,13 @@ class LoopBytes:
     """The results of one iteration's all-gathers, reduce-scatters and all-to-alls, and the operands
     of the reduce-scatters; less what moves rows of tables.
 
-    `levels` are the mesh axes that any of them spans. `in_place`: where weights are padded, it
-    reads them so. See the note in `padded.py`.
+    `in_place`: where weights are padded, it reads them so. See the note in `padded.py`.
     """
 
     gathered: int = 0
     scattered: int = 0
     reduced: int = 0
     exchanged: int = 0
-    levels: set[frozenset[str]] = dataclasses.field(default_factory=set)
     in_place: bool = False
 
 
@@ -161,8 +157,6 @@ def _count(jaxpr: Jaxpr, loop: LoopBytes, loops: list[LoopBytes]) -> None:
         name = eqn.primitive.name
         if _rows.parameter(str(eqn.source_info.name_stack)):
             continue  # as few bytes as activations have
-        if name in ("all_gather", "reduce_scatter", "all_to_all"):
-            loop.levels.add(frozenset(names_in([eqn.params["axis_name"]])))
         if name == "all_gather":
             loop.gathered += nbytes(eqn.outvars)
         elif name == "all_to_all":
