@@ -5,13 +5,14 @@ python benchmarks/groups.py --json    # and stored
 """
 
 import dataclasses
+import os
 import pathlib
 
 import figures  # before JAX: it says what JAX may look for
 import results
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax._forecast import network as _network, presets as _presets
 from zerojax._hlo import gpus as _gpus
 
 CARDS = (50, 25, 12.5, 6.25)  # GB/s of each GPU's network card
@@ -63,4 +64,5 @@ def replayed(program, plan, accumulate, cards):
 
 
 if __name__ == "__main__":
+    _network.tell(os.environ)
     results.main(__doc__, STORED, ROWS, figures.versions(), measured)

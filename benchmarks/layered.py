@@ -4,6 +4,7 @@ python benchmarks/layered.py           # printed
 python benchmarks/layered.py --json    # and stored
 """
 
+import os
 import pathlib
 
 import figures  # before JAX: it says what JAX may look for
@@ -11,6 +12,7 @@ import groups
 import results
 
 import zerojax
+from zerojax._forecast import network as _network
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 MICROBATCHES = 8
@@ -40,4 +42,5 @@ def measured(options):
 
 
 if __name__ == "__main__":
+    _network.tell(os.environ)
     results.main(__doc__, STORED, ROWS, figures.versions(), measured)

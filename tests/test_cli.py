@@ -28,7 +28,9 @@ def as_it_was(monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # commands may add to it
+
     def run(*arguments):
         """(exit code, standard output, standard error)."""
         try:

@@ -23,7 +23,12 @@ import jax
 import zerojax
 from zerojax import _figures
 from zerojax._audit.report import check_limits
-from zerojax._forecast import doctor as _doctor, flags as _flags, presets as _presets
+from zerojax._forecast import (
+    doctor as _doctor,
+    flags as _flags,
+    network as _network,
+    presets as _presets,
+)
 from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
@@ -88,6 +93,9 @@ def forecast(arguments: argparse.Namespace) -> int:
     options = _given(arguments, *names, "regather", "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     options["precision"] = _precision(arguments, arguments.master)
+    _, gpu = _gpus.parse_count(arguments.gpus)
+    if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
+        _network.tell(os.environ)
     found = zerojax.forecast(losses, make_state, batch, rng=rng, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK

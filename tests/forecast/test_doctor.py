@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from zerojax._forecast import doctor as _doctor
+from zerojax._forecast.network import FLAG
 from zerojax._update.offload import POOL_LIMIT
 
 
@@ -17,6 +18,7 @@ def test_doctor_finds_nothing_in_a_clean_environment():
     assert found["flags"] == ("ok", "none that hurt in XLA_FLAGS, NCCL_* or JAX_*")
     assert found["processes"][0] == "ok" and found["memory"][0] == "note"
     assert "host memory" not in found, "there is no GPU"
+    assert "network" not in found, "there is one process"
     assert found["versions"][0] == "ok" and "optax" in found["versions"][1]
 
 
@@ -43,6 +45,7 @@ def test_doctor_finds_nothing_in_a_clean_environment():
         ({POOL_LIMIT: "all"}, "host memory", "fail", "'all' is no number of GiB. Set it to 64"),
         ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
         ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "network", "note", f"add {FLAG} to XLA_FLAGS."),
     ],
 )  # fmt: skip
 def test_doctor_finds_what_hurts(environ, name, status, message):
@@ -53,6 +56,10 @@ def test_doctor_finds_what_hurts(environ, name, status, message):
 @pytest.mark.parametrize("off", ["", "0", "false"])
 def test_doctor_knows_what_is_off(off):
     assert statuses(NCCL_P2P_DISABLE=off)["flags"][0] == "ok"
+
+
+def test_doctor_asks_for_the_speed_of_the_network_once():
+    assert "network" not in statuses(JAX_COORDINATOR_ADDRESS="nohost", XLA_FLAGS=FLAG)
 
 
 def test_doctor_reaches_the_coordinator():

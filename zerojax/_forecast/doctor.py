@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from zerojax import aot
+from zerojax._forecast import network as _network
 from zerojax._hlo import gpus as _gpus
 from zerojax._update.offload import POOL_GB, POOL_LIMIT, pool_bytes
 
@@ -61,6 +62,7 @@ def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
         Check("memory", *_memory(environ)),
         *_host_memory(environ),
         Check("processes", *_processes(environ)),
+        *_network_cards(environ),
         *_extras(),
     ]
 
@@ -158,6 +160,13 @@ def _processes(environ: Mapping[str, str]) -> tuple[str, str]:
             "that one does, open the port."
         )
     return "ok", f"the coordinator {address} answers"
+
+
+def _network_cards(environ: Mapping[str, str]) -> Iterator[Check]:
+    if environ.get("JAX_COORDINATOR_ADDRESS") and not _network.is_told(environ):
+        yield Check(
+            "network", "note", f"{_network.REASON}. There, add {_network.FLAG} to XLA_FLAGS."
+        )
 
 
 def _extras() -> Iterator[Check]:

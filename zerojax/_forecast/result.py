@@ -1,11 +1,13 @@
 """The result of a forecast: its cases as a table and as a figure, and the fastest that fits."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from zerojax import _figures
 from zerojax._audit.report import Report
 from zerojax._figures import Axes, Figure
+from zerojax._forecast import network as _network
 from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
@@ -183,7 +185,8 @@ class Forecast:
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
             f"{human_bytes(best.spare)} to spare."
         )
-        return " ".join([fastest, *_offload.told_of_pool(best.pinned)])
+        network = [_network.advice(self.gpu, os.environ)] if best.network_bytes else []
+        return " ".join([fastest, *filter(None, network), *_offload.told_of_pool(best.pinned)])
 
 
 # -- its figure
