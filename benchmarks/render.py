@@ -1,4 +1,4 @@
-"""Writes the stored results into `benchmarks/README.md`, between the marks that name them."""
+"""Writes the stored results into the pages that show them, between the marks that name them."""
 
 import argparse
 import itertools
@@ -8,7 +8,8 @@ import re
 import sys
 
 HERE = pathlib.Path(__file__).parent
-PAGE = HERE / "README.md"
+DOCS = HERE.parent / "docs"
+PAGES = (HERE / "README.md", DOCS / "groups.md", DOCS / "wires.md")
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
@@ -142,6 +143,76 @@ def largest() -> str:
     return _table(header, rows, {"device": "One GPU", **stored})
 
 
+GROUPS = {
+    "flat": "flat ZeRO-3",
+    "HSDP": "HSDP",
+    "P, G in the node": "AMSP",
+    "P in the node": "hpZ",
+}
+LAYERS = {
+    "accumulate=8": "`accumulate=8`",
+    'accumulate=8, order="layers"': '`accumulate=8, order="layers"`',
+    'accumulate=8, order="layers", activations="host"': 'the same and `activations="host"`',
+    "one batch of 32 rows": "one batch of 32 rows, `accumulate=1`",
+}
+HPZ = '`regather="gpu"`'
+WIRES = {
+    "exact": "exact, gathered again over all GPUs",
+    "exact, kept in the node": f"exact, {HPZ}",
+    "weights int8": "weights int8",
+    "weights int8, kept in the node": f"weights int8, {HPZ}",
+    "weights int8, gradients int8, kept in the node": f"weights and gradients int8, {HPZ}",
+    "weights int8, gradients int4, kept in the node": f"weights int8, gradients int4, {HPZ}",
+}
+NOT_TOLD = ("exact", "weights int8, gradients int4, kept in the node")
+
+
+def groups() -> str:
+    """Renders steps with groups by the speed of the network."""
+    once = {f"{group}, accumulate 1": name for group, name in GROUPS.items()}
+    several = {f"{g}, accumulate 8": f"{name}, 8 microbatches" for g, name in GROUPS.items()}
+    return _by_speed("groups.json", once, several)
+
+
+def layered() -> str:
+    """Renders microbatches in turn, in layers and as one batch, by the speed of the network."""
+    return _by_speed("layered.json", LAYERS)
+
+
+def wires() -> str:
+    """Renders hpZ and codes by the speed of the network."""
+    told = {f"7.5b 64xH100 x4: {way}": name for way, name in WIRES.items()}
+    others = {
+        f"7.5b 64xH100 x4, XLA not told: {way}": f"{WIRES[way]}, XLA not told" for way in NOT_TOLD
+    }
+    return _by_speed("wires.json", told, others)
+
+
+def _by_speed(file, *parts: dict[str, str]) -> str:
+    """Renders rows by the speed of the network's cards, by the names that `parts` give them; the
+    fastest of a part is bold."""
+    stored = {row["row"]: row for row in _stored(file)["rows"]}
+    first = stored[next(iter(parts[0]))]
+    speeds = [key for key in first if key.startswith("step_ms at")]
+    lines = []
+    for part in parts:
+        found = {name: stored[row] for row, name in part.items()}
+        least = {key: min(row[key] for row in found.values()) for key in speeds}
+        for name, row in found.items():
+            steps = [f"{row[k]:.0f}" for k in speeds]
+            bold = [
+                f"**{s}**" if row[k] == least[k] else s for s, k in zip(steps, speeds, strict=True)
+            ]
+            more = [
+                f"{row['compute_ms']:.0f}",
+                f"{row['network_gib']:.2f}",
+                f"{row['temp_gib']:.1f}",
+            ]
+            lines.append([name, *bold, *more])
+    cards = [key.split()[2] for key in speeds]
+    return _rows(["", *cards, "compute", "GiB between nodes", "temporary GiB"], lines)
+
+
 def gpu() -> str:
     """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
@@ -229,14 +300,18 @@ TABLES = {
     "memory": memory,
     "gpu": gpu,
     "largest": largest,
+    "groups": groups,
+    "layered": layered,
+    "wires": wires,
 }
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only fail where the page is behind")
+    parser.add_argument("--check", action="store_true", help="only fail where a page is behind")
     arguments = parser.parse_args()
-    text = PAGE.read_text()
-    if not arguments.check:
-        PAGE.write_text(rendered(text))
-    elif rendered(text) != text:
-        sys.exit(f"{PAGE.name} is behind the results. Run python benchmarks/render.py.")
+    for page in PAGES:
+        text = page.read_text()
+        if not arguments.check:
+            page.write_text(rendered(text))
+        elif rendered(text) != text:
+            sys.exit(f"{page.name} is behind the results. Run python benchmarks/render.py.")

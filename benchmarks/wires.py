@@ -4,7 +4,7 @@ python benchmarks/wires.py           # printed
 python benchmarks/wires.py --json    # and stored
 python benchmarks/wires.py --check   # two rows against what is stored
 
-XLA is told that the network is slow, as `docs/wires.md` advises, but in the rows that say otherwise.
+XLA is told that the network is slow, as `docs/wires.md` advises, unless a row says otherwise.
 """
 
 import multiprocessing

@@ -24,14 +24,19 @@ def gpu(name, network):
     ("name", "network", "wanted"),
     [
         ("H100", 12.5e9, True),
-        ("H100", 50e9, False),
-        ("B200", 25e9, True),
+        ("H100", 25e9, False),
+        ("B200", 12e9, True),
         ("A100-80GB", 3e9, False),
     ],
 )
 def test_xla_misjudges_cards_that_are_slower_than_it_thinks(name, network, wanted):
     assert _network.is_misjudged(gpu(name, network)) == wanted
     assert bool(_network.advice(gpu(name, network), {})) == wanted
+
+
+def test_what_xla_is_told_is_what_the_docs_say():
+    told = "XLA_FLAGS=--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
+    assert told == f"XLA_FLAGS={_network.FLAG}" and f"--{_network.NAME}=" in _network.FLAG
 
 
 def test_xla_is_told_once_and_what_it_is_told_stays():
@@ -54,7 +59,7 @@ def test_a_forecast_says_what_to_set(monkeypatch):
     assert text(12e9).endswith(
         f"set XLA_FLAGS={_network.FLAG} before Python starts, here and on your hosts."
     )
-    assert "XLA_FLAGS" not in text(50e9)
+    assert "XLA_FLAGS" not in text(25e9)
     assert "XLA_FLAGS" not in text(12e9, case(3, 30))  # nothing crosses the network
     monkeypatch.setenv("XLA_FLAGS", TOLD["XLA_FLAGS"])
     assert text(12e9).endswith(

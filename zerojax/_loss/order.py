@@ -21,8 +21,8 @@ ORDERS = MICROBATCHES, LAYERS, AUTO = "microbatches", "layers", "auto"
 # this is sent once and hides well, but adding up whole gradients costs 3% of compute, and what each
 # layer keeps for backward is kept of all microbatches. 7.5B on 64 H100s with 8 microbatches, JAX
 # 0.12, modelled: a microbatch's matmuls take 388 ms. At 25 GB/s between nodes its collectives take
-# 216 ms, and a step 4246 ms in turn, 4262 in layers; at 12.5 GB/s they take 432 ms, a step 5194 and
-# 4337. Parameters from host memory hide less, as a microbatch begins and ends with some: on 8 H100s
+# 216 ms, and a step 4170 ms in turn, 4205 in layers; at 12.5 GB/s they take 432 ms, a step 4356 and
+# 4212. Parameters from host memory hide less, as a microbatch begins and ends with some: on 8 H100s
 # at 50 GB/s, 149 ms of copies make 4677 ms in turn, 4543 in layers.
 SENDS_HIDDEN, COPIES_HIDDEN = 0.6, 0.25  # of the time of matmuls: what hides beside them
 MOST_KEPT = 1 / 2  # of the memory that the state leaves, by what waits for backward
@@ -54,7 +54,7 @@ def faster(plan: Plan, count: int, traced: Callable[[str], Jaxpr]) -> str:
     if sent <= SENDS_HIDDEN * compute and copied <= COPIES_HIDDEN * compute:
         return MICROBATCHES
     free = gpu.usable - sum(plan.bytes_per_device().values()) - plan.gradient_bytes()
-    if count * sum(map(_kept, rounds)) / others > MOST_KEPT * free:
+    if count * sum(map(kept_bytes, rounds)) / others > MOST_KEPT * free:
         return MICROBATCHES
     try:
         traced(LAYERS)
@@ -97,11 +97,11 @@ def _seconds(eqn: JaxprEqn, plan: Plan, rates: Rates) -> float:
     return full * (group - 1) / group / bandwidth
 
 
-def _kept(jaxpr: Jaxpr) -> int:
+def kept_bytes(jaxpr: Jaxpr) -> int:
     """Returns the bytes on the device of what loops stack up, such as what backward needs."""
     total = 0
     for eqn in jaxpr.eqns:
-        total += sum(map(_kept, _compat.inner_jaxprs(eqn))) * _trips(eqn)
+        total += sum(map(kept_bytes, _compat.inner_jaxprs(eqn))) * _trips(eqn)
         if eqn.primitive.name == "scan":
             _, num_carry = _compat.scan_counts(eqn.params)
             total += nbytes(v for v in eqn.outvars[num_carry:] if not _compat.rests_on_host(v))
