@@ -28,6 +28,7 @@ RANKS = (
     "_step",
     "_checkpoint _audit aot",
     "_verify _forecast nnx",
+    "_choose",
     "__main__",
 )
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}

@@ -24,7 +24,7 @@ from tests import house
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Blocks", "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Offload", "Plan", "Precision",
-    "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit", "eval_step",
+    "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit", "choose", "eval_step",
     "export_safetensors", "forecast", "gather", "gather_params", "import_safetensors", "initialize",
     "log", "logical", "master_weights", "mean", "memory_table", "mesh", "narrow_moments",
     "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "read_extras", "restore",
@@ -192,7 +192,7 @@ def examples_run(names):
     return attempted
 
 
-COMPILE_FOR_GPUS = ("aot", "_forecast.forecast")
+COMPILE_FOR_GPUS = ("aot", "_choose.choose", "_forecast.forecast")
 
 
 def test_docstring_examples_run():
@@ -201,7 +201,7 @@ def test_docstring_examples_run():
 
 @pytest.mark.gpu_code
 def test_docstring_examples_for_gpus_run():
-    assert examples_run(COMPILE_FOR_GPUS) >= 2
+    assert examples_run(COMPILE_FOR_GPUS) >= 3
 
 
 def fresh(code):

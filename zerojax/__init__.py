@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
         export_safetensors as export_safetensors,
         import_safetensors as import_safetensors,
     )
+    from zerojax._choose.choose import choose as choose
     from zerojax._forecast.forecast import forecast as forecast
     from zerojax._forecast.memory_table import memory_table as memory_table
     from zerojax._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
@@ -71,6 +72,7 @@ _EXPORTS = {
     "_checkpoint.extras": ["Extras"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
+    "_choose.choose": ["choose"],
     "_wire.codecs": ["Blocks"],
     "_forecast.forecast": ["forecast"],
     "_forecast.memory_table": ["memory_table"],

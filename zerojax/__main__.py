@@ -31,12 +31,17 @@ from zerojax._forecast import (
 )
 from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
 from zerojax._hlo import gpus as _gpus
+from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._text import fitted, paragraphs, text_table
 from zerojax._types import PyTree
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9
+DECIDED = (  # by --choose
+    "stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce", "update",
+    "activations",
+)  # fmt: skip
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
@@ -96,9 +101,24 @@ def forecast(arguments: argparse.Namespace) -> int:
     _, gpu = _gpus.parse_count(arguments.gpus)
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)
+    if arguments.choose:
+        return _chosen(arguments, losses, make_state, batch, rng, options)
     found = zerojax.forecast(losses, make_state, batch, rng=rng, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
+
+
+def _chosen(arguments: argparse.Namespace, *model: Any) -> int:
+    """Prints the fastest way to train the model."""
+    losses, make_state, batch, rng, options = model
+    unset = (None, [1], ORDERS[0])
+    if named := [name for name in DECIDED if getattr(arguments, name) not in unset]:
+        flags = ", ".join(f"--{name}" for name in named)
+        raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
+    given = {name: options[name] for name in ("gpus", "tokens", "precision", "rates", "per_host")}
+    found = zerojax.choose(losses, make_state, batch, rng=rng, **given)
+    _show(arguments, found.to_dict(), str(found))
+    return OK if found.best or found.best_with_codes else NOT_OK
 
 
 def _precision(arguments: argparse.Namespace, master: bool = False) -> Precision | None:
@@ -213,7 +233,8 @@ def _model(arguments: argparse.Namespace) -> Model:
         count, gpu = _gpus.parse_count(arguments.gpus)
         preset = _presets.preset(arguments.model, gpu)
         batch = preset.batch(arguments.rows * count)
-        return preset.losses(arguments.remat), preset.make_state, batch, None
+        remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)
+        return preset.losses(remats), preset.make_state, batch, None
     module, _, function = arguments.model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

@@ -55,8 +55,10 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
     parser.add_argument("--order", nargs="+", default=ORDERS[0], choices=ORDERS, help=ORDER)
     parser.add_argument(
-        "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
+        "--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full; to choose, all"
     )
+    text = "find the fastest way that fits, and print the Python for it"
+    parser.add_argument("--choose", action="store_true", help=text)
     parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
     parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
 
@@ -64,7 +66,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
 def _audits(parser: argparse.ArgumentParser) -> None:
     text = "a file of HLO text, a preset, or module:function"
     parser.add_argument("model", metavar="program", help=text)
-    parser.set_defaults(remat=REMAT)
+    parser.set_defaults(remat=REMAT, choose=False)
     _gpu_arguments(parser)
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)

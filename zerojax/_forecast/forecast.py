@@ -94,8 +94,8 @@ def forecast(
         >>> [(case.parameters + case.optimizer) >> 20 for case in forecast.cases]  # MiB of a GPU
         [96, 12]
     """
-    gpu = _gpu(gpus, rates)
-    _check(make_state, batch, tokens)
+    gpu = gpu_of(gpus, rates)
+    check(make_state, batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     stages = (STAGES if groups is None else 3) if stages is None else stages
     options = {"tx": tx, "mutable": mutable}
@@ -108,7 +108,7 @@ def forecast(
     choices = _choices(losses, stages, accumulate, order)
     mesh = mesh_of(gpus, per_host, groups is not None or names_levels(options, precision))
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
-    work = _Workload(make_state, batch, rng, tokens, gpu, planned, options)
+    work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
     shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
     return Forecast(gpus, gpu, tuple(work.case(*loss, *how) for loss, how in shown))
 
@@ -117,7 +117,7 @@ def _given(**options: PyTree) -> dict[str, PyTree]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
+def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
     _refusals.check_state_function(
         make_state,
         "The loss comes first, zerojax.forecast(loss_fn, make_state, batch, gpus=...); a function "
@@ -132,7 +132,7 @@ def _check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
         raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
 
 
-def _gpu(gpus: str, rates: object) -> Gpu:
+def gpu_of(gpus: str, rates: object) -> Gpu:
     _, gpu = _gpus.parse_count(gpus)
     if rates is None:
         return gpu
@@ -190,7 +190,7 @@ def _choices(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Workload:
+class Workload:
     """The part of a training step that all cases share."""
 
     make_state: Callable[[], PyTree]

@@ -1,0 +1,84 @@
+"""The result of `choose`: which is best, how it prints, and that its Python runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests.forecast.test_result import case
+from zerojax._choose.choice import Choice, Tried
+from zerojax._choose.ways import AMSP, HSDP, Way
+from zerojax._hlo import gpus as _gpus
+
+EXACT, CODES = Way("full"), Way("full", gather="int8", reduce="int8", regather="gpu")
+
+
+def tried(way, seconds, peak=30):
+    made = dataclasses.replace(case(3, peak), step_seconds=seconds, report=None)
+    return Tried(way, seconds, peak * 2**30, made)
+
+
+def choice(*found, precision=None):
+    return Choice("8xH100", _gpus.GPUS["H100"], precision, 8, 4, found)
+
+
+def test_the_fastest_that_fits_is_best_and_codes_must_pay():
+    slow, too_large = tried(Way("dots"), 2.0), tried(Way("none"), 1.0, peak=90)
+    one = choice(slow, too_large, tried(EXACT, 1.5), tried(CODES, 1.495), Tried(Way(), 0.1, 1))
+    assert one.best.way == EXACT and one.best_with_codes is None
+    assert [each.way.variant for each in one.compiled] == ["full", "full", "dots", "none"]
+    other = choice(slow, tried(CODES, 1.4))
+    assert other.best.way == slow.way and other.best_with_codes.way == CODES
+    nothing = choice(too_large, tried(CODES, 3.0))
+    assert nothing.best is None and nothing.best_with_codes.way == CODES
+
+
+def test_it_prints_what_was_compiled_and_the_python():
+    text = str(choice(tried(EXACT, 1.5), tried(CODES, 1.4), Tried(Way(), 0.1, 1)))
+    assert "3 ways ranked by a formula, 2 compiled" in text
+    assert 'stage=3, regather="gpu", gather="int8", reduce="int8"; full' in text
+    assert "Fastest with exact numbers, 1.5 s:\n\nstate = zerojax.shard_train_state(" in text
+    assert "Faster with codes, 1.4 s:" in text and 'losses["full"], regather="gpu")' in text
+    assert "Nothing fits. The least is 90.0 GiB" in str(choice(tried(EXACT, 1.0, peak=90)))
+
+
+def loss(params, batch):
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, params["w"])[0] ** 2)
+
+
+def make_state():
+    params = {"w": 0.1 * jnp.ones((3, 256, 256))}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(stage=1), Way("full", accumulate=2, order="layers"), Way(offload=("opt_state",)),
+        Way(groups=HSDP), Way(groups=AMSP, accumulate=2), Way(regather="gpu"),
+        Way(gather="int8", reduce="int4", regather="gpu"), Way(gather="int8"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_its_python_runs(way):
+    precision = zerojax.Precision(compute="bfloat16")
+    lines = choice(precision=precision).python(Tried(way, 1.0, 1.0))
+    scope = {
+        "zerojax": zerojax,
+        "make_state": make_state,
+        "loss_fn": loss,
+        "losses": {"full": loss},
+    }
+    exec(lines, scope)
+    _, metrics = scope["step"](scope["state"], np.ones((16, 256), np.float32))
+    assert np.isfinite(metrics["loss"])
+    options = scope["step"].recipe.options
+    assert (options.accumulate, options.order) == (way.accumulate, way.order)
+    assert options.regather == (True if way.regather is True else ("gpu",))
+    assert ("mesh" in scope) == way.names_levels

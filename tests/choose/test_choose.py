@@ -1,0 +1,64 @@
+"""`choose` on GPUs that are not there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax._choose import choose as _choose
+from zerojax._hlo import gpus as _gpus
+
+LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
+pytestmark = pytest.mark.gpu_code
+
+
+def make_state():
+    params = {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+def loss(params, batch, remat=True):
+    layer = lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None)
+    layer = jax.checkpoint(layer) if remat else layer
+    return jnp.mean(jax.lax.scan(layer, batch, params["w"])[0] ** 2)
+
+
+def chosen(gpus="16xH100", losses=loss, network=None, rows=ROWS, **options):
+    count, gpu = _gpus.parse_count(gpus)
+    rates = network and dataclasses.replace(gpu.rates, network=network)
+    batch = jax.ShapeDtypeStruct((rows * count, WIDTH), jnp.float32)
+    return zerojax.choose(losses, make_state, batch, gpus=gpus, rates=rates, **options)
+
+
+def test_a_fast_network_needs_nothing_and_a_slow_one_sends_less():
+    fast = chosen(lossy=False)
+    assert fast.best.way.is_exact and fast.best_with_codes is None
+    assert all(one.way.is_exact for one in fast.tried)
+    slow = chosen(network=1e8)
+    assert slow.best_with_codes.way.gather == "int8"
+    assert slow.best.way.regather == "gpu" or slow.best.way.groups is not None
+    times = [one.case.step_seconds for one in slow.compiled if one.case.fits]
+    assert slow.best_with_codes.case.step_seconds == min(times) < slow.best.case.step_seconds
+    assert len(slow.compiled) <= _choose.MOST_COMPILED
+
+
+def test_it_refuses_what_a_forecast_refuses():
+    with pytest.raises(ValueError, match="the batch has no arrays"):
+        zerojax.choose(loss, make_state, None, gpus="8xH100")
+
+
+def test_what_does_not_fit_gives_way(monkeypatch):
+    """The formula's memory is near the compiler's, and microbatches come in where it is short."""
+    whole = chosen("8xH100", {"no": lambda p, b: loss(p, b, False), "full": loss}, rows=4096)
+    for one in whole.compiled:
+        assert one.peak == pytest.approx(one.case.peak, rel=0.25), one.way
+    least = min(one.case.peak for one in whole.compiled)
+    small = dataclasses.replace(_gpus.GPUS["H100"], memory=int(0.7 * least / 0.92))
+    monkeypatch.setitem(_gpus.GPUS, "H100", small)
+    monkeypatch.setattr(_choose, "gpu_of", lambda gpus, rates: small)
+    fits = chosen("8xH100", rows=4096)
+    assert fits.best.way.accumulate > 1 and fits.best.case.peak <= small.usable

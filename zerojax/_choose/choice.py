@@ -1,0 +1,166 @@
+"""The result of `choose`: the ways that were tried, the fastest, and the Python for it."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from zerojax._choose.ways import Way
+from zerojax._forecast.result import Case
+from zerojax._hlo.gpus import Gpu
+from zerojax._plan.precision import Precision
+from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._wire.codecs import Blocks
+
+FASTER = 0.99  # codes must pay for what they change
+HEADER = ("", "by the formula", "compiled", "waits", "peak", "fits", "numbers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A way, its seconds and its peak memory by the formula, and compiled if it was."""
+
+    way: Way
+    estimate: float
+    peak: float
+    case: Case | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Choice:
+    """The result of `zerojax.choose`: print it. `best` is the fastest that fits with exact numbers,
+    `best_with_codes` one with codes, where that is faster; None where there is none."""
+
+    gpus: str
+    gpu: Gpu
+    precision: Precision | None
+    devices: int
+    local: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def compiled(self) -> list[Tried]:
+        """The ways that were compiled, those that fit first, the fastest before the others."""
+        found = [one for one in self.tried if one.case is not None]
+        return sorted(found, key=lambda one: (not one.case.fits, one.case.step_seconds))
+
+    @property
+    def best(self) -> Tried | None:
+        return self._first(exact=True)
+
+    @property
+    def best_with_codes(self) -> Tried | None:
+        found, exact = self._first(exact=False), self.best
+        if found is None or exact is None:
+            return found
+        pays = found.case.step_seconds < FASTER * exact.case.step_seconds
+        return found if pays else None
+
+    def _first(self, exact: bool) -> Tried | None:
+        fit = (one for one in self.compiled if one.case.fits and one.way.is_exact == exact)
+        return next(fit, None)
+
+    def python(self, one: Tried) -> str:
+        """Returns the lines that train so."""
+        way, state = one.way, []
+        lines = []
+        if way.names_levels:
+            lines.append(
+                f"mesh = zerojax.mesh(node={self.devices // self.local}, gpu={self.local})"
+            )
+            state.append("mesh=mesh")
+            if way.groups is None:
+                state.append('axis=("node", "gpu")')
+        placed = [f"{name}={_shown(value)}" for name, value in way.placed().items()]
+        precision = way.precision(self.precision)
+        if precision is not None:
+            state.append(f"precision={_shown_precision(precision)}")
+        arguments = ", ".join(["make_state", *placed, *state])
+        stepped = "".join(f", {name}={_shown(value)}" for name, value in way.stepped().items())
+        loss = f"losses[{_shown(way.variant)}]" if way.variant else "loss_fn"
+        lines.append(f"state = zerojax.shard_train_state({arguments})")
+        return "\n".join([*lines, f"step = zerojax.train_step({loss}{stepped})"])
+
+    def to_dict(self) -> dict[str, object]:
+        shown = [one for one in (self.best, self.best_with_codes) if one]
+        return {
+            "gpus": self.gpus,
+            "tried": [
+                {"way": dataclasses.asdict(one.way), "estimate": one.estimate, "peak": one.peak}
+                | ({} if one.case is None else {"step_seconds": one.case.step_seconds,
+                    "compiled_peak": one.case.peak, "fits": one.case.fits})
+                for one in self.tried
+            ],
+            "best": [self.python(one) for one in shown],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        table = text_table(self._rows(), right=(1, 2, 3, 4), flexible=(0,))
+        return "\n".join([paragraphs([self._title()]), table, *self._advice()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table([self._title()], self._rows(), below=list(self._advice()))
+
+    def _title(self) -> str:
+        usable = human_bytes(self.gpu.usable)
+        return (
+            f"{self.gpus}, {usable} usable of each; {len(self.tried)} ways ranked by a formula, "
+            f"{len(self.compiled)} compiled; times modelled"
+        )
+
+    def _rows(self) -> list[Row]:
+        return [HEADER, *(self._row(one) for one in self.compiled)]
+
+    def _row(self, one: Tried) -> Row:
+        way, case = one.way, one.case
+        settings = (
+            way.placed()
+            | way.stepped()
+            | {name: code for name in ("gather", "reduce") if (code := getattr(way, name))}
+        )
+        name = ", ".join(f"{k}={_shown(v)}" for k, v in settings.items())
+        return (
+            f"{name}; {way.variant}" if way.variant else name,
+            human_time(one.estimate),
+            human_time(case.step_seconds),
+            human_time(case.exposed_seconds + case.waited_seconds),
+            human_bytes(case.peak),
+            "yes" if case.fits else "no",
+            "exact" if way.is_exact else "codes",
+        )
+
+    def _advice(self) -> Iterator[str]:
+        best, coded = self.best, self.best_with_codes
+        if best is None and coded is None:
+            least = min(self.tried, key=lambda one: one.peak)
+            yield paragraphs([
+                f"Nothing fits. The least is {human_bytes(least.peak)} by the formula: use more "
+                "GPUs or a smaller batch."
+            ])  # fmt: skip
+        if best is not None:
+            yield f"\nFastest with exact numbers, {human_time(best.case.step_seconds)}:"
+            yield f"\n{self.python(best)}"
+        if coded is not None:
+            yield f"\nFaster with codes, {human_time(coded.case.step_seconds)}:"
+            yield f"\n{self.python(coded)}"
+
+
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
+
+
+def _shown_precision(precision: Precision) -> str:
+    given = {f.name: getattr(precision, f.name) for f in dataclasses.fields(precision)}
+    shown = (f"{name}={_named(value)}" for name, value in given.items() if value is not None)
+    return f"zerojax.Precision({', '.join(shown)})"
+
+
+def _named(value: object) -> str:
+    if isinstance(value, Blocks):
+        return f'"{value.dtype}"' if value == Blocks(value.dtype) else f"zerojax.{value}"
+    try:
+        return f'"{jnp.dtype(value).name}"'  # type: ignore[arg-type]
+    except TypeError:
+        return str(value)

@@ -1,0 +1,218 @@
+"""`choose`: the fastest way to train on some GPUs, ranked by a formula and then compiled."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from zerojax import aot
+from zerojax._choose import ways as _ways
+from zerojax._choose.choice import FASTER, Choice, Tried
+from zerojax._choose.ways import Facts, Way
+from zerojax._forecast.forecast import Loss, Workload, check, gpu_of, mesh_of, working
+from zerojax._forecast.result import Case
+from zerojax._hlo.gpus import Rates
+from zerojax._loss.order import kept_bytes
+from zerojax._plan import planner as _planner
+from zerojax._plan.plan import Plan
+from zerojax._plan.precision import Precision
+from zerojax._step.step import train_step
+from zerojax._types import PyTree
+
+MOST_MICROBATCHES = 16
+EXACT, LOSSY = 4, 2  # how many ways of each kind are compiled
+SLOWER = 1.02  # the formula's, of the best so far: what may be faster after all
+MOST_COMPILED = 9
+SETTING = 1e-3  # of a step's time: what a setting must gain
+ROUGHLY = 1.1  # the formula's error: what needs more than the GPU has by it is not compiled
+
+
+def choose(
+    loss_fn: Loss | Mapping[str, Loss],
+    make_state: Any,
+    batch: PyTree,
+    *,
+    gpus: str,
+    precision: Precision | None = None,
+    lossy: bool = True,
+    mutable: Sequence[str] = (),
+    tx: optax.GradientTransformation | None = None,
+    rng: PyTree = None,
+    tokens: int | None = None,
+    rates: Rates | None = None,
+    per_host: int = aot.PER_HOST,
+) -> Choice:
+    """Finds the fastest way to train that fits: what to pass to `shard_train_state` and
+    `train_step`.
+
+    Ranks stages, groups, hpZ, codes, host memory, microbatches and their order by a formula, from
+    one compiled step of each loss; then compiles the best of them. Print the result: it says which
+    way is fastest with exact numbers, which with codes, and the Python to paste.
+
+    Arguments:
+        loss_fn, make_state, batch, gpus, rng, tokens, rates, per_host, mutable, tx: as for
+            `zerojax.forecast`; of several losses, such as a model with and without
+            `jax.checkpoint`, one is chosen too. The batch stays as it is, so more microbatches
+            have fewer rows each.
+        precision: as for `zerojax.shard_train_state`; codes are added to it.
+        lossy: whether to look at codes, which change the numbers a little.
+
+    Example:
+        >>> def make_state():
+        ...     params = {"w": jnp.zeros((8, 1024, 1024)), "b": jnp.zeros((8, 1024))}
+        ...     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> def loss_fn(params, batch):
+        ...     layer = jax.checkpoint(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None))
+        ...     return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+        >>> batch = jax.ShapeDtypeStruct((8 * 512, 1024), jnp.float32)
+        >>> choice = zerojax.choose(loss_fn, make_state, batch, gpus="8xH100")
+        >>> print(choice.python(choice.best))
+        state = zerojax.shard_train_state(make_state, stage=3)
+        step = zerojax.train_step(loss_fn)
+    """
+    gpu = gpu_of(gpus, rates)
+    check(make_state, batch, tokens)
+    losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
+    given = dict(make_state=make_state, batch=batch, rng=rng, tokens=tokens, gpu=gpu)
+    options = {"tx": tx, "mutable": mutable}
+    search = _Search(gpus, per_host, losses, precision, given, options)
+    return search.run(lossy)
+
+
+@dataclasses.dataclass
+class _Search:
+    gpus: str
+    per_host: int
+    losses: Mapping[str, Loss]
+    precision: Precision | None
+    given: dict[str, Any]  # of a `Workload`
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.usable = self.given["gpu"].usable
+        self.plans: dict[tuple, Plan] = {}
+        self.compiled: dict[Way, Case] = {}
+
+    def run(self, lossy: bool) -> Choice:
+        flat = mesh_of(self.gpus, self.per_host, levels=False)
+        local = min(flat.size, self.per_host)
+        facts = self.facts(flat.size, local)
+        every = _ways.ways(list(self.losses), self.counts(flat.size), flat.size > local, lossy)
+        if flat.size == 1:  # where all stages are one
+            every = (way for way in every if way.stage == 3)
+        tried = [self.estimated(way, facts) for way in every]
+        self.compile_best(sorted(tried, key=_rank))
+        found = [dataclasses.replace(one, case=self.compiled.get(one.way)) for one in tried]
+        return Choice(self.gpus, self.given["gpu"], self.precision, flat.size, local, tuple(found))
+
+    def counts(self, devices: int) -> list[int]:
+        """Returns the numbers of microbatches that the batch divides into."""
+        rows = next(x.shape[0] for x in jax.tree.leaves(self.given["batch"]) if x.shape)
+        powers = (2**k for k in range(MOST_MICROBATCHES.bit_length()))
+        return [count for count in powers if count == 1 or rows % (count * devices) == 0]
+
+    def compile_best(self, ranked: Sequence[Tried]) -> None:
+        """Compiles the best ways of each kind that fit by the formula, while it says that they may
+        be faster than the best so far."""
+        for exact, most, least_gain in ((True, EXACT, SLOWER), (False, LOSSY, FASTER)):
+            # Of those that differ only in microbatches and loss, the formula's best.
+            families: dict[tuple, list[Tried]] = {}
+            for one in ranked:
+                if one.way.is_exact == exact and one.peak <= ROUGHLY * self.usable:
+                    families.setdefault(_family(one.way), []).append(one)
+            for family in itertools.islice(families.values(), most):
+                if family[0].estimate < least_gain * self.fastest():
+                    self._compile_family(family)
+
+    def fastest(self) -> float:
+        """Returns the least time of what is compiled and fits."""
+        return min((c.step_seconds for c in self.compiled.values() if c.fits), default=math.inf)
+
+    def _compile_family(self, family: Sequence[Tried]) -> None:
+        """Compiles the best of a family, or the next one with less memory until one fits."""
+        peak = math.inf
+        for one in family:
+            if one.peak < peak and len(self.compiled) < MOST_COMPILED:
+                if self.case(one.way).fits:
+                    return
+                peak = 0.9 * one.peak
+
+    # -- one way
+
+    def case(self, way: Way) -> Case:
+        """Compiles a way, once."""
+        if way not in self.compiled:
+            mesh = mesh_of(self.gpus, self.per_host, way.names_levels)
+            placed = {k: v for k, v in way.placed().items() if k != "stage"}
+            planned = {"mesh": mesh, "precision": way.precision(self.precision)} | placed
+            options = self.options | {"regather": way.regather}
+            work = Workload(**self.given, planned=planned, options=options)
+            with working(f"compiling {way}"):
+                self.compiled[way] = work.case(
+                    way.variant, self.losses[way.variant], way.stage, way.accumulate, way.order
+                )
+        return self.compiled[way]
+
+    def plan(self, way: Way) -> Plan:
+        """Returns the plan of a way, made once for all that place the state so."""
+        key = way.placement
+        if key not in self.plans:
+            mesh = mesh_of(self.gpus, self.per_host, way.groups is not None)
+            self.plans[key] = _planner.plan(
+                self.given["make_state"], mesh=mesh, axis=mesh.axis_names, tx=self.options["tx"],
+                precision=self.precision, **way.placed(),
+            )  # fmt: skip
+        return self.plans[key]
+
+    def estimated(self, way: Way, facts: Facts) -> Tried:
+        plan = self.plan(way)
+        seconds = facts.seconds(way, plan.host_bytes_per_device())
+        return Tried(way, seconds, facts.peak(way, _state_bytes(plan)))
+
+    def kept(self, variant: str) -> int:
+        """Returns what a loss keeps for backward on each device."""
+        plan = self.plan(Way())
+        step = train_step(self.losses[variant], plan=plan, **self.options)
+        arguments = aot.batch(self.given["batch"], plan), aot.batch(self.given["rng"], plan)
+        arguments = [one for one in arguments if one is not None]
+        return kept_bytes(step.without_options.trace(plan.abstract(), *arguments).jaxpr.jaxpr)
+
+    def facts(self, size: int, local: int) -> Facts:
+        """Compiles a step of each loss at stage 3, and returns what it tells."""
+        cases = {name: self.case(Way(name)) for name in self.losses}
+        kept = {name: self.kept(name) for name in self.losses}
+        first = next(iter(cases.values())).report
+        leaves, known = (
+            self.plan(Way()).params,
+            _state_bytes(self.plan(Way())) + first.memory.gathered,
+        )
+        return Facts(
+            rates=self.given["gpu"].rates,
+            devices=size,
+            local=local,
+            parameters=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
+            compute={name: case.compute_seconds for name, case in cases.items()},
+            kept=kept,
+            workspace={name: case.peak - known - kept[name] for name, case in cases.items()},
+            gathered=first.memory.gathered,
+            weights=first.totals.get("all-gather", 0) / 2,
+            gradients=first.totals.get("reduce-scatter", 0),
+        )
+
+
+def _state_bytes(plan: Plan) -> int:
+    """Returns what a device holds of the state and its gradients, by the plan."""
+    return sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
+
+
+def _rank(one: Tried) -> float:
+    """Orders ways by their time; of two that take as long, the one with fewer settings is first."""
+    return one.estimate * (1 + SETTING * len(one.way.placed() | one.way.stepped()))
+
+
+def _family(way: Way) -> tuple:
+    return way.placement, way.regather, way.gather, way.reduce
