@@ -10,13 +10,13 @@ import pytest
 from tests.forecast.test_result import case
 from zerojax._forecast import network as _network
 from zerojax._forecast.result import Forecast
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 TOLD = {"XLA_FLAGS": f"--other=1 {_network.FLAG}"}
 
 
 def gpu(name, network):
-    known = _gpus.GPUS[name]
+    known = _known.GPUS[name]
     return dataclasses.replace(known, given_rates=dataclasses.replace(known.rates, network=network))
 
 
