@@ -27,6 +27,7 @@ def gpu(name, network):
         ("H100", 50e9, False),
         ("B200", 25e9, True),
         ("A100-80GB", 3e9, False),
+        ("RTX5090", 3e9, False),
     ],
 )
 def test_xla_misjudges_cards_that_are_slower_than_it_thinks(name, network, wanted):

@@ -4,13 +4,13 @@ from collections.abc import Mapping, MutableMapping
 
 from zerojax._hlo.gpus import Gpu
 
-# From Hopper on, XLA's scheduler knows how long collectives take, but takes every network card for
-# one of 50 GB/s, and starts as late as that allows. No option of a program says otherwise, only
-# XLA_FLAGS, which XLA reads once in a process. Told 3, it starts each collective as soon as it can:
-# a 7.5B step on 64 H100s takes 535 ms instead of 686 at 12.5 GB/s, and no longer at 50. Told 12.5,
-# it takes 676: XLA thinks little of what runs between two collectives.
+# On data centers' GPUs from Hopper on, XLA's scheduler knows how long collectives take, but takes
+# every network card for one of 50 GB/s, and starts as late as that allows. No option of a program
+# says otherwise, only XLA_FLAGS, which XLA reads once in a process. Told 3, it starts collectives
+# as soon as it can: a 7.5B step on 64 H100s takes 535 ms instead of 686 at 12.5 GB/s, and no longer
+# at 50. Told 12.5, it takes 676: XLA thinks little of what runs between two collectives.
 TAKEN_FOR = 50e9  # bytes/s
-KNOWS_TIMES = (9, 0)  # compute capability
+KNOWS_TIMES = (9, 10)  # compute capabilities
 NAME = "xla_gpu_analytical_latency_estimator_options"
 FLAG = f"--{NAME}=nic_speed_gbps=3"
 REASON = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
@@ -28,7 +28,7 @@ def tell(environ: MutableMapping[str, str]) -> None:
 
 def is_misjudged(gpu: Gpu) -> bool:
     """Whether XLA takes the network of these GPUs for a faster one."""
-    return gpu.rates.network < TAKEN_FOR and gpu.chip.capability >= KNOWS_TIMES
+    return gpu.rates.network < TAKEN_FOR and gpu.chip.capability[0] in KNOWS_TIMES
 
 
 def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:
