@@ -17,18 +17,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax._engine import xla_options as _xla_options
 from zerojax._forecast import presets as _presets
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
+from zerojax._hlo.gpus import Machine
 
-# The ZeRO paper's GPU. XLA refuses bfloat16 for it, and CUDA 13's ptxas knows no V100: its rates
-# and memory, with the H100's programs.
+# The ZeRO paper's GPU, which has no bfloat16, and which CUDA 13 does not compile for: its rates and
+# memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.
 V100 = dataclasses.replace(
-    _gpus.named("H100"),
+    _known.named("H100"),
     name="V100",
     memory=32 * 2**30,
     memory_rate=0.9e12,
     flops=125e12,
-    link_rate=150e9,
-    network_rate=12.5e9,
+    machine=Machine(link=150e9, network=12.5e9, host=16e9),
 )
 COUNTS = (6, 12, 48, 100, 384, 400, 1000)
 

@@ -1,5 +1,6 @@
 """Meshes of GPUs that are not there, and what must be installed for them."""
 
+import functools
 import importlib.metadata
 import importlib.util
 
@@ -12,22 +13,41 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from zerojax._forecast import doctor as _doctor
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
+
+VOLTA = ("V100-16GB", "V100-32GB")
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("name", _gpus.GPUS)
+@pytest.mark.parametrize("name", _known.GPUS)
 def test_every_gpu_compiles_a_program(name):
+    if name in VOLTA and zerojax.aot._cuda() == "cuda13":
+        pytest.skip("CUDA 13 does not compile for it")
     mesh = zerojax.aot.mesh(f"2x{name}")
-    assert mesh.devices.flat[0].device_kind == _gpus.GPUS[name].device_kind
+    assert mesh.devices.flat[0].device_kind == _known.GPUS[name].device_kind
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
     compiled = jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile()
     report = zerojax.audit(compiled)
-    assert report.gpu is _gpus.GPUS[name] and report.backend == "gpu" and report.devices == 2
+    assert report.gpu is _known.GPUS[name] and report.backend == "gpu" and report.devices == 2
     assert report.replay.flops == 2 * 128 * 128 * 128  # each device's half of the rows
     assert report.memory.batch == 128 * 128 * 4
     assert report.step_seconds > 0
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("name", ["T4", "A10G", "RTX4090", "RTX5090", "H20", "B300", *VOLTA])
+def test_a_step_compiles_in_the_16_bits_that_a_gpu_has(name):
+    if name in VOLTA and zerojax.aot._cuda() == "cuda13":
+        pytest.skip("CUDA 13 does not compile for it")
+    gpu, plan = _known.GPUS[name], audits.planned(f"8x{name}", 3)
+    loss = functools.partial(audits.loss, dtype=jnp.dtype(gpu.half))
+    step = zerojax.train_step(loss, plan=plan)
+    compiled = step.lower(plan.abstract(), audits.tokens(plan)).compile()
+    report = zerojax.audit(compiled, plan=plan)
+    report.check()
+    assert report.gpu is gpu and report.memory.peak < gpu.usable
+    assert {"bfloat16": "bf16[", "float16": "f16["}[gpu.half] in compiled.as_text()
 
 
 @pytest.mark.gpu_code
@@ -51,7 +71,10 @@ def test_meshes():
         (("H100",), "'H100' does not say how many of which GPU. Write for example '64xH100'"),
         (("0xH100",), "'0xH100' does not say how many"),
         (("-8xH100",), "does not say how many"),
-        (("8xV900",), r"no facts about a GPU 'V900'. Name one of T4, L4, L40S, A100-40GB, A100-80"),
+        (
+            ("8xV900",),
+            r"no facts about a GPU 'V900'. Name one of T4, L4, L40S, A10G, RTX4090, RTX5090",
+        ),
         (("12xH100",), r"12 GPUs do not fill hosts of 8. Pass a multiple, or per_host="),
         (("8xH100", (2, 2), ("a", "b")), r"shape \(2, 2\) with axes \('a', 'b'\) does not hold 8"),
         (("8xH100", (2, 4)), "does not hold 8 GPUs. Pass shape= with that product, and as many"),
@@ -87,7 +110,7 @@ def test_a_step_compiles_from_abstract_state():
     assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == plan.mesh
     report = audits.plain("8xH100", 3)
     assert report.memory.parameters == plan.bytes_per_device()["params"]
-    assert report.gpu is _gpus.GPUS["H100"]
+    assert report.gpu is _known.GPUS["H100"]
 
 
 # -- what is missing
@@ -128,6 +151,33 @@ def test_a_plain_install_is_told_what_to_install(monkeypatch):
     (found,) = [c for c in _doctor._extras() if c.name == "compiling for GPUs"]
     assert found.text == str(raised.value)
     assert "pip install --no-deps jax-cuda13-plugin==" in zerojax.aot.install_command()
+
+
+@pytest.mark.parametrize(("name", "half"), [("V100-32GB", "float16"), ("V100-16GB", "float16")])
+def test_cuda_13_is_not_asked_to_compile_for_a_v100(name, half, monkeypatch):
+    """JAX 0.12's compiler would end the process, that of 0.10 say that ptxas is too old."""
+    zerojax.aot._devices.cache_clear()
+    monkeypatch.setattr(zerojax.aot, "check_packages", lambda: None)
+    monkeypatch.setattr(zerojax.aot, "_is_installed", lambda module: module == "jax_cuda13_plugin")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        zerojax.aot.mesh(f"8x{name}")
+    text = str(raised.value)
+    assert f"CUDA 13 does not compile for a {name}; CUDA 12 does. Make an environment with" in text
+    assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt==" in text
+    assert text.endswith(" nvidia-cuda-nvcc-cu12") and _known.GPUS[name].half == half
+
+
+def test_what_cuda_12_lacks_is_named_as_its_own_packages(monkeypatch):
+    installed = ("jax_cuda12_plugin", "jax_plugins.xla_cuda12")
+    monkeypatch.setattr(zerojax.aot, "_is_installed", lambda module: module in installed)
+    monkeypatch.setattr(zerojax.aot, "_find_tool", lambda _: None)
+    monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"--no-deps nvidia-cuda-nvcc-cu12$"):
+        zerojax.aot.check_packages()
+    monkeypatch.setattr(zerojax.aot, "_find_tool", lambda relative: relative)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: jax.__version__)
+    zerojax.aot.check_packages()
+    zerojax.aot._check_compiles(_known.GPUS["V100-32GB"])
 
 
 @pytest.mark.gpu_code

@@ -189,7 +189,7 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     run("forecast", *model, "--nodes", "16x4", "--network", "12.5", "--groups", GROUPS)
     over = {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")}
     assert (given["groups"], given["per_host"], given["gpus"]) == (over, 4, "64xA100")
-    known = zerojax._hlo.gpus.named("A100").rates
+    known = zerojax._hlo.known.named("A100").rates
     assert given["rates"] == dataclasses.replace(known, network=12.5e9) != known
     run("forecast", *model, "--groups", "params=,opt_state=gpu")
     assert given["groups"] == {"params": (), "opt_state": ("gpu",)}

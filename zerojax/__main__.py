@@ -30,7 +30,7 @@ from zerojax._forecast import (
     presets as _presets,
 )
 from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._text import fitted, paragraphs, text_table
@@ -38,10 +38,8 @@ from zerojax._types import PyTree
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9
-DECIDED = (  # by --choose
-    "stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce", "update",
-    "activations",
-)  # fmt: skip
+DECIDED = ["stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce"]
+DECIDED += ["update", "activations"]  # by --choose
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
@@ -98,7 +96,7 @@ def forecast(arguments: argparse.Namespace) -> int:
     options = _given(arguments, *names, "regather", "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     options["precision"] = _precision(arguments, arguments.master)
-    _, gpu = _gpus.parse_count(arguments.gpus)
+    _, gpu = _known.parse_count(arguments.gpus)
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)
     if arguments.choose:
@@ -123,7 +121,7 @@ def _chosen(arguments: argparse.Namespace, *model: Any) -> int:
 
 def _precision(arguments: argparse.Namespace, master: bool = False) -> Precision | None:
     """Returns the precision that flags name: codes on the wire, narrow parameters with copies."""
-    half = _gpus.parse_count(arguments.gpus)[1].half
+    half = _known.parse_count(arguments.gpus)[1].half
     named = {"compute": half, "param": half, "master": "float32"} if master else {}
     codes = _given(arguments, "gather", "reduce")
     named |= {name: value for name, value in codes.items() if value is not None}
@@ -134,7 +132,7 @@ def _per_host(arguments: argparse.Namespace) -> int:
     """Returns the GPUs of a host, which `--nodes` names together with the hosts."""
     if arguments.nodes is None:
         return arguments.per_host
-    (hosts, local), (count, gpu) = arguments.nodes, _gpus.parse_count(arguments.gpus)
+    (hosts, local), (count, gpu) = arguments.nodes, _known.parse_count(arguments.gpus)
     if hosts * local != count:
         raise ValueError(
             f"--nodes {hosts}x{local} are {hosts * local} GPUs, and --gpus {arguments.gpus} are "
@@ -149,7 +147,7 @@ def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
     given = {name: speed * GB for name, speed in links.items() if speed is not None}
     if "host" in given:  # what is named is what each GPU has
         given["host_memory"] = math.inf
-    _, gpu = _gpus.parse_count(arguments.gpus)
+    _, gpu = _known.parse_count(arguments.gpus)
     return dataclasses.replace(gpu.rates, **given) if given else None
 
 
@@ -230,7 +228,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _model(arguments: argparse.Namespace) -> Model:
     """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
     if ":" not in arguments.model:
-        count, gpu = _gpus.parse_count(arguments.gpus)
+        count, gpu = _known.parse_count(arguments.gpus)
         preset = _presets.preset(arguments.model, gpu)
         batch = preset.batch(arguments.rows * count)
         remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)

@@ -20,7 +20,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import gpus as _gpus, known as _known
+from zerojax._hlo.gpus import Gpu
 from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -40,8 +41,9 @@ def mesh(
     """Makes a mesh of GPUs to compile for, such as "64xH100"; pass it wherever a mesh goes.
 
     Arguments:
-        gpus: how many of which GPU; the known ones are T4, L4, L40S, A100-40GB, A100-80GB, H100,
-            H200, B200, and the superchips GH200, GB200 and GB300.
+        gpus: how many of which GPU; the known ones are T4, L4, L40S, A10G, RTX4090, RTX5090,
+            V100-16GB, V100-32GB, A100-40GB, A100-80GB, H20, H100, H200, B200, B300, and the
+            superchips GH200, GB200 and GB300. `docs/gpus.md` says what is known of each.
         shape, axis_names: as in `jax.make_mesh`; by default one axis, `data`, over all of them.
         per_host: GPUs of a host; fewer GPUs than that are one host.
 
@@ -50,7 +52,7 @@ def mesh(
         >>> print(dict(mesh.shape), mesh.devices.flat[0].device_kind)  # doctest: +ELLIPSIS
         {'replica': 8, 'data': 8} NVIDIA H100...
     """
-    count, gpu = _gpus.parse_count(gpus)
+    count, gpu = _known.parse_count(gpus)
     if not isinstance(per_host, int) or per_host < 1 or count % min(count, per_host):
         raise ValueError(
             f"{count} GPUs do not fill hosts of {per_host!r}. Pass a multiple, or per_host=."
@@ -96,6 +98,7 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
 @functools.cache
 def _devices(name: str, hosts: int, local: int) -> list[Device]:
     check_packages()
+    _check_compiles(_known.GPUS[name])
     # The plugin reads it when it is first loaded; without it, it refuses machines without a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
@@ -106,7 +109,7 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
             # Partitions, by which XLA means NVLink's reach, of one host each. To hosts within it
             # XLA's scheduler knows no wires: it took each collective between them for one of 5 ms.
             topology=f"{hosts}x1x{local}",
-            target_config=_gpus.GPUS[name].target_config(),
+            target_config=_known.GPUS[name].target_config(),
         )
     except NotImplementedError as error:
         raise RuntimeError(
@@ -123,15 +126,15 @@ def check_packages() -> None:
     Example:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
-    cuda = "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
-    plugin, pjrt = _plugin(cuda)
-    found = {
-        plugin: _is_installed(f"jax_{cuda}_plugin"),
-        pjrt: _is_installed(f"jax_plugins.xla_{cuda}"),
-        "nvidia-cuda-nvcc": _find_tool("bin/ptxas") or shutil.which("ptxas"),
-        "nvidia-nvvm": _find_tool("nvvm/libdevice/libdevice.10.bc"),
-    }
-    if missing := [package for package, at in found.items() if not at]:
+    cuda = _cuda()
+    plugin, pjrt, *compiler = _packages(cuda)
+    found = [
+        (plugin, _is_installed(f"jax_{cuda}_plugin")),
+        (pjrt, _is_installed(f"jax_plugins.xla_{cuda}")),
+        (compiler[0], _find_tool("bin/ptxas") or shutil.which("ptxas")),
+        (compiler[-1], _find_tool("nvvm/libdevice/libdevice.10.bc")),
+    ]
+    if missing := list(dict.fromkeys(package for package, at in found if not at)):
         raise ModuleNotFoundError(
             f"compiling for GPUs needs packages that are missing here. Run: {_install(missing)}"
         )
@@ -150,11 +153,29 @@ def install_command() -> str:
         >>> print(zerojax.aot.install_command())  # doctest: +ELLIPSIS
         /...python... -m pip install --no-deps jax-cuda13-plugin==... nvidia-nvvm
     """
-    return _install([*_plugin("cuda13"), "nvidia-cuda-nvcc", "nvidia-nvvm"])
+    return _install(_packages("cuda13"))
 
 
-def _plugin(cuda: str) -> list[str]:
-    return [f"jax-{cuda}-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+def _check_compiles(gpu: Gpu) -> None:
+    """Raises for a GPU that CUDA 13 compiles for no more, where XLA may end the process."""
+    if gpu.chip.capability < _gpus.CUDA_13 and _cuda() == "cuda13":
+        raise ModuleNotFoundError(
+            f"CUDA 13 does not compile for a {gpu.name}; CUDA 12 does. Make an environment without "
+            f"jax-cuda13-plugin, and run there: python -m pip install zerojax "
+            f"jax=={jax.__version__} && python -m pip install --no-deps "
+            + " ".join(_packages("cuda12"))
+        )
+
+
+def _cuda() -> str:
+    return "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
+
+
+def _packages(cuda: str) -> list[str]:
+    """JAX's plugin in two parts; the compiler, of CUDA 13 in two packages."""
+    plugin = [f"jax-{cuda}-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+    compiler = {"cuda12": ["nvidia-cuda-nvcc-cu12"], "cuda13": ["nvidia-cuda-nvcc", "nvidia-nvvm"]}
+    return plugin + compiler[cuda]
 
 
 def _install(packages: Sequence[str]) -> str:

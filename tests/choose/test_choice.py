@@ -11,20 +11,21 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from tests.forecast.test_result import case
-from zerojax._choose.choice import Choice, Tried
+from zerojax._choose.choice import Choice, Compiled, Tried
 from zerojax._choose.ways import AMSP, HSDP, Way
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 EXACT, CODES = Way("full"), Way("full", gather="int8", reduce="int8", regather="gpu")
 
 
 def tried(way, seconds, peak=30):
     made = dataclasses.replace(case(3, peak), step_seconds=seconds, report=None)
-    return Tried(way, seconds, peak * 2**30, made)
+    return Compiled(way, seconds, peak * 2**30, made)
 
 
 def choice(*found, precision=None):
-    return Choice("8xH100", _gpus.GPUS["H100"], precision, 8, 4, found)
+    cases = {one.way: one.case for one in found if isinstance(one, Compiled)}
+    return Choice("8xH100", _known.GPUS["H100"], precision, 8, 4, found, cases)
 
 
 def test_the_fastest_that_fits_is_best_and_codes_must_pay():
@@ -68,7 +69,7 @@ def make_state():
 )  # fmt: skip
 def test_its_python_runs(way):
     precision = zerojax.Precision(compute="bfloat16")
-    lines = choice(precision=precision).python(Tried(way, 1.0, 1.0))
+    lines = choice(precision=precision).python(way)
     scope = {
         "zerojax": zerojax,
         "make_state": make_state,

@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax._choose import choose as _choose
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
 pytestmark = pytest.mark.gpu_code
@@ -28,7 +28,7 @@ def loss(params, batch, remat=True):
 
 
 def chosen(gpus="16xH100", losses=loss, network=None, rows=ROWS, **options):
-    count, gpu = _gpus.parse_count(gpus)
+    count, gpu = _known.parse_count(gpus)
     rates = network and dataclasses.replace(gpu.rates, network=network)
     batch = jax.ShapeDtypeStruct((rows * count, WIDTH), jnp.float32)
     return zerojax.choose(losses, make_state, batch, gpus=gpus, rates=rates, **options)
@@ -57,8 +57,8 @@ def test_what_does_not_fit_gives_way(monkeypatch):
     for one in whole.compiled:
         assert one.peak == pytest.approx(one.case.peak, rel=0.25), one.way
     least = min(one.case.peak for one in whole.compiled)
-    small = dataclasses.replace(_gpus.GPUS["H100"], memory=int(0.7 * least / 0.92))
-    monkeypatch.setitem(_gpus.GPUS, "H100", small)
+    small = dataclasses.replace(_known.GPUS["H100"], memory=int(0.7 * least / 0.92))
+    monkeypatch.setitem(_known.GPUS, "H100", small)
     monkeypatch.setattr(_choose, "gpu_of", lambda gpus, rates: small)
     fits = chosen("8xH100", rows=4096)
     assert fits.best.way.accumulate > 1 and fits.best.case.peak <= small.usable

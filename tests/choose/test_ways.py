@@ -8,11 +8,11 @@ import pytest
 import zerojax
 from zerojax._choose import ways as _ways
 from zerojax._choose.ways import AMSP, GPU, HSDP, Facts, Way
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 LINK, NETWORK = 400.0, 10.0  # bytes/s
 RATES = dataclasses.replace(
-    _gpus.GPUS["H100"].rates, link=LINK, network=NETWORK, memory=1e9, host=5.0
+    _known.GPUS["H100"].rates, link=LINK, network=NETWORK, memory=1e9, host=5.0
 )
 WEIGHTS, GRADS, LOCAL = 800.0, 400.0, 8
 

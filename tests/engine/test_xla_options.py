@@ -12,11 +12,12 @@ from zerojax._engine import xla_options as _xla_options
 
 
 @pytest.mark.gpu_code
-def test_steps_on_older_gpus_ask_xla_to_hide_communication():
+def test_steps_on_gpus_that_xla_does_not_know_ask_it_to_hide_communication():
     jaxpr = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
     for gpus, wanted in (
         ("8xA100-80GB", {_xla_options.HIDE_LATENCY: True}), ("1xA100-80GB", {}), ("8xH100", {}),
-        ("2xL4", {_xla_options.HIDE_LATENCY: True}), ("8xB200", {}),
+        ("2xL4", {_xla_options.HIDE_LATENCY: True}), ("8xB200", {}), ("8xB300", {}),
+        ("8xRTX5090", {_xla_options.HIDE_LATENCY: True}),
     ):  # fmt: skip
         assert _xla_options.options_for(jaxpr, zerojax.aot.mesh(gpus), ahead=False) == wanted, gpus
 
@@ -74,6 +75,7 @@ def test_what_a_loop_gathers_and_reduces_is_counted():
 def test_large_weights_wait_for_gradients_where_the_scheduler_knows_the_wires():
     for gpus, wanted in [
         ("8xH100", False), ("16xH100", True), ("16xB200", True), ("16xA100-80GB", False),
+        ("16xRTX5090", False),
     ]:  # fmt: skip
         assert _xla_options.knows_wires(zerojax.aot.mesh(gpus)) == wanted, gpus
 

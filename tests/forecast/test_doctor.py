@@ -45,7 +45,7 @@ def test_doctor_finds_nothing_in_a_clean_environment():
         ({POOL_LIMIT: "all"}, "host memory", "fail", "'all' is no number of GiB. Set it to 64"),
         ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "processes", "fail", "'nohost' is not host:port"),
         ({"JAX_COORDINATOR_ADDRESS": "h:99999"}, "processes", "fail", "is not host:port"),
-        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "network", "note", f"add {FLAG} to XLA_FLAGS."),
+        ({"JAX_COORDINATOR_ADDRESS": "nohost"}, "network", "note", f"put {FLAG} into XLA_FLAGS."),
     ],
 )  # fmt: skip
 def test_doctor_finds_what_hurts(environ, name, status, message):
@@ -60,6 +60,8 @@ def test_doctor_knows_what_is_off(off):
 
 def test_doctor_asks_for_the_speed_of_the_network_once():
     assert "network" not in statuses(JAX_COORDINATOR_ADDRESS="nohost", XLA_FLAGS=FLAG)
+    assert "network" in statuses(SLURM_NTASKS="8") and "network" in statuses(WORLD_SIZE="2")
+    assert "network" not in statuses(SLURM_NTASKS="1", WORLD_SIZE="1")
 
 
 def test_doctor_reaches_the_coordinator():

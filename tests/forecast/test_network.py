@@ -10,13 +10,13 @@ import pytest
 from tests.forecast.test_result import case
 from zerojax._forecast import network as _network
 from zerojax._forecast.result import Forecast
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 TOLD = {"XLA_FLAGS": f"--other=1 {_network.FLAG}"}
 
 
 def gpu(name, network):
-    known = _gpus.GPUS[name]
+    known = _known.GPUS[name]
     return dataclasses.replace(known, given_rates=dataclasses.replace(known.rates, network=network))
 
 
@@ -27,6 +27,7 @@ def gpu(name, network):
         ("H100", 25e9, False),
         ("B200", 12e9, True),
         ("A100-80GB", 3e9, False),
+        ("RTX5090", 3e9, False),
     ],
 )
 def test_xla_misjudges_cards_that_are_slower_than_it_thinks(name, network, wanted):
@@ -43,7 +44,10 @@ def test_xla_is_told_once_and_what_it_is_told_stays():
     environ = {}
     _network.tell(environ)
     assert environ == {"XLA_FLAGS": _network.FLAG}
-    told = {"XLA_FLAGS": f"--{_network.NAME}=nic_speed_gbps=20"}
+    told = {"XLA_FLAGS": f"--{_network.NAME}=rtt_us=2,nic_speed_gbps=20"}
+    assert _network.told(told) and _network.told(TOLD) and not _network.told({})
+    assert not _network.told({"XLA_FLAGS": f"--{_network.NAME}=nic_speed_gbps=50"})
+    assert not _network.told({"XLA_FLAGS": f"--{_network.NAME}=rtt_us=2"})
     _network.tell(environ := dict(told))
     assert environ == told
     _network.tell(environ := {"XLA_FLAGS": "--other=1"})
@@ -57,14 +61,16 @@ def test_a_forecast_says_what_to_set(monkeypatch):
     )
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert text(12e9).endswith(
-        f"set XLA_FLAGS={_network.FLAG} before Python starts, here and on your hosts."
+        f"put {_network.FLAG} into XLA_FLAGS before Python starts, here and on your hosts."
     )
     assert "XLA_FLAGS" not in text(25e9)
     assert "XLA_FLAGS" not in text(12e9, case(3, 30))  # nothing crosses the network
     monkeypatch.setenv("XLA_FLAGS", TOLD["XLA_FLAGS"])
     assert text(12e9).endswith(
-        f"Compiled with XLA_FLAGS={TOLD['XLA_FLAGS']}: set it on your hosts too."
+        f"Compiled with {_network.FLAG} in XLA_FLAGS: set it on your hosts too."
     )
+    monkeypatch.setenv("XLA_FLAGS", f"--{_network.NAME}=nic_speed_gbps=50,rtt_us=2")
+    assert "before Python starts" in text(12e9)
 
 
 @pytest.mark.gpu_code
@@ -80,6 +86,7 @@ def test_the_command_line_tells_xla_of_a_slow_network():
         )
     ]
     told, taken_for_fast = (" ".join(run.communicate()[0].split()) for run in runs)
-    assert f"Compiled with XLA_FLAGS={_network.FLAG}" in told
+    assert f"Compiled with {_network.FLAG} in XLA_FLAGS" in told
+    assert f"put {_network.FLAG} into XLA_FLAGS" in taken_for_fast
     step = lambda text: float(text.split("remat 'full', ")[1].split(" ms")[0])
     assert step(told) < 0.97 * step(taken_for_fast)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from zerojax._forecast import mfu as _mfu, presets as _presets
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 
 @pytest.mark.parametrize("name", _presets.PRESETS)
@@ -48,7 +48,7 @@ def test_presets_train():
 
 
 def test_gpus_without_bfloat16_compute_in_float16():
-    compute = lambda gpu: _presets.preset("124m", _gpus.named(gpu)).compute
+    compute = lambda gpu: _presets.preset("124m", _known.named(gpu)).compute
     assert (compute("T4"), compute("L4"), compute("A100")) == (
         jnp.float16,
         jnp.bfloat16,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.pictures import overlapping
 from zerojax._forecast.result import Case, Forecast
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 
 
 def case(stage, peak):
@@ -21,7 +21,7 @@ def case(stage, peak):
 
 
 def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
-    made = Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100), case(3, 30)))
+    made = Forecast("64xH100", _known.GPUS["H100"], (case(0, 100), case(3, 30)))
     figure = made.plot()
     memory, times = figure.axes
     for axes, ends in ((memory, [100, 30]), (times, [600, 600])):
@@ -36,25 +36,25 @@ def test_what_rests_on_the_host_has_columns_and_a_bar():
     there = dataclasses.replace(
         case(3, 30), on_host=2**30, waited_seconds=0.3, step_seconds=0.9
     )  # fmt: skip
-    made = Forecast("64xH100", _gpus.GPUS["H100"], (there,))
+    made = Forecast("64xH100", _known.GPUS["H100"], (there,))
     text = str(made)
     assert "on the host" in text and "1.0 GiB" in text and "300.0 ms" in text
     _, times = made.plot().axes
     assert max(bar.get_x() + bar.get_width() for bar in times.patches) == pytest.approx(900)
     assert "XLA pins" not in text
-    assert "on the host" not in str(Forecast("64xH100", _gpus.GPUS["H100"], (case(3, 30),)))
+    assert "on the host" not in str(Forecast("64xH100", _known.GPUS["H100"], (case(3, 30),)))
 
 
 def test_more_than_xla_pins_is_told_of():
     there = dataclasses.replace(case(3, 30), on_host=12 * 2**30, pinned=96 * 2**30)
-    text = " ".join(str(Forecast("64xH100", _gpus.GPUS["H100"], (there,))).split())
+    text = " ".join(str(Forecast("64xH100", _known.GPUS["H100"], (there,))).split())
     assert "96.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins" in text
     assert text.endswith("set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=106 before JAX starts.")
 
 
 def test_groups_are_named_once_in_titles():
     cases = [dataclasses.replace(case(3, peak), groups="params over gpu") for peak in (30, 40)]
-    made = Forecast("64xH100", _gpus.GPUS["H100"], tuple(cases))
+    made = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))
     assert str(made).count("params over gpu") == 1
     figure = made.plot()
     assert figure.get_suptitle().endswith("64xH100, compiled; params over gpu")
@@ -62,5 +62,5 @@ def test_groups_are_named_once_in_titles():
 
 
 def test_notebooks_get_a_table():
-    made = Forecast("64xH100", _gpus.GPUS["H100"], (case(0, 100),))
+    made = Forecast("64xH100", _known.GPUS["H100"], (case(0, 100),))
     assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()

@@ -1,4 +1,4 @@
-"""Facts about GPUs: names, memory, rates."""
+"""What describes a GPU: its rates, its collectives, what XLA is told of it."""
 
 import dataclasses
 
@@ -6,52 +6,38 @@ import pytest
 
 import zerojax
 from tests.hlo.modules import RATES
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import gpus as _gpus, known as _known
 
-MEMORY_GB = {
-    "T4": 16, "L4": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141,
-    "B200": 180, "GH200": 96, "GB200": 186, "GB300": 279,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "name"),
-    [("64xH100", 64, "H100"), (" 8 X h200 ", 8, "H200"), ("16*A100", 16, "A100-80GB"),
-     ("1024xA100-40GB", 1024, "A100-40GB"), ("2xh100-80gb", 2, "H100"),
-     ("1xNVIDIA A100-SXM4-40GB", 1, "A100-40GB"), ("8xTesla T4", 8, "T4")],
-)  # fmt: skip
-def test_counts_and_names(text, count, name):
-    assert _gpus.parse_count(text) == (count, _gpus.GPUS[name])
-
-
-def test_facts_of_gpus():
-    assert {name: round(gpu.memory / 1e9) for name, gpu in _gpus.GPUS.items()} == {
-        name: pytest.approx(size, rel=0.08) for name, size in MEMORY_GB.items()
-    }
-    h100 = _gpus.GPUS["H100"]
-    assert h100.rates.flops == pytest.approx(600e12)
-    assert h100.rates.memory == pytest.approx(2.7e12)
-    assert h100.rates.link == pytest.approx(350e9)
-    assert h100.rates.network == 50e9 and h100.usable == int(0.92 * h100.memory)
-    for gpu in _gpus.GPUS.values():
-        assert _gpus.of_device_kind(gpu.device_kind) is gpu
-    assert _gpus.of_device_kind("TPU v5") is None
+CHIPS = {name: gpu.chip for name, gpu in _known.GPUS.items()}
 
 
 def test_gpus_by_rates():
-    gpu = dataclasses.replace(_gpus.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
-    assert gpu.rates.flops == 1 and gpu.usable == _gpus.GPUS["H100"].usable
+    gpu = dataclasses.replace(_known.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
+    assert gpu.rates.flops == 1 and gpu.usable == _known.GPUS["H100"].usable
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "link"),
-    [("T4", 1, 12.5), ("A100", 1, 25), ("A100", 8, 20.5), ("H100", 1, 50), ("H100", 4, 50),
-     ("H100", 8, 28.2), ("B200", 8, 28.2),
-     # a superchip's GPU has its share of a CPU, of however many superchips a host is made
-     ("GH200", 1, 154), ("GH200", 4, 154), ("GB200", 4, 77), ("GB300", 72, 77)],
-)  # fmt: skip
-def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name, gpus, link):
-    assert _gpus.named(name).rates.to_host(gpus) == pytest.approx(link * 1e9, rel=0.01)
+def test_a_target_config_has_what_xla_has_of_a_v100():
+    """As in XLA's own `v100.txtpb`."""
+    text = _known.GPUS["V100-16GB"].target_config()
+    for line in (
+        "shared_memory_per_core: 98304",
+        "shared_memory_per_block_optin: 98304",
+        "core_count: 80",
+        "fpus_per_core: 64",
+        "l2_cache_size: 6291456",
+        "clock_rate_ghz: 1.53",
+        "device_memory_size: 16935682048",
+        "cuda_compute_capability { major: 7 }",
+        'device_description_str: "Tesla V100-SXM2-16GB"',
+    ):
+        assert f"{line}\n" in text, line
+
+
+def test_cuda_keeps_a_part_of_a_blocks_shared_memory_from_the_a100_on():
+    kept = {name: chip.shared_per_core - chip.shared_per_block for name, chip in CHIPS.items()}
+    assert {name for name, size in kept.items() if not size} == {"T4", "V100-16GB", "V100-32GB"}
+    assert set(kept.values()) == {0, 1024}
+    assert "cuda_compute_capability { major: 10 minor: 3 }" in _known.GPUS["B300"].target_config()
 
 
 @pytest.mark.parametrize(

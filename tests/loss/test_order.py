@@ -13,7 +13,7 @@ from tests.collectives import collectives
 from tests.conftest import make_mesh
 from tests.models import gpt
 from tests.reference import assert_close, make_state
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import gpus as _gpus, known as _known
 from zerojax._loss import order as _order
 from zerojax._verify import verify as _verify
 
@@ -46,8 +46,8 @@ def on(monkeypatch):
 
     def as_gpus(memory=2**30, **rates):
         given = dataclasses.replace(FAST, **rates)
-        gpu = dataclasses.replace(_gpus.GPUS["H100"], memory=memory, given_rates=given)
-        monkeypatch.setattr(_gpus, "of_device_kind", lambda kind: gpu)
+        gpu = dataclasses.replace(_known.GPUS["H100"], memory=memory, given_rates=given)
+        monkeypatch.setattr(_known, "of_device_kind", lambda kind: gpu)
 
     return as_gpus
 

@@ -14,7 +14,7 @@ from zerojax import _compat
 from zerojax._audit import memory as _memory
 from zerojax._audit.reading import Reading
 from zerojax._audit.report import Report
-from zerojax._hlo import gpus as _gpus, schedule as _schedule
+from zerojax._hlo import known as _known, schedule as _schedule
 from zerojax._hlo.gpus import Gpu
 from zerojax._hlo.module import Module
 from zerojax._plan import mesh as _mesh
@@ -66,10 +66,10 @@ def audit(
         compiled, warnings = _compiled(step, state, batch, rng)
         text = compiled.as_text() or ""
     device = _device_of(plan, compiled)
-    gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
+    gpu = gpu or (_known.of_device_kind(device.device_kind) if device else None)
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     reading = Reading(module := Module(text), plan)
-    replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
+    replay = _schedule.replay(module, (gpu or _known.GPUS[UNKNOWN_GPU]).rates, per_host)
     return Report(
         module=module,
         traffic=[reading.traffic(one, per_host) for one in replay.collectives],
@@ -98,10 +98,10 @@ def _checked(plan: object, gpu: object, per_host: object, accumulate: object) ->
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} must be a positive integer: {unit}.")
     if gpu is not None and not isinstance(gpu, str | Gpu):
-        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
+        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_known.GPUS)}.")
     if plan is not None:
         check_plan(plan, "audit(plan=)")
-    return _gpus.named(gpu) if isinstance(gpu, str) else gpu
+    return _known.named(gpu) if isinstance(gpu, str) else gpu
 
 
 def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:

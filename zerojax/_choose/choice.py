@@ -1,7 +1,7 @@
 """The result of `choose`: the ways that were tried, the fastest, and the Python for it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -18,12 +18,18 @@ HEADER = ("", "by the formula", "compiled", "waits", "peak", "fits", "numbers")
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A way, its seconds and its peak memory by the formula, and compiled if it was."""
+    """A way, and its seconds and peak memory by the formula."""
 
     way: Way
     estimate: float
     peak: float
-    case: Case | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(Tried):
+    """A way that was compiled."""
+
+    case: Case
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,33 +43,37 @@ class Choice:
     devices: int
     local: int
     tried: tuple[Tried, ...]
+    cases: Mapping[Way, Case]
 
     @property
-    def compiled(self) -> list[Tried]:
+    def compiled(self) -> list[Compiled]:
         """The ways that were compiled, those that fit first, the fastest before the others."""
-        found = [one for one in self.tried if one.case is not None]
+        found = [
+            Compiled(one.way, one.estimate, one.peak, self.cases[one.way])
+            for one in self.tried
+            if one.way in self.cases
+        ]
         return sorted(found, key=lambda one: (not one.case.fits, one.case.step_seconds))
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> Compiled | None:
         return self._first(exact=True)
 
     @property
-    def best_with_codes(self) -> Tried | None:
+    def best_with_codes(self) -> Compiled | None:
         found, exact = self._first(exact=False), self.best
         if found is None or exact is None:
             return found
         pays = found.case.step_seconds < FASTER * exact.case.step_seconds
         return found if pays else None
 
-    def _first(self, exact: bool) -> Tried | None:
+    def _first(self, exact: bool) -> Compiled | None:
         fit = (one for one in self.compiled if one.case.fits and one.way.is_exact == exact)
         return next(fit, None)
 
-    def python(self, one: Tried) -> str:
+    def python(self, way: Way) -> str:
         """Returns the lines that train so."""
-        way, state = one.way, []
-        lines = []
+        state, lines = [], []
         if way.names_levels:
             lines.append(
                 f"mesh = zerojax.mesh(node={self.devices // self.local}, gpu={self.local})"
@@ -82,17 +92,21 @@ class Choice:
         return "\n".join([*lines, f"step = zerojax.train_step({loss}{stepped})"])
 
     def to_dict(self) -> dict[str, object]:
-        shown = [one for one in (self.best, self.best_with_codes) if one]
+        best = [one.way for one in (self.best, self.best_with_codes) if one]
         return {
             "gpus": self.gpus,
-            "tried": [
-                {"way": dataclasses.asdict(one.way), "estimate": one.estimate, "peak": one.peak}
-                | ({} if one.case is None else {"step_seconds": one.case.step_seconds,
-                    "compiled_peak": one.case.peak, "fits": one.case.fits})
-                for one in self.tried
+            "tried": list(map(dataclasses.asdict, self.tried)),
+            "compiled": [
+                {
+                    "way": dataclasses.asdict(one.way),
+                    "step_seconds": one.case.step_seconds,
+                    "peak": one.case.peak,
+                    "fits": one.case.fits,
+                }
+                for one in self.compiled
             ],
-            "best": [self.python(one) for one in shown],
-        }  # fmt: skip
+            "best": list(map(self.python, best)),
+        }
 
     def __str__(self) -> str:
         table = text_table(self._rows(), right=(1, 2, 3, 4), flexible=(0,))
@@ -113,7 +127,7 @@ class Choice:
     def _rows(self) -> list[Row]:
         return [HEADER, *(self._row(one) for one in self.compiled)]
 
-    def _row(self, one: Tried) -> Row:
+    def _row(self, one: Compiled) -> Row:
         way, case = one.way, one.case
         settings = (
             way.placed()
@@ -134,17 +148,15 @@ class Choice:
     def _advice(self) -> Iterator[str]:
         best, coded = self.best, self.best_with_codes
         if best is None and coded is None:
-            least = min(self.tried, key=lambda one: one.peak)
-            yield paragraphs([
-                f"Nothing fits. The least is {human_bytes(least.peak)} by the formula: use more "
-                "GPUs or a smaller batch."
-            ])  # fmt: skip
+            least = human_bytes(min(one.peak for one in self.tried))
+            how = "use more GPUs or a smaller batch"
+            yield paragraphs([f"Nothing fits. The least is {least} by the formula: {how}."])
         if best is not None:
             yield f"\nFastest with exact numbers, {human_time(best.case.step_seconds)}:"
-            yield f"\n{self.python(best)}"
+            yield f"\n{self.python(best.way)}"
         if coded is not None:
             yield f"\nFaster with codes, {human_time(coded.case.step_seconds)}:"
-            yield f"\n{self.python(coded)}"
+            yield f"\n{self.python(coded.way)}"
 
 
 def _shown(value: object) -> str:

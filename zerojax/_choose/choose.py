@@ -70,7 +70,7 @@ def choose(
         ...     return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
         >>> batch = jax.ShapeDtypeStruct((8 * 512, 1024), jnp.float32)
         >>> choice = zerojax.choose(loss_fn, make_state, batch, gpus="8xH100")
-        >>> print(choice.python(choice.best))
+        >>> print(choice.python(choice.best.way))
         state = zerojax.shard_train_state(make_state, stage=3)
         step = zerojax.train_step(loss_fn)
     """
@@ -106,8 +106,8 @@ class _Search:
             every = (way for way in every if way.stage == 3)
         tried = [self.estimated(way, facts) for way in every]
         self.compile_best(sorted(tried, key=_rank))
-        found = [dataclasses.replace(one, case=self.compiled.get(one.way)) for one in tried]
-        return Choice(self.gpus, self.given["gpu"], self.precision, flat.size, local, tuple(found))
+        made = self.gpus, self.given["gpu"], self.precision, flat.size, local
+        return Choice(*made, tuple(tried), self.compiled)
 
     def counts(self, devices: int) -> list[int]:
         """Returns the numbers of microbatches that the batch divides into."""
@@ -162,10 +162,9 @@ class _Search:
         key = way.placement
         if key not in self.plans:
             mesh = mesh_of(self.gpus, self.per_host, way.groups is not None)
-            self.plans[key] = _planner.plan(
-                self.given["make_state"], mesh=mesh, axis=mesh.axis_names, tx=self.options["tx"],
-                precision=self.precision, **way.placed(),
-            )  # fmt: skip
+            placed = {"mesh": mesh, "axis": mesh.axis_names, "precision": self.precision}
+            placed |= way.placed() | {"tx": self.options["tx"]}
+            self.plans[key] = _planner.plan(self.given["make_state"], **placed)
         return self.plans[key]
 
     def estimated(self, way: Way, facts: Facts) -> Tried:

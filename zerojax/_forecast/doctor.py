@@ -13,7 +13,7 @@ import jax
 
 from zerojax import aot
 from zerojax._forecast import network as _network
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._update.offload import POOL_GB, POOL_LIMIT, pool_bytes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
@@ -93,7 +93,7 @@ def _devices() -> Iterator[Check]:
             "none in use. With an NVIDIA GPU: pip install 'zerojax[gpu]'. To emulate 8 devices: "
             "jax.config.update('jax_num_cpu_devices', 8).",
         )
-    elif not any(_gpus.of_device_kind(kind) for kind in kinds):
+    elif not any(_known.of_device_kind(kind) for kind in kinds):
         yield Check("gpu facts", "note", f"no speeds known for {kinds[0]}: audits show no times")
 
 
@@ -163,10 +163,12 @@ def _processes(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _network_cards(environ: Mapping[str, str]) -> Iterator[Check]:
-    if environ.get("JAX_COORDINATOR_ADDRESS") and not _network.is_told(environ):
-        yield Check(
-            "network", "note", f"{_network.REASON}. There, add {_network.FLAG} to XLA_FLAGS."
-        )
+    several = "JAX_COORDINATOR_ADDRESS" in environ or any(
+        environ.get(count, "1") != "1" for count in ("WORLD_SIZE", "SLURM_NTASKS")
+    )
+    if several and not _network.told(environ):
+        text = f"{_network.REASON}. There, put {_network.FLAG} into XLA_FLAGS."
+        yield Check("network", "note", text)
 
 
 def _extras() -> Iterator[Check]:

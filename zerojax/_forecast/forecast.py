@@ -22,7 +22,7 @@ from zerojax._audit.report import Report
 from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss import order as _order
 from zerojax._plan import planner as _planner
@@ -133,7 +133,7 @@ def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
 
 
 def gpu_of(gpus: str, rates: object) -> Gpu:
-    _, gpu = _gpus.parse_count(gpus)
+    _, gpu = _known.parse_count(gpus)
     if rates is None:
         return gpu
     if not isinstance(rates, Rates):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from zerojax import _compat, _jaxpr
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields
 from zerojax._plan import mesh as _mesh
@@ -52,7 +52,7 @@ def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
         None
     """
     devices = jax.devices() if devices is None else devices
-    gpus = [_gpus.of_device_kind(device.device_kind) for device in devices]
+    gpus = [_known.of_device_kind(device.device_kind) for device in devices]
     known = [gpu.flops for gpu in gpus if gpu is not None]
     return sum(known) if len(known) == len(gpus) else None
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Rates
 from zerojax._jaxpr import matmul_flops, nbytes
 from zerojax._loss.layered import NoLayersError
@@ -41,7 +41,7 @@ def faster(plan: Plan, count: int, traced: Callable[[str], Jaxpr]) -> str:
     `traced` returns a step's jaxpr in an order. In turn, where the layers are not to be had, or
     where what all microbatches keep for backward would take too much memory.
     """
-    gpu = _gpus.of_device_kind(plan.mesh.devices.flat[0].device_kind)
+    gpu = _known.of_device_kind(plan.mesh.devices.flat[0].device_kind)
     if count == 1 or gpu is None:
         return MICROBATCHES
     rounds = list(_rounds(traced(MICROBATCHES), count))

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
-from zerojax._hlo import gpus as _gpus
+from zerojax._hlo import known as _known
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
@@ -141,7 +141,7 @@ def is_better_after(plan: Plan, forward_flops: float) -> bool:
     `forward_flops` are those of the loss for the rows of one device, over no other axis.
     """
     device = plan.mesh.devices.flat[0]
-    gpu, in_host = _gpus.of_device_kind(device.device_kind), plan.host_bytes_per_device()
+    gpu, in_host = _known.of_device_kind(device.device_kind), plan.host_bytes_per_device()
     if gpu is None or _gathers(plan) or in_host[PARAMS]:
         return False
     if plan.gradient_bytes() > MOST_GRADIENTS * gpu.usable:
