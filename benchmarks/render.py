@@ -149,6 +149,7 @@ GROUPS = {
     "P, G in the node": "AMSP",
     "P in the node": "hpZ",
 }
+TWO_HOPS = ("HSDP", "P, G in the node")
 LAYERS = {
     "accumulate=8": "`accumulate=8`",
     'accumulate=8, order="layers"': '`accumulate=8, order="layers"`',
@@ -170,6 +171,7 @@ NOT_TOLD = ("exact", "weights int8, gradients int4, kept in the node")
 def groups() -> str:
     """Renders steps with groups by the speed of the network."""
     once = {f"{group}, accumulate 1": name for group, name in GROUPS.items()}
+    once |= {f"{g}, accumulate 1, XLA not told": f"{GROUPS[g]}, XLA not told" for g in TWO_HOPS}
     several = {f"{g}, accumulate 8": f"{name}, 8 microbatches" for g, name in GROUPS.items()}
     return _by_speed("groups.json", once, several)
 

@@ -7,18 +7,15 @@ python benchmarks/wires.py --check   # two rows against what is stored
 XLA is told that the network is slow, as `docs/wires.md` advises, unless a row says otherwise.
 """
 
-import multiprocessing
-import os
 import pathlib
 import sys
-from concurrent import futures
 
 import figures  # before JAX: it says what JAX may look for
 import groups
 import results
 
 import zerojax
-from zerojax._forecast import network as _network, presets as _presets
+from zerojax._forecast import presets as _presets
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 AXES = ("node", "gpu")
@@ -49,15 +46,8 @@ STORED = pathlib.Path(__file__).parent / "wires.json"
 
 
 def measured(row):
-    """Measures a row in a process of its own: XLA reads once in each what it is told."""
     *row, is_told = row
-    before = os.environ.get("XLA_FLAGS", "")
-    if is_told:
-        _network.tell(os.environ)
-    with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        found = process.submit(compiled, *row).result()
-    os.environ["XLA_FLAGS"] = before
-    return found
+    return groups.in_process(compiled, row, is_told)
 
 
 def compiled(name, shape, each, way):

@@ -13,6 +13,8 @@ import zerojax
 from tests.shapes import params_plan, shape, specs
 from zerojax._plan.mesh import default_mesh, on_one_host
 
+AUTO = (AxisType.Auto,) * 2
+
 
 @pytest.mark.parametrize("axis", [(), ("data", "data"), 3, (3,)])
 def test_axes_are_different_and_some(axis):
@@ -78,9 +80,18 @@ def test_hosts_that_are_not_there():
 
 def test_two_zero_axes_are_one():
     axes = ("host", "gpu")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), axes, axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), axes, axis_types=AUTO)
     plan = params_plan({"w": shape(16, 30)}, mesh=mesh, axis=axes)
     assert plan.size == 8 and specs(plan)["params/w"] == P(("gpu", "host"))  # the fastest first
+
+
+def test_the_mesh_says_which_axis_is_fast_and_not_the_order_of_names():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "gpu"), axis_types=AUTO)
+    named = [("gpu", "node"), ("node", "gpu")]
+    one, other = (params_plan({"w": shape(16, 30)}, mesh=mesh, axis=axis) for axis in named)
+    assert one.groups == other.groups and specs(one) == specs(other)
+    assert one.batch_axes == ("node", "gpu")
+    assert one.regathering(("gpu",)).kept_bytes() == 16 * 30 * 4 // 4
 
 
 @dataclasses.dataclass(frozen=True)

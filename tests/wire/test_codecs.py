@@ -122,6 +122,11 @@ def test_the_first_pattern_that_matches_says_what_a_weight_travels_as():
         (lambda: Blocks("float8_e4m3fn", stochastic=True), r"only integer codes can be rounded so"),
         (lambda: zerojax.Precision(gather="int4"), r"gather='int4'\): 15 levels are too few"),
         (lambda: zerojax.Precision(gather=Blocks("int4")), r"gather='int4'\): 15 levels are too"),
+        (
+            lambda: zerojax.Precision(reduce="float8_e4m3"),
+            r"reduce='float8_e4m3'\): numbers of 8 bits travel as codes.*Use 'float8_e4m3fn'",
+        ),
+        (lambda: zerojax.Precision(gather="float4_e2m1fn"), r"numbers of 4 bits travel as codes"),
         (lambda: zerojax.Precision(reduce="int7"), r"Precision\(reduce='int7'\): neither a float"),
         (
             lambda: zerojax.Precision(gather={"embed": "int4"}),

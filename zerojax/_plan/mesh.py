@@ -67,7 +67,8 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
     _check_devices(mesh)
     axes = _axes(mesh, axis)
     _check_auto(mesh)
-    return mesh, axes
+    # The mesh says which links are fast, and not the order in which axes are named.
+    return mesh, tuple(name for name in mesh.axis_names if name in axes)
 
 
 def _no_mesh(given: object) -> TypeError:

@@ -215,9 +215,18 @@ def codec_for(value: Any, field: str) -> Way:
     if dtype is None:
         raise ValueError(
             f"Precision({field}={value!r}): neither a float dtype nor codes. Use one such as "
-            "'bfloat16', or 'int8', 'float8_e4m3fn', zerojax.Blocks('int8', block=128)."
+            "'bfloat16', or 'int8', 'float8_e4m3fn', 'float8_e5m2', "
+            "zerojax.Blocks('int8', block=128)."
         )
-    return Blocks(dtype.name) if dtype.name in LARGEST else dtype
+    if dtype.name in LARGEST:
+        return Blocks(dtype.name)
+    if dtype.itemsize < 2:
+        raise ValueError(
+            f"Precision({field}={value!r}): numbers of {jnp.finfo(dtype).bits} bits travel as "
+            "codes with scales, and there are none of this dtype. Use 'float8_e4m3fn', "
+            "'float8_e5m2' or 'int8'."
+        )
+    return dtype
 
 
 def float_dtype(value: Any) -> np.dtype | None:
