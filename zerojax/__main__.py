@@ -42,15 +42,18 @@ Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _flags.parser(forecast, audit, doctor, table).parse_args(argv)
+    with fitted():
+        return _run(_flags.parser(forecast, audit, doctor, table).parse_args(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
     if not os.path.exists("/proc/driver/nvidia"):
         # Otherwise a plugin that is only here to compile with complains that there is no GPU.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        with fitted():
-            return arguments.run(arguments)
+        return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # of a user's module or of the compiler, in a line
@@ -186,7 +189,7 @@ def _hlo_text(path: pathlib.Path) -> str:
 def doctor(arguments: argparse.Namespace) -> int:
     checks = _doctor.doctor()
     rows = [("", "", ""), *((check.status, check.name, check.text) for check in checks)]
-    body = "\n".join(text_table(rows, flexible=(2,)).splitlines()[2:])
+    body = "\n".join(text_table(rows, flexible=(2,), whole=(2,)).splitlines()[2:])
     found = [vars(check) for check in checks]
     _show(arguments, found, body)
     return NOT_OK if any(check.status == "fail" for check in checks) else OK
@@ -239,7 +242,8 @@ def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
     if arguments.json:
         text = json.dumps(data, indent=1, default=str)
     elif sys.stdout.isatty():
-        text = styled(text)
+        hint = getattr(arguments, "hint", "")
+        text = styled(f"{text}\n\n{hint}".rstrip())
     print(text)
 
 

@@ -4,18 +4,20 @@ import argparse
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zerojax
 from zerojax import aot
-from zerojax._forecast import presets as _presets
+from zerojax._audit import report as _report
+from zerojax._forecast import memory_table as _memory_table, presets as _presets, result as _result
 from zerojax._forecast.memory_table import STAGES
 from zerojax._loss.order import ORDERS
+from zerojax._text import explained
 
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
-ORDER = "of microbatches: one after another, layer by layer, or the faster by the data sheet"
+ORDER = "microbatches (one after another), layers (layer by layer), or auto (the faster of them)"
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -40,7 +42,22 @@ def parser(
     return parser
 
 
+class _Explain(argparse.Action):
+    """Prints a sentence for each column of a command's table (`const`), and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(explained(self.const or {}))
+        parser.exit()
+
+
+def _explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> None:
+    text = "say what each column of the table is"
+    parser.add_argument("--explain", action=_Explain, nargs=0, const=columns, help=text)
+    parser.set_defaults(hint=f"The columns: {parser.prog} --explain")
+
+
 def _forecasts(parser: argparse.ArgumentParser) -> None:
+    _explains(parser, _result.EXPLAINED)
     sizes = ", ".join(_presets.PRESETS)
     parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
     _gpu_arguments(parser)
@@ -53,7 +70,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    parser.add_argument("--order", nargs="+", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    _order_argument(parser, nargs="+")
     parser.add_argument(
         "--remat", nargs="+", default=REMAT, choices=_presets.REMATS, help="of a preset: full"
     )
@@ -62,6 +79,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
 
 
 def _audits(parser: argparse.ArgumentParser) -> None:
+    _explains(parser, _report.EXPLAINED)
     text = "a file of HLO text, a preset, or module:function"
     parser.add_argument("model", metavar="program", help=text)
     parser.set_defaults(remat=REMAT)
@@ -69,13 +87,19 @@ def _audits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--order", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    _order_argument(parser)
     parser.add_argument("--max-peak-bytes", type=size)
     parser.add_argument("--min-overlap", type=float)
     parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
 
 
+def _order_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    options = {"default": ORDERS[0], "choices": ORDERS, "metavar": "ORDER", "help": ORDER}
+    parser.add_argument("--order", nargs=nargs, **options)
+
+
 def _tables(parser: argparse.ArgumentParser) -> None:
+    _explains(parser, _memory_table.EXPLAINED)
     parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
     parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
