@@ -6,7 +6,6 @@ with 2 on bad input.
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +25,18 @@ from zerojax._audit.report import check_limits
 from zerojax._forecast import (
     doctor as _doctor,
     flags as _flags,
+    model as _models,
     network as _network,
-    presets as _presets,
 )
-from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
+from zerojax._forecast.forecast import mesh_of, names_levels, working
+from zerojax._forecast.model import Model
 from zerojax._hlo import gpus as _gpus
 from zerojax._plan.precision import Precision
 from zerojax._text import fitted, paragraphs, text_table
-from zerojax._types import PyTree
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
-Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,6 +140,8 @@ def audit(arguments: argparse.Namespace) -> int:
         _figures.check_picture(arguments.plot)
     path = pathlib.Path(arguments.model)
     if path.exists() or arguments.model.endswith((".hlo", ".txt")):
+        if arguments.settings or arguments.config is not None:
+            raise ValueError(f"--set and --config are for a model, and {path} is a program.")
         report = zerojax.audit(
             _hlo_text(path), **_given(arguments, "gpu", "per_host", "accumulate")
         )
@@ -211,31 +211,12 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
-    if ":" not in arguments.model:
-        count, gpu = _gpus.parse_count(arguments.gpus)
-        preset = _presets.preset(arguments.model, gpu)
-        batch = preset.batch(arguments.rows * count)
-        return preset.losses(arguments.remat), preset.make_state, batch, None
-    module, _, function = arguments.model.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(
-            f"{arguments.model} cannot be imported: {error}. Give module:function, seen from this "
-            "directory, where function() returns (loss_fn, make_state, batch) or, with a key, "
-            "(loss_fn, make_state, batch, rng)."
-        ) from None
-    made = found()
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
-        size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise ValueError(
-            f"{arguments.model} returned {type(made).__name__}{size}. Return (loss_fn, make_state, "
-            "batch) or (loss_fn, make_state, batch, rng)."
-        )
-    loss, make_state, batch, *rng = made
-    return loss, make_state, batch, rng[0] if rng else None
+    name, settings = arguments.model, arguments.settings
+    if ":" in name:
+        return _models.of_function(name, arguments.config, settings)
+    if arguments.config is not None:
+        raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    return _models.of_preset(name, arguments.gpus, arguments.rows, arguments.remat, settings)
 
 
 def _show(arguments: argparse.Namespace, data: object, text: str) -> None:

@@ -1,15 +1,22 @@
 """The commands of the command line and their flags."""
 
 import argparse
+import ast
 import math
 import operator
+import pathlib
 import re
 from collections.abc import Callable, Mapping
 
 import zerojax
 from zerojax import aot
 from zerojax._audit import report as _report
-from zerojax._forecast import memory_table as _memory_table, presets as _presets, result as _result
+from zerojax._forecast import (
+    memory_table as _memory_table,
+    model as _model,
+    presets as _presets,
+    result as _result,
+)
 from zerojax._forecast.memory_table import STAGES
 from zerojax._loss.order import ORDERS
 from zerojax._text import explained
@@ -59,7 +66,9 @@ def _explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> No
 def _forecasts(parser: argparse.ArgumentParser) -> None:
     _explains(parser, _result.EXPLAINED)
     sizes = ", ".join(_presets.PRESETS)
-    parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
+    parser.add_argument(
+        "model", help=f"a model by size ({sizes}), module:function or file.py:function"
+    )
     _gpu_arguments(parser)
     parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
     parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
@@ -80,7 +89,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
 
 def _audits(parser: argparse.ArgumentParser) -> None:
     _explains(parser, _report.EXPLAINED)
-    text = "a file of HLO text, a preset, or module:function"
+    text = "a file of HLO text, a preset, module:function or file.py:function"
     parser.add_argument("model", metavar="program", help=text)
     parser.set_defaults(remat=REMAT)
     _gpu_arguments(parser)
@@ -132,6 +141,17 @@ def groups(text: str) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
 
 
+def setting(text: str) -> _model.Setting:
+    """Parses 'layers=12' as ('layers', 12); what is no literal of Python is a string."""
+    name, sign, value = text.partition("=")
+    if not sign or not all(part.isidentifier() for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def regather(text: str) -> bool | tuple[str, ...]:
     """Parses 'true', 'false', or the names of mesh axes."""
     if not all(text.split(",")):
@@ -154,6 +174,18 @@ def positive(text: str) -> int:
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
+    text = "an argument of the function, or a field of its config or of a preset; repeatable"
+    parser.add_argument(
+        "--set",
+        action="append",
+        type=setting,
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help=text,
+    )
+    text = "the function's arguments as .json, or a .py file whose get_config() returns its one"
+    parser.add_argument("--config", type=pathlib.Path, metavar="FILE", help=text)
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
