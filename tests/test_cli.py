@@ -304,9 +304,9 @@ BAD = {
     "folder": (("audit", "."), ". cannot be read as HLO (Is a directory). Give a file"),
     "nodes": (("forecast", "124m", "--nodes", "8x4"), "8xH100 are 8. Pass --gpus 32xH100"),
     "set of HLO": (("audit", STEP, "--set", "n=1"), "--set and --config are for a model, and"),
-    "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unexpec"),
-    "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in Gpt"),
-    "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '12"),
+    "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unex"),
+    "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in"),
+    "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }  # fmt: skip
 COMPILED = ("untraceable", "no accumulation")  # found where the step is made for GPUs

@@ -156,8 +156,9 @@ def test_links_lead_somewhere(page):
 
 
 def options_named(page):
-    """`stage=` and its kind in a page's text; of tables not the first column: others' options."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    """`stage=` and its kind in a page's text; not of tables' first column, with others' options, nor
+    after --set, with a user's own."""
+    text = re.sub(r"```.*?```|--set \S+=", "", page.read_text(), flags=re.DOTALL)
     for line in text.splitlines():
         ours = line.split("|", 2)[2] if line.startswith("|") else line
         for code in re.findall(r"`([^`]+)`", ours):
