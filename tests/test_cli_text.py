@@ -91,6 +91,7 @@ def test_no_line_of_the_command_line_is_longer_than_80(run, monkeypatch):
         ("doctor",),
         *((name, "--explain") for name in PRINTED),
         ("--help",),
+        *((name, "--help") for name in PRINTED),
     ):
         _, out, err = run(*command)
         assert out and not err and not long_lines(out), command
