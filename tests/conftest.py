@@ -20,6 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = flags
 # LLVM's optimizations would take a third of the suite's time to make programs fast that run once.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["ZEROJAX_CACHE"] = ""  # the command line keeps nothing
 # What one test has compiled, others load: those of all workers, of this run alone.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="zerojax-tests-")

@@ -23,6 +23,7 @@ import zerojax
 from zerojax import _figures
 from zerojax._audit.report import check_limits
 from zerojax._forecast import (
+    cache as _cache,
     doctor as _doctor,
     flags as _flags,
     model as _models,
@@ -51,7 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
         # Otherwise a plugin that is only here to compile with complains that there is no GPU.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        return arguments.run(arguments)
+        with _cache.kept(_cache.folder() if getattr(arguments, "cache", False) else None):
+            return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # of a user's module or of the compiler, in a line
@@ -172,7 +174,8 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     step = zerojax.train_step(loss, **options)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         batch = zerojax.aot.batch(batch, plan)
-        return zerojax.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
+        made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+        return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
 
 
 def _hlo_text(path: pathlib.Path) -> str:

@@ -186,6 +186,8 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "the function's arguments as .json, or a .py file whose get_config() returns its one"
     parser.add_argument("--config", type=pathlib.Path, metavar="FILE", help=text)
+    text = "compile anew, and keep nothing of it for the next time"
+    parser.add_argument("--no-cache", action="store_false", dest="cache", help=text)
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
