@@ -68,11 +68,9 @@ $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
 
-# The two jax-cuda packages must match jax; their CUDA libraries are not needed to compile.
+# What matches the JAX that is here; CUDA libraries are not needed to compile.
 gpu-compile: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  $$($(BIN)/python -c 'import jax; v = jax.__version__; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")') \
-	  nvidia-cuda-nvcc nvidia-nvvm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jax[cuda13-local]' nvidia-cuda-nvcc
 
 # Steps compiled for GPUs: none may get slower or larger than the stored results. The tests check
 # that the rivals compute the same gradients.

@@ -3,7 +3,10 @@
 import importlib.metadata
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import textwrap
 
 NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
@@ -17,6 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = flags
 # LLVM's optimizations would take a third of the suite's time to make programs fast that run once.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["ZEROJAX_CACHE"] = ""  # the command line keeps nothing
 # What one test has compiled, others load: those of all workers, of this run alone.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="zerojax-tests-")
@@ -136,3 +140,47 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# -- the command line
+
+
+@pytest.fixture
+def as_it_was(monkeypatch):
+    """Commands run in this process: their signal handling and paths end with the test."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("ZEROJAX_TRACEBACK", raising=False)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, as_it_was):
+    """Runs a command of the command line in this process."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # commands may add to it
+
+    def run(*arguments):
+        """(exit code, standard output, standard error)."""
+        from zerojax.__main__ import main
+
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # from argparse
+            code = stop.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch, as_it_was):
+    """Writes a module beside which commands run; gives its name."""
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        monkeypatch.chdir(tmp_path)
+        return name
+
+    yield write
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)

@@ -125,11 +125,11 @@ def test_missing_packages_are_named_with_the_command(monkeypatch):
     with pytest.raises(ModuleNotFoundError) as raised:
         zerojax.aot.check_packages()
     text = str(raised.value)
-    assert "compiling for GPUs needs packages that are missing here. Run: " in text
-    assert f"-m pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in text
-    assert "nvidia-cuda-nvcc" in text and "nvidia-nvvm" in text and "\n" not in text
+    missing = "jax-cuda13-plugin, nvidia-cuda-nvcc, nvidia-nvvm"
+    assert f"compiling for GPUs needs packages that are missing here ({missing}). Run: " in text
+    assert text.endswith(zerojax.aot.install_command()) and "\n" not in text
     zerojax.aot._devices.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps"):
+    with pytest.raises(ModuleNotFoundError, match="pip install 'jax"):
         zerojax.aot.mesh("8xH100")
 
 
@@ -150,7 +150,9 @@ def test_a_plain_install_is_told_what_to_install(monkeypatch):
     assert str(raised.value).endswith(f"Run: {zerojax.aot.install_command()}")
     (found,) = [c for c in _doctor._extras() if c.name == "compiling for GPUs"]
     assert found.text == str(raised.value)
-    assert "pip install --no-deps jax-cuda13-plugin==" in zerojax.aot.install_command()
+    assert zerojax.aot.install_command() == "pip install 'jax[cuda13-local]' nvidia-cuda-nvcc"
+    cuda12 = "pip install 'jax[cuda12-local]' nvidia-cuda-nvcc-cu12"
+    assert zerojax.aot.install_command("cuda12") == cuda12
 
 
 @pytest.mark.parametrize(("name", "half"), [("V100-32GB", "float16"), ("V100-16GB", "float16")])
@@ -163,7 +165,7 @@ def test_cuda_13_is_not_asked_to_compile_for_a_v100(name, half, monkeypatch):
         zerojax.aot.mesh(f"8x{name}")
     text = str(raised.value)
     assert f"CUDA 13 does not compile for a {name}; CUDA 12 does. Make an environment with" in text
-    assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt==" in text
+    assert f"pip install zerojax jax=={jax.__version__} && pip install 'jax[cuda12-local]'" in text
     assert text.endswith(" nvidia-cuda-nvcc-cu12") and _known.GPUS[name].half == half
 
 
@@ -172,7 +174,7 @@ def test_what_cuda_12_lacks_is_named_as_its_own_packages(monkeypatch):
     monkeypatch.setattr(zerojax.aot, "_is_installed", lambda module: module in installed)
     monkeypatch.setattr(zerojax.aot, "_find_tool", lambda _: None)
     monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"--no-deps nvidia-cuda-nvcc-cu12$"):
+    with pytest.raises(ModuleNotFoundError, match=r"'jax\[cuda12-local\]' nvidia-cuda-nvcc-cu12$"):
         zerojax.aot.check_packages()
     monkeypatch.setattr(zerojax.aot, "_find_tool", lambda relative: relative)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: jax.__version__)

@@ -4,10 +4,8 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -17,44 +15,6 @@ from zerojax import __main__ as cli
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
-    """Commands run in this process: their signal handling and paths end with the test."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv("ZEROJAX_TRACEBACK", raising=False)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # commands may add to it
-
-    def run(*arguments):
-        """(exit code, standard output, standard error)."""
-        try:
-            code = cli.main(arguments)
-        except SystemExit as stop:  # from argparse
-            code = stop.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Writes a module beside which commands run; gives its name."""
-
-    def write(name, text):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
-        monkeypatch.chdir(tmp_path)
-        return name
-
-    yield write
-    for path in tmp_path.glob("*.py"):
-        sys.modules.pop(path.stem, None)
 
 
 def test_help_names_every_command(run):
@@ -343,6 +303,10 @@ BAD = {
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
     "folder": (("audit", "."), ". cannot be read as HLO (Is a directory). Give a file"),
     "nodes": (("forecast", "124m", "--nodes", "8x4"), "8xH100 are 8. Pass --gpus 32xH100"),
+    "set of HLO": (("audit", STEP, "--set", "n=1"), "--set and --config are for a model, and"),
+    "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unex"),
+    "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in"),
+    "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }  # fmt: skip
 COMPILED = ("untraceable", "no accumulation")  # found where the step is made for GPUs

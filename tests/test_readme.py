@@ -26,8 +26,7 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "make gpu-compile": ".ci/run",
     "make docs": ".ci/run",
-    "python -m pip install --no-deps jax-cuda13-{plugin,pjrt}==$(python -c "
-    "'import jax; print(jax.__version__)') nvidia-cuda-nvcc nvidia-nvvm": "Makefile",
+    zerojax.aot.install_command(): "Makefile",
     "pip install .": "Makefile",  # make wheel
     "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
     f"export XLA_FLAGS={FLAG}": "tests/forecast/test_network.py",
@@ -137,6 +136,26 @@ def test_the_pages_have_some_of_all_that_is_checked():
     assert sum(len(list(options_named(page))) for page in PAGES) > 20
 
 
+def test_compiling_for_gpus_needs_the_same_line_everywhere():
+    """In the text; that of errors and of --help is what `install_command` returns."""
+    line = zerojax.aot.install_command()
+    assert f"pip install --quiet --disable-pip-version-check {line.split('install ')[1]}\n" in (
+        (ROOT / "Makefile").read_text()
+    )
+    packages = line.replace("'", "").split()[2:]
+    assert f"gpu-compile = {json.dumps(packages)}\n" in (ROOT / "pyproject.toml").read_text()
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    named = {page.name: page.read_text() for page in (*PAGES, *notebooks)}
+    told = [name for name, text in named.items() if line in text]
+    assert {"README.md", "gpus.md"} <= set(told)
+    assert {name for name in told if name.endswith("ipynb")} == {
+        "02_what_xla_compiled.ipynb", "03_know_before_you_rent.ipynb"
+    }  # fmt: skip
+    for name, text in named.items():
+        others = text.replace(line, "")
+        assert not re.search(r"cuda13|nvidia-|pip install .*gpu-compile", others), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_commands_in_the_text_exist(page):
     makefile = (ROOT / "Makefile").read_text()
@@ -158,8 +177,9 @@ def test_links_lead_somewhere(page):
 
 
 def options_named(page):
-    """`stage=` and its kind in a page's text; of tables not the first column: others' options."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    """`stage=` and its kind in a page's text; not in the first column of tables, which has others'
+    options, nor after --set, which has the user's."""
+    text = re.sub(r"```.*?```|--set \S+=", "", page.read_text(), flags=re.DOTALL)
     for line in text.splitlines():
         ours = line.split("|", 2)[2] if line.startswith("|") else line
         for code in re.findall(r"`([^`]+)`", ours):

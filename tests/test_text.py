@@ -57,6 +57,11 @@ def test_what_does_not_fit_continues_below(drawn):
     assert rows[0].startswith("params/bias"), "rows with nothing in these columns are left out"
 
 
+def test_words_to_be_copied_stay_whole(drawn):
+    assert "…" in drawn(70, whole=(3,))[2]
+    assert ROWS[1][0] in drawn(70, whole=(0,))[2]
+
+
 def test_optional_columns_go_first(drawn):
     assert drawn(54, optional=(2, 1))[0].split() == ["leaf", "bytes", "axes", "why"]
     assert drawn(53, optional=(2, 1))[0].split() == ["leaf", "bytes", "why"]
@@ -100,7 +105,7 @@ def test_shortened_words_keep_their_ends_and_stay_different(words, width, short)
     assert _text.shortened(words, width) == short and max(map(len, short)) <= width
 
 
-def test_texts_wrap_on_terminals_alone(monkeypatch):
+def test_text_wraps_where_it_has_to_fit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     line = "all-gather moves params/a_long_name_of_a_module/kernel, twice the bytes"
     assert _text.paragraphs([line, line]) == f"{line}\n{line}"
@@ -108,6 +113,13 @@ def test_texts_wrap_on_terminals_alone(monkeypatch):
     lines = _text.paragraphs([line]).split("\n")
     assert len(lines) > 1 and all(one.startswith("  ") for one in lines[1:])
     assert " ".join(" ".join(lines).split()) == line, "no word is broken"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    with _text.fitted():
+        assert _text.paragraphs([line]).split("\n") == lines
+        labelled = _text.paragraphs([f"sent in a step  {line}", "", "short"]).split("\n")
+    assert labelled[-2:] == ["", "short"]
+    beside = [one for one in labelled[1:-2] if one.startswith(" " * len("sent in a step  "))]
+    assert len(beside) == len(labelled) - 3 > 1, "its label"
 
 
 def test_plans_and_tables_fit(monkeypatch):

@@ -6,7 +6,6 @@ with 2 on bad input.
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -24,35 +23,40 @@ import zerojax
 from zerojax import _figures
 from zerojax._audit.report import check_limits
 from zerojax._forecast import (
+    cache as _cache,
     doctor as _doctor,
     flags as _flags,
+    model as _models,
     network as _network,
     presets as _presets,
 )
-from zerojax._forecast.forecast import Loss, mesh_of, names_levels, working
+from zerojax._forecast.forecast import mesh_of, names_levels, working
+from zerojax._forecast.model import Model
 from zerojax._hlo import known as _known
 from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._text import fitted, paragraphs, text_table
-from zerojax._types import PyTree
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9
 DECIDED = ["stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce"]
 DECIDED += ["update", "activations"]  # by --choose
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
-Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _flags.parser(forecast, audit, doctor, table).parse_args(argv)
+    with fitted():
+        return _run(_flags.parser(forecast, audit, doctor, table).parse_args(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
     if not os.path.exists("/proc/driver/nvidia"):
         # Otherwise a plugin that is only here to compile with complains that there is no GPU.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        with fitted():
+        with _cache.kept(_cache.folder() if getattr(arguments, "cache", False) else None):
             return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
@@ -157,6 +161,8 @@ def audit(arguments: argparse.Namespace) -> int:
         _figures.check_picture(arguments.plot)
     path = pathlib.Path(arguments.model)
     if path.exists() or arguments.model.endswith((".hlo", ".txt")):
+        if arguments.settings or arguments.config is not None:
+            raise ValueError(f"--set and --config are for a model, and {path} is a program.")
         report = zerojax.audit(
             _hlo_text(path), **_given(arguments, "gpu", "per_host", "accumulate")
         )
@@ -187,7 +193,8 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     step = zerojax.train_step(loss, **options)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         batch = zerojax.aot.batch(batch, plan)
-        return zerojax.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
+        made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+        return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
 
 
 def _hlo_text(path: pathlib.Path) -> str:
@@ -204,7 +211,7 @@ def _hlo_text(path: pathlib.Path) -> str:
 def doctor(arguments: argparse.Namespace) -> int:
     checks = _doctor.doctor()
     rows = [("", "", ""), *((check.status, check.name, check.text) for check in checks)]
-    body = "\n".join(text_table(rows, flexible=(2,)).splitlines()[2:])
+    body = "\n".join(text_table(rows, flexible=(2,), whole=(2,)).splitlines()[2:])
     found = [vars(check) for check in checks]
     _show(arguments, found, body)
     return NOT_OK if any(check.status == "fail" for check in checks) else OK
@@ -226,39 +233,21 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    """Returns loss or losses, make_state, batch and rng, of a preset or of the user's function."""
-    if ":" not in arguments.model:
-        count, gpu = _known.parse_count(arguments.gpus)
-        preset = _presets.preset(arguments.model, gpu)
-        batch = preset.batch(arguments.rows * count)
-        remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)
-        return preset.losses(remats), preset.make_state, batch, None
-    module, _, function = arguments.model.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(
-            f"{arguments.model} cannot be imported: {error}. Give module:function, seen from this "
-            "directory, where function() returns (loss_fn, make_state, batch) or, with a key, "
-            "(loss_fn, make_state, batch, rng)."
-        ) from None
-    made = found()
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
-        size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise ValueError(
-            f"{arguments.model} returned {type(made).__name__}{size}. Return (loss_fn, make_state, "
-            "batch) or (loss_fn, make_state, batch, rng)."
-        )
-    loss, make_state, batch, *rng = made
-    return loss, make_state, batch, rng[0] if rng else None
+    name, settings = arguments.model, arguments.settings
+    if ":" in name:
+        return _models.of_function(name, arguments.config, settings)
+    if arguments.config is not None:
+        raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)
+    return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
 
 
 def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
     if arguments.json:
         text = json.dumps(data, indent=1, default=str)
     elif sys.stdout.isatty():
-        text = styled(text)
+        hint = getattr(arguments, "hint", "")
+        text = styled(f"{text}\n\n{hint}".rstrip())
     print(text)
 
 

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import html
 import itertools
+import re
 import shutil
 import sys
 import textwrap
@@ -58,7 +59,7 @@ def shortened(words: Sequence[str], width: int) -> list[str]:
 
 @contextlib.contextmanager
 def fitted() -> Iterator[None]:
-    """Fits tables to COLUMNS, or to 80 columns, where there is no terminal to fit them to."""
+    """Fits text to COLUMNS, or to 80 columns, where there is no terminal to fit it to."""
     token = _FITS.set(True)
     try:
         yield
@@ -66,16 +67,30 @@ def fitted() -> Iterator[None]:
         _FITS.reset(token)
 
 
-def _on_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()
+def _room() -> int:
+    """Returns the columns that text has: those of a terminal, and without one as many as it likes,
+    unless it is `fitted`."""
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    fits = on_terminal or _FITS.get()
+    return shutil.get_terminal_size().columns if fits else sys.maxsize
 
 
 def paragraphs(lines: Sequence[str]) -> str:
-    """Joins lines of text; on a terminal, long ones wrap between words."""
-    if _on_terminal():
-        width = shutil.get_terminal_size().columns
-        lines = ["\n".join(_wrap(line, width, subsequent_indent="  ")) for line in lines]
-    return "\n".join(lines)
+    """Joins lines of text; where it has to fit, long ones wrap between words, beside their label
+    if they begin with one and spaces after it."""
+    room = _room()
+    return "\n".join(_hanging(line, room) if len(line) > room else line for line in lines)
+
+
+def _hanging(line: str, room: int) -> str:
+    label = re.match(r"(?:\S+ )+ +", line)
+    indent = len(label[0]) if label and len(label[0]) < room // 2 else 2
+    return "\n".join(_wrap(line, room, subsequent_indent=" " * indent))
+
+
+def explained(columns: Mapping[str, str]) -> str:
+    """Lists the columns of a table, with a sentence about each."""
+    return text_table([("column", "what it says"), *columns.items()], flexible=(1,))
 
 
 def text_table(
@@ -83,6 +98,7 @@ def text_table(
     right: Collection[int] = (),
     *,
     flexible: Collection[int] = (0,),
+    whole: Collection[int] = (),
     optional: Sequence[int] = (),
     keys: int = 1,
 ) -> str:
@@ -93,12 +109,13 @@ def text_table(
     Arguments:
         right: columns to align at their right.
         flexible: columns that may become narrow: text wraps, and long words lose their middle.
+        whole: of these, those whose long words stick out instead: they are to be copied.
         optional: columns that a narrow table leaves out, in this order.
         keys: the first columns, repeated where a table is still too wide and continues below.
     """
     head, *body = rows
-    fits = _on_terminal() or _FITS.get()
-    room = shutil.get_terminal_size().columns if fits else sys.maxsize
+    room = _room()
+    fits = room < sys.maxsize
     empty = [at for at in range(len(head)) if fits and body and not any(row[at] for row in body)]
     natural = {at: max(len(row[at]) for row in rows) for at in range(len(head)) if at not in empty}
     least = {at: min(NARROW, size) if at in flexible else size for at, size in natural.items()}
@@ -110,7 +127,7 @@ def text_table(
         for at in block:
             widths[at] = min(natural[at], least[at] + spare)
             spare -= widths[at] - least[at]
-        tables.append(_drawn([head, *shown], widths, right))
+        tables.append(_drawn([head, *shown], widths, right, whole))
     return "\n\n".join(tables)
 
 
@@ -134,11 +151,16 @@ def _blocks(
     return blocks
 
 
-def _drawn(rows: Sequence[Row], widths: Mapping[int, int], right: Collection[int]) -> str:
+def _drawn(
+    rows: Sequence[Row],
+    widths: Mapping[int, int],
+    right: Collection[int],
+    whole: Collection[int],
+) -> str:
     """Draws columns of these widths, in which text wraps, and a rule under the heading."""
     head, *body = rows
     columns = [
-        _wrapped([head[at], "-" * width, *(row[at] for row in body)], width)
+        _wrapped([head[at], "-" * width, *(row[at] for row in body)], width, at in whole)
         for at, width in widths.items()
     ]
     aligned = [f"{{:{'>' if at in right else '<'}{width}}}" for at, width in widths.items()]
@@ -147,10 +169,11 @@ def _drawn(rows: Sequence[Row], widths: Mapping[int, int], right: Collection[int
     return "\n".join(line.format(*texts).rstrip() for row in cells for texts in row)
 
 
-def _wrapped(cells: Sequence[str], width: int) -> list[list[str]]:
-    """Returns the lines of each cell of a column, none of them longer than `width`."""
+def _wrapped(cells: Sequence[str], width: int, whole: bool) -> list[list[str]]:
+    """Returns the lines of each cell of a column, none of them longer than `width`, but for words
+    that stay whole."""
     words = list({word for cell in cells for word in cell.split() if len(word) > width})
-    short = dict(zip(words, shortened(words, width), strict=True))
+    short = {} if whole else dict(zip(words, shortened(words, width), strict=True))
 
     def lines(cell: str) -> list[str]:
         if len(cell) <= width:

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -127,33 +126,36 @@ def check_packages() -> None:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
     cuda = _cuda()
-    plugin, pjrt, *compiler = _packages(cuda)
-    found = [
-        (plugin, _is_installed(f"jax_{cuda}_plugin")),
-        (pjrt, _is_installed(f"jax_plugins.xla_{cuda}")),
-        (compiler[0], _find_tool("bin/ptxas") or shutil.which("ptxas")),
-        (compiler[-1], _find_tool("nvvm/libdevice/libdevice.10.bc")),
-    ]
-    if missing := list(dict.fromkeys(package for package, at in found if not at)):
+    found = {
+        f"jax-{cuda}-plugin": _is_installed(f"jax_{cuda}_plugin"),
+        f"jax-{cuda}-pjrt": _is_installed(f"jax_plugins.xla_{cuda}"),
+        "nvidia-cuda-nvcc": _find_tool("bin/ptxas") or shutil.which("ptxas"),
+        "nvidia-nvvm": _find_tool("nvvm/libdevice/libdevice.10.bc"),
+    }
+    if missing := [package for package, at in found.items() if not at]:
         raise ModuleNotFoundError(
-            f"compiling for GPUs needs packages that are missing here. Run: {_install(missing)}"
+            f"compiling for GPUs needs packages that are missing here ({', '.join(missing)}). Run: "
+            f"{install_command(cuda)}"
         )
     version = importlib.metadata.version(f"jax-{cuda}-plugin")
     if version != jax.__version__:
         raise ModuleNotFoundError(
             f"jax-{cuda}-plugin {version} does not match jax {jax.__version__}. Run: "
-            + _install([plugin, pjrt])
+            f"{install_command(cuda)}"
         )
 
 
-def install_command() -> str:
+def install_command(cuda: str = "cuda13") -> str:
     """Returns the command that installs what compiling for GPUs needs: 0.7 GB, no CUDA libraries.
 
+    It keeps the JAX that is installed, and fetches the compiler that matches it.
+
     Example:
-        >>> print(zerojax.aot.install_command())  # doctest: +ELLIPSIS
-        /...python... -m pip install --no-deps jax-cuda13-plugin==... nvidia-nvvm
+        >>> print(zerojax.aot.install_command())
+        pip install 'jax[cuda13-local]' nvidia-cuda-nvcc
     """
-    return _install(_packages("cuda13"))
+    tools = "nvidia-cuda-nvcc" if cuda == "cuda13" else f"nvidia-cuda-nvcc-{cuda.replace('da', '')}"
+    return f"pip install 'jax[{cuda}-local]' {tools}"
 
 
 def _check_compiles(gpu: Gpu) -> None:
@@ -161,25 +163,13 @@ def _check_compiles(gpu: Gpu) -> None:
     if gpu.chip.capability < _gpus.CUDA_13 and _cuda() == "cuda13":
         raise ModuleNotFoundError(
             f"CUDA 13 does not compile for a {gpu.name}; CUDA 12 does. Make an environment without "
-            f"jax-cuda13-plugin, and run there: python -m pip install zerojax "
-            f"jax=={jax.__version__} && python -m pip install --no-deps "
-            + " ".join(_packages("cuda12"))
+            f"jax-cuda13-plugin, and run there: pip install zerojax jax=={jax.__version__} && "
+            f"{install_command('cuda12')}"
         )
 
 
 def _cuda() -> str:
     return "cuda12" if _is_installed("jax_cuda12_plugin") else "cuda13"
-
-
-def _packages(cuda: str) -> list[str]:
-    """JAX's plugin in two parts; the compiler, of CUDA 13 in two packages."""
-    plugin = [f"jax-{cuda}-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-    compiler = {"cuda12": ["nvidia-cuda-nvcc-cu12"], "cuda13": ["nvidia-cuda-nvcc", "nvidia-nvvm"]}
-    return plugin + compiler[cuda]
-
-
-def _install(packages: Sequence[str]) -> str:
-    return f"{sys.executable} -m pip install --no-deps {' '.join(packages)}"
 
 
 def _is_installed(module: str) -> bool:

@@ -60,12 +60,12 @@ def audit(
     """
     gpu = _checked(plan, gpu, per_host, accumulate)
     step = _settled(step, state, batch, rng)
-    recipe, compiled, text, warnings = getattr(step, "recipe", None), None, step, []
+    recipe, made, text, warnings = getattr(step, "recipe", None), None, step, []
     if not isinstance(step, str):
         plan = _plan_of(state, plan, recipe)
-        compiled, warnings = _compiled(step, state, batch, rng)
-        text = compiled.as_text() or ""
-    device = _device_of(plan, compiled)
+        made, warnings = _compiled(step, state, batch, rng)
+        text = made.as_text() or ""
+    device = _device_of(plan, made)
     gpu = gpu or (_known.of_device_kind(device.device_kind) if device else None)
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
     reading = Reading(module := Module(text), plan)
@@ -78,7 +78,7 @@ def audit(
         devices=module.devices,
         per_host=min(per_host, module.devices),
         plan=plan,
-        memory=_memory.measured(reading, compiled, replay.collectives),
+        memory=_memory.measured(reading, made, replay.collectives),
         accumulate=accumulate or (recipe.options.rounds if recipe else 1),
         trains=recipe is None or recipe.options.differentiate,
         not_donated=tuple(reading.not_donated()),
@@ -114,7 +114,7 @@ def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:
 def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Compiled, list[str]]:
     """Returns the compiled step, and what the compiler warned of if it was compiled here."""
     if hasattr(step, "as_text") and not hasattr(step, "compile"):
-        return step, []
+        return step, list(getattr(step, "warnings", ()))
     if hasattr(step, "compile"):
         raise TypeError("audit takes what is compiled. Pass lowered.compile().")
     if not hasattr(step, "lower") or isinstance(step, bytes):
@@ -132,9 +132,14 @@ def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Com
             "audit compiles the step for a state and a batch: audit(step, state, batch)."
         )
     lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
+    return compiled(lowered)
+
+
+def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
+    """Compiles a step, and returns with it what the compiler warned of."""
     with heard() as lines:
-        compiled = lowered.compile()
-    return compiled, _compat.rematerializations(lines)
+        made = lowered.compile()
+    return made, _compat.rematerializations(lines)
 
 
 def _backend(text: str, device: Device | None) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 from zerojax._audit import contract as _contract, timeline as _timeline
 from zerojax._audit.measured import Measured, Traffic
@@ -12,8 +13,39 @@ from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, 
 from zerojax._update import offload as _offload
 
 ROWS = 40  # of the printed table; to_dict has them all
-HEADER = ("collective", "dtype", "sent", "times", "loops", "group", "when")
-TIMES = ("between", "exposed")
+# What a collective has in each column, and a sentence about it.
+COLUMNS: dict[str, tuple[Callable[[Traffic], str], str]] = {
+    "collective": (lambda one: one.kind, "The kind of collective that XLA compiled."),
+    "dtype": (lambda one: ",".join(one.dtypes), "The dtypes in which arrays travel."),
+    "sent": (
+        lambda one: human_bytes(one.wire_bytes),
+        "The bytes that a device sends each time that the collective runs.",
+    ),
+    "times": (lambda one: str(one.trips), "How often it runs in a step."),
+    "loops": (lambda one: str(len(one.loops)), "How many loops it is in, one inside the other."),
+    "group": (
+        lambda one: " x ".join(one.axes) if one.axes else str(one.group),
+        "The mesh axes over which devices take part, or how many devices do.",
+    ),
+    "when": (
+        lambda one: "async" if one.asynchronous else "sync",
+        "Whether it may run beside compute (async), or compute waits for it (sync).",
+    ),
+    "between": (
+        lambda one: human_time(one.between),
+        "The compute, modelled, that is scheduled between its start and its end.",
+    ),
+    "exposed": (
+        lambda one: human_time(one.exposed),
+        "The time, modelled, that the device waits for it each time that it runs.",
+    ),
+    "serves": (
+        lambda one: one.serves,
+        "The parameters that it moves, or else the line of your code that it comes from.",
+    ),
+}
+EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
+TIMES = ("between", "exposed")  # of a GPU whose speed is known
 
 
 class Report(Measured):
@@ -87,12 +119,12 @@ class Report(Measured):
 
     def __str__(self) -> str:
         rows = self._rows()
-        last, between = len(rows[0]) - 1, len(HEADER)
+        at = {title: column for column, title in enumerate(rows[0])}
         table = text_table(
             rows,
-            right=(2, 3, 4, *range(between, last)),
-            flexible=(last,),
-            optional=(HEADER.index("loops"), *range(between, last - 1), HEADER.index("group")),
+            right=[at[title] for title in ("sent", "times", "loops", *TIMES) if title in at],
+            flexible=(at["serves"],),
+            optional=[at[title] for title in ("loops", "between", "group") if title in at],
         )
         return "\n".join([paragraphs(self._summary()), "", table, *self._left_out()])
 
@@ -164,22 +196,8 @@ class Report(Measured):
     def _rows(self) -> list[Row]:
         """Makes the rows of the largest collectives, below the heading."""
         largest = sorted(self.traffic, key=lambda t: -t.total_bytes)[:ROWS]
-        times = TIMES if self.gpu else ()
-        return [(*HEADER, *times, "serves"), *(self._row(one) for one in largest)]
-
-    def _row(self, one: Traffic) -> Row:
-        times = (human_time(one.between), human_time(one.exposed)) if self.gpu else ()
-        return (
-            one.kind,
-            ",".join(one.dtypes),
-            human_bytes(one.wire_bytes),
-            str(one.trips),
-            str(len(one.loops)),
-            " x ".join(one.axes) if one.axes else str(one.group),
-            "async" if one.asynchronous else "sync",
-            *times,
-            one.serves,
-        )
+        shown = {k: v for k, v in COLUMNS.items() if self.gpu or k not in TIMES}
+        return [tuple(shown), *(tuple(cell(one) for cell, _ in shown.values()) for one in largest)]
 
     def _left_out(self) -> list[str]:
         left = len(self.traffic) - ROWS

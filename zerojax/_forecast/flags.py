@@ -1,21 +1,30 @@
 """The commands of the command line and their flags."""
 
 import argparse
+import ast
 import math
 import operator
+import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zerojax
 from zerojax import aot
-from zerojax._forecast import presets as _presets
+from zerojax._audit import report as _report
+from zerojax._forecast import (
+    memory_table as _memory_table,
+    model as _model,
+    presets as _presets,
+    result as _result,
+)
 from zerojax._forecast.memory_table import STAGES
 from zerojax._loss.order import ORDERS
+from zerojax._text import explained
 
 SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
 REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
-ORDER = "of microbatches: one after another, layer by layer, or the faster by the data sheet"
+ORDER = "microbatches (one after another), layers (layer by layer), or auto (the faster of them)"
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -40,9 +49,26 @@ def parser(
     return parser
 
 
+class _Explain(argparse.Action):
+    """Prints a sentence for each column of a command's table (`const`), and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(explained(self.const or {}))
+        parser.exit()
+
+
+def _explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> None:
+    text = "say what each column of the table is"
+    parser.add_argument("--explain", action=_Explain, nargs=0, const=columns, help=text)
+    parser.set_defaults(hint=f"The columns: {parser.prog} --explain")
+
+
 def _forecasts(parser: argparse.ArgumentParser) -> None:
+    _explains(parser, _result.EXPLAINED)
     sizes = ", ".join(_presets.PRESETS)
-    parser.add_argument("model", help=f"a model by size ({sizes}), or module:function")
+    parser.add_argument(
+        "model", help=f"a model by size ({sizes}), module:function or file.py:function"
+    )
     _gpu_arguments(parser)
     parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
     parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
@@ -53,7 +79,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    parser.add_argument("--order", nargs="+", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    _order_argument(parser, nargs="+")
     parser.add_argument(
         "--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full; to choose, all"
     )
@@ -64,20 +90,27 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
 
 
 def _audits(parser: argparse.ArgumentParser) -> None:
-    text = "a file of HLO text, a preset, or module:function"
+    _explains(parser, _report.EXPLAINED)
+    text = "a file of HLO text, a preset, module:function or file.py:function"
     parser.add_argument("model", metavar="program", help=text)
     parser.set_defaults(remat=REMAT, choose=False)
     _gpu_arguments(parser)
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--order", default=ORDERS[0], choices=ORDERS, help=ORDER)
+    _order_argument(parser)
     parser.add_argument("--max-peak-bytes", type=size)
     parser.add_argument("--min-overlap", type=float)
     parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
 
 
+def _order_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    options = {"default": ORDERS[0], "choices": ORDERS, "metavar": "ORDER", "help": ORDER}
+    parser.add_argument("--order", nargs=nargs, **options)
+
+
 def _tables(parser: argparse.ArgumentParser) -> None:
+    _explains(parser, _memory_table.EXPLAINED)
     parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
     parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
@@ -110,6 +143,17 @@ def groups(text: str) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
 
 
+def setting(text: str) -> _model.Setting:
+    """Parses 'layers=12' as ('layers', 12); what is no literal of Python is a string."""
+    name, sign, value = text.partition("=")
+    if not sign or not all(part.isidentifier() for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def regather(text: str) -> bool | tuple[str, ...]:
     """Parses 'true', 'false', or the names of mesh axes."""
     if not all(text.split(",")):
@@ -132,6 +176,20 @@ def positive(text: str) -> int:
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
+    text = "an argument of the function, or a field of its config or of a preset; repeatable"
+    parser.add_argument(
+        "--set",
+        action="append",
+        type=setting,
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help=text,
+    )
+    text = "the function's arguments as .json, or a .py file whose get_config() returns its one"
+    parser.add_argument("--config", type=pathlib.Path, metavar="FILE", help=text)
+    text = "compile anew, and keep nothing of it for the next time"
+    parser.add_argument("--no-cache", action="store_false", dest="cache", help=text)
     parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from zerojax import aot
 from zerojax._audit import audit as _audit
 from zerojax._audit.report import Report
+from zerojax._forecast import cache as _cache
 from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
@@ -211,7 +212,8 @@ class Workload:
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
         step = step.settled(plan.abstract(), batch, *([] if rng is None else [rng]))
-        report = _audit.audit(step, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
+        made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+        report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)

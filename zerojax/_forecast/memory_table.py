@@ -12,6 +12,19 @@ from zerojax._plan.placement import groups_of
 from zerojax._text import Row, html_table, text_table
 
 STAGES = (0, 1, 2, 3)
+SHARDED = (
+    "nothing is sharded",
+    "the optimizer state is sharded",
+    "the optimizer state and the gradients are sharded",
+    "the optimizer state, the gradients and the parameters are sharded",
+)
+EXPLAINED = {
+    "parameters": "The parameters of the model, in billions.",
+    "devices": "How many devices share the training state.",
+} | {
+    f"stage {stage}, GB": f"The training state of each device, in GB of 1e9 bytes, where {what}."
+    for stage, what in zip(STAGES, SHARDED, strict=True)
+}
 T = TypeVar("T")
 _case = operator.itemgetter("params", "devices")
 

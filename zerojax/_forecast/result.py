@@ -75,28 +75,66 @@ def _tokens_text(case: Case) -> str:
     return "-" if case.tokens_per_second is None else f"{case.tokens_per_second:,.0f}"
 
 
+Column = tuple[Callable[[Case], str], str]  # what a case has there, and a sentence about it
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
-COLUMNS: dict[str, Callable[[Case], str]] = {
-    "stage": lambda case: str(case.stage),
-    "accumulate": lambda case: f"{case.accumulate}{_in_layers(case)}",
-    "remat": lambda case: case.variant or "-",
-    "params": _bytes_of("parameters"),
-    "optimizer": _bytes_of("optimizer"),
-    "grads": _bytes_of("gradients"),
-    "activations": _bytes_of("activations"),
-    "formula": _bytes_of("formula"),
-    "peak": _bytes_of("peak"),
-    "fits": lambda case: "yes" if case.fits else "no",
-    "spare": _bytes_of("spare"),
-    ON_HOST: _bytes_of("on_host"),
-    "sent, host": _bytes_of("link_bytes"),
-    "sent, network": _bytes_of("network_bytes"),
-    "step": lambda case: human_time(case.step_seconds),
-    "exposed": lambda case: human_time(case.exposed_seconds),
-    HOST_WAIT: lambda case: human_time(case.waited_seconds),
-    "tokens/s": _tokens_text,
-    "MFU": lambda case: f"{case.mfu:.1%}",
+COLUMNS: dict[str, Column] = {
+    "stage": (
+        lambda case: str(case.stage),
+        "The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also "
+        "parameters.",
+    ),
+    "accumulate": (
+        lambda case: f"{case.accumulate}{_in_layers(case)}",
+        "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
+    ),
+    "remat": (
+        lambda case: case.variant or "-",
+        "What backward computes again (of a preset: full, dots or none), or the name of the loss.",
+    ),
+    "params": (_bytes_of("parameters"), "Memory of the parameters between steps."),
+    "optimizer": (_bytes_of("optimizer"), "Memory of the optimizer state between steps."),
+    "grads": (_bytes_of("gradients"), "Gradients that are in memory when the step is at its peak."),
+    "activations": (
+        _bytes_of("activations"),
+        "What else is in memory at the peak for a while: activations and gathered weights.",
+    ),
+    "formula": (
+        _bytes_of("formula"),
+        "The state and its gradients by the plan alone, as the ZeRO paper counts, without "
+        "activations.",
+    ),
+    "peak": (_bytes_of("peak"), "The most memory that the step needs at a time, by the compiler."),
+    "fits": (
+        lambda case: "yes" if case.fits else "no",
+        "Whether the peak is within the memory that is usable.",
+    ),
+    "spare": (_bytes_of("spare"), "The usable memory that is left at the peak."),
+    ON_HOST: (
+        _bytes_of("on_host"),
+        "What is in the memory of the host: state that rests there, activations that wait there.",
+    ),
+    "sent, host": (_bytes_of("link_bytes"), "What a GPU sends in a step to others of its host."),
+    "sent, network": (_bytes_of("network_bytes"), "What a GPU sends in a step to other hosts."),
+    "step": (
+        lambda case: human_time(case.step_seconds),
+        "The time of a step, modelled by replaying the compiler's schedule at the GPU's rates.",
+    ),
+    "exposed": (
+        lambda case: human_time(case.exposed_seconds),
+        "The part of the step in which the GPU waits for communication.",
+    ),
+    HOST_WAIT: (
+        lambda case: human_time(case.waited_seconds),
+        "The part of the step in which the GPU waits for copies from and to the host's memory.",
+    ),
+    "tokens/s": (_tokens_text, "The tokens that all GPUs together train on in a second."),
+    "MFU": (
+        lambda case: f"{case.mfu:.1%}",
+        "Model FLOPs utilization: the FLOPs that the model needs, without what is computed again, "
+        "of those that the GPUs could do in the step.",
+    ),
 }
+EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -166,7 +204,7 @@ class Forecast:
         shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
         return [
             tuple(shown),
-            *(tuple(cell(case) for cell in shown.values()) for case in self.cases),
+            *(tuple(cell(case) for cell, _ in shown.values()) for case in self.cases),
         ]
 
     def _advice(self) -> str:

@@ -47,6 +47,7 @@ class Step:
         self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, Jitted] = {}
+        self.options: dict[Plan | None, _xla_options.Options] = {}  # of these
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
         self.made = made
@@ -116,13 +117,20 @@ class Step:
         if plan not in self.by_plan:
             options = self._options_for(plan, trace) | (self.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
-            self.by_plan[plan] = jitted
+            self.by_plan[plan], self.options[plan] = jitted, options
         jitted = self.by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
         if jitted is self.without_options:
             return jitted
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
         return self.without_options if traced else jitted
+
+    def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.Options:
+        """Returns the XLA options that the step is compiled with for these arguments."""
+        if (settled := self.settled(*args, **named)) is not self:
+            return settled.options_for(*args, **named)
+        self.for_args(*args, **named)
+        return self.options[self._plan_for(args, named)]
 
     def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
         return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
