@@ -246,6 +246,18 @@ def test_codes_and_weights_kept_in_the_node(run, module):
     assert 0 < coded < 0.5 * exact
 
 
+@pytest.mark.parametrize("command", ["forecast", "audit"])
+def test_rows_that_do_not_divide_into_microbatches(run, command):
+    code, _, err = run(command, "124m", "--gpus", "8xH100", "--accumulate", "8")
+    assert code == BAD_INPUT and "--accumulate 8 microbatches. Pass --rows 8, or a" in err
+
+
+def test_what_chooses_is_not_told(run):
+    given = ("--choose", "--stages", "3", "--gather", "int8")
+    code, _, err = run("forecast", "124m", "--gpus", "8xH100", *given)
+    assert code == BAD_INPUT and "--choose decides --stages, --gather itself" in err
+
+
 @pytest.mark.gpu_code
 def test_forecast_of_groups(run, module):
     name = module("mymodel", MODEL)

@@ -238,6 +238,13 @@ def _model(arguments: argparse.Namespace) -> Model:
         return _models.of_function(name, arguments.config, settings)
     if arguments.config is not None:
         raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    counts = getattr(arguments, "accumulate", [1])
+    counts = counts if isinstance(counts, list) else [counts]
+    if odd := [count for count in counts if arguments.rows % count]:
+        raise ValueError(
+            f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
+            f"microbatches. Pass --rows {odd[0]}, or a multiple of it."
+        )
     remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)
     return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
 

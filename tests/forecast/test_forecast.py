@@ -300,3 +300,17 @@ def test_a_step_that_names_levels_is_compiled_for_hosts_and_their_gpus(options, 
         zerojax.train_step(audits.loss, stage=3), audits.make_state, BATCH, gpus="16xH100"
     ).cases
     assert 0 < case.network_bytes < 0.9 * flat.network_bytes
+
+
+def test_the_title_has_what_the_cases_share():
+    known = zerojax._hlo.known.GPUS["H100"]
+    precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")
+    given = {"regather": ("gpu",), "update": "auto", "offload": "opt_state", "tx": None}
+    assert _progress._settings(known, given | {"precision": precision}) == (
+        "regather=('gpu',)", "offload='opt_state'", "gather int8", "reduce int4",
+    )  # fmt: skip
+    slow = dataclasses.replace(known, given_rates=dataclasses.replace(known.rates, network=6e9))
+    assert _progress._settings(slow, {"regather": True}) == ("network cards of 6 GB/s",)
+    found = Forecast("64xH100", slow, (), ("regather=False",))
+    assert "; regather=False; bytes per GPU" in found._title()
+    assert found.to_dict()["settings"] == ["regather=False"]

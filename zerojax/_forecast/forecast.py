@@ -37,6 +37,8 @@ from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 
 Loss = Callable[..., PyTree]
+# A loss and its name; a stage, a number of microbatches, and their order.
+Choice = tuple[tuple[str, Loss], tuple[int, int, str]]
 
 
 def forecast(
@@ -110,8 +112,17 @@ def forecast(
     mesh = mesh_of(gpus, per_host, groups is not None or names_levels(options, precision))
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
-    shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
-    return Forecast(gpus, gpu, tuple(work.case(*loss, *how) for loss, how in shown))
+    return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
+
+
+def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns, for the title, what a step is made with, and the network if it is the user's own."""
+    found = {name: options.get(name) for name in ("regather", "update", "activations", "offload")}
+    shown = [f"{k}={v!r}" for k, v in found.items() if v not in (None, True, "auto")]
+    codes = {name: getattr(options.get("precision"), name, None) for name in ("gather", "reduce")}
+    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Blocks)]
+    speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
+    return (*shown, *([speed] if gpu.given_rates else []))
 
 
 def _given(**options: PyTree) -> dict[str, PyTree]:
@@ -174,7 +185,7 @@ def _choices(
     stages: Sequence[int] | int,
     accumulate: Sequence[int] | int,
     order: Sequence[str] | str,
-) -> list[tuple[tuple[str, Loss], tuple[int, int, str]]]:
+) -> list[Choice]:
     """Returns all combinations, each once: nothing compiles twice."""
     stages, accumulate = each_once(stages), each_once(accumulate)
     orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
@@ -201,6 +212,10 @@ class Workload:
     gpu: Gpu
     planned: dict[str, Any]  # options of `plan`
     options: dict[str, Any]  # of `train_step`
+
+    def cases(self, choices: Sequence[Choice], gpus: str) -> tuple[Case, ...]:
+        shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
+        return tuple(self.case(*loss, *how) for loss, how in shown)
 
     def case(self, variant: str, loss: Loss, stage: int, accumulate: int, order: str) -> Case:
         """Compiles the step at a stage, and describes what it costs."""

@@ -140,11 +140,12 @@ EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast:
     """The result of `zerojax.forecast`: print or `plot` it. `best` is the fastest case that fits,
-    or None."""
+    or None. `settings` are what all cases have in common and is no default."""
 
     gpus: str
     gpu: Gpu
     cases: tuple[Case, ...]
+    settings: tuple[str, ...] = ()
 
     @property
     def best(self) -> Case | None:
@@ -157,7 +158,13 @@ class Forecast:
         for case in cases:
             del case["report"]
         best = None if self.best is None else self.cases.index(self.best)
-        return {"gpus": self.gpus, "usable_bytes": self.gpu.usable, "cases": cases, "best": best}
+        return {
+            "gpus": self.gpus,
+            "settings": list(self.settings),
+            "usable_bytes": self.gpu.usable,
+            "cases": cases,
+            "best": best,
+        }
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws memory and step time of each case with matplotlib; saves the figure to `path`."""
@@ -190,6 +197,7 @@ class Forecast:
             [
                 f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each",
                 *self._groups(),
+                *self.settings,
                 "bytes per GPU, grads and activations at the peak",
                 "times modelled",
                 "MFU of dense FLOP/s in 16 bits",
