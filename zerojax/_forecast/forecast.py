@@ -38,7 +38,7 @@ from zerojax._wire.codecs import Blocks
 
 Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
-Choice = tuple[tuple[str, Loss], tuple[int, int, str]]
+Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
 
 
 def forecast(
@@ -185,7 +185,7 @@ def _choices(
     stages: Sequence[int] | int,
     accumulate: Sequence[int] | int,
     order: Sequence[str] | str,
-) -> list[Choice]:
+) -> list[Combination]:
     """Returns all combinations, each once: nothing compiles twice."""
     stages, accumulate = each_once(stages), each_once(accumulate)
     orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
@@ -213,7 +213,7 @@ class Workload:
     planned: dict[str, Any]  # options of `plan`
     options: dict[str, Any]  # of `train_step`
 
-    def cases(self, choices: Sequence[Choice], gpus: str) -> tuple[Case, ...]:
+    def cases(self, choices: Sequence[Combination], gpus: str) -> tuple[Case, ...]:
         shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
         return tuple(self.case(*loss, *how) for loss, how in shown)
 
