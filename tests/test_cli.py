@@ -11,6 +11,7 @@ import pytest
 
 import zerojax
 from tests import stored
+from tests.choose import test_choice
 from zerojax import __main__ as cli
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
@@ -250,6 +251,23 @@ def test_codes_and_weights_kept_in_the_node(run, module):
 def test_rows_that_do_not_divide_into_microbatches(run, command):
     code, _, err = run(command, "124m", "--gpus", "8xH100", "--accumulate", "8")
     assert code == BAD_INPUT and "--accumulate 8 microbatches. Pass --rows 8, or a" in err
+
+
+def test_what_is_chosen_is_printed(run, monkeypatch):
+    given = {"peaks": [90, 30]}
+
+    def choose(losses, make_state, batch, **options):
+        given.update(options, losses=losses, rows=batch.shape[0])
+        return test_choice.choice(test_choice.tried(test_choice.EXACT, 1.5, given["peaks"].pop()))
+
+    monkeypatch.setattr(zerojax, "choose", choose)
+    for wanted in (OK, NOT_OK):
+        arguments = ("124m", "--gpus", "8xH100", "--rows", "2", "--network", "12.5", "--choose")
+        code, out, err = run("forecast", *arguments)
+        assert (code, err) == (wanted, "") and "1 ways ranked" in out
+        assert ("zerojax.train_step(losses" in out) == (wanted == OK)
+    assert list(given["losses"]) == ["none", "dots", "full"] and given["rows"] == 16
+    assert given["rates"].network == 12.5e9 and given["gpus"] == "8xH100"
 
 
 def test_what_chooses_is_not_told(run):

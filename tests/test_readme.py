@@ -30,6 +30,8 @@ ELSEWHERE = {
     "pip install .": "Makefile",  # make wheel
     "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
     f"export XLA_FLAGS={FLAG}": "tests/forecast/test_network.py",
+    # Takes minutes; tests/choose compiles a small model.
+    "zerojax forecast 124m --gpus 16xH100 --network 12.5 --choose": "tests/test_cli.py",
 }
 
 
