@@ -118,11 +118,15 @@ class _Search:
     def compile_best(self, ranked: Sequence[Tried]) -> None:
         """Compiles the best ways of each kind that fit by the formula, while it says that they may
         be faster than the best so far."""
+        fit = [one for one in ranked if one.peak <= ROUGHLY * self.usable]
+        ways = {one.way for one in fit}
+        # Nothing goes to the host that need not.
+        fit = [one for one in fit if not one.way.offload or one.way.with_less_offload not in ways]
         for exact, most, least_gain in ((True, EXACT, SLOWER), (False, LOSSY, FASTER)):
             # Of those that differ only in microbatches and loss, the formula's best.
             families: dict[tuple, list[Tried]] = {}
-            for one in ranked:
-                if one.way.is_exact == exact and one.peak <= ROUGHLY * self.usable:
+            for one in fit:
+                if one.way.is_exact == exact:
                     families.setdefault(_family(one.way), []).append(one)
             for family in itertools.islice(families.values(), most):
                 if family[0].estimate < least_gain * self.fastest():

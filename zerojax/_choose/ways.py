@@ -54,6 +54,11 @@ class Way:
         return self.gather is self.reduce is None
 
     @property
+    def with_less_offload(self) -> "Way":
+        """The same with the last kind of state in host memory back on the device."""
+        return dataclasses.replace(self, offload=self.offload[:-1])
+
+    @property
     def names_levels(self) -> bool:
         """Whether it needs hosts and their GPUs as axes of the mesh."""
         return self.groups is not None or self.regather == GPU or self.reduce is not None
