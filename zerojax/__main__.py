@@ -31,6 +31,7 @@ from zerojax._forecast import (
     presets as _presets,
 )
 from zerojax._forecast.forecast import mesh_of, names_levels, working
+from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.model import Model
 from zerojax._hlo import known as _known
 from zerojax._loss.order import ORDERS
@@ -104,15 +105,15 @@ def forecast(arguments: argparse.Namespace) -> int:
     if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
         _network.tell(os.environ)
     if arguments.choose:
-        return _chosen(arguments, losses, make_state, batch, rng, options)
+        return _chosen(arguments, (losses, make_state, batch, rng), options)
     found = zerojax.forecast(losses, make_state, batch, rng=rng, **options)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best else NOT_OK
 
 
-def _chosen(arguments: argparse.Namespace, *model: Any) -> int:
+def _chosen(arguments: argparse.Namespace, model: Model, options: dict[str, Any]) -> int:
     """Prints the fastest way to train the model."""
-    losses, make_state, batch, rng, options = model
+    losses, make_state, batch, rng = model
     unset = (None, [1], ORDERS[0])
     if named := [name for name in DECIDED if getattr(arguments, name) not in unset]:
         flags = ", ".join(f"--{name}" for name in named)
@@ -238,9 +239,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         return _models.of_function(name, arguments.config, settings)
     if arguments.config is not None:
         raise ValueError(f"--config is for module:function, and {name!r} is none.")
-    counts = getattr(arguments, "accumulate", [1])
-    counts = counts if isinstance(counts, list) else [counts]
-    if odd := [count for count in counts if arguments.rows % count]:
+    if odd := [count for count in each_once(arguments.accumulate) if arguments.rows % count]:
         raise ValueError(
             f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
             f"microbatches. Pass --rows {odd[0]}, or a multiple of it."

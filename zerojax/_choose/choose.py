@@ -122,14 +122,14 @@ class _Search:
         ways = {one.way for one in fit}
         # Nothing goes to the host that need not.
         fit = [one for one in fit if not one.way.offload or one.way.with_less_offload not in ways]
-        for exact, most, least_gain in ((True, EXACT, SLOWER), (False, LOSSY, FASTER)):
+        for exact, most, within in ((True, EXACT, SLOWER), (False, LOSSY, FASTER)):
             # Of those that differ only in microbatches and loss, the formula's best.
             families: dict[tuple, list[Tried]] = {}
             for one in fit:
                 if one.way.is_exact == exact:
                     families.setdefault(_family(one.way), []).append(one)
             for family in itertools.islice(families.values(), most):
-                if family[0].estimate < least_gain * self.fastest():
+                if family[0].estimate < within * self.fastest():
                     self._compile_family(family)
 
     def fastest(self) -> float:
@@ -189,15 +189,13 @@ class _Search:
         cases = {name: self.case(Way(name)) for name in self.losses}
         kept = {name: self.kept(name) for name in self.losses}
         first = next(iter(cases.values())).report
-        leaves, known = (
-            self.plan(Way()).params,
-            _state_bytes(self.plan(Way())) + first.memory.gathered,
-        )
+        plan = self.plan(Way())
+        known = _state_bytes(plan) + first.memory.gathered
         return Facts(
             rates=self.given["gpu"].rates,
             devices=size,
             local=local,
-            parameters=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
+            parameters=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in plan.params),
             compute={name: case.compute_seconds for name, case in cases.items()},
             kept=kept,
             workspace={name: case.peak - known - kept[name] for name, case in cases.items()},

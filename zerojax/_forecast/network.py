@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, MutableMapping
 
+from zerojax._engine.xla_options import KNOWN_SPEEDS
 from zerojax._hlo.gpus import Gpu
 
 # On data centers' GPUs from Hopper on, XLA's scheduler knows how long collectives take, but takes
@@ -13,9 +14,8 @@ from zerojax._hlo.gpus import Gpu
 # it is worth 1%, and groups whose gradients take two hops, a chain, lose by it: HSDP takes 583 ms
 # instead of 541.
 SLOW = 25  # GB/s
-KNOWS_TIMES = (9, 10)  # compute capabilities
 FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
-NAME = "xla_gpu_analytical_latency_estimator_options"
+NAME = FLAG.removeprefix("--").partition("=")[0]
 REASON = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
 
 
@@ -35,7 +35,7 @@ def tell(environ: MutableMapping[str, str]) -> None:
 
 def is_misjudged(gpu: Gpu) -> bool:
     """Whether XLA takes the network of these GPUs for a much faster one."""
-    return gpu.rates.network < SLOW * 1e9 and gpu.chip.capability[0] in KNOWS_TIMES
+    return gpu.rates.network < SLOW * 1e9 and gpu.chip.capability[0] in KNOWN_SPEEDS
 
 
 def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:
