@@ -48,6 +48,19 @@ def test_it_prints_what_was_compiled_and_the_python():
     assert "Nothing fits. The least is 90.0 GiB" in str(choice(tried(EXACT, 1.0, peak=90)))
 
 
+def test_it_says_what_hosts_need(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    known = _known.GPUS["H100"]
+    slow = dataclasses.replace(known, given_rates=dataclasses.replace(known.rates, network=6e9))
+    across = tried(CODES, 1.5)
+    across = dataclasses.replace(across, case=dataclasses.replace(across.case, network_bytes=1))
+    text = str(dataclasses.replace(choice(across), gpu=slow))
+    assert "Fastest with codes, 1.5 s:" in text and "before Python starts" in text
+    assert "XLA_FLAGS" not in str(dataclasses.replace(choice(tried(EXACT, 1.5)), gpu=slow))
+    pinned = dataclasses.replace(across.case, pinned=96 * 2**30)
+    assert "XLA pins" in str(choice(dataclasses.replace(across, case=pinned)))
+
+
 def loss(params, batch):
     layer = lambda x, w: (jnp.tanh(x @ w), None)
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, params["w"])[0] ** 2)

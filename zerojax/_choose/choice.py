@@ -1,15 +1,18 @@
 """The result of `choose`: the ways that were tried, the fastest, and the Python for it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from zerojax._choose.ways import Way
+from zerojax._choose.ways import Way, shown
+from zerojax._forecast import network as _network
 from zerojax._forecast.result import Case
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan.precision import Precision
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 
 FASTER = 0.99  # codes must pay for what they change
@@ -81,13 +84,13 @@ class Choice:
             state.append("mesh=mesh")
             if way.groups is None:
                 state.append('axis=("node", "gpu")')
-        placed = [f"{name}={_shown(value)}" for name, value in way.placed().items()]
+        placed = [f"{name}={shown(value)}" for name, value in way.placed().items()]
         precision = way.precision(self.precision)
         if precision is not None:
             state.append(f"precision={_shown_precision(precision)}")
         arguments = ", ".join(["make_state", *placed, *state])
-        stepped = "".join(f", {name}={_shown(value)}" for name, value in way.stepped().items())
-        loss = f"losses[{_shown(way.variant)}]" if way.variant else "loss_fn"
+        stepped = "".join(f", {name}={shown(value)}" for name, value in way.stepped().items())
+        loss = f"losses[{shown(way.variant)}]" if way.variant else "loss_fn"
         lines.append(f"state = zerojax.shard_train_state({arguments})")
         return "\n".join([*lines, f"step = zerojax.train_step({loss}{stepped})"])
 
@@ -128,21 +131,15 @@ class Choice:
         return [HEADER, *(self._row(one) for one in self.compiled)]
 
     def _row(self, one: Compiled) -> Row:
-        way, case = one.way, one.case
-        settings = (
-            way.placed()
-            | way.stepped()
-            | {name: code for name in ("gather", "reduce") if (code := getattr(way, name))}
-        )
-        name = ", ".join(f"{k}={_shown(v)}" for k, v in settings.items())
+        case = one.case
         return (
-            f"{name}; {way.variant}" if way.variant else name,
+            str(one.way),
             human_time(one.estimate),
             human_time(case.step_seconds),
             human_time(case.exposed_seconds + case.waited_seconds),
             human_bytes(case.peak),
             "yes" if case.fits else "no",
-            "exact" if way.is_exact else "codes",
+            "exact" if one.way.is_exact else "codes",
         )
 
     def _advice(self) -> Iterator[str]:
@@ -155,18 +152,23 @@ class Choice:
             yield f"\nFastest with exact numbers, {human_time(best.case.step_seconds)}:"
             yield f"\n{self.python(best.way)}"
         if coded is not None:
-            yield f"\nFaster with codes, {human_time(coded.case.step_seconds)}:"
+            how = "Faster" if best else "Fastest"
+            yield f"\n{how} with codes, {human_time(coded.case.step_seconds)}:"
             yield f"\n{self.python(coded.way)}"
+        told = self._told([one.case for one in (best, coded) if one])
+        yield from (f"\n{paragraphs([line])}" for line in told)
 
-
-def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
+    def _told(self, cases: Sequence[Case]) -> Iterator[str]:
+        """Says what these ways need of the hosts."""
+        if any(case.network_bytes for case in cases):
+            yield from filter(None, [_network.advice(self.gpu, os.environ)])
+        yield from _offload.told_of_pool(max((case.pinned for case in cases), default=0))
 
 
 def _shown_precision(precision: Precision) -> str:
     given = {f.name: getattr(precision, f.name) for f in dataclasses.fields(precision)}
-    shown = (f"{name}={_named(value)}" for name, value in given.items() if value is not None)
-    return f"zerojax.Precision({', '.join(shown)})"
+    named = (f"{name}={_named(value)}" for name, value in given.items() if value is not None)
+    return f"zerojax.Precision({', '.join(named)})"
 
 
 def _named(value: object) -> str:

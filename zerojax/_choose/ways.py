@@ -80,6 +80,12 @@ class Way:
             given or Precision(), gather=self.gather, reduce=self.reduce or (given and given.reduce)
         )
 
+    def __str__(self) -> str:
+        codes = {name: code for name in ("gather", "reduce") if (code := getattr(self, name))}
+        settings = self.placed() | self.stepped() | codes
+        named = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
+        return f"{named}; {self.variant}" if self.variant else named
+
     def placed(self) -> dict[str, Any]:
         """Returns its arguments of `shard_train_state`, but for the mesh and the precision."""
         found: dict[str, Any] = {"stage": self.stage} if self.groups is None else {}
@@ -96,6 +102,11 @@ class Way:
         if self.regather is not True:
             found["regather"] = self.regather
         return found
+
+
+def shown(value: object) -> str:
+    """Returns an argument as Python has it."""
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
 
 
 def ways(
