@@ -119,8 +119,10 @@ def test_a_step_compiles_from_abstract_state():
 def test_missing_packages_are_named_with_the_command(monkeypatch):
     """The compiler would end the process."""
     find = importlib.util.find_spec
-    gone = ("jax_cuda13_plugin", "nvidia")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in gone else find(n))
+    specs = {"jax_cuda13_plugin": None, "nvidia": None, "jax_cuda12_plugin": None}
+    specs |= dict.fromkeys(("jax_plugins", "jax_plugins.xla_cuda13"), find("json"))  # any is there
+    found = lambda name: specs[name] if name in specs else find(name)
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(zerojax.aot.shutil, "which", lambda _: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         zerojax.aot.check_packages()
