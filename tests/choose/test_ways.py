@@ -1,7 +1,6 @@
 """The ways to train, and what the formula says of them."""
 
 import dataclasses
-import itertools
 
 import pytest
 
@@ -43,8 +42,6 @@ def facts(devices=64, compute=100.0, **changes):
     ],
 )
 def test_bytes_sent_are_those_of_the_guide(way, inside, between):
-    if way.groups is not None:  # its weights cross twice, as the guide's do in the update's dtype
-        inside = 4 * (2 * WEIGHTS + GRADS)
     forward, backward = facts().sent(way)
     assert forward[0] + backward[0] == pytest.approx(inside)
     assert forward[1] + backward[1] == pytest.approx(between)
@@ -109,5 +106,4 @@ def test_codes_are_added_to_the_precision():
     assert (coded.compute, coded.reduce) == ("bfloat16", "float32")
     assert coded.gather == zerojax.Blocks("int8")
     assert Way(gather="int8", reduce="int4").precision(None).reduce == zerojax.Blocks("int4")
-    for one, other in itertools.product((Way(), Way(gather="int8")), repeat=2):
-        assert (one.placement == other.placement) is True, "codes place nothing"
+    assert Way(gather="int8").placement == Way().placement, "codes place nothing"
