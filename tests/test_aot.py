@@ -15,14 +15,13 @@ from tests import audits
 from zerojax._forecast import doctor as _doctor
 from zerojax._hlo import known as _known
 
-VOLTA = ("V100-16GB", "V100-32GB")
+VOLTA = ("V100-16GB", "V100-32GB")  # only CUDA 12 compiles for them; CUDA 13 is tested to refuse
+COMPILED = [name for name in _known.GPUS if name not in VOLTA or zerojax.aot._cuda() == "cuda12"]
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("name", _known.GPUS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_every_gpu_compiles_a_program(name):
-    if name in VOLTA and zerojax.aot._cuda() == "cuda13":
-        pytest.skip("CUDA 13 does not compile for it")
     mesh = zerojax.aot.mesh(f"2x{name}")
     assert mesh.devices.flat[0].device_kind == _known.GPUS[name].device_kind
     rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -36,10 +35,10 @@ def test_every_gpu_compiles_a_program(name):
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("name", ["T4", "A10G", "RTX4090", "RTX5090", "H20", "B300", *VOLTA])
+@pytest.mark.parametrize(
+    "name", sorted({"T4", "A10G", "RTX4090", "RTX5090", "H20", "B300", *VOLTA} & {*COMPILED})
+)
 def test_a_step_compiles_in_the_16_bits_that_a_gpu_has(name):
-    if name in VOLTA and zerojax.aot._cuda() == "cuda13":
-        pytest.skip("CUDA 13 does not compile for it")
     gpu, plan = _known.GPUS[name], audits.planned(f"8x{name}", 3)
     loss = functools.partial(audits.loss, dtype=jnp.dtype(gpu.half))
     step = zerojax.train_step(loss, plan=plan)
