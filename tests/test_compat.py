@@ -1,5 +1,8 @@
 """The readings of JAX that move between versions; fails plainly on a JAX that moved again."""
 
+import inspect
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +10,7 @@ from jax import lax
 
 from zerojax import _compat
 
+ATTENTIONS = {"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"}
 UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.py about it"
 
 
@@ -80,6 +84,23 @@ def test_what_nobody_reads_is_taken_out_of_loops():
     (scan,) = _compat.without_unread(jaxpr).eqns
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan", "sin"]
     assert [eqn.primitive.name for eqn in _compat.inner_jaxpr(scan)[0].eqns] == ["add"]
+
+
+@pytest.mark.parametrize(("transposed", "dim"), [(False, 1), (True, 2)])
+def test_attention_of_cudnn_is_traced_without_it(transposed, dim, monkeypatch):
+    attend = inspect.unwrap(jax.nn.dot_product_attention).__globals__["cudnn_dot_product_attention"]
+    module = inspect.unwrap(attend).__globals__
+    missing = mock.Mock(side_effect=RuntimeError("cuDNN not found."))
+    monkeypatch.setitem(module, "check_cudnn_version", missing)
+    layout = {"qkv_layout": "BNTH" if transposed else "BTNH"}
+    shape = (2, 4, 16, 64) if transposed else (2, 16, 4, 64)
+    trace = lambda: jax.make_jaxpr(lambda q: attend(q, q, q, **layout))(jnp.ones(shape, "bfloat16"))
+    with pytest.raises(RuntimeError, match="cuDNN not found"):
+        trace()
+    _compat.assume_cudnn()
+    found = [e for e in _compat.every_eqn(trace().jaxpr) if e.primitive.name in ATTENTIONS]
+    assert found and _compat.sequence_dim(found[0]) == dim, UNKNOWN
+    assert found[0].primitive.name.startswith(_compat.ATTENTION)
 
 
 def test_vjp_functions_are_pytrees_that_hold_inputs_by_identity():

@@ -5,6 +5,7 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a p
 message on a JAX whose internals have moved again.
 """
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -232,6 +233,27 @@ def shared_store() -> Any:
     way to it: Orbax and XLA's own collectives find each other by it too.
     """
     return multihost_utils.distributed.global_state.client  # type: ignore
+
+
+# -- cuDNN's attention
+
+ATTENTION = "dot_product_attention_fwd"  # how its primitives' names begin
+CUDNN = 91000  # any version that JAX takes; a traced program names one
+
+
+def assume_cudnn() -> None:
+    """Lets cuDNN's attention be traced where there is no cuDNN: XLA compiles it without one."""
+    attend = inspect.unwrap(jax.nn.dot_product_attention).__globals__["cudnn_dot_product_attention"]
+    module = inspect.unwrap(attend).__globals__
+    try:
+        module["check_cudnn_version"]()
+    except RuntimeError:
+        module["check_cudnn_version"] = lambda: CUDNN
+
+
+def sequence_dim(attention: JaxprEqn) -> int:
+    """Returns which dimension of its keys is the sequence: layouts are BTNH and BNTH."""
+    return 1 + attention.params["layout"]
 
 
 # -- memories

@@ -173,6 +173,10 @@ def _flops(eqn: JaxprEqn) -> float:
         kernel, output = type_of(eqn.invars[1]), type_of(eqn.outvars[0])
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * output.size * (kernel.size / features)
+    if name.startswith(_compat.ATTENTION):  # as without a kernel: what a mask hides counts, too
+        query, key = type_of(eqn.invars[0]), type_of(eqn.invars[1])
+        keys = key.shape[_compat.sequence_dim(eqn)]
+        return 4.0 * query.size * keys
     inner = [matmul_flops(jaxpr) for jaxpr in _compat.inner_jaxprs(eqn)]
     if name == "cond":
         return max(inner, default=0.0)

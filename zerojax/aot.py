@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zerojax import _compat
 from zerojax._hlo import gpus as _gpus, known as _known
 from zerojax._hlo.gpus import Gpu
 from zerojax._loss import batch as _batch
@@ -101,6 +102,7 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
     # The plugin reads it when it is first loaded; without it, it refuses machines without a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
+    _compat.assume_cudnn()
     try:
         topology = topologies.get_topology_desc(
             name,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from zerojax import _compat
 from zerojax._forecast import mfu as _mfu, presets as _presets
 from zerojax._hlo import known as _known
 
@@ -45,6 +46,32 @@ def test_presets_train():
     assert float(step(new, tokens)[0]) < float(value)
     state = jax.eval_shape(gpt.make_state)
     assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("name", ["7.5b", "llama-8b"])
+def test_what_is_kept_for_backward_has_names(name):
+    small = dict(layers=2, hidden=64, heads=8, vocab=64, tokens=8)
+    gpt = dataclasses.replace(_presets.preset(name), **small)
+    names = "q+k+v" if name.startswith("llama") else "qkv"
+
+    def matmuls(remat):
+        grad = jax.make_jaxpr(jax.grad(gpt.losses([remat])[remat]))(gpt.shapes(), gpt.batch(1))
+        return [e.primitive.name for e in _compat.every_eqn(grad.jaxpr)].count("dot_general")
+
+    kept = len(names.split("+"))
+    assert matmuls("full") - matmuls(names) == kept, "which are not computed again"
+    everything = f"{names}+attended+proj+up+down" + "+gate" * name.startswith("llama")
+    assert matmuls("full") > matmuls(names) > matmuls(everything)
+
+
+def test_attention_of_cudnn_counts_the_same_flops():
+    _compat.assume_cudnn()
+    gpt = dataclasses.replace(_presets.preset("124m"), tokens=256)
+    fused = dataclasses.replace(gpt, attention="cudnn")
+    count = lambda model: _mfu.matmul_flops(model.loss, model.shapes(), model.batch(2))
+    assert count(fused) == count(gpt)
+    with pytest.raises(ValueError, match=r"no attention 'flash'. Name one of xla, cudnn"):
+        count(dataclasses.replace(gpt, attention="flash"))
 
 
 def test_gpus_without_bfloat16_compute_in_float16():

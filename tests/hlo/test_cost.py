@@ -1,5 +1,7 @@
 """The cost of one instruction: the bytes it touches, and its arithmetic."""
 
+import dataclasses
+
 import pytest
 
 from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, module
@@ -55,3 +57,39 @@ def test_flops_of_an_instruction(instruction, flops):
     made = module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")
     found = CostModel(made, RATES).flops_by_dtype("main", made.root("main"))
     assert found == ({"f32": flops} if flops else {})
+
+
+def attention(target, mask="CAUSAL"):
+    config = (
+        '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", '
+        f'"dimensions": ["2", "16", "2048", "2048"]}}, "mask_type": "{mask}"}}}}'
+    )
+    called = f'custom_call_target="{target}", backend_config={config}'
+    result = "(bf16[2,16,2048,128]{3,1,2,0}, f32[2,16,2048]{2,1,0}, u8[0]{0})"
+    queries = "  %q = bf16[2,2048,16,128]{3,2,1,0} parameter(3)"
+    return module(
+        f"{ARGUMENTS}{queries}\n  ROOT %out = {result} custom-call(%q, %q, %q), {called}\n"
+    )
+
+
+SCORES = 2 * 16 * 2048 * 2048
+
+
+@pytest.mark.parametrize(
+    ("made", "flops"),
+    [
+        (attention("__cudnn$fmhaSoftmax", "NO_MASK"), 4 * SCORES * 128),
+        (attention("__cudnn$fmhaSoftmax"), 2 * SCORES * 128),
+        (attention("__cudnn$fmhaSoftmax", "PADDING_CAUSAL"), 2 * SCORES * 128),
+        (attention("__cudnn$fmhaSoftmaxBackward"), 5 * SCORES * 128),
+        (attention("some_kernel_of_the_users"), 0),
+    ],
+)
+def test_attention_of_cudnn_costs_its_flops(made, flops):
+    rates = dataclasses.replace(RATES, attention=1e13)
+    cost = CostModel(made, rates)
+    assert cost.flops_by_dtype("main", made.root("main")).total() == flops
+    memory = cost.touched("main", made.root("main")) / rates.memory
+    assert cost.seconds("main", made.root("main")) == max(flops / 1e13, memory)
+    faster = CostModel(made, dataclasses.replace(rates, attention=1e20))
+    assert faster.seconds("main", made.root("main")) == max(flops / rates.flops, memory)

@@ -81,7 +81,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
     _order_argument(parser, nargs="+")
     parser.add_argument(
-        "--remat", nargs="+", choices=_presets.REMATS, help="of a preset: full; to choose, all"
+        "--remat", nargs="+", help="of a preset: none, dots, full, or what is kept, such as q+k+v"
     )
     text = "find the fastest way that fits, and print the Python for it"
     parser.add_argument("--choose", action="store_true", help=text)

@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zerojax._hlo.gpus import Gpu
 from zerojax._types import PyTree
 
 REMATS = ("none", "dots", "full")
+NAMES = ("q", "k", "v", "qkv", "attended", "proj", "gate", "up", "down")  # of what layers compute
+ATTENTIONS = ("xla", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpt:
     """A GPT-2: stacked layers in a scan, fp32 parameters cast to `compute`, learned positions, tied
-    embeddings."""
+    embeddings. What a layer computes has names, by which `remat` may say what is kept."""
 
     layers: int
     hidden: int
@@ -27,6 +30,7 @@ class Gpt:
     vocab: int = 50304
     tokens: int = 1024
     compute: DTypeLike = jnp.bfloat16
+    attention: str = "xla"  # "cudnn" is the fused kernel of GPUs
 
     def dims(self) -> PyTree:
         """Returns the shape of every parameter; those of `blocks` begin with the layers."""
@@ -73,12 +77,21 @@ class Gpt:
         return _norm(x, params["norm"]) @ params["embed"].T
 
     def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
-        rows, tokens, dim = x.shape
-        qkv = (_norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, 3, self.heads, -1)
-        q, k, v = (qkv[:, :, i] for i in range(3))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
-        return x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+        rows, tokens, _ = x.shape
+        qkv = checkpoint_name(_norm(x, p["norm1"]) @ p["qkv"], "qkv")
+        qkv = qkv.reshape(rows, tokens, 3, self.heads, -1)
+        attended = self.attended(*(qkv[:, :, i] for i in range(3))).reshape(x.shape)
+        x = x + checkpoint_name(attended @ p["proj"], "proj")
+        up = checkpoint_name(_norm(x, p["norm2"]) @ p["up"], "up")
+        return x + checkpoint_name(jax.nn.gelu(up) @ p["down"], "down"), None
+
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.attention not in ATTENTIONS:
+            raise ValueError(
+                f"no attention {self.attention!r}. Name one of {', '.join(ATTENTIONS)}."
+            )
+        attend = functools.partial(jax.nn.dot_product_attention, implementation=self.attention)
+        return checkpoint_name(attend(q, k, v, is_causal=True), "attended")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +119,15 @@ class Llama(Gpt):
     def layer(self, x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
         rows, tokens, dim = x.shape
         h = _rms_norm(x, p["norm1"])
-        q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
-        attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
-        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
+        q, k, v = (
+            checkpoint_name(h @ p[name], name).reshape(rows, tokens, -1, dim // self.heads)
+            for name in "qkv"
+        )
+        attended = self.attended(_rotated(q), _rotated(k), v).reshape(x.shape)
+        x = x + checkpoint_name(attended @ p["proj"], "proj")
         h = _rms_norm(x, p["norm2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+        gate, up = (checkpoint_name(h @ p[name], name) for name in ("gate", "up"))
+        return x + checkpoint_name((jax.nn.silu(gate) * up) @ p["down"], "down"), None
 
 
 PRESETS = {
@@ -156,12 +173,21 @@ def preset(name: str, gpu: Gpu | None = None) -> Gpt:
 
 
 def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
-    if remat not in REMATS:
-        raise ValueError(f"no remat {remat!r}. Name one of {', '.join(REMATS)}.")
+    kept = remat.split("+")
     if remat == "none":
         return layer
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(layer, policy=dots if remat == "dots" else None)
+    if remat == "full":
+        policy = None
+    elif remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    elif {*kept} <= {*NAMES}:
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    else:
+        raise ValueError(
+            f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or what is kept for backward, "
+            f"such as q+k+v, of {', '.join(NAMES)}."
+        )
+    return jax.checkpoint(layer, policy=policy)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

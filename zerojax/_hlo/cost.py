@@ -1,7 +1,8 @@
 """The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
 
-Arithmetic is matmul FLOPs over the reachable FLOP/s, memory is bytes touched over the reachable
-bytes/s. A slice of a stacked buffer costs the slice, an update in place costs the update.
+Arithmetic is FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that these reach; memory is
+bytes touched over the reachable bytes/s. A slice of a stacked buffer costs the slice, an update in
+place costs the update.
 """
 
 import functools
@@ -25,6 +26,7 @@ _FREE = {
     "opt-barrier",
 }
 _MATMUL_CALL = re.compile("matmul|cublas")
+_ATTENTION = "__cudnn$fmha"
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
@@ -39,8 +41,10 @@ class CostModel:
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
         flops = self.flops_by_dtype(computation, instruction).total()
-        nbytes = self.touched(computation, instruction)
-        return max(flops / self.rates.flops, nbytes / self.rates.memory)
+        rate = self.rates.flops
+        if _is_attention(instruction):
+            rate = min(rate, self.rates.attention)
+        return max(flops / rate, self.touched(computation, instruction) / self.rates.memory)
 
     # -- arithmetic
 
@@ -68,7 +72,7 @@ class CostModel:
             return self._dot_flops(computation, instruction)
         if opcode == "convolution" or "__cudnn$conv" in attributes:
             return self._convolution_flops(computation, instruction)
-        return 0
+        return self._attention_flops(computation, instruction) if _is_attention(instruction) else 0
 
     def _dot_flops(self, computation: str, dot: Instruction) -> int:
         left = self.module.computations[computation][dot.operands[0]].arrays[0]
@@ -91,6 +95,15 @@ class CostModel:
         labels = convolution.attribute(r"dim_labels=\w+_(\w+)->") or ""
         features = kernel.dims[labels.index("o")] if "o" in labels else 1
         return 2 * output.size * kernel.size // max(features, 1)
+
+    def _attention_flops(self, computation: str, attention: Instruction) -> int:
+        """Counts the FLOPs of its matmuls; of causal attention half, as its kernel skips blocks."""
+        scores = attention.attribute(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]')
+        count = math.prod(int(d) for d in re.findall(r"\d+", scores or "0"))
+        query = self.module.computations[computation][attention.operands[0]].arrays[0]
+        matmuls = 5 if "Backward" in attention.attributes else 2  # backward makes the scores again
+        causal = "CAUSAL" in (attention.attribute(r'"mask_type": ?"(\w+)"') or "")
+        return matmuls * 2 * count * query.dims[-1] // (2 if causal else 1)
 
     # -- memory
 
@@ -129,6 +142,10 @@ class CostModel:
         parameters = [i for i in instructions.values() if i.opcode == "parameter"]
         reads = sum(_read(p, users[p.name]) for p in parameters)
         return reads, sum(_written_by(instructions, output) for output in outputs)
+
+
+def _is_attention(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and _ATTENTION in instruction.attributes
 
 
 def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:

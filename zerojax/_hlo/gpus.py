@@ -7,6 +7,8 @@ import math
 # TFLOP/s in bf16 matmuls, 2.7 of 3.35 TB/s of memory, 350 of 450 GB/s over NVLink.
 REACHED_FLOPS, REACHED_MEMORY, REACHED_LINK = 600 / 989, 2.7 / 3.352, 350 / 450
 REACHED_HOST = 50 / 64
+# Of cuDNN's causal attention, both ways, as published for H100s: docs/calibration.md.
+REACHED_ATTENTION = 0.5
 # NVIDIA's Grace benchmarking guide expects 80 to 95% of the data sheet's rate in STREAM.
 REACHED_HOST_MEMORY = 0.8
 
@@ -46,6 +48,7 @@ class Rates:
     host: float = 50e9  # between a GPU and its host's memory, in each direction at once
     host_latency: float = 10e-6
     host_memory: float = math.inf  # of a host, reading and writing together, for all of its GPUs
+    attention: float = math.inf  # FLOP/s of cuDNN's attention; never more than `flops`
 
     def to_host(self, gpus: int) -> float:
         """Returns the bytes/s between a GPU and its host, each way, where so many copy at once."""
@@ -150,6 +153,7 @@ class Gpu:
             machine.network,
             host=min(machine.host * REACHED_HOST, machine.own_memory * REACHED_HOST_MEMORY / 2),
             host_memory=machine.host_memory * REACHED_HOST_MEMORY,
+            attention=self.flops * REACHED_ATTENTION,
         )
 
     def target_config(self) -> str:
