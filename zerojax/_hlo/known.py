@@ -38,6 +38,8 @@ _GH200_NVL32 = Machine(450e9, _cards(400, 1), C2C, own_memory=GRACE)
 _GB200_NVL72 = Machine(900e9, _cards(400, 1), C2C / 2, own_memory=GRACE / 2)
 _GB300_NVL72 = Machine(900e9, _cards(800, 1), C2C / 2, own_memory=GRACE / 2)
 
+_OF_A100 = 0.67  # of the data sheet's FLOP/s, fitted to published steps: docs/calibration.md
+
 _V100 = Chip((7, 0), 80, 1.53, 6 * MB, 98304, fpus_per_core=64)
 _T4 = Chip((7, 5), 40, 1.59, 4 * MB, 65536, threads_per_core=1024, fpus_per_core=64)
 _A100 = Chip((8, 0), 108, 1.41, 40 * MB, 167936, fpus_per_core=64)
@@ -66,8 +68,8 @@ _KNOWN = (
     Gpu("RTX5090", _5090, 33_680_457_728, 1.792e12, 209.5e12, _RTX5090, _SLOTS_5),
     Gpu("V100-16GB", _V100_16, 16_935_682_048, 0.9e12, 125e12, _V100, _DGX_1),
     Gpu("V100-32GB", _V100_32, 34_089_730_048, 0.9e12, 125e12, _V100, _DGX_2),
-    Gpu("A100-40GB", _A100_40, 42_298_834_944, 1.555e12, 312e12, _A100, _DGX_A100),
-    Gpu("A100-80GB", _A100_80, 85_094_825_984, 2.039e12, 312e12, _A100, _DGX_A100),
+    Gpu("A100-40GB", _A100_40, 42_298_834_944, 1.555e12, 312e12, _A100, _DGX_A100, _OF_A100),
+    Gpu("A100-80GB", _A100_80, 85_094_825_984, 2.039e12, 312e12, _A100, _DGX_A100, _OF_A100),
     Gpu("H20", "NVIDIA H20", 97_285 * MB, 4.0e12, 148e12, _H20, _DGX_H100),
     Gpu("H100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 3.352e12, 989e12, _H100, _DGX_H100),
     Gpu("H200", "NVIDIA H200", 150_110_011_392, 4.8e12, 989e12, _H100, _DGX_H100),
