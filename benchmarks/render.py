@@ -9,7 +9,7 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = (HERE / "README.md", DOCS / "groups.md", DOCS / "wires.md")
+PAGES = (HERE / "README.md", DOCS / "calibration.md", DOCS / "groups.md", DOCS / "wires.md")
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
@@ -215,6 +215,48 @@ def _by_speed(file, *parts: dict[str, str]) -> str:
     return _rows(["", *cards, "compute", "GiB between nodes", "temporary GiB"], lines)
 
 
+ERRORS = {"error": "as forecast", "error_fitted": "fitted"}
+USES = {"fit": "fitted to", "held out": "held out", "PyTorch": "of PyTorch"}
+
+
+def published() -> str:
+    """Renders published steps beside what the replay says of them."""
+    signed = lambda error: "" if error is None else f"{error:+.1f}%"
+    rows = [
+        [
+            row["row"],
+            USES[row["use"]],
+            f"{row['measured']:.3f} s",
+            f"{row['forecast']:.3f} s",
+            signed(row["error"]),
+            signed(row["error_fitted"]),
+            signed(row["error_of_its_own_program"]),
+            "" if row["use"] == "PyTorch" else f"{row['peak_gib']:.1f} of {row['usable_gib']:.1f}",
+        ]
+        for row in _stored("published.json")["rows"]
+    ]
+    header = ["step", "row is", "measured", "forecast", *ERRORS.values(), "its own program"]
+    sources = dict.fromkeys(row["source"] for row in _stored("published.json")["rows"])
+    listed = "\n".join(f"- {source}" for source in sources)
+    return f"{_rows([*header, 'peak, GiB'], rows)}\n\nSources, in this order:\n\n{listed}"
+
+
+def published_summary() -> str:
+    """Renders the errors over published steps."""
+    found = _stored("published.json")
+    rows = [
+        [f"{USES[use]}, {kind}", str(part["rows"]), f"{part['mean']}%", f"{part['worst']}%",
+         f"{part['pairs_in_order']} of {part['pairs']}"]
+        for use in USES
+        for error, kind in ERRORS.items()
+        for part in [found["summary"][error][use]]
+    ]  # fmt: skip
+    header = ["rows", "how many", "mean error", "largest", "pairs in order"]
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in found["fitted"].items())
+    made_by = f"JAX {found['jax']} ({found['date']}); fitted: {shares} of the data sheet's FLOP/s."
+    return f"{_rows(header, rows)}\n\n{made_by}"
+
+
 def gpu() -> str:
     """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
@@ -305,6 +347,8 @@ TABLES = {
     "groups": groups,
     "layered": layered,
     "wires": wires,
+    "published": published,
+    "published_summary": published_summary,
 }
 
 if __name__ == "__main__":

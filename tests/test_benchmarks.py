@@ -1,5 +1,6 @@
 """The benchmarks' page holds what is stored; the rivals train what we train."""
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 import zerojax
 from tests.conftest import make_mesh
 from zerojax._forecast import presets as _presets
+from zerojax._hlo import known as _known
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 RIVALS = {
@@ -254,3 +256,47 @@ def test_rows_in_host_memory_have_the_same_keys_and_are_those_of_the_docs():
         host = f"{row['host_gib']:.1f}" if row["host_gib"] else "0"
         cells = [called, f"{row['device_gib']:.1f}", host, *(f"{row[s]:.0f}" for s in speeds)]
         assert f"| {' | '.join(cells)} |" in page
+
+
+# -- published steps
+
+
+def test_forecasts_of_published_steps_are_those_of_the_stored_schedules():
+    published = importlib.import_module("published")
+    texts, found = published.stored_schedules(), json.loads(published.STORED.read_text())
+    rows = {row["row"]: row for row in found["rows"]}
+    assert rows.keys() == published.ROWS.keys() <= texts.keys()
+    assert not any("/" in line for text in texts.values() for line in text.splitlines()[:9])
+    name = "MaxText Llama 2 7B, 8 H100"
+    row, module = published.ROWS[name], published.Module(texts[name])
+    share = row.gpu.rates.flops / row.gpu.flops
+    assert round(published.replayed(module, row, share), 3) == rows[name]["forecast"]
+    assert rows[name]["measured"] == row.seconds == 0.721
+    slow = dataclasses.replace(row, network=0.001, per_host=4)
+    assert published.replayed(module, slow, share) > 2 * rows[name]["forecast"]
+    assert found["summary"]["error"]["held out"] == published.summary(found, error="error")
+
+
+def test_the_library_reaches_what_was_fitted():
+    """A100s as fitted; on H100s, the fit is close to what the library had, and that stays."""
+    fitted = json.loads((BENCHMARKS / "published.json").read_text())["fitted"]
+    assert _known.GPUS["A100-80GB"].reached_flops == pytest.approx(fitted["Ampere"], abs=0.005)
+    assert _known.GPUS["H100"].reached_flops == pytest.approx(fitted["Hopper"], rel=0.04)
+
+
+def test_a_share_is_fitted_by_least_squares(monkeypatch):
+    published = importlib.import_module("published")
+    names = list(published.JAX)[:3]
+    seconds = {name: published.ROWS[name].seconds for name in names}
+    step = lambda module, row, share: row.seconds * (0.2 + 0.8 * 0.65 / share)
+    monkeypatch.setattr(published, "replayed", step)
+    assert published.fitted(seconds, names) == pytest.approx(0.65)
+
+
+def test_errors_of_published_steps_and_their_order():
+    published = importlib.import_module("published")
+    row = lambda measured, error: {"use": "held out", "measured": measured, "error": error}
+    rows = [row(1.0, 50.0), row(1.2, -5.0), row(1.25, 0.0), row(9.0, 1.0)]
+    found = published.summary({"rows": rows}, error="error")
+    # 1.2 and 1.25 are too close to be a pair; the first is told to be slower than both.
+    assert found == {"rows": 4, "mean": 14.0, "worst": 50.0, "pairs": 5, "pairs_in_order": 3}
