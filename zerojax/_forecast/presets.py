@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -109,8 +110,45 @@ class Llama(Gpt):
         q, k, v = ((h @ p[name]).reshape(rows, tokens, -1, dim // self.heads) for name in "qkv")
         attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
         x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
-        h = _rms_norm(x, p["norm2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+        return x + self.fed_forward(_rms_norm(x, p["norm2"]), p), None
+
+    def fed_forward(self, h: jax.Array, p: PyTree) -> jax.Array:
+        return (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixtral(Llama):
+    """A Llama whose every token goes to the `top` of several experts, by a router.
+
+    In each sequence an expert has room for as many tokens as would come if all experts got the same
+    number, times `room`; further ones get nothing of it. So a step computes, and counts, as many
+    FLOPs as if each token went to its `top` experts, on whichever GPUs. There is no loss that
+    balances experts.
+    """
+
+    experts: int = 8
+    top: int = 2
+    room: float = 1.0
+
+    def dims(self) -> PyTree:
+        n, d, e = self.layers, self.hidden, self.experts
+        up, down = (n, e, d, self.inner), (n, e, self.inner, d)
+        dims = super().dims()
+        dims["blocks"] |= {"router": (n, d, e), "gate": up, "up": up, "down": down}
+        return dims
+
+    def fed_forward(self, h: jax.Array, p: PyTree) -> jax.Array:
+        tokens, dim = h.shape[1:]
+        scores, experts = jax.lax.top_k((h @ p["router"]).astype(jnp.float32), self.top)
+        shares = jax.nn.softmax(scores).astype(h.dtype)
+        room = math.ceil(self.room * tokens * self.top / self.experts)
+        slots, places = jax.vmap(lambda chosen: _dispatched(chosen, self.experts, room))(experts)
+        read = jax.vmap(lambda rows, at: rows.at[at].get(mode="fill", fill_value=0))
+        x = read(h, slots).reshape(-1, self.experts, room, dim)
+        gate, up = (jnp.einsum("retd,edf->retf", x, p[name]) for name in ("gate", "up"))
+        out = jnp.einsum("retf,efd->retd", jax.nn.silu(gate) * up, p["down"])
+        found = read(out.reshape(-1, self.experts * room, dim), places)
+        return (found * shares[..., None]).sum(2)
 
 
 PRESETS = {
@@ -130,6 +168,7 @@ PRESETS = {
     "12b": Gpt(58, 4096, 32),
     "13b": Gpt(62, 4096, 32),
     # And those with it.
+    "17b": Gpt(78, 4256, 28),  # Turing-NLG
     "20b": Gpt(98, 4096, 32),
     "40b": Gpt(88, 6144, 32),
     "60b": Gpt(132, 6144, 32),
@@ -142,6 +181,8 @@ PRESETS = {
     "llama-8b": Llama(32, 4096, 32, vocab=128256),
     "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
     "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
+    "llama-405b": Llama(126, 16384, 128, vocab=128256, inner=53248),
+    "mixtral-8x7b": Mixtral(32, 4096, 32, vocab=32000),
 }
 
 
@@ -152,7 +193,12 @@ def preset(name: str, gpu: Gpu | None = None) -> Gpt:
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
     found = PRESETS[name.lower()]
-    return found if gpu is None else dataclasses.replace(found, compute=jnp.dtype(gpu.half))
+    return found if gpu is None else on(found, gpu)
+
+
+def on(model: Gpt, gpu: Gpu) -> Gpt:
+    """Returns a model that computes in the 16 bits that a GPU has."""
+    return dataclasses.replace(model, compute=jnp.dtype(gpu.half))
 
 
 def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
@@ -174,6 +220,20 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.square(wide).mean(-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
+
+
+def _dispatched(experts: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array]:
+    """Gives the tokens of a sequence their slots in the experts that they chose, (tokens, top).
+
+    Returns the token in each slot, and the slot for each choice; numbers out of range where a slot
+    stays empty or an expert is full.
+    """
+    tokens, top = experts.shape
+    chosen = jax.nn.one_hot(experts.reshape(-1), count, dtype=jnp.int32)
+    before = (jnp.cumsum(chosen, 0) * chosen).sum(1) - 1  # earlier choices of the same expert
+    slots = jnp.where(before < room, experts.reshape(-1) * room + before, count * room)
+    inside = jnp.full(count * room, tokens).at[slots].set(jnp.arange(tokens * top) // top)
+    return inside, slots.reshape(tokens, top)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
