@@ -53,9 +53,9 @@ class Model:
         mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
         plan = _planner.plan(self.make_state, stage=0, mesh=mesh, tx=tx)
         step = train_step(self.loss, plan=plan, tx=tx, mutable=mutable)
-        batch = aot.batch(self.batch(1), plan)
-        traced = step.without_options.trace(plan.abstract(), batch)
-        return hashlib.sha256(_fingerprint.of_program(traced.jaxpr).encode()).hexdigest()
+        args = plan.abstract(), aot.batch(self.batch(1), plan)
+        program = _fingerprint.of_program(step.without_options.trace(*args).jaxpr)
+        return hashlib.sha256(f"{_fingerprint.of_shapes(args)}\n{program}".encode()).hexdigest()
 
 
 def given(models: str | Sequence[str] | Mapping[str, Given]) -> dict[str, Given]:
