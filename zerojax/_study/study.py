@@ -108,7 +108,7 @@ def _check(
     kinds = {gpu_of(size, rates).name for size in gpus}
     if rates is not None and len(kinds) > 1:
         raise ValueError(
-            f"rates= are those of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
+            f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
     if odd := [stage for stage in stages if stage not in STAGES]:
