@@ -43,6 +43,13 @@ def test_the_most_that_fit_are_found_in_a_few_compiles(state, row, most, least):
     assert len(tried) == len(set(tried)) <= 5
 
 
+def test_memory_as_xla_schedules_it_is_no_line():
+    """Peaks of 7.5B at stage 3 on 64 H100s, GiB by rows."""
+    peaks = {4: 6.2, 56: 54.3, 72: 61.5, 80: 70.5, 88: 81.9, 96: 83.9}
+    found, tried = searched(lambda rows: peaks[rows])
+    assert found == 80 and len(tried) <= 6
+
+
 def test_memory_that_is_no_line_is_searched_too():
     found, tried = searched(lambda rows: 20 + rows**1.5)
     assert found == 14 and len(tried) <= 6

@@ -20,7 +20,7 @@ def largest(made: Callable[[int], Figures], least: int) -> Figures:
     """Returns the figures of the most rows that fit, a multiple of `least`; of `least` if none do.
 
     The most rows known to fit and the fewest known not to close in on each other. Tried next are
-    those that would fill the GPU if its memory grew with the rows as it did so far.
+    those that would fill the GPU if memory grew evenly with the rows.
     """
     steps, tried = ladder(least), dict[int, Figures]()
     fits, fails, at = -1, len(steps), FIRST - 1
@@ -33,12 +33,12 @@ def largest(made: Callable[[int], Figures], least: int) -> Figures:
 
 
 def _filling(tried: dict[int, Figures]) -> float:
-    """Returns the rows that would fill the GPU: memory is taken for a line through the two tries
-    nearest to that, or through the state without any rows."""
-    near = sorted(tried.values(), key=lambda one: abs(one.peak - one.usable))
-    one = near[0]
-    rows, peak = 0, one.parameters + one.optimizer
-    if len(near) > 1:
-        rows, peak = near[1].rows, near[1].peak
-    slope = (one.peak - peak) / (one.rows - rows)
-    return one.rows + (one.usable - one.peak) / slope if slope > 0 else math.inf
+    """Returns the rows that would fill the GPU, by a line through the most that fit and the fewest
+    that do not; while all or none fit, through the last two that do, or the state without rows."""
+    known = sorted(tried.values(), key=lambda one: one.rows)
+    fit, not_fit = [one for one in known if one.fits], [one for one in known if not one.fits]
+    near = [*fit[-1:], *not_fit[:1]] if not_fit else fit[-2:]
+    points = [(0, near[0].parameters + near[0].optimizer), *((one.rows, one.peak) for one in near)]
+    (few, less), (many, more) = points[-2:]
+    slope = (more - less) / (many - few)
+    return few + (near[0].usable - less) / slope if slope > 0 else math.inf
