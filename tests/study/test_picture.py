@@ -43,7 +43,7 @@ def test_each_model_has_a_panel_for_one_for_all_and_for_the_rows(drawn):
     assert list(line.get_xdata()) == [64, 128, 400]
     assert list(line.get_ydata()) == pytest.approx([346.4, 352.8, 380])
     assert lines(together)["stage 3, 4 rows"].get_ydata()[2] == pytest.approx(400 * 400 / 1e3)
-    proportion = lines(together)["as many GPUs, as much"]
+    proportion = lines(together)["in proportion"]
     assert list(proportion.get_ydata()) == pytest.approx([0.3664 * n for n in (64, 128, 400)])
     assert list(lines(rows)) == [f"stage {stage}, largest rows" for stage in (1, 2, 3)]
     assert list(lines(rows)["stage 1, largest rows"].get_ydata()) == [5, 9, 26]
@@ -59,6 +59,9 @@ def test_it_is_legible_on_a_phone(drawn):
     texts = [text for text in figure.findobj(plt.Text) if text.get_text() and text.get_visible()]
     assert len(texts) > 30 and min(text.get_fontsize() for text in texts) / 72 * inch >= 11
     assert figure.get_figwidth() == _figures.PHONE < figure.get_figheight()
+    for axes in figure.axes:
+        highest = max(value for line in axes.lines for value in line.get_ydata())
+        assert axes.get_ylim() == (0, pytest.approx(1.1 * highest)), "no marker is cut off"
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128", "400"]
 
 
@@ -67,7 +70,7 @@ def test_the_legend_names_each_line_once(drawn):
     (legend,) = figure.legends
     named = [text.get_text() for text in legend.get_texts()]
     wanted = {f"stage {stage}, {rows} rows" for stage in (1, 2, 3) for rows in (4, "largest")}
-    assert set(named) == wanted | {"as many GPUs, as much"} and len(named) == 7
+    assert set(named) == wanted | {"in proportion"} and len(named) == 7
 
 
 def test_what_does_not_fit_is_marked_and_what_failed_is_not(drawn):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.study import fakes
 from tests.test_cli_text import long_lines, titles
 from zerojax import _text
 from zerojax._study.result import Study
+from zerojax._study.stored import Stored
 
 
 def study(*cells):
@@ -97,3 +99,12 @@ def test_a_narrow_table_leaves_out_the_waiting_rather_than_go_on_below(monkeypat
         text = str(study(*cells))
     assert titles(text)[-1] == "tokens/s" and text.count("64xH100") == 1
     assert titles(str(study(*cells)))[-1] == "waits"
+
+
+def test_the_guides_table_is_that_of_the_stored_study(monkeypatch):
+    root = pathlib.Path(__file__).parents[2]
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = Stored(root / "benchmarks" / "study.json").cells
+    with _text.fitted():
+        text = str(Study(tuple(cells)))
+    assert len(cells) == 3 and f"```text\n{text}\n```" in (root / "docs/study.md").read_text()

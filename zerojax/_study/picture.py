@@ -10,7 +10,7 @@ STAGES = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # colours that also diffe
 MARKERS = "osD^vP"  # by rows
 HEIGHT, TEXT = 1.9, 9  # inches of a panel, points
 EACH, ALL, ROWS = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
-MISSING, PROPORTION = "does not fit", "as many GPUs, as much"
+MISSING, PROPORTION = "does not fit", "in proportion"
 
 
 def draw(cells: Sequence[Cell], path: str | None) -> Figure:
@@ -81,7 +81,8 @@ def _scale(axes: Axes, counts: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, list(map(str, counts)))
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    values = [value for line in axes.lines for value in line.get_ydata()]
+    axes.set_ylim(0, 1.1 * max(values, default=0) or 1)
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.4)
