@@ -12,7 +12,9 @@ import pytest
 import zerojax
 from tests import stored
 from tests.choose import test_choice
+from tests.study import fakes
 from zerojax import __main__ as cli
+from zerojax._forecast import presets
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
@@ -21,7 +23,7 @@ OK, NOT_OK, BAD_INPUT = 0, 1, 2
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == OK
-    for command in ("forecast", "audit", "doctor", "table"):
+    for command in ("forecast", "study", "audit", "doctor", "table"):
         assert command in out
         assert run(command, "--help")[0] == OK
     assert f"\n{zerojax.aot.install_command()}\n" in run("forecast", "--help")[1]
@@ -276,6 +278,87 @@ def test_what_chooses_is_not_told(run):
     assert code == BAD_INPUT and "--choose decides --stages, --gather itself" in err
 
 
+# -- study
+
+
+def test_a_study_is_printed_kept_and_drawn(run, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    peak = lambda stage, count, rows: 90 - 20 * stage + rows
+    compiled = fakes.compiled_nowhere(monkeypatch, peak)
+    monkeypatch.setitem(presets.PRESETS, "tiny", presets.Gpt(2, 32, 2, vocab=64, tokens=8))
+    gpus = ("--gpus", "8xH100", "16xH100", "--stages", "1", "3", "--rows", "2", "largest")
+    flags = (*gpus, "--remat", "dots", "--out", "study.json", "--plot", "study.png")
+    code, out, err = run("study", "tiny", *flags)
+    assert (code, err) == (OK, "")
+    assert "remat dots" in out and "16xH100" in out and "max 40" in out
+    assert (tmp_path / "study.png").stat().st_size > 5000
+    count = len(compiled)
+    code, out, err = run("study", "tiny", *flags, "--json")
+    assert (code, err, len(compiled)) == (OK, "", count)
+    cells = json.loads(out)["cells"]
+    assert cells == json.loads((tmp_path / "study.json").read_text())["cells"] and len(cells) == 8
+    code, out, _ = run("study", "tiny", "--set", "layers=3", "--gpus", "8xH100", "--stages", "0")
+    assert code == NOT_OK and "Nothing fits of tiny layers=3. The least is 91.0 GiB" in out
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+STUDIED = """
+    from tests.study.fakes import batch, loss, make_state
+
+    def model():
+        return loss, make_state, batch
+
+    def fixed():
+        return loss, make_state, batch(8)
+
+    def keyed():
+        return loss, make_state, batch, 1
+"""
+
+
+def test_a_study_of_a_users_module(run, module, monkeypatch):
+    compiled = fakes.compiled_nowhere(monkeypatch)
+    name = module("mymodel", STUDIED)
+    gpus = ("--gpus", "8xH100", "--stages", "3", "--rows", "4")
+    code, out, err = run("study", f"{name}:model", *gpus, "--json")
+    assert (code, err, compiled) == (OK, "", [(3, 8, 4)])
+    assert json.loads(out)["cells"][0]["model"] == "mymodel:model"
+    for function in ("fixed", "keyed"):
+        code, _, err = run("study", f"{name}:{function}", *gpus)
+        assert code == BAD_INPUT and "with a function batch(rows) that returns a global" in err
+
+
+def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
+    given = {}
+
+    def study(models, **options):
+        given.clear()
+        given.update(options, models=models)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(zerojax, "study", study)
+    run("study", "7.5b", "60b", "--gpus", "64xA100")
+    assert given.pop("models") == {name: presets.preset(name) for name in ("7.5b", "60b")}
+    assert given == {
+        "gpus": ["64xA100"], "stages": [1, 2, 3], "rows": ["largest"], "remat": "full",
+        "per_host": 8, "cache": True, "accumulate": 1, "order": "microbatches", "pad": True,
+    }  # fmt: skip
+    more = ("--network", "12.5", "--no-cache", "--accumulate", "2", "--order", "layers")
+    more += ("--master", "--gather", "int8", "--offload", "opt_state", "--regather", "gpu")
+    run("study", "7.5b", "--set", "tokens=4096", "--gpus", "64xH100", "128xH100", *more)
+    narrow = {"compute": "bfloat16", "param": "bfloat16", "master": "float32"}
+    assert given["precision"] == zerojax.Precision(gather="int8", **narrow)
+    assert given["rates"].network == 12.5e9 and not given["cache"]
+    assert (given["accumulate"], given["order"]) == (2, "layers")
+    assert (given["offload"], given["regather"]) == (["opt_state"], ("gpu",))
+    assert given["models"]["7.5b tokens=4096"].tokens == 4096
+    assert "nic_speed_gbps" in os.environ["XLA_FLAGS"], "XLA is told of the slow network"
+
+
 @pytest.mark.gpu_code
 def test_forecast_of_groups(run, module):
     name = module("mymodel", MODEL)
@@ -337,6 +420,27 @@ BAD = {
     "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unex"),
     "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in"),
     "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
+    "study of none": (("study", "3x", "--gpus", "8xH100"), "no preset '3x'. Name one of 124m"),
+    "study nowhere": (
+        ("study", "124m", "--gpus", "8xH100", "--out", "no/x.json"),
+        "--out 'no/x.json' cannot be written: name a file in a folder that exists",
+    ),
+    "foreign study": (
+        ("study", "124m", "--gpus", "8xH100", "--out", "mymodel.py"),
+        "--out 'mymodel.py' is no file of a study, or a damaged one (it is no JSON",
+    ),
+    "study plot": (
+        ("study", "124m", "--gpus", "8xH100", "--plot", "x.hlo"),
+        "x.hlo does not name a picture file",
+    ),
+    "rates of two": (
+        ("study", "124m", "--gpus", "8xH100", "8xA100", "--network", "9"),
+        "these are the rates of one GPU, and --gpus names A100-80GB, H100. Make a study",
+    ),
+    "study config": (
+        ("study", "124m", "--gpus", "8xH100", "--config", "c.json"),
+        "is for module:function, and '124m'",
+    ),
     "plot of CPU": (("audit", STEP, "--plot", "x.png"), "no times to plot"),
 }  # fmt: skip
 COMPILED = ("untraceable", "no accumulation")  # found where the step is made for GPUs
@@ -371,6 +475,10 @@ def test_bad_input_is_a_line_with_a_remedy(case, run, module, tmp_path):
         ("forecast", "124m", "--network", "0"),
         ("forecast", "124m", "--groups", "params"),
         ("forecast", "124m", "--groups", "params=gpu,params=node"),
+        ("study", "124m"),
+        ("study", "--gpus", "8xH100"),
+        ("study", "124m", "--gpus", "8xH100", "--rows", "most"),
+        ("study", "124m", "--gpus", "8xH100", "--rows", "0"),
     ],
 )
 def test_bad_usage(arguments, run):

@@ -9,11 +9,13 @@ import pytest
 import zerojax
 from tests import stored
 from tests.forecast import test_result
+from tests.study import fakes
 from zerojax import _text
 from zerojax._forecast import doctor as _doctor
 from zerojax._forecast.network import FLAG
 from zerojax._forecast.result import Forecast
 from zerojax._hlo import known as _known
+from zerojax._study.result import Study
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 OFFLOADED = dataclasses.replace(
@@ -26,6 +28,7 @@ SLOW = dataclasses.replace(
 )
 PRINTED = {
     "forecast": lambda: Forecast("64xH100", SLOW, (OFFLOADED, test_result.case(0, 100))),
+    "study": lambda: Study((fakes.cell(asked="largest"), fakes.cell("9xH100", tflops=9.0))),
     "audit": lambda: stored.report("step3-8xH100-jax0.12"),
     "table": lambda: zerojax.memory_table(1e9, 8),
 }
@@ -54,8 +57,8 @@ def test_each_column_is_explained_in_a_sentence(command, run, monkeypatch):
 def test_only_a_terminal_is_told_how_to_have_columns_explained(command, run, monkeypatch):
     shown = {"audit": ("audit", STEP), "table": ("table",)}.get(command)
     if shown is None:
-        monkeypatch.setattr(zerojax, "forecast", lambda *_, **__: PRINTED["forecast"]())
-        shown = ("forecast", "124m")
+        monkeypatch.setattr(zerojax, command, lambda *_, **__: PRINTED[command]())
+        shown = (command, "124m", "--gpus", "8xH100")
     hint = f"zerojax {command} --explain"
     assert hint not in run(*shown)[1]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -21,6 +21,8 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
 
 # Commands that other parts of CI run, with the file that does.
 FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
+STUDY = "zerojax study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 "
+STUDY += "--out study.json --plot study.png"
 ELSEWHERE = {
     "make demo": ".ci/run",
     "make test": ".ci/run",
@@ -32,6 +34,7 @@ ELSEWHERE = {
     f"export XLA_FLAGS={FLAG}": "tests/forecast/test_network.py",
     # Takes minutes; tests/choose compiles a small model.
     "zerojax forecast 124m --gpus 16xH100 --network 12.5 --choose": "tests/test_cli.py",
+    STUDY: "tests/test_cli.py",
 }
 
 

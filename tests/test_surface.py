@@ -28,8 +28,8 @@ PUBLIC = {
     "export_safetensors", "forecast", "gather", "gather_params", "import_safetensors", "initialize",
     "log", "logical", "master_weights", "mean", "memory_table", "mesh", "narrow_moments",
     "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "read_extras", "restore",
-    "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops", "train_step",
-    "value_and_grad", "verify",
+    "save", "scan", "shard_batch", "shard_train_state", "shards", "step_flops", "study",
+    "train_step", "value_and_grad", "verify",
 }  # fmt: skip
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
@@ -45,6 +45,7 @@ ELSEWHERE = {
     "_plan.layout": "plan/test_plan.py",
     "_plan.move": "plan/test_place.py",
     "_step.parameter": "test_collectives.py",
+    "_study.flags": "test_cli.py",
     "_types": "test_surface.py",  # protocols
     "_verify.field_checks": "loss/test_fields.py",
     "_verify.reference": "verify/test_verify.py",
@@ -192,7 +193,7 @@ def examples_run(names):
     return attempted
 
 
-COMPILE_FOR_GPUS = ("aot", "_choose.choose", "_forecast.forecast")
+COMPILE_FOR_GPUS = ("aot", "_choose.choose", "_forecast.forecast", "_study.study")
 
 
 def test_docstring_examples_run():
@@ -201,7 +202,7 @@ def test_docstring_examples_run():
 
 @pytest.mark.gpu_code
 def test_docstring_examples_for_gpus_run():
-    assert examples_run(COMPILE_FOR_GPUS) >= 3
+    assert examples_run(COMPILE_FOR_GPUS) >= 4
 
 
 def fresh(code):

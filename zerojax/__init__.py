@@ -56,6 +56,7 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
+    from zerojax._study.study import study as study
     from zerojax._update.offload import Offload as Offload
     from zerojax._verify.verification import Verification as Verification
     from zerojax._verify.verify import verify as verify
@@ -92,6 +93,7 @@ _EXPORTS = {
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
+    "_study.study": ["study"],
     "_update.offload": ["Offload"],
     "_verify.verification": ["Verification"],
     "_verify.verify": ["verify"],

@@ -1,4 +1,4 @@
-"""The command line: python -m zerojax forecast | audit | doctor | table.
+"""The command line: python -m zerojax forecast | study | audit | doctor | table.
 
 It exits with 0 where all is well, with 1 where something does not fit or breaks its contract, and
 with 2 on bad input.
@@ -34,8 +34,11 @@ from zerojax._forecast.forecast import mesh_of, names_levels, working
 from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.model import Model
 from zerojax._hlo import known as _known
+from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
+from zerojax._study import flags as _study_flags
+from zerojax._study.models import Given
 from zerojax._text import fitted, paragraphs, text_table
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
@@ -47,7 +50,9 @@ LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.se
 
 def main(argv: Sequence[str] | None = None) -> int:
     with fitted():
-        return _run(_flags.parser(forecast, audit, doctor, table).parse_args(argv))
+        described = study, _study_flags.TEXT, _study_flags.arguments
+        parser = _flags.parser(forecast, audit, doctor, table, described)
+        return _run(parser.parse_args(argv))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -101,9 +106,7 @@ def forecast(arguments: argparse.Namespace) -> int:
     options = _given(arguments, *names, "regather", "update", "activations")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     options["precision"] = _precision(arguments, arguments.master)
-    _, gpu = _known.parse_count(arguments.gpus)
-    if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
-        _network.tell(os.environ)
+    _tell_of_network(arguments, options["rates"])
     if arguments.choose:
         return _chosen(arguments, (losses, make_state, batch, rng), options)
     found = zerojax.forecast(losses, make_state, batch, rng=rng, **options)
@@ -124,9 +127,54 @@ def _chosen(arguments: argparse.Namespace, model: Model, options: dict[str, Any]
     return OK if found.best or found.best_with_codes else NOT_OK
 
 
+def study(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        _figures.check_picture(arguments.plot)
+    jax.config.update("jax_platforms", "cpu")
+    names = ("gpus", "stages", "rows", "out", "remat", "per_host", "cache", "accumulate", "order")
+    names += ("pad", "offload", "regather", "update", "activations")
+    options: dict[str, Any] = _given(arguments, *names) | {"rates": _rates(arguments)}
+    options["precision"] = _precision(arguments, arguments.master)
+    _tell_of_network(arguments, options["rates"])
+    given = {name: value for name, value in options.items() if value is not None}
+    found = zerojax.study(_models_of(arguments), **given)
+    if arguments.plot:
+        found.plot(arguments.plot)
+    _show(arguments, found.to_dict(), str(found))
+    whole = not any(cell.failed for cell in found.cells)
+    return OK if whole and any(cell.fitting for cell in found.cells) else NOT_OK
+
+
+def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
+    """Returns the models of a study by name; presets with other fields are named with these."""
+    found: dict[str, Given] = {}
+    for name in arguments.models:
+        if ":" in name:
+            made = _models.of_function(name, arguments.config, arguments.settings)
+            found[name] = made[:3] if made[3] is None else made  # type: ignore  # checked later
+        else:
+            _refuse_config(arguments, name)
+            changed = _models.changed_preset(name, arguments.settings)
+            found[" ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])] = changed
+    return found
+
+
+def _tell_of_network(arguments: argparse.Namespace, rates: zerojax.Rates | None) -> None:
+    """Tells XLA of a slow network, before anything compiles."""
+    if _network.is_misjudged(dataclasses.replace(_gpu(arguments), given_rates=rates)):
+        _network.tell(os.environ)
+
+
+def _gpu(arguments: argparse.Namespace) -> Gpu:
+    """Returns the kind of GPU that is named, of several the first."""
+    return _known.parse_count(
+        arguments.gpus[0] if isinstance(arguments.gpus, list) else arguments.gpus
+    )[1]
+
+
 def _precision(arguments: argparse.Namespace, master: bool = False) -> Precision | None:
     """Returns the precision that flags name: codes on the wire, narrow parameters with copies."""
-    half = _known.parse_count(arguments.gpus)[1].half
+    half = _gpu(arguments).half
     named = {"compute": half, "param": half, "master": "float32"} if master else {}
     codes = _given(arguments, "gather", "reduce")
     named |= {name: value for name, value in codes.items() if value is not None}
@@ -152,8 +200,7 @@ def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
     given = {name: speed * GB for name, speed in links.items() if speed is not None}
     if "host" in given:  # what is named is what each GPU has
         given["host_memory"] = math.inf
-    _, gpu = _known.parse_count(arguments.gpus)
-    return dataclasses.replace(gpu.rates, **given) if given else None
+    return dataclasses.replace(_gpu(arguments).rates, **given) if given else None
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -237,8 +284,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     name, settings = arguments.model, arguments.settings
     if ":" in name:
         return _models.of_function(name, arguments.config, settings)
-    if arguments.config is not None:
-        raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    _refuse_config(arguments, name)
     if odd := [count for count in each_once(arguments.accumulate) if arguments.rows % count]:
         raise ValueError(
             f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
@@ -246,6 +292,11 @@ def _model(arguments: argparse.Namespace) -> Model:
         )
     remats = arguments.remat or (_presets.REMATS if arguments.choose else _flags.REMAT)
     return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
+
+
+def _refuse_config(arguments: argparse.Namespace, name: str) -> None:
+    if arguments.config is not None:
+        raise ValueError(f"--config is for module:function, and {name!r} is none.")
 
 
 def _show(arguments: argparse.Namespace, data: object, text: str) -> None:

@@ -8,9 +8,10 @@ Figure: TypeAlias = Any  # of matplotlib, which is not a dependency
 Axes: TypeAlias = Any
 
 WIDTH = 8.0  # inches: notebooks show this without scaling
+PHONE = 4.2  # inches: at the 390 pixels of a phone, text of 10 points is 13 pixels high
 EXPOSED = "#8b1a1a"  # the time that a step waits for communication
 SMALL = 8  # points
-LONGEST_LINE = 100  # characters of a title
+LONGEST_LINE = 100  # characters of a title, in the full width
 
 
 def pyplot() -> Any:
@@ -45,11 +46,19 @@ def panels(height: float, *widths: float) -> tuple[Figure, Any]:
     )
 
 
+def column(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Makes a figure as wide as a phone, of panels below each other."""
+    size = PHONE, height * count + 1
+    figure, axes = pyplot().subplots(count, figsize=size, squeeze=False, layout="constrained")
+    return figure, list(axes.flat)
+
+
 def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
     """Adds a title above, and a legend of so many columns below."""
-    figure.suptitle(textwrap.fill(title, LONGEST_LINE), fontsize=10)
+    room = int(LONGEST_LINE * figure.get_figwidth() / WIDTH)
+    figure.suptitle(textwrap.fill(title, room), fontsize=10)
     style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
-    figure.legend(ncols=columns, **style, **legend)
+    figure.legend(ncols=columns, **style | legend)
 
 
 def finished(figure: Figure, path: str | None) -> Figure:

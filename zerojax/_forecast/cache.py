@@ -116,9 +116,14 @@ def _key(lowered: jax.stages.Lowered, options: Mapping[str, Any], plan: Plan) ->
         sorted(settings.items()),
         [devices[0].device_kind, gpu.target_config() if gpu else ""],
         [(device.id, device.process_index) for device in devices],
-        [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)],
+        versions(),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def versions() -> list[str]:
+    """Returns the versions of all that makes a program."""
+    return [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)]
 
 
 def _version(package: str) -> str:

@@ -21,15 +21,19 @@ from zerojax._forecast.memory_table import STAGES
 from zerojax._loss.order import ORDERS
 from zerojax._text import explained
 
-SUMMARY = "ZeRO for JAX: forecast, audit, doctor, table. Tables fit the terminal, or COLUMNS."
+SUMMARY = (
+    "ZeRO for JAX: forecast, study, audit, doctor, table. Tables fit the terminal, or COLUMNS."
+)
 REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
 ORDER = "microbatches (one after another), layers (layer by layer), or auto (the faster of them)"
 Command = Callable[[argparse.Namespace], int]
+# A command, what it does, and a function that adds its arguments to its parser.
+Described = tuple[Command, str, Callable[[argparse.ArgumentParser], None]]
 
 
 def parser(
-    forecast: Command, audit: Command, doctor: Command, table: Command
+    forecast: Command, audit: Command, doctor: Command, table: Command, *others: Described
 ) -> argparse.ArgumentParser:
     """Returns the parser of the command line, which sets `run` to one of these functions."""
     parser = argparse.ArgumentParser(prog="zerojax", description=SUMMARY)
@@ -41,6 +45,7 @@ def parser(
         (audit, "lists what a compiled program sends and holds; checks its contract", _audits),
         (doctor, "checks what on this machine helps or hurts", lambda _: None),
         (table, "prints the ZeRO paper's memory table, or yours", _tables),
+        *others,
     ):
         command = commands.add_parser(run.__name__, help=text, description=text)
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -57,40 +62,44 @@ class _Explain(argparse.Action):
         parser.exit()
 
 
-def _explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> None:
+def explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> None:
     text = "say what each column of the table is"
     parser.add_argument("--explain", action=_Explain, nargs=0, const=columns, help=text)
     parser.set_defaults(hint=f"The columns: {parser.prog} --explain")
 
 
 def _forecasts(parser: argparse.ArgumentParser) -> None:
-    _explains(parser, _result.EXPLAINED)
+    explains(parser, _result.EXPLAINED)
     sizes = ", ".join(_presets.PRESETS)
     parser.add_argument(
         "model", help=f"a model by size ({sizes}), module:function or file.py:function"
     )
     _gpu_arguments(parser)
     parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
-    parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
-    text = "GB/s between a GPU and its host's memory, in each direction: 25"
-    parser.add_argument("--host-link", type=rate, help=text)
+    link_arguments(parser)
     parser.add_argument(
         "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
     )
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
-    _order_argument(parser, nargs="+")
+    order_argument(parser, nargs="+")
     parser.add_argument(
         "--remat", nargs="+", help="of a preset: none, dots, full, or what is kept, such as q+k+v"
     )
     text = "find the fastest way that fits, and print the Python for it"
     parser.add_argument("--choose", action="store_true", help=text)
     parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
+
+
+def link_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--network", type=rate, help="GB/s of one GPU's network card: 12.5")
+    text = "GB/s between a GPU and its host's memory, in each direction: 25"
+    parser.add_argument("--host-link", type=rate, help=text)
     parser.add_argument("--master", action="store_true", help="bf16 parameters, fp32 master copies")
 
 
 def _audits(parser: argparse.ArgumentParser) -> None:
-    _explains(parser, _report.EXPLAINED)
+    explains(parser, _report.EXPLAINED)
     text = "a file of HLO text, a preset, module:function or file.py:function"
     parser.add_argument("model", metavar="program", help=text)
     parser.set_defaults(remat=REMAT, choose=False)
@@ -98,19 +107,19 @@ def _audits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)
     parser.add_argument("--accumulate", type=int, default=1)
-    _order_argument(parser)
+    order_argument(parser)
     parser.add_argument("--max-peak-bytes", type=size)
     parser.add_argument("--min-overlap", type=float)
     parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
 
 
-def _order_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def order_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     options = {"default": ORDERS[0], "choices": ORDERS, "metavar": "ORDER", "help": ORDER}
     parser.add_argument("--order", nargs=nargs, **options)
 
 
 def _tables(parser: argparse.ArgumentParser) -> None:
-    _explains(parser, _memory_table.EXPLAINED)
+    explains(parser, _memory_table.EXPLAINED)
     parser.add_argument("--params", type=size, nargs="+", default=list(PAPER_PARAMS))
     parser.add_argument("--devices", type=int, nargs="+", default=list(PAPER_DEVICES))
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
@@ -174,6 +183,12 @@ def positive(text: str) -> int:
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
+    parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")
+    step_arguments(parser)
+
+
+def step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Needs no GPU, but a compiler for GPUs:\n\n{aot.install_command()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the command stays one line
     text = "an argument of the function, or a field of its config or of a preset; repeatable"
@@ -190,7 +205,6 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=pathlib.Path, metavar="FILE", help=text)
     text = "compile anew, and keep nothing of it for the next time"
     parser.add_argument("--no-cache", action="store_false", dest="cache", help=text)
-    parser.add_argument("--gpus", default="8xH100", help="such as 64xH100 (default %(default)s)")
     parser.add_argument("--per-host", type=int, default=8)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
@@ -204,4 +218,3 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gather", metavar="CODES", help=f"weights travel {text}")
     text = "between hosts as codes: int8, int4, float8_e4m3fn"
     parser.add_argument("--reduce", metavar="CODES", help=f"gradients travel {text}")
-    parser.add_argument("--rows", type=positive, default=4, help="of a preset: sequences per GPU")

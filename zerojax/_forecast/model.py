@@ -1,6 +1,7 @@
 """The model that the command line names: a preset, or what a function of the user's returns."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 from zerojax._forecast import presets as _presets
 from zerojax._forecast.forecast import Loss
+from zerojax._forecast.presets import Gpt
 from zerojax._hlo import known as _known
 from zerojax._types import PyTree
 
@@ -27,10 +29,15 @@ def of_preset(
 ) -> Model:
     """Returns a model by its size, with some of its fields changed."""
     count, gpu = _known.parse_count(gpus)
-    preset = _presets.preset(name, gpu)
-    for one in settings:
-        preset = _changed(preset, *one)
+    preset = _presets.on(changed_preset(name, settings), gpu)
     return preset.losses(remats), preset.make_state, preset.batch(rows * count), None
+
+
+def changed_preset(name: str, settings: Sequence[Setting]) -> Gpt:
+    """Returns a preset with some of its fields changed."""
+    return functools.reduce(
+        lambda model, one: _changed(model, *one), settings, _presets.preset(name)
+    )
 
 
 def of_function(

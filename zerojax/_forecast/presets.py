@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,6 @@ from zerojax._hlo.gpus import Gpu
 from zerojax._types import PyTree
 
 REMATS = ("none", "dots", "full")
-NAMES = ("q", "k", "v", "qkv", "attended", "proj", "gate", "up", "down")  # of what layers compute
 ATTENTIONS = ("xla", "cudnn")
 
 
@@ -31,6 +32,8 @@ class Gpt:
     tokens: int = 1024
     compute: DTypeLike = jnp.bfloat16
     attention: str = "xla"  # "cudnn" is the fused kernel of GPUs
+
+    named: ClassVar = ("qkv", "attended", "proj", "up", "down")  # what a layer computes
 
     def dims(self) -> PyTree:
         """Returns the shape of every parameter; those of `blocks` begin with the layers."""
@@ -63,12 +66,28 @@ class Gpt:
 
     def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
-        x, _ = jax.lax.scan(
-            _rematted(self.layer, remat), self.embedded(params, tokens), params["blocks"]
-        )
+        x, _ = jax.lax.scan(self._rematted(remat), self.embedded(params, tokens), params["blocks"])
         logits = self.logits(params, x)[:, :-1].astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
+
+    def _rematted(self, remat: str) -> Callable[..., PyTree]:
+        """Returns a layer that keeps for backward what `remat` says."""
+        kept = remat.split("+")
+        if remat == "none":
+            return self.layer
+        if remat == "full":
+            policy = None
+        elif remat == "dots":
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        elif {*kept} <= {*self.named}:
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        else:
+            raise ValueError(
+                f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or what is kept for "
+                f"backward, joined by +: {', '.join(self.named)}."
+            )
+        return jax.checkpoint(self.layer, policy=policy)
 
     def embedded(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         return params["embed"][tokens] + params["pos"]
@@ -98,6 +117,7 @@ class Gpt:
 class Llama(Gpt):
     """A GPT with rotary positions, grouped-query attention, SwiGLU and a head of its own."""
 
+    named: ClassVar = ("q", "k", "v", "attended", "proj", "gate", "up", "down")
     kv_heads: int = 8
     inner: int = 14336
 
@@ -125,9 +145,50 @@ class Llama(Gpt):
         )
         attended = self.attended(_rotated(q), _rotated(k), v).reshape(x.shape)
         x = x + checkpoint_name(attended @ p["proj"], "proj")
-        h = _rms_norm(x, p["norm2"])
+        fed = self.fed_forward(_rms_norm(x, p["norm2"]), p)
+        return x + checkpoint_name(fed, "down"), None
+
+    def fed_forward(self, h: jax.Array, p: PyTree) -> jax.Array:
         gate, up = (checkpoint_name(h @ p[name], name) for name in ("gate", "up"))
-        return x + checkpoint_name((jax.nn.silu(gate) * up) @ p["down"], "down"), None
+        return (jax.nn.silu(gate) * up) @ p["down"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixtral(Llama):
+    """A Llama whose every token goes to the `top` of several experts, by a router.
+
+    In each sequence an expert has room for as many tokens as would come if all experts got the same
+    number, times `room`; further ones get nothing of it. So a step computes, and counts, as many
+    FLOPs as if each token went to its `top` experts, on whichever GPUs. There is no loss that
+    balances experts.
+    """
+
+    experts: int = 8
+    top: int = 2
+    room: float = 1.0
+
+    def dims(self) -> PyTree:
+        n, d, e = self.layers, self.hidden, self.experts
+        up, down = (n, e, d, self.inner), (n, e, self.inner, d)
+        dims = super().dims()
+        dims["blocks"] |= {"router": (n, d, e), "gate": up, "up": up, "down": down}
+        return dims
+
+    def fed_forward(self, h: jax.Array, p: PyTree) -> jax.Array:
+        tokens, dim = h.shape[1:]
+        scores, experts = jax.lax.top_k((h @ p["router"]).astype(jnp.float32), self.top)
+        shares = jax.nn.softmax(scores).astype(h.dtype)
+        room = math.ceil(self.room * tokens * self.top / self.experts)
+        slots, places = jax.vmap(lambda chosen: _dispatched(chosen, self.experts, room))(experts)
+        read = jax.vmap(lambda rows, at: rows.at[at].get(mode="fill", fill_value=0))
+        x = read(h, slots).reshape(-1, self.experts, room, dim)
+        gate, up = (
+            checkpoint_name(jnp.einsum("retd,edf->retf", x, p[name]), name)
+            for name in ("gate", "up")
+        )
+        out = jnp.einsum("retf,efd->retd", jax.nn.silu(gate) * up, p["down"])
+        found = read(out.reshape(-1, self.experts * room, dim), places)
+        return (found * shares[..., None]).sum(2)
 
 
 PRESETS = {
@@ -147,6 +208,7 @@ PRESETS = {
     "12b": Gpt(58, 4096, 32),
     "13b": Gpt(62, 4096, 32),
     # And those with it.
+    "17b": Gpt(78, 4256, 28),  # Turing-NLG
     "20b": Gpt(98, 4096, 32),
     "40b": Gpt(88, 6144, 32),
     "60b": Gpt(132, 6144, 32),
@@ -159,6 +221,8 @@ PRESETS = {
     "llama-8b": Llama(32, 4096, 32, vocab=128256),
     "llama-13b": Llama(40, 5120, 40, vocab=32000, inner=13824),
     "llama-70b": Llama(80, 8192, 64, vocab=128256, inner=28672),
+    "llama-405b": Llama(126, 16384, 128, vocab=128256, inner=53248),
+    "mixtral-8x7b": Mixtral(32, 4096, 32, vocab=32000),
 }
 
 
@@ -169,25 +233,12 @@ def preset(name: str, gpu: Gpu | None = None) -> Gpt:
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
     found = PRESETS[name.lower()]
-    return found if gpu is None else dataclasses.replace(found, compute=jnp.dtype(gpu.half))
+    return found if gpu is None else on(found, gpu)
 
 
-def _rematted(layer: Callable[..., PyTree], remat: str) -> Callable[..., PyTree]:
-    kept = remat.split("+")
-    if remat == "none":
-        return layer
-    if remat == "full":
-        policy = None
-    elif remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    elif {*kept} <= {*NAMES}:
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    else:
-        raise ValueError(
-            f"no remat {remat!r}. Name one of {', '.join(REMATS)}, or what is kept for backward, "
-            f"such as q+k+v, of {', '.join(NAMES)}."
-        )
-    return jax.checkpoint(layer, policy=policy)
+def on(model: Gpt, gpu: Gpu) -> Gpt:
+    """Returns a model that computes in the 16 bits that a GPU has."""
+    return dataclasses.replace(model, compute=jnp.dtype(gpu.half))
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -200,6 +251,20 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.square(wide).mean(-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-5) * scale).astype(x.dtype)
+
+
+def _dispatched(experts: jax.Array, count: int, room: int) -> tuple[jax.Array, jax.Array]:
+    """Gives the tokens of a sequence their slots in the experts that they chose, (tokens, top).
+
+    Returns the token in each slot, and the slot for each choice; numbers out of range where a slot
+    stays empty or an expert is full.
+    """
+    tokens, top = experts.shape
+    chosen = jax.nn.one_hot(experts.reshape(-1), count, dtype=jnp.int32)
+    before = (jnp.cumsum(chosen, 0) * chosen).sum(1) - 1  # earlier choices of the same expert
+    slots = jnp.where(before < room, experts.reshape(-1) * room + before, count * room)
+    inside = jnp.full(count * room, tokens).at[slots].set(jnp.arange(tokens * top) // top)
+    return inside, slots.reshape(tokens, top)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
