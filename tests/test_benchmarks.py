@@ -266,7 +266,7 @@ def test_forecasts_of_published_steps_are_those_of_the_stored_schedules():
     texts, found = published.stored_schedules(), json.loads(published.STORED.read_text())
     rows = {row["row"]: row for row in found["rows"]}
     assert rows.keys() == published.ROWS.keys() <= texts.keys()
-    assert not any("/" in line for text in texts.values() for line in text.splitlines()[:9])
+    assert not any('.py"' in text for text in texts.values()), "no paths of the machine"
     name = "MaxText Llama 2 7B, 8 H100"
     row, module = published.ROWS[name], published.Module(texts[name])
     share = row.gpu.rates.flops / row.gpu.flops
@@ -280,7 +280,7 @@ def test_forecasts_of_published_steps_are_those_of_the_stored_schedules():
 def test_the_library_reaches_what_was_fitted():
     """A100s as fitted; on H100s, the fit is close to what the library had, and that stays."""
     fitted = json.loads((BENCHMARKS / "published.json").read_text())["fitted"]
-    assert _known.GPUS["A100-80GB"].reached_flops == pytest.approx(fitted["Ampere"], abs=0.005)
+    assert _known.GPUS["A100-80GB"].reached_flops == pytest.approx(fitted["Ampere"], rel=0.02)
     assert _known.GPUS["H100"].reached_flops == pytest.approx(fitted["Hopper"], rel=0.04)
 
 
