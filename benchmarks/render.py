@@ -1,15 +1,18 @@
 """Writes the stored results into the pages that show them, between the marks that name them."""
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
 import re
 import sys
 
+import render_paper
+
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = (HERE / "README.md", DOCS / "groups.md", DOCS / "wires.md")
+PAGES = (HERE / "README.md", DOCS / "groups.md", DOCS / "wires.md", DOCS / "paper.md")
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
@@ -215,6 +218,12 @@ def _by_speed(file, *parts: dict[str, str]) -> str:
     return _rows(["", *cards, "compute", "GiB between nodes", "temporary GiB"], lines)
 
 
+def paper(name: str) -> str:
+    """Renders a table or figure of the ZeRO paper beside what is compiled."""
+    rows = {row["row"]: row for row in _stored("paper.json")["rows"]}
+    return _rows(*render_paper.TABLES[name](rows))
+
+
 def gpu() -> str:
     """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
@@ -305,6 +314,7 @@ TABLES = {
     "groups": groups,
     "layered": layered,
     "wires": wires,
+    **{name: functools.partial(paper, name) for name in render_paper.TABLES},
 }
 
 if __name__ == "__main__":

@@ -254,3 +254,70 @@ def test_rows_in_host_memory_have_the_same_keys_and_are_those_of_the_docs():
         host = f"{row['host_gib']:.1f}" if row["host_gib"] else "0"
         cells = [called, f"{row['device_gib']:.1f}", host, *(f"{row[s]:.0f}" for s in speeds)]
         assert f"| {' | '.join(cells)} |" in page
+
+
+PAPER = {"hidden": 32, "heads": 4, "vocab": 64, "tokens": 16, "compute": "float32"}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_papers_model_is_the_gpt_on_parts_of_heads(tensor, stage):
+    megatron = importlib.import_module("megatron")
+    ours, theirs = megatron.Megatron(4, **PAPER), _presets.Gpt(4, **PAPER)
+    state, batch = made(theirs)
+    wanted = jax.grad(lambda params: megatron.SCALE * theirs.loss(params, batch))(state.params)
+
+    def headwise(qkv):  # from the queries of all heads, the keys, the values to those of each head
+        split = qkv.reshape(4, 32, 3, 4, 8)
+        return split.swapaxes(2, 3).reshape(qkv.shape)
+
+    blocks = {**state.params["blocks"], "qkv": headwise(state.params["blocks"]["qkv"])}
+    shape, names = ((8,), ("data",)) if tensor == 1 else ((4, 2), ("data", "tensor"))
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    plan = megatron.planned(ours, mesh, stage)
+    params = plan.place(ours.make_state().replace(params={**state.params, "blocks": blocks})).params
+    if tensor > 1:
+        assert "tensor" in params["blocks"]["up"].sharding.spec
+    grads = jax.jit(zerojax.value_and_grad(ours.loss, plan))(params, batch)[1]
+    wanted["blocks"]["qkv"] = headwise(wanted["blocks"]["qkv"])
+    for path, grad in jax.tree_util.tree_leaves_with_path(wanted):
+        (found,) = (g for p, g in jax.tree_util.tree_leaves_with_path(grads) if p == path)
+        np.testing.assert_allclose(found, grad, atol=1e-5 * np.abs(grad).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize("guess", [1, 30, 2000])
+@pytest.mark.parametrize("fixed", [0, 300])
+def test_the_largest_that_fits_is_found_along_a_line(guess, fixed):
+    paper, tried = importlib.import_module("paper"), []
+
+    def peak(count):
+        tried.append(count)
+        return 300 + 7 * count + (count % 2)
+
+    assert paper.largest(peak, guess, fixed, room=1000) == 100
+    assert {100, 101} <= set(tried) and len(tried) == len(set(tried)) <= 6
+    assert paper.largest(lambda count: 5000, guess, fixed, room=1000) == 1
+
+
+def test_the_papers_rows_are_stored_and_made_as_they_are_now():
+    paper = importlib.import_module("paper")
+    rows = {row["row"]: row for row in stored(BENCHMARKS / "paper.json")["rows"]}
+    assert list(rows) == list(paper.ROWS)
+    for name, row in rows.items():
+        assert row["settings"] == paper.settings(paper.ROWS[name]), f"{name}: make it again"
+
+
+def test_table_2s_theory_is_the_formula():
+    published = importlib.import_module("published")
+    for degree, sizes in published.THEORY.items():
+        for stage, billions in enumerate(sizes):
+            each = zerojax.memory_table(1, 64).bytes_per_device(1, 64, stage)
+            assert billions == pytest.approx(degree * 32 / each, rel=0.03)
+
+
+def test_the_papers_pictures_are_of_what_is_stored():
+    digest = importlib.import_module("results").digest(BENCHMARKS / "paper.json")
+    pictures = list((BENCHMARKS.parent / "docs" / "pictures").glob("paper*.png"))
+    assert pictures
+    for path in pictures:
+        assert digest.encode() in path.read_bytes(), f"{path.name} is behind: draw it again"

@@ -1,0 +1,202 @@
+"""Draws the pictures of docs/paper.md from what benchmarks/paper.py has stored.
+
+python benchmarks/paper_pictures.py
+"""
+
+import json
+import pathlib
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import published
+import results
+
+HERE = pathlib.Path(__file__).parent
+PICTURES, STORED = HERE.parent / "docs" / "pictures", HERE / "paper.json"
+ROWS = {row["row"]: row for row in json.loads(STORED.read_text())["rows"]}
+WIDTH = 4.6  # inches: a phone shows this without scaling
+PAPER, OURS, FURTHER = "#8c8c8c", "#14375e", "#d0722b"
+STAGES = {0: "#8c8c8c", 1: "#8fc1e3", 2: "#2f78b7", 3: "#14375e"}
+SHARDED = ("DP", "$P_{os}$", "$P_{os+g}$", "$P_{os+g+p}$")
+BESIDE = 0.38  # the width of each of two bars
+FORMULA = {"color": "black", "linewidth": 0.8}
+
+
+def figure_1(axes):
+    axes.set_title("Figure 1: GB of each GPU, 7.5B on 64")
+    found = dict(
+        zip((cell[:3] for cell in published.CELLS), ROWS["table 1"]["bytes"], strict=False)
+    )
+    found[7.5e9, 64, 0] = ROWS["table 1"]["bytes"][-1]
+    pairs = [(gb, found[7.5e9, 64, stage] / 1e9) for stage, gb in published.FIGURE_1.items()]
+    bars(axes, SHARDED, pairs)
+
+
+def bars(axes, names, pairs, digits=1):
+    """Draws the paper's and our number of each name beside each other; None leaves a gap."""
+    for at, pair in enumerate(pairs):
+        for side, (value, colour) in enumerate(zip(pair, (PAPER, OURS), strict=True)):
+            if value is not None:
+                x = at + (side - 0.5) * BESIDE
+                axes.bar(x, value, BESIDE, color=colour)
+                axes.text(x, value, f"{value:.{digits}f}", ha="center", va="bottom", fontsize=7.5)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.14)
+
+
+def table_2(axes):
+    axes.set_title("Table 2: largest model, in billions (lines: theory)")
+    degrees = list(published.THEORY)
+    for stage, colour in STAGES.items():
+        theory = [published.THEORY[degree][stage] for degree in degrees]
+        axes.plot(degrees, theory, color=colour, linewidth=1)
+        ours = [ROWS[f"table 2, MP {degree}, stage {stage}"]["billions"] for degree in degrees]
+        axes.plot(degrees, ours, "o", color=colour, markersize=6)
+        if stage < 2:
+            measured = [published.MEASURED[degree][stage] for degree in degrees]
+            axes.plot(degrees, measured, "D", color=colour, markersize=5, markerfacecolor="white")
+        axes.annotate(SHARDED[stage], (17.5, theory[-1]), va="center", fontsize=8.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(degrees, [f"{d}\n{64 * d}" for d in degrees])
+    axes.set_xlabel("degree of model parallelism, GPUs")
+    axes.set_xlim(0.85, 38)
+    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    axes.plot(
+        [], [], "D", color="black", markersize=5, markerfacecolor="white", label="paper, measured"
+    )
+    axes.plot([], [], "o", color="black", label="zerojax, XLA's peak")
+    axes.legend(loc="upper left", frameon=False, fontsize=8)
+
+
+def figure_6(axes):
+    axes.set_title("Figure 6: largest model, 400 GPUs, in billions")
+    pairs = [(published.FIGURE_6[name], ROWS[f"figure 6, {name}"]["billions"]) for name in names()]
+    bars(axes, names(), pairs, digits=0)
+
+
+def figure_7(axes):
+    axes.set_title("Figure 7: GB of each GPU, 400 GPUs")
+    for offset, (size, hatch) in enumerate((("40b", ""), ("100b", "//"))):
+        for at, name in enumerate(names()):
+            peak = ROWS[f"figure 7, {size}, {name}"]["peak_gb"]
+            x = at + (offset - 0.5) * BESIDE
+            colour = {"color": OURS} if not hatch else {"facecolor": "white", "edgecolor": OURS}
+            axes.bar(x, peak, BESIDE, hatch=hatch, **colour, label=f"{size.upper()}" * (at == 0))
+            axes.text(x, peak, f"{peak:.0f}", ha="center", va="bottom", fontsize=7.5)
+    for (_, name), (gb, _) in published.FIGURE_7_READ_OFF.items():
+        at = names().index(name) - 0.5 * BESIDE
+        axes.plot([at], [gb], "D", color=PAPER, markersize=6, markeredgecolor="white")
+    axes.plot([], [], "D", color=PAPER, label="paper, 40B")
+    axes.axhline(32, linestyle=":", **FORMULA)
+    axes.set_xticks(range(5), names())
+    axes.margins(y=0.14)
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+
+
+def names():
+    return list(published.STAGES)
+
+
+def figure_2(axes):
+    axes.set_title("Figure 2: TFLOP/s of a GPU, 400 GPUs")
+    axes.axhline(published.FIGURE_2_TFLOPS, color=PAPER, label="paper, 8B to 100B: over 38")
+    for stage, colour in ((2, OURS), (3, FURTHER)):
+        found = {
+            n: r for n, r in ROWS.items() if n.startswith("figure 2") and n.endswith(str(stage))
+        }
+        points = [(row["billions"], row["tflops"]) for row in found.values() if row["fits"]]
+        label = ("$P_{os+g}$, MP 16 from 20B on", "$P_{os+g+p}$, no MP")[stage == 3]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks([1.5, 8, 20, 40, 80, 170], ["1.5B", "8B", "20B", "40B", "80B", "170B"])
+    axes.minorticks_off()
+    speed(axes)
+
+
+def speed(axes):
+    axes.set_ylim(0, 82)
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+
+
+def figure_3(axes):
+    axes.set_title("Figure 3: TFLOP/s of a GPU, 60B, by GPUs")
+    gpus = list(published.FIGURE_3_BATCH)
+    read = published.FIGURE_3_READ_OFF.items()
+    axes.plot([n for n, _ in read], [sum(b) / 2 for _, b in read], "D:", color=PAPER, label="paper")
+    lines = {
+        "the paper's batch, MP 16": ("stage 2", OURS, "-"),
+        "largest batch, MP 16": ("stage 2, largest batch", OURS, "--"),
+        "largest batch, $P_{os+g+p}$, no MP": ("stage 3, largest batch", FURTHER, "--"),
+    }
+    for label, (how, colour, line) in lines.items():
+        values = [ROWS[f"figure 3, {n}, {how}"]["tflops"] for n in gpus]
+        axes.plot(gpus, values, "o", linestyle=line, color=colour, linewidth=1, label=label)
+    axes.set_xticks(gpus)
+    speed(axes)
+
+
+def figure_4(axes):
+    axes.set_title("Figure 4: TFLOP/s of a GPU, 128 GPUs, no MP")
+    sizes = [*published.FIGURE_4_BASELINES, *published.FIGURE_4_BATCH]
+    for at, name in enumerate(sizes):
+        stage = 0 if name in published.FIGURE_4_BASELINES else 2
+        ours = ROWS[f"figure 4, {name}, stage {stage}"]
+        axes.plot(at, ours["tflops"], "s" if stage == 0 else "o", color=OURS)
+        if stage:
+            axes.plot(at, ROWS[f"figure 4, {name}, stage 3"]["tflops"], "o", color=FURTHER)
+        if name in published.FIGURE_4_READ_OFF:
+            low, high = published.FIGURE_4_READ_OFF[name]
+            axes.bar(at, max(high - low, 1), 0.7, bottom=low, color=PAPER, alpha=0.5)
+    axes.bar([0], [0], color=PAPER, alpha=0.5, label="paper, read off its chart")
+    for mark, colour, label in (
+        ("s", OURS, "DP"),
+        ("o", OURS, "$P_{os+g}$"),
+        ("o", FURTHER, "$P_{os+g+p}$"),
+    ):
+        axes.plot([], [], mark, color=colour, label=label)
+    axes.set_xticks(range(len(sizes)), [name.upper() for name in sizes], rotation=45, fontsize=8)
+    speed(axes)
+    axes.legend(loc="lower center", frameon=False, fontsize=8, ncols=2)
+
+
+def figure_8(axes):
+    axes.set_title("Figure 8: TFLOP/s of a GPU, 60B, 128 GPUs")
+    for how, colour, label in (
+        ("", OURS, "the paper's batch"),
+        (", largest batch", FURTHER, "largest batch"),
+    ):
+        found = {n: ROWS[f"figure 8, {n}{how}"] for n in names()}
+        for at, row in enumerate(found.values()):
+            x = at + (-0.5 if not how else 0.5) * BESIDE
+            fits = row["fits"]
+            if fits:
+                axes.bar(x, row["tflops"], BESIDE, color=colour)
+            said = row["compiled"]["rows"] if fits else "too\nlarge"
+            axes.text(x, row["tflops"] * fits, said, ha="center", va="bottom", fontsize=7.5)
+        axes.bar([0], [0], color=colour, label=f"{label} (sequences on top)")
+    axes.set_xticks(range(5), names())
+    axes.set_ylim(0, 95)
+    axes.legend(loc="upper left", frameon=False, fontsize=8)
+
+
+def draw(name, *figures, heights):
+    style = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False}
+    with plt.rc_context(style | {"axes.spines.right": False}):
+        picture, panels = plt.subplots(
+            len(figures), figsize=(WIDTH, sum(heights)), height_ratios=heights, layout="constrained"
+        )
+        picture.get_layout_engine().set(h_pad=0.1)
+        for axes, figure in zip(panels, figures, strict=True):
+            figure(axes)
+        source = {"Source": results.digest(STORED), "Software": None}
+        picture.savefig(PICTURES / f"{name}.png", dpi=150, metadata=source)
+
+
+if __name__ == "__main__":
+    memory, fast = (figure_1, table_2, figure_6, figure_7), (figure_2, figure_3, figure_4, figure_8)
+    draw("paper_memory", *memory, heights=(2.2, 3.6, 2.2, 2.4))
+    draw("paper_speed", *fast, heights=(2.8, 2.8, 2.8, 2.6))
