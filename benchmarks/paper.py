@@ -76,7 +76,7 @@ def figure_2():
         yield f"figure 2, {name}, stage 2", sized(name, 400, 2)
     for name in ("20b", "40b", "60b", "80b", "100b", "120b", "140b", "170b"):
         yield f"figure 2, {name}, stage 2", split(name, 400, 2)
-    for name in ("1.5b", "8b", "20b", "60b", "100b", "170b"):
+    for name in ("1.5b", "8b", "20b", "60b", "170b"):
         yield f"figure 2, {name}, stage 3", sized(name, 400, 3)
 
 
@@ -105,7 +105,8 @@ def figures_6_to_8():
             yield f"figure 7, {size}, {name}", split(size, 400, stage, 16, **kept)
         rows = published.FIGURE_8_BATCH[name]
         yield f"figure 8, {name}", split("60b", 128, stage, rows, **kept)
-        yield f"figure 8, {name}, largest batch", split("60b", 128, stage, **kept)
+        if stage == 2:
+            yield f"figure 8, {name}, largest batch", split("60b", 128, stage, **kept)
 
 
 TABLE_1 = {"table 1": [(p, n, s) for p, n, s, _ in published.CELLS] + [(7.5e9, 64, 0)]}
@@ -140,35 +141,36 @@ def audited(row):
 
 
 def filled(row):
-    """Returns a row with the most layers or sequences that fit."""
+    """Returns a row with the most layers, to one in a hundred, or sequences, to one in ten."""
     wanted = [what for what in ("layers", "rows") if getattr(row, what) == LARGEST]
     if not wanted:
         return row
     (what,) = wanted
     memory = lambda count: audited(dataclasses.replace(row, **{what: count}))[0].memory
+    peak = lambda count: memory(count).peak
     if what == "layers":
-        layers = fits_by_formula(row) / (12 * row.hidden**2)
-        count = largest(lambda count: memory(count).peak, round(0.8 * layers))
+        count = largest(peak, 0.93 * fits_by_formula(row) / (12 * row.hidden**2), steps=100)
     else:
-        count = largest(lambda count: memory(count).peak, 4, memory(4).state)
+        count = largest(peak, 4, memory(4).state, steps=10)
     return dataclasses.replace(row, **{what: count})
 
 
 def fits_by_formula(row):
-    """Returns the parameters whose state fills a GPU, by the paper's formula."""
+    """Returns the parameters whose state fills a GPU, by the formula. No stage keeps gradients."""
     data = row.gpus // row.tensor
-    each = zerojax.memory_table(1, data).bytes_per_device(1, data, row.stage)
+    table = zerojax.memory_table(1, data, grad_bytes=0)
+    each = table.bytes_per_device(1, data, row.stage)
     return row.tensor * GPU.usable / each
 
 
-def largest(peak, guess, fixed=0, room=GPU.usable):
-    """Returns the largest count that fits, 1 at least. It is compiled, and so is the next one.
+def largest(peak, guess, fixed=0, room=GPU.usable, steps=100):
+    """Returns the largest count that fits, to one in so many steps, and 1 at least. It is compiled.
 
     Peaks are about on a line: that of the two counts nearest to the room leads to the next guess.
     Where there is one count yet, all but the `fixed` bytes grow with it.
     """
     fits, fails, peaks = 0, math.inf, {}
-    while fails - fits > 1:
+    while fails - fits > 1 + fits // steps:
         count = min(max(int(guess), fits + 1), fails - 1)
         peaks[count] = peak(count)
         fits, fails = (count, fails) if peaks[count] <= room else (fits, count)
@@ -176,6 +178,8 @@ def largest(peak, guess, fixed=0, room=GPU.usable):
         n, m = nearest if len(nearest) == 2 else (0, count)
         low, high = peaks.get(n, fixed), peaks[m]
         guess = n + (room - low) * (m - n) / (high - low) if high != low else fits + 1
+        if len(peaks) > 1 and fits and int(guess) <= fits + fits // steps:
+            break
     return max(fits, 1)
 
 
@@ -223,7 +227,7 @@ def main():
         return print(*ROWS, sep="\n")
     kept = results.Results(STORED if arguments.json else None, ROWS, figures.versions(PACKAGES))
     spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(arguments.jobs, spawn, max_tasks_per_child=8) as processes:
+    with futures.ProcessPoolExecutor(arguments.jobs, spawn, max_tasks_per_child=20) as processes:
         running = {}
         for name in results.chosen(arguments.only, ROWS):
             before = kept.rows.get(name, {})

@@ -165,18 +165,14 @@ def figure_4(axes):
 
 def figure_8(axes):
     axes.set_title("Figure 8: TFLOP/s of a GPU, 60B, 128 GPUs")
-    for how, colour, label in (
-        ("", OURS, "the paper's batch"),
-        (", largest batch", FURTHER, "largest batch"),
-    ):
-        found = {n: ROWS[f"figure 8, {n}{how}"] for n in names()}
-        for at, row in enumerate(found.values()):
-            x = at + (-0.5 if not how else 0.5) * BESIDE
-            fits = row["fits"]
-            if fits:
-                axes.bar(x, row["tflops"], BESIDE, color=colour)
-            said = row["compiled"]["rows"] if fits else "too\nlarge"
-            axes.text(x, row["tflops"] * fits, said, ha="center", va="bottom", fontsize=7.5)
+    for side, how, colour in ((-0.5, "", OURS), (0.5, ", largest batch", FURTHER)):
+        for at, name in enumerate(names()):
+            if row := ROWS.get(f"figure 8, {name}{how}"):
+                x, y = at + side * BESIDE, row["tflops"] * row["fits"]
+                axes.bar(x, y, BESIDE, color=colour)
+                said = row["compiled"]["rows"] if row["fits"] else "too\nlarge"
+                axes.text(x, y, said, ha="center", va="bottom", fontsize=7.5)
+        label = how.removeprefix(", ") or "the paper's batch"
         axes.bar([0], [0], color=colour, label=f"{label} (sequences on top)")
     axes.set_xticks(range(5), names())
     axes.set_ylim(0, 95)
