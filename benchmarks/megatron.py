@@ -16,14 +16,8 @@ import zerojax
 from zerojax._forecast import presets as _presets
 
 SCALE = 1024  # of the loss: small gradients vanish in float16
-BY_COLUMNS, BY_ROWS = P(None, None, "tensor"), P(None, "tensor", None)
-SPECS = {
-    "embed": P("tensor", None),
-    "qkv": BY_COLUMNS,
-    "proj": BY_ROWS,
-    "up": BY_COLUMNS,
-    "down": BY_ROWS,
-}
+LAST = P(None, None, "tensor")
+SPECS = {"embed": P("tensor", None), "qkv": LAST, "proj": LAST, "up": LAST, "down": LAST}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +27,23 @@ class Megatron(_presets.Gpt):
         tx = optax.chain(optax.scale(1 / SCALE), optax.adamw(1e-4))
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
+    def dims(self):
+        """As in the GPT, but what is split by rows rests transposed, as PyTorch has it.
+
+        ZeRO shards the other dimension. If that is the last one, XLA transposes a whole stack to
+        all-gather it.
+        """
+        dims = super().dims()
+        rows = {"down": (self.layers, self.hidden, 4 * self.hidden)}
+        return dims | {"blocks": dims["blocks"] | rows}
+
     def layer(self, x, p):
         """As in the GPT, with q, k and v of a head beside each other: a device has whole heads."""
         rows, tokens, dim = x.shape
         qkv = (_presets._norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, self.heads, 3, -1)
         attended = jax.nn.dot_product_attention(*jnp.unstack(qkv, axis=3), is_causal=True)
-        x = x + attended.reshape(rows, tokens, dim) @ p["proj"]
-        return x + jax.nn.gelu(_presets._norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+        x = x + attended.reshape(rows, tokens, dim) @ p["proj"].T
+        return x + jax.nn.gelu(_presets._norm(x, p["norm2"]) @ p["up"]) @ p["down"].T, None
 
     def loss(self, params, tokens, remat="full"):
         """As in the GPT, with labels found by comparing: each device has a part of the logits."""
@@ -52,9 +56,13 @@ class Megatron(_presets.Gpt):
         return SCALE * (jax.nn.logsumexp(logits, -1) - right).mean()
 
     def flops(self, rows):
-        """Returns the FLOPs of a step that recomputes each layer, by arXiv 2104.04473's formula."""
-        heads = self.tokens / (6 * self.hidden) + self.vocab / (16 * self.layers * self.hidden)
-        return 96 * rows * self.tokens * self.layers * self.hidden**2 * (1 + heads)
+        """Returns the FLOPs of a step's matmuls, recomputed ones among them.
+
+        A layer's last matmul is not: backward does not read what it gives.
+        """
+        forward = 24 * self.hidden**2 + 4 * self.tokens * self.hidden
+        layer = 4 * forward - 8 * self.hidden**2
+        return rows * self.tokens * (self.layers * layer + 6 * self.hidden * self.vocab)
 
 
 def planned(model, mesh, stage):

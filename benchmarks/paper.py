@@ -72,12 +72,14 @@ def table_2():
 
 
 def figure_2():
-    for name in ("1.5b", "8b"):
-        yield f"figure 2, {name}, stage 2", sized(name, 400, 2)
-    for name in ("20b", "40b", "60b", "80b", "100b", "120b", "140b", "170b"):
-        yield f"figure 2, {name}, stage 2", split(name, 400, 2)
-    for name in ("1.5b", "8b", "20b", "60b", "170b"):
-        yield f"figure 2, {name}, stage 3", sized(name, 400, 3)
+    """Batches that fit, chosen here; of the paper's, that of 60B alone is known."""
+    for name, rows in {"1.5b": 24, "8b": 8}.items():
+        yield f"figure 2, {name}, stage 2", sized(name, 400, 2, rows)
+    for rows, names in {64: "20b 40b 60b", 48: "80b", 24: "100b", 16: "120b 140b 170b"}.items():
+        for name in names.split():
+            yield f"figure 2, {name}, stage 2", split(name, 400, 2, rows)
+    for name, rows in {"1.5b": 24, "8b": 16, "20b": 16, "60b": 8, "170b": 4}.items():
+        yield f"figure 2, {name}, stage 3", sized(name, 400, 3, rows)
 
 
 def figure_3():

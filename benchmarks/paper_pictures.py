@@ -4,6 +4,7 @@ python benchmarks/paper_pictures.py
 """
 
 import json
+import math
 import pathlib
 
 import matplotlib
@@ -22,7 +23,12 @@ PAPER, OURS, FURTHER = "#8c8c8c", "#14375e", "#d0722b"
 STAGES = {0: "#8c8c8c", 1: "#8fc1e3", 2: "#2f78b7", 3: "#14375e"}
 SHARDED = ("DP", "$P_{os}$", "$P_{os+g}$", "$P_{os+g+p}$")
 BESIDE = 0.38  # the width of each of two bars
-FORMULA = {"color": "black", "linewidth": 0.8}
+
+
+def stored(name, what):
+    """Returns a number of a row; nan, which is not drawn, if there is none or it does not fit."""
+    row = ROWS.get(name)
+    return row[what] if row and (row["fits"] or what == "peak_gb") else math.nan
 
 
 def figure_1(axes):
@@ -33,6 +39,9 @@ def figure_1(axes):
     found[7.5e9, 64, 0] = ROWS["table 1"]["bytes"][-1]
     pairs = [(gb, found[7.5e9, 64, stage] / 1e9) for stage, gb in published.FIGURE_1.items()]
     bars(axes, SHARDED, pairs)
+    for colour, label in ((PAPER, "paper"), (OURS, "zerojax and XLA")):
+        axes.bar([0], [0], color=colour, label=label)
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
 def bars(axes, names, pairs, digits=1):
@@ -43,8 +52,14 @@ def bars(axes, names, pairs, digits=1):
                 x = at + (side - 0.5) * BESIDE
                 axes.bar(x, value, BESIDE, color=colour)
                 axes.text(x, value, f"{value:.{digits}f}", ha="center", va="bottom", fontsize=7.5)
+    of_bars(axes, names)
+
+
+def of_bars(axes, names):
     axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
     axes.margins(y=0.14)
+    axes.set_ylim(bottom=0)
 
 
 def table_2(axes):
@@ -53,7 +68,7 @@ def table_2(axes):
     for stage, colour in STAGES.items():
         theory = [published.THEORY[degree][stage] for degree in degrees]
         axes.plot(degrees, theory, color=colour, linewidth=1)
-        ours = [ROWS[f"table 2, MP {degree}, stage {stage}"]["billions"] for degree in degrees]
+        ours = [stored(f"table 2, MP {degree}, stage {stage}", "billions") for degree in degrees]
         axes.plot(degrees, ours, "o", color=colour, markersize=6)
         if stage < 2:
             measured = [published.MEASURED[degree][stage] for degree in degrees]
@@ -74,7 +89,7 @@ def table_2(axes):
 
 def figure_6(axes):
     axes.set_title("Figure 6: largest model, 400 GPUs, in billions")
-    pairs = [(published.FIGURE_6[name], ROWS[f"figure 6, {name}"]["billions"]) for name in names()]
+    pairs = [(published.FIGURE_6[n], stored(f"figure 6, {n}", "billions")) for n in names()]
     bars(axes, names(), pairs, digits=0)
 
 
@@ -82,18 +97,18 @@ def figure_7(axes):
     axes.set_title("Figure 7: GB of each GPU, 400 GPUs")
     for offset, (size, hatch) in enumerate((("40b", ""), ("100b", "//"))):
         for at, name in enumerate(names()):
-            peak = ROWS[f"figure 7, {size}, {name}"]["peak_gb"]
+            peak = stored(f"figure 7, {size}, {name}", "peak_gb")
             x = at + (offset - 0.5) * BESIDE
             colour = {"color": OURS} if not hatch else {"facecolor": "white", "edgecolor": OURS}
             axes.bar(x, peak, BESIDE, hatch=hatch, **colour, label=f"{size.upper()}" * (at == 0))
-            axes.text(x, peak, f"{peak:.0f}", ha="center", va="bottom", fontsize=7.5)
+            if not math.isnan(peak):
+                axes.text(x, peak, f"{peak:.0f}", ha="center", va="bottom", fontsize=7.5)
     for (_, name), (gb, _) in published.FIGURE_7_READ_OFF.items():
         at = names().index(name) - 0.5 * BESIDE
         axes.plot([at], [gb], "D", color=PAPER, markersize=6, markeredgecolor="white")
     axes.plot([], [], "D", color=PAPER, label="paper, 40B")
-    axes.axhline(32, linestyle=":", **FORMULA)
-    axes.set_xticks(range(5), names())
-    axes.margins(y=0.14)
+    axes.axhline(31.4, color="black", linewidth=0.8, linestyle=":")
+    of_bars(axes, names())
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
@@ -110,7 +125,8 @@ def figure_2(axes):
         }
         points = [(row["billions"], row["tflops"]) for row in found.values() if row["fits"]]
         label = ("$P_{os+g}$, MP 16 from 20B on", "$P_{os+g+p}$, no MP")[stage == 3]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1, label=label)
+        x, y = zip(*points, strict=True) if points else ((), ())
+        axes.plot(x, y, "o-", color=colour, linewidth=1, label=label)
     axes.set_xscale("log")
     axes.set_xticks([1.5, 8, 20, 40, 80, 170], ["1.5B", "8B", "20B", "40B", "80B", "170B"])
     axes.minorticks_off()
@@ -133,10 +149,11 @@ def figure_3(axes):
         "largest batch, $P_{os+g+p}$, no MP": ("stage 3, largest batch", FURTHER, "--"),
     }
     for label, (how, colour, line) in lines.items():
-        values = [ROWS[f"figure 3, {n}, {how}"]["tflops"] for n in gpus]
+        values = [stored(f"figure 3, {n}, {how}", "tflops") for n in gpus]
         axes.plot(gpus, values, "o", linestyle=line, color=colour, linewidth=1, label=label)
     axes.set_xticks(gpus)
-    speed(axes)
+    axes.set_ylim(0, 120)
+    axes.legend(loc="upper left", frameon=False, fontsize=8)
 
 
 def figure_4(axes):
@@ -144,10 +161,9 @@ def figure_4(axes):
     sizes = [*published.FIGURE_4_BASELINES, *published.FIGURE_4_BATCH]
     for at, name in enumerate(sizes):
         stage = 0 if name in published.FIGURE_4_BASELINES else 2
-        ours = ROWS[f"figure 4, {name}, stage {stage}"]
-        axes.plot(at, ours["tflops"], "s" if stage == 0 else "o", color=OURS)
-        if stage:
-            axes.plot(at, ROWS[f"figure 4, {name}, stage 3"]["tflops"], "o", color=FURTHER)
+        ours = stored(f"figure 4, {name}, stage {stage}", "tflops")
+        axes.plot(at, ours, "s" if stage == 0 else "o", color=OURS)
+        axes.plot(at, stored(f"figure 4, {name}, stage 3", "tflops"), "o", color=FURTHER)
         if name in published.FIGURE_4_READ_OFF:
             low, high = published.FIGURE_4_READ_OFF[name]
             axes.bar(at, max(high - low, 1), 0.7, bottom=low, color=PAPER, alpha=0.5)
@@ -174,7 +190,7 @@ def figure_8(axes):
                 axes.text(x, y, said, ha="center", va="bottom", fontsize=7.5)
         label = how.removeprefix(", ") or "the paper's batch"
         axes.bar([0], [0], color=colour, label=f"{label} (sequences on top)")
-    axes.set_xticks(range(5), names())
+    of_bars(axes, names())
     axes.set_ylim(0, 95)
     axes.legend(loc="upper left", frameon=False, fontsize=8)
 
