@@ -22,7 +22,7 @@ from concurrent import futures
 import figures  # before JAX: it says what JAX may look for
 import jax.numpy as jnp
 import megatron
-import published
+import paper_numbers
 import results
 
 import zerojax
@@ -63,7 +63,7 @@ def split(*arguments, **options):
 def table_2():
     """Model sizes by depth, as wide as the paper's runs of about that size, one sequence a step."""
     widths = [(1, 1920), (3, 2304), (5, 3072), (9, 4096), (30, 6144), (80, 8192), (600, 16384)]
-    for degree, theory in published.THEORY.items():
+    for degree, theory in paper_numbers.THEORY.items():
         for stage, billions in enumerate(theory):
             hidden = max(width for least, width in widths if least <= billions)
             shape = LARGEST, hidden, hidden // 128, 64 * degree, stage, 1
@@ -75,16 +75,17 @@ def figure_2():
     """Batches that fit, chosen here; of the paper's, that of 60B alone is known."""
     for name, rows in {"1.5b": 24, "8b": 8}.items():
         yield f"figure 2, {name}, stage 2", sized(name, 400, 2, rows)
-    for rows, names in {64: "20b 40b 60b", 48: "80b", 24: "100b", 16: "120b 140b 170b"}.items():
+    for rows, names in {64: "20b 40b 60b", 32: "80b", 24: "100b", 16: "120b 140b 170b"}.items():
         for name in names.split():
-            yield f"figure 2, {name}, stage 2", split(name, 400, 2, rows)
+            kept = {"activations": ("host", "tensor")} if name == "170b" else {}
+            yield f"figure 2, {name}, stage 2", split(name, 400, 2, rows, **kept)
     for name, rows in {"1.5b": 24, "8b": 16, "20b": 16, "60b": 8, "170b": 4}.items():
         yield f"figure 2, {name}, stage 3", sized(name, 400, 3, rows)
 
 
 def figure_3():
     shape = {"layers": 75, "hidden": 8192, "heads": 64}
-    for gpus, rows in published.FIGURE_3_BATCH.items():
+    for gpus, rows in paper_numbers.FIGURE_3_BATCH.items():
         yield f"figure 3, {gpus}, stage 2", split("60b", gpus, 2, rows, **shape)
         yield f"figure 3, {gpus}, stage 2, largest batch", split("60b", gpus, 2, **shape)
         alone = dataclasses.replace(sized("60b", gpus, 3), **shape)
@@ -93,25 +94,25 @@ def figure_3():
 
 def figure_4():
     for stage in (2, 3):
-        for name, rows in published.FIGURE_4_BATCH.items():
+        for name, rows in paper_numbers.FIGURE_4_BATCH.items():
             yield f"figure 4, {name}, stage {stage}", sized(name, 128, stage, rows)
-    for name, rows in published.FIGURE_4_BASELINES.items():
+    for name, rows in paper_numbers.FIGURE_4_BASELINES.items():
         yield f"figure 4, {name}, stage 0", sized(name, 128, 0, rows)
 
 
 def figures_6_to_8():
-    for name, stage in published.STAGES.items():
-        kept = {"activations": published.ACTIVATIONS[name]}
+    for name, stage in paper_numbers.STAGES.items():
+        kept = {"activations": paper_numbers.ACTIVATIONS[name]}
         yield f"figure 6, {name}", split("100b", 400, stage, 16, layers=LARGEST, **kept)
         for size in ("40b", "100b"):
             yield f"figure 7, {size}, {name}", split(size, 400, stage, 16, **kept)
-        rows = published.FIGURE_8_BATCH[name]
+        rows = paper_numbers.FIGURE_8_BATCH[name]
         yield f"figure 8, {name}", split("60b", 128, stage, rows, **kept)
         if stage == 2:
             yield f"figure 8, {name}, largest batch", split("60b", 128, stage, **kept)
 
 
-TABLE_1 = {"table 1": [(p, n, s) for p, n, s, _ in published.CELLS] + [(7.5e9, 64, 0)]}
+TABLE_1 = {"table 1": [(p, n, s) for p, n, s, _ in paper_numbers.CELLS] + [(7.5e9, 64, 0)]}
 ROWS = TABLE_1 | dict([*table_2(), *figure_2(), *figure_3(), *figure_4(), *figures_6_to_8()])
 
 

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
-import published
+import paper_numbers
 import results
 
 HERE = pathlib.Path(__file__).parent
@@ -34,10 +34,10 @@ def stored(name, what):
 def figure_1(axes):
     axes.set_title("Figure 1: GB of each GPU, 7.5B on 64")
     found = dict(
-        zip((cell[:3] for cell in published.CELLS), ROWS["table 1"]["bytes"], strict=False)
+        zip((cell[:3] for cell in paper_numbers.CELLS), ROWS["table 1"]["bytes"], strict=False)
     )
     found[7.5e9, 64, 0] = ROWS["table 1"]["bytes"][-1]
-    pairs = [(gb, found[7.5e9, 64, stage] / 1e9) for stage, gb in published.FIGURE_1.items()]
+    pairs = [(gb, found[7.5e9, 64, stage] / 1e9) for stage, gb in paper_numbers.FIGURE_1.items()]
     bars(axes, SHARDED, pairs)
     for colour, label in ((PAPER, "paper"), (OURS, "zerojax and XLA")):
         axes.bar([0], [0], color=colour, label=label)
@@ -64,14 +64,14 @@ def of_bars(axes, names):
 
 def table_2(axes):
     axes.set_title("Table 2: largest model, in billions (lines: theory)")
-    degrees = list(published.THEORY)
+    degrees = list(paper_numbers.THEORY)
     for stage, colour in STAGES.items():
-        theory = [published.THEORY[degree][stage] for degree in degrees]
+        theory = [paper_numbers.THEORY[degree][stage] for degree in degrees]
         axes.plot(degrees, theory, color=colour, linewidth=1)
         ours = [stored(f"table 2, MP {degree}, stage {stage}", "billions") for degree in degrees]
         axes.plot(degrees, ours, "o", color=colour, markersize=6)
         if stage < 2:
-            measured = [published.MEASURED[degree][stage] for degree in degrees]
+            measured = [paper_numbers.MEASURED[degree][stage] for degree in degrees]
             axes.plot(degrees, measured, "D", color=colour, markersize=5, markerfacecolor="white")
         axes.annotate(SHARDED[stage], (17.5, theory[-1]), va="center", fontsize=8.5)
     axes.set_xscale("log", base=2)
@@ -89,7 +89,7 @@ def table_2(axes):
 
 def figure_6(axes):
     axes.set_title("Figure 6: largest model, 400 GPUs, in billions")
-    pairs = [(published.FIGURE_6[n], stored(f"figure 6, {n}", "billions")) for n in names()]
+    pairs = [(paper_numbers.FIGURE_6[n], stored(f"figure 6, {n}", "billions")) for n in names()]
     bars(axes, names(), pairs, digits=0)
 
 
@@ -103,9 +103,15 @@ def figure_7(axes):
             axes.bar(x, peak, BESIDE, hatch=hatch, **colour, label=f"{size.upper()}" * (at == 0))
             if not math.isnan(peak):
                 axes.text(x, peak, f"{peak:.0f}", ha="center", va="bottom", fontsize=7.5)
-    for (_, name), (gb, _) in published.FIGURE_7_READ_OFF.items():
-        at = names().index(name) - 0.5 * BESIDE
-        axes.plot([at], [gb], "D", color=PAPER, markersize=6, markeredgecolor="white")
+    for (_, name), (gb, _) in paper_numbers.FIGURE_7_READ_OFF.items():
+        axes.plot(
+            [names().index(name) - BESIDE],
+            [gb],
+            "D",
+            color=PAPER,
+            markersize=6,
+            markeredgecolor="white",
+        )
     axes.plot([], [], "D", color=PAPER, label="paper, 40B")
     axes.axhline(31.4, color="black", linewidth=0.8, linestyle=":")
     of_bars(axes, names())
@@ -113,12 +119,12 @@ def figure_7(axes):
 
 
 def names():
-    return list(published.STAGES)
+    return list(paper_numbers.STAGES)
 
 
 def figure_2(axes):
     axes.set_title("Figure 2: TFLOP/s of a GPU, 400 GPUs")
-    axes.axhline(published.FIGURE_2_TFLOPS, color=PAPER, label="paper, 8B to 100B: over 38")
+    axes.axhline(paper_numbers.FIGURE_2_TFLOPS, color=PAPER, label="paper, 8B to 100B: over 38")
     for stage, colour in ((2, OURS), (3, FURTHER)):
         found = {
             n: r for n, r in ROWS.items() if n.startswith("figure 2") and n.endswith(str(stage))
@@ -140,8 +146,8 @@ def speed(axes):
 
 def figure_3(axes):
     axes.set_title("Figure 3: TFLOP/s of a GPU, 60B, by GPUs")
-    gpus = list(published.FIGURE_3_BATCH)
-    read = published.FIGURE_3_READ_OFF.items()
+    gpus = list(paper_numbers.FIGURE_3_BATCH)
+    read = paper_numbers.FIGURE_3_READ_OFF.items()
     axes.plot([n for n, _ in read], [sum(b) / 2 for _, b in read], "D:", color=PAPER, label="paper")
     lines = {
         "the paper's batch, MP 16": ("stage 2", OURS, "-"),
@@ -158,14 +164,14 @@ def figure_3(axes):
 
 def figure_4(axes):
     axes.set_title("Figure 4: TFLOP/s of a GPU, 128 GPUs, no MP")
-    sizes = [*published.FIGURE_4_BASELINES, *published.FIGURE_4_BATCH]
+    sizes = [*paper_numbers.FIGURE_4_BASELINES, *paper_numbers.FIGURE_4_BATCH]
     for at, name in enumerate(sizes):
-        stage = 0 if name in published.FIGURE_4_BASELINES else 2
+        stage = 0 if name in paper_numbers.FIGURE_4_BASELINES else 2
         ours = stored(f"figure 4, {name}, stage {stage}", "tflops")
         axes.plot(at, ours, "s" if stage == 0 else "o", color=OURS)
         axes.plot(at, stored(f"figure 4, {name}, stage 3", "tflops"), "o", color=FURTHER)
-        if name in published.FIGURE_4_READ_OFF:
-            low, high = published.FIGURE_4_READ_OFF[name]
+        if name in paper_numbers.FIGURE_4_READ_OFF:
+            low, high = paper_numbers.FIGURE_4_READ_OFF[name]
             axes.bar(at, max(high - low, 1), 0.7, bottom=low, color=PAPER, alpha=0.5)
     axes.bar([0], [0], color=PAPER, alpha=0.5, label="paper, read off its chart")
     for mark, colour, label in (

@@ -3,17 +3,19 @@
 Each function takes the stored rows by name, and returns a header and rows of cells.
 """
 
-import published
+import paper_numbers
 
 STAGES = ("DP", "P<sub>os</sub>", "P<sub>os+g</sub>", "P<sub>os+g+p</sub>")
 
 
 def figure_1(rows):
-    ours = dict(zip([cell[:3] for cell in published.CELLS], rows["table 1"]["bytes"], strict=False))
+    ours = dict(
+        zip([cell[:3] for cell in paper_numbers.CELLS], rows["table 1"]["bytes"], strict=False)
+    )
     ours[7.5e9, 64, 0] = rows["table 1"]["bytes"][-1]
     cells = [
         [STAGES[stage], f"{printed:g}", f"{ours[7.5e9, 64, stage] / 1e9:.3f}"]
-        for stage, printed in published.FIGURE_1.items()
+        for stage, printed in paper_numbers.FIGURE_1.items()
     ]
     return ["GB of each device", "paper", "XLA"], cells
 
@@ -21,7 +23,7 @@ def figure_1(rows):
 def table_1(rows):
     found = iter(rows["table 1"]["bytes"])
     cells = []
-    for params, by_devices in published.TABLE_1.items():
+    for params, by_devices in paper_numbers.TABLE_1.items():
         for devices, printed in by_devices.items():
             each = [f"{p:g} / {next(found) / 1e9:.3f}" for p in printed]
             cells.append([_count(params / 1e9), str(devices), *each])
@@ -30,10 +32,10 @@ def table_1(rows):
 
 def table_2(rows):
     cells = []
-    for degree, theory in published.THEORY.items():
+    for degree, theory in paper_numbers.THEORY.items():
         for stage, billions in enumerate(theory):
             row = rows.get(f"table 2, MP {degree}, stage {stage}")
-            printed = published.MEASURED[degree][stage : stage + 1]
+            printed = paper_numbers.MEASURED[degree][stage : stage + 1]
             cells.append(
                 [str(degree) if stage == 0 else "", str(64 * degree) if stage == 0 else ""]
                 + [STAGES[stage], _count(billions)]
@@ -58,13 +60,17 @@ def figure_2(rows):
 
 def figure_3(rows):
     cells = []
-    for gpus, batch in published.FIGURE_3_BATCH.items():
+    for gpus, batch in paper_numbers.FIGURE_3_BATCH.items():
         same, more, alone = (
             rows.get(f"figure 3, {gpus}, {how}")
             for how in ("stage 2", "stage 2, largest batch", "stage 3, largest batch")
         )
         cells.append(
-            [str(gpus), str(batch * gpus // 16), _read_off(published.FIGURE_3_READ_OFF.get(gpus))]
+            [
+                str(gpus),
+                str(batch * gpus // 16),
+                _read_off(paper_numbers.FIGURE_3_READ_OFF.get(gpus)),
+            ]
             + [_speed(same), _batch(more), _speed(more), _batch(alone), _speed(alone)]
         )
     header = ["GPUs", "batch", "paper", "zerojax", "largest batch, MP 16", "zerojax"]
@@ -73,16 +79,16 @@ def figure_3(rows):
 
 def figure_4(rows):
     cells = []
-    for name in (*published.FIGURE_4_BASELINES, *published.FIGURE_4_BATCH):
-        plain = name in published.FIGURE_4_BASELINES
+    for name in (*paper_numbers.FIGURE_4_BASELINES, *paper_numbers.FIGURE_4_BATCH):
+        plain = name in paper_numbers.FIGURE_4_BASELINES
         two = rows.get(f"figure 4, {name}, stage {0 if plain else 2}")
         three = rows.get(f"figure 4, {name}, stage 3")
-        batch = (published.FIGURE_4_BASELINES | published.FIGURE_4_BATCH)[name]
+        batch = (paper_numbers.FIGURE_4_BASELINES | paper_numbers.FIGURE_4_BATCH)[name]
         cells.append(
             [
                 name.upper() + ", DP" * plain,
                 str(batch),
-                _read_off(published.FIGURE_4_READ_OFF.get(name)),
+                _read_off(paper_numbers.FIGURE_4_READ_OFF.get(name)),
             ]
             + [_speed(two), _peak(two), _speed(three), _peak(three)]
         )
@@ -92,21 +98,21 @@ def figure_4(rows):
 
 def figures_6_to_8(rows):
     cells = []
-    for name, what in published.NAMES.items():
+    for name, what in paper_numbers.NAMES.items():
         largest = rows.get(f"figure 6, {name}")
         at = [
             cell
             for size in ("40b", "100b")
             for cell in (
-                _read_off(published.FIGURE_7_READ_OFF.get((size, name))),
+                _read_off(paper_numbers.FIGURE_7_READ_OFF.get((size, name))),
                 _peak(rows.get(f"figure 7, {size}, {name}")),
             )
         ]
         speed = _speed(rows.get(f"figure 8, {name}"))
         more = rows.get(f"figure 8, {name}, largest batch")
         cells.append(
-            [f"{name}: {what}", f"{published.FIGURE_6[name]}B", _billions(largest), *at]
-            + [str(published.FIGURE_8_BATCH[name]), speed, _sequences(more), _speed(more)]
+            [f"{name}: {what}", f"{paper_numbers.FIGURE_6[name]}B", _billions(largest), *at]
+            + [str(paper_numbers.FIGURE_8_BATCH[name]), speed, _sequences(more), _speed(more)]
         )
     header = ["", "6: largest, paper", "zerojax", "7: GB at 40B, paper", "zerojax"]
     header += ["at 100B, paper", "zerojax"]

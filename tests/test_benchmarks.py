@@ -328,8 +328,8 @@ def test_the_papers_rows_are_made_as_they_are_now():
 
 
 def test_table_2s_theory_is_the_formula():
-    published = importlib.import_module("published")
-    for degree, sizes in published.THEORY.items():
+    published = importlib.import_module("paper_numbers")
+    for degree, sizes in paper_numbers.THEORY.items():
         for stage, billions in enumerate(sizes):
             each = zerojax.memory_table(1, 64).bytes_per_device(1, 64, stage)
             assert billions == pytest.approx(degree * 32 / each, rel=0.03)
