@@ -1,15 +1,20 @@
 """Writes the stored results into the pages that show them, between the marks that name them."""
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
 import re
 import sys
 
+import render_paper
+
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = (HERE / "README.md", DOCS / "calibration.md", DOCS / "groups.md", DOCS / "wires.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("calibration", "groups", "paper", "wires")) + (
+    HERE / "README.md",
+)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
@@ -257,6 +262,12 @@ def published_summary() -> str:
     return f"{_rows(header, rows)}\n\n{made_by}"
 
 
+def paper(name: str) -> str:
+    """Renders a table or figure of the ZeRO paper beside what is compiled."""
+    rows = {row["row"]: row for row in _stored("paper.json")["rows"]}
+    return _rows(*render_paper.TABLES[name](rows))
+
+
 def gpu() -> str:
     """Renders what real GPUs measured, a line per model; cells are empty if none has."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
@@ -349,6 +360,7 @@ TABLES = {
     "wires": wires,
     "published": published,
     "published_summary": published_summary,
+    **{name: functools.partial(paper, name) for name in render_paper.TABLES},
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import hashlib
 import json
 import operator
 import pathlib
@@ -36,6 +37,11 @@ def chosen(only, names):
 
 def stored(path):
     return json.loads(path.read_text()) if path and path.exists() else {"rows": []}
+
+
+def digest(path):
+    """Returns what a picture carries of the file that it was drawn from."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Results:

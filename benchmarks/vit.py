@@ -42,7 +42,7 @@ class Vit(_presets.Gpt):
     def loss(self, params, batch, remat="full"):
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         x = dense(params["embed"], batch["patches"]) + params["pos"]
-        x, _ = jax.lax.scan(_presets._rematted(self.layer, remat), x, params["blocks"])
+        x, _ = jax.lax.scan(self._rematted(remat), x, params["blocks"])
         pooled = norm(params["norm"], x).mean(1)
         logits = dense(params["head"], pooled).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()

@@ -300,3 +300,90 @@ def test_errors_of_published_steps_and_their_order():
     found = published.summary({"rows": rows}, error="error")
     # 1.2 and 1.25 are too close to be a pair; the first is told to be slower than both.
     assert found == {"rows": 4, "mean": 14.0, "worst": 50.0, "pairs": 5, "pairs_in_order": 3}
+
+
+PAPER = {"hidden": 32, "heads": 4, "vocab": 64, "tokens": 16, "compute": "float32"}
+
+
+def planned_on_cpus(model, tensor, stage):
+    shape, names = ((8,), ("data",)) if tensor == 1 else ((4, 2), ("data", "tensor"))
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    return importlib.import_module("megatron").planned(model, mesh, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_papers_model_is_the_gpt_on_parts_of_heads(tensor, stage):
+    megatron = importlib.import_module("megatron")
+    ours, theirs = megatron.Megatron(4, **PAPER), _presets.Gpt(4, **PAPER)
+    state, batch = made(theirs)
+    wanted = jax.grad(lambda params: megatron.SCALE * theirs.loss(params, batch))(state.params)
+
+    def headwise(qkv):  # from the queries of all heads, the keys, the values to those of each head
+        split = qkv.reshape(4, 32, 3, 4, 8)
+        return split.swapaxes(2, 3).reshape(qkv.shape)
+
+    def as_ours(tree):
+        blocks = dict(tree["blocks"], qkv=headwise(tree["blocks"]["qkv"]))
+        blocks |= {name: blocks[name].swapaxes(1, 2) for name in ("proj", "down")}
+        return {**tree, "blocks": blocks}
+
+    plan = planned_on_cpus(ours, tensor, stage)
+    params = plan.place(ours.make_state().replace(params=as_ours(state.params))).params
+    if tensor > 1:
+        assert "tensor" in params["blocks"]["up"].sharding.spec
+    grads = jax.jit(zerojax.value_and_grad(ours.loss, plan))(params, batch)[1]
+    for path, grad in jax.tree_util.tree_leaves_with_path(as_ours(wanted)):
+        (found,) = (g for p, g in jax.tree_util.tree_leaves_with_path(grads) if p == path)
+        np.testing.assert_allclose(found, grad, atol=1e-5 * np.abs(grad).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize(("tensor", "stage"), [(1, 0), (2, 3)])
+def test_the_papers_flops_are_those_that_run(tensor, stage):
+    model = importlib.import_module("megatron").Megatron(4, **PAPER)
+    plan = planned_on_cpus(model, tensor, stage)
+    batch = zerojax.aot.batch(model.batch(2 * plan.size), plan)
+    step = zerojax.train_step(model.loss, plan=plan)
+    replay = zerojax.audit(step, plan.abstract(), batch, plan=plan).replay
+    assert tensor * replay.flops == model.flops(2)
+
+
+@pytest.mark.parametrize("guess", [1, 30, 2000])
+@pytest.mark.parametrize("fixed", [0, 300])
+def test_the_largest_that_fits_is_found_along_a_line(guess, fixed):
+    paper, tried = importlib.import_module("paper"), []
+
+    def peak(count):
+        tried.append(count)
+        return 300 + 7 * count + (count % 2)
+
+    assert paper.largest(peak, guess, fixed, room=995) == 99
+    assert 99 in tried and len(tried) == len(set(tried)) <= 5
+    assert paper.largest(lambda count: 5000, guess, fixed, room=1000) == 1
+
+
+def test_the_papers_rows_are_made_as_they_are_now():
+    paper = importlib.import_module("paper")
+    rows = {row["row"]: row for row in stored(BENCHMARKS / "paper.json")["rows"]}
+    assert list(rows) == [name for name in paper.ROWS if name in rows]
+    for name, row in rows.items():
+        assert row["settings"] == paper.settings(paper.ROWS[name]), f"{name}: make it again"
+    shown = {name.partition(",")[0] for name in paper.ROWS}
+    assert shown == {name.partition(",")[0] for name in rows}
+    assert shown == {"table 1", "table 2", *(f"figure {n}" for n in (2, 3, 4, 6, 7, 8))}
+
+
+def test_table_2s_theory_is_the_formula():
+    paper_numbers = importlib.import_module("paper_numbers")
+    for degree, sizes in paper_numbers.THEORY.items():
+        for stage, billions in enumerate(sizes):
+            each = zerojax.memory_table(1, 64).bytes_per_device(1, 64, stage)
+            assert billions == pytest.approx(degree * 32 / each, rel=0.03)
+
+
+def test_the_papers_pictures_are_of_what_is_stored():
+    digest = importlib.import_module("results").digest(BENCHMARKS / "paper.json")
+    pictures = list((BENCHMARKS.parent / "docs" / "pictures").glob("paper*.png"))
+    assert pictures
+    for path in pictures:
+        assert digest.encode() in path.read_bytes(), f"{path.name} is behind: draw it again"

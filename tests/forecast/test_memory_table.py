@@ -1,7 +1,8 @@
 """The ZeRO paper's Figure 1 and Table 1: from the formula, and from compiled programs."""
 
 import json
-import os
+import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -10,38 +11,9 @@ import pytest
 
 import zerojax
 
-# Figure 1: 7.5B parameters on 64 devices; stages 0 to 3 in GB.
-FIGURE_1 = {0: 120, 1: 31.4, 2: 16.6, 3: 1.9}
-# Table 1 as printed: parameters -> devices -> GB at stages 1, 2 and 3.
-TABLE_1 = {
-    7.5e9: {
-        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
-        256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
-    },
-    128e9: {
-        1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32),
-        256: (518, 263, 8), 1024: (513, 257, 2),
-    },
-    1e12: {
-        1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000),
-        64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
-    },
-}  # fmt: skip
-CELLS = [
-    (params, devices, stage, row[stage - 1])
-    for params, rows in TABLE_1.items()
-    for devices, row in rows.items()
-    for stage in (1, 2, 3)
-]
-
-
-def as_printed(gigabytes, printed, params):
-    """Whether a number is the paper's: rounded to as many digits as it prints at 7.5B, cut off
-    there in the columns of 128B and 1T (4187.5 is printed 4187)."""
-    digits = len(str(printed).partition(".")[2])
-    if params == 7.5e9:
-        return abs(gigabytes - printed) <= 0.5 * 10**-digits + 1e-9
-    return printed <= gigabytes + 1e-9 < printed + 10**-digits
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+PUBLISHED = runpy.run_path(str(BENCHMARKS / "paper_numbers.py"))
+CELLS, FIGURE_1, as_printed = (PUBLISHED[name] for name in ("CELLS", "FIGURE_1", "as_printed"))
 
 
 def test_there_are_54_cells():
@@ -65,50 +37,13 @@ def test_figure_1_by_formula():
         assert as_printed(table.bytes_per_device(7.5e9, 64, stage) / 1e9, printed, 7.5e9)
 
 
-COMPILED = """
-import functools, json, sys
-import jax, jax.numpy as jnp, numpy as np, optax
-from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh
-import zerojax
-
-jax.config.update("jax_num_cpu_devices", 1024)
-
-def argument_bytes(params, count, stage):
-    # Parameters in bf16; fp32 copies and both moments are optimizer state; gradients in bf16.
-    mesh = Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Auto,))
-    shape = (1024, int(params) // 1024)
-    precision = zerojax.Precision(param="bfloat16", master="float32")
-
-    def make_state():
-        tree = {"w": jnp.zeros(shape, jnp.bfloat16)}
-        tx = zerojax.master_weights(optax.adam(1e-3), "float32")
-        return TrainState.create(apply_fn=None, params=tree, tx=tx)
-
-    plan = zerojax.plan(make_state, stage=stage, mesh=mesh, precision=precision)
-    state = plan.abstract()
-    shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
-    (where,) = (s for s, leaf in zip(shardings, plan.leaves) if leaf.kind == "params")
-    grads = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)}
-    # keep_unused, or the parameters that an update of masters does not read would vanish.
-    update = lambda state, grads: plan.scatter(state).apply_gradients(grads=grads)
-    stats = jax.jit(update, keep_unused=True).lower(state, grads).compile().memory_analysis()
-    counters = sum(leaf.nbytes for leaf in plan.leaves if not leaf.shape)
-    return stats.argument_size_in_bytes - counters
-
-cells = json.loads(sys.stdin.read())
-print(json.dumps([argument_bytes(*cell) for cell in cells]))
-"""
-
-
 @pytest.fixture(scope="module")
 def compiled():
     """Argument bytes of really compiled programs, on up to 1024 emulated devices."""
     cells = [(params, devices, stage) for params, devices, stage, _ in CELLS]
     cells += [(7.5e9, 64, 0)]
-    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], input=json.dumps(cells), env=env,
+        [sys.executable, BENCHMARKS / "argument_bytes.py"], input=json.dumps(cells),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
