@@ -72,8 +72,7 @@ MPT = {
     "30b": gpt(48, 7168, 56),
     "70b": gpt(80, 8192, 64),
 }
-PAX_5B, PAX_175B = gpt(24, 4096, 32, 50304), gpt(96, 12288, 96, 50257)
-
+PAX_5B = gpt(24, 4096, 32, 50304)
 
 ORIGIN = re.compile(r"\d+ [\"{]|(File|Function|Stack)\w+$")  # tables of files, functions, frames
 METADATA = re.compile(r", metadata=\{[^}]*\}")
@@ -81,7 +80,7 @@ METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published step; `seconds` of it, or else tokens per second and GPU."""
+    """A published step, as its source describes it."""
 
     name: str
     model: _presets.Gpt
@@ -117,33 +116,28 @@ def at_speed(tokens_per_second, row):
     return dataclasses.replace(row, seconds=round(tokens / tokens_per_second, 3))
 
 
+LARGE = {  # of NVIDIA: the model, its remat, the source, and seconds by GPUs
+    "Llama 2 70B": (
+        LLAMA2_70B,
+        SAVE_ALL_BUT_WIDE,
+        LLAMA2,
+        {64: 6.999, 128: 7.072, 256: 7.153, 512: 7.091, 1024: 7.084, 2048: 7.066},
+    ),
+    "Llama 3 70B": (
+        LLAMA3_70B,
+        SAVE_QKV,
+        LLAMA3,
+        {128: 15.563, 256: 15.444, 512: 15.519, 1024: 15.603, 2048: 15.898},
+    ),
+}
+
+
 def of_jax():
-    for count, seconds in {64: 6.999, 128: 7.072, 256: 7.153, 512: 7.091, 1024: 7.084,
-                           2048: 7.066}.items():  # fmt: skip
-        yield Row(
-            f"MaxText Llama 2 70B, {count} H100",
-            LLAMA2_70B,
-            f"{count}xH100",
-            2,
-            SAVE_ALL_BUT_WIDE,
-            seconds,
-            LLAMA2,
-            shard=count if count <= 256 else 128,
-            combine=(2048, 2048, 32 if count < 512 else 16),
-        )
-    for count, seconds in {128: 15.563, 256: 15.444, 512: 15.519, 1024: 15.603,
-                           2048: 15.898}.items():  # fmt: skip
-        yield Row(
-            f"MaxText Llama 3 70B, {count} H100",
-            LLAMA3_70B,
-            f"{count}xH100",
-            2,
-            SAVE_QKV,
-            seconds,
-            LLAMA3,
-            shard=count if count <= 256 else 128,
-            combine=(2048, 2048, 32 if count < 512 else 16),
-        )
+    for name, (model, remat, source, times) in LARGE.items():
+        for count, seconds in times.items():
+            shard, scatters = (count, 32) if count <= 256 else (128, 16)
+            yield Row(f"MaxText {name}, {count} H100", model, f"{count}xH100", 2, remat, seconds,
+                      source, shard=shard, combine=(2048, 2048, scatters))  # fmt: skip
     large = dict(shard=128, combine=(2048, 2048, 16))
     yield Row("MaxText Llama 3.1 70B, 256 H200", LLAMA3_70B, "256xH200", 2, SAVE_ATTENTION, 15.516,
               f"{RECIPES}/a3ultra/llama3-1-70b at 2e1fd5e", **large)  # fmt: skip
@@ -175,7 +169,7 @@ FOUNDRY_ROWS = (  # size, GPUs, sequences, tokens/s of each GPU
 
 
 def of_pytorch():
-    """Those that compute all of a layer again: what else PyTorch keeps, XLA does not."""
+    """Yields steps of PyTorch that compute most of a layer again: of the others it keeps less."""
     for size, gpus, rows, speed in FOUNDRY_ROWS:
         name = f"llm-foundry MPT {size}, {gpus.replace('x', ' ').removesuffix('-80GB')}"
         network = 25 if "A100" in gpus else 0

@@ -43,6 +43,7 @@ def test_presets_compute_in_the_dtype_of_a_gpu():
     model = made(TINY, remat="dots")
     assert model.remat == "dots" and model.batch(6).shape == (6, 8)
     assert model.loss.keywords == {"remat": "dots"}
+    assert made(TINY, remat="qkv+up").loss.keywords == {"remat": "qkv+up"}
 
 
 def test_batches_have_the_rows_that_they_are_asked_for():

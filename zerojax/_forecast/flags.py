@@ -84,7 +84,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
     order_argument(parser, nargs="+")
     parser.add_argument(
-        "--remat", nargs="+", help="of a preset: none, dots, full, or what is kept, such as q+k+v"
+        "--remat", nargs="+", help="of a preset: none, dots, full (default), or kept names: qkv+up"
     )
     text = "find the fastest way that fits, and print the Python for it"
     parser.add_argument("--choose", action="store_true", help=text)

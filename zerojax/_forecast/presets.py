@@ -62,6 +62,8 @@ class Gpt:
         return jax.ShapeDtypeStruct((rows, self.tokens), jnp.int32)
 
     def losses(self, remats: Sequence[str] = REMATS) -> dict[str, Callable[..., PyTree]]:
+        for remat in remats:
+            self._rematted(remat)  # refuses it before anything compiles
         return {remat: functools.partial(self.loss, remat=remat) for remat in remats}
 
     def loss(self, params: PyTree, tokens: jax.Array, remat: str = "full") -> jax.Array:

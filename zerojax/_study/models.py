@@ -1,7 +1,6 @@
 """The models of a study: presets by name, or the user's losses with batches of any size."""
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -83,5 +82,5 @@ def model(name: str, one: Given, gpu: Gpu, remat: str) -> Model:
         return Model(name, *one)
     assert isinstance(one, Gpt), "`given` has looked up names"
     preset = _presets.on(one, gpu)
-    loss = functools.partial(preset.loss, remat=remat)
+    loss = preset.losses([remat])[remat]
     return Model(name, loss, preset.make_state, preset.batch, remat)

@@ -13,7 +13,6 @@ from zerojax import aot
 from zerojax._forecast import cache as _cache
 from zerojax._forecast.forecast import Workload, gpu_of, mesh_of, names_levels, progress
 from zerojax._forecast.memory_table import STAGES
-from zerojax._forecast.presets import REMATS
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss.order import MICROBATCHES
 from zerojax._study import models as _models, rows as _rows
@@ -55,7 +54,8 @@ def study(
             16, and eight between two powers of two.
         out: a file of JSON, to which each result is written at once. A later call finds there what
             has been done, and adds what has not, or what it no longer matches.
-        remat: what presets compute again in backward: "full", "dots" or "none".
+        remat: what presets compute again in backward: "full", "dots" or "none"; or what they keep,
+            such as "qkv+up".
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
         per_host: GPUs of a host.
         cache: keep the programs that are compiled, as the command line does, in the user's cache.
@@ -77,7 +77,7 @@ def study(
     """
     models = _models.given(models)
     sizes, stages, rows = _each(gpus), _each(stages), _each(rows)
-    _check(sizes, stages, rows, remat, options, rates)
+    _check(sizes, stages, rows, options, rates)
     run = _Run(models, remat, rates, per_host, options)
     asked = [run.asked(*way) for way in itertools.product(models, sizes, stages, rows)]
     stored = Stored(out)
@@ -99,7 +99,6 @@ def _check(
     gpus: Sequence[str],
     stages: Sequence[int],
     rows: Sequence[int | str],
-    remat: str,
     options: Mapping[str, Any],
     rates: Rates | None,
 ) -> None:
@@ -115,8 +114,6 @@ def _check(
         raise ValueError(f"stages={odd[0]!r} is none of {STAGES}.")
     if odd := [n for n in rows if n != LARGEST and (not isinstance(n, int) or n < 1)]:
         raise ValueError(f"rows={odd[0]!r} must be positive, or {LARGEST!r}: rows of each GPU.")
-    if remat not in REMATS:
-        raise ValueError(f"remat={remat!r} is none of {', '.join(REMATS)}.")
     count = options.get("accumulate", 1)
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"accumulate={count!r} must be one positive number of microbatches.")
