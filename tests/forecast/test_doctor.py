@@ -1,7 +1,9 @@
 """The doctor's findings in an environment."""
 
+import importlib.metadata
 import socket
 
+import jax
 import pytest
 
 from zerojax._forecast import doctor as _doctor
@@ -71,3 +73,25 @@ def test_doctor_reaches_the_coordinator():
     gone = statuses(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
     assert there["processes"] == ("ok", f"the coordinator 127.0.0.1:{port} answers")
     assert gone["processes"][0] == "warn" and "open the port" in gone["processes"][1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "installed", "warns"),
+    [
+        ("gpu", 2, "tensorflow", True),
+        ("gpu", 2, "tensorflow-cpu", False),
+        ("gpu", 1, "tensorflow", False),
+        ("cpu", 8, "tensorflow", False),
+    ],
+)
+def test_doctor_warns_of_a_second_nccl(backend, gpus, installed, warns, monkeypatch):
+    versions = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "2.20" if name == installed else versions(name)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "device_count", lambda: gpus)
+    found = statuses()
+    assert ("tensorflow" in found) == warns
+    if warns:
+        assert found["tensorflow"][0] == "warn" and "tensorflow-cpu" in found["tensorflow"][1]

@@ -63,6 +63,7 @@ def doctor(environ: Mapping[str, str] = os.environ) -> list[Check]:
         *_host_memory(environ),
         Check("processes", *_processes(environ)),
         *_network_cards(environ),
+        *_second_nccl(),
         *_extras(),
     ]
 
@@ -169,6 +170,24 @@ def _network_cards(environ: Mapping[str, str]) -> Iterator[Check]:
     if several and not _network.told(environ):
         text = f"{_network.REASON}. There, put {_network.FLAG} into XLA_FLAGS."
         yield Check("network", "note", text)
+
+
+def _second_nccl() -> Iterator[Check]:
+    """Warns of TensorFlow beside several GPUs: jax-ml/jax#39167."""
+    several = jax.default_backend() == "gpu" and jax.device_count() > 1
+    if several and _is_installed("tensorflow"):
+        yield Check(
+            "tensorflow",
+            "warn",
+            "brings an NCCL of its own: where a program imports it, collectives fail with "
+            "'invalid argument'. pip uninstall tensorflow; pip install tensorflow-cpu.",
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(distribution))
+    return False
 
 
 def _extras() -> Iterator[Check]:
