@@ -69,6 +69,15 @@ def test_audit_of_a_stored_program(run):
     assert sum(t["total_bytes"] for t in found["traffic"]) == found["wire_bytes"]
 
 
+def test_audit_of_a_stored_program_on_other_links(run):
+    def seconds(*links):
+        code, out, _ = run("audit", STEP, "--gpu", "H100", "--per-host", "1", "--json", *links)
+        assert code == OK
+        return json.loads(out)["step_seconds"]
+
+    assert seconds("--network", "50") == seconds() < seconds("--network", "0.05")
+
+
 def test_audit_fails_where_the_contract_is_broken(run):
     code, out, _ = run("audit", STEP, "--max-peak-bytes", "1e3")
     assert code == NOT_OK
@@ -136,7 +145,25 @@ def test_audit_and_forecast_of_a_users_module(run, module):
     assert case["parameters"] == 256 * 256 * 4
 
 
+@pytest.mark.gpu_code
+def test_audit_of_a_users_module_on_several_hosts(run, module):
+    model = (module("mymodel", MODEL) + ":model", "--gpus", "8xH100", "--nodes", "2x4", "--json")
+
+    def found(*flags):
+        code, out, err = run("audit", *model, *flags)
+        assert (code, err) == (OK, "")
+        return json.loads(out)
+
+    flat, hsdp = found(), found("--groups", HSDP)
+    size = 256 * 256 * 4
+    assert (flat["memory"]["parameters"], hsdp["memory"]["parameters"]) == (size // 8, size // 4)
+    assert 0 < hsdp["network_bytes"] < flat["network_bytes"]
+    assert found("--network", "0.05")["step_seconds"] > 10 * flat["step_seconds"]
+    assert found("--master")["memory"]["parameters"] == size // 2 // 8
+
+
 FLOPS = 3 * 2 * 60 * 256 * 256  # of the rows in `six`
+HSDP = "params=gpu,grads=gpu,opt_state=gpu"
 GROUPS = "params=gpu,grads=gpu,opt_state=gpu+node"
 
 
@@ -416,7 +443,11 @@ BAD = {
     "damaged": (("audit", "damaged.hlo"), "the HLO text has no ENTRY computation: was it cut off"),
     "folder": (("audit", "."), ". cannot be read as HLO (Is a directory). Give a file"),
     "nodes": (("forecast", "124m", "--nodes", "8x4"), "8xH100 are 8. Pass --gpus 32xH100"),
-    "set of HLO": (("audit", STEP, "--set", "n=1"), "--set and --config are for a model, and"),
+    "set of HLO": (("audit", STEP, "--set", "n=1"), "is compiled already. Leave out --set."),
+    "groups of HLO": (
+        ("audit", STEP, "--master", "--groups", "params=gpu"), "Leave out --groups, --master."
+    ),
+    "links of none": (("audit", STEP, "--network", "9"), "links are those of a GPU. Name it, as"),
     "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unex"),
     "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in"),
     "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),

@@ -45,6 +45,8 @@ OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9
 DECIDED = ["stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce"]
 DECIDED += ["update", "activations"]  # by --choose
+OF_MODELS = {"--set": "settings", "--config": "config", "--groups": "groups", "--nodes": "nodes"}
+OF_MODELS |= {"--master": "master"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -167,6 +169,8 @@ def _tell_of_network(arguments: argparse.Namespace, rates: zerojax.Rates | None)
 
 def _gpu(arguments: argparse.Namespace) -> Gpu:
     """Returns the kind of GPU that is named, of several the first."""
+    if named := getattr(arguments, "gpu", None):
+        return _known.named(named)
     return _known.parse_count(
         arguments.gpus[0] if isinstance(arguments.gpus, list) else arguments.gpus
     )[1]
@@ -209,11 +213,7 @@ def audit(arguments: argparse.Namespace) -> int:
         _figures.check_picture(arguments.plot)
     path = pathlib.Path(arguments.model)
     if path.exists() or arguments.model.endswith((".hlo", ".txt")):
-        if arguments.settings or arguments.config is not None:
-            raise ValueError(f"--set and --config are for a model, and {path} is a program.")
-        report = zerojax.audit(
-            _hlo_text(path), **_given(arguments, "gpu", "per_host", "accumulate")
-        )
+        report = _audited_text(path, arguments)
     else:
         report = _audited(arguments)
     if arguments.plot:
@@ -225,6 +225,16 @@ def audit(arguments: argparse.Namespace) -> int:
     return NOT_OK if found else OK
 
 
+def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> zerojax.Report:
+    """Audits a file of HLO, compiled by whomever."""
+    if named := [flag for flag, name in OF_MODELS.items() if getattr(arguments, name)]:
+        raise ValueError(f"{path} is compiled already. Leave out {', '.join(named)}.")
+    if arguments.gpu is None and _rates(arguments):
+        raise ValueError("links are those of a GPU. Name it, as in --gpu H100.")
+    given = _given(arguments, "per_host", "accumulate")
+    return zerojax.audit(_hlo_text(path), gpu=_audited_gpu(arguments), **given)
+
+
 def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
@@ -232,17 +242,27 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     options = _given(arguments, "accumulate", "order", "activations")
     options |= {"update": arguments.update or "auto"}
     options |= {} if arguments.regather is None else {"regather": arguments.regather}
-    precision = _precision(arguments)
-    levels = names_levels(options, precision)
-    mesh = mesh_of(arguments.gpus, arguments.per_host, levels)
-    placed = _given(arguments, "stage", "pad", "offload")
+    precision = _precision(arguments, arguments.master)
+    levels = arguments.groups is not None or names_levels(options, precision)
+    mesh = mesh_of(arguments.gpus, _per_host(arguments), levels)
+    placed = _given(arguments, "stage", "pad", "offload", "groups")
+    _tell_of_network(arguments, _rates(arguments))
     plan = zerojax.plan(make_state, mesh=mesh, axis=mesh.axis_names, precision=precision, **placed)
     loss = losses if callable(losses) else next(iter(losses.values()))
     step = zerojax.train_step(loss, **options)
     with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
         batch = zerojax.aot.batch(batch, plan)
         made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
-        return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=arguments.gpu)
+        gpu = _audited_gpu(arguments)
+        return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=gpu)
+
+
+def _audited_gpu(arguments: argparse.Namespace) -> Gpu | str | None:
+    """Returns the GPU whose speed is modelled, with the links that flags name."""
+    rates = _rates(arguments)
+    return (
+        arguments.gpu if rates is None else dataclasses.replace(_gpu(arguments), given_rates=rates)
+    )
 
 
 def _hlo_text(path: pathlib.Path) -> str:

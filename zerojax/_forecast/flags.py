@@ -75,11 +75,7 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
         "model", help=f"a model by size ({sizes}), module:function or file.py:function"
     )
     _gpu_arguments(parser)
-    parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
-    link_arguments(parser)
-    parser.add_argument(
-        "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
-    )
+    _machine_arguments(parser)
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1])
     order_argument(parser, nargs="+")
@@ -89,6 +85,14 @@ def _forecasts(parser: argparse.ArgumentParser) -> None:
     text = "find the fastest way that fits, and print the Python for it"
     parser.add_argument("--choose", action="store_true", help=text)
     parser.add_argument("--tokens", type=int, help="of a step, if not all of the batch's")
+
+
+def _machine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=nodes, help="8x8: hosts x GPUs of each, for --per-host")
+    link_arguments(parser)
+    parser.add_argument(
+        "--groups", type=groups, help="params=gpu,grads=gpu,opt_state=gpu+node: axes node and gpu"
+    )
 
 
 def link_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +108,7 @@ def _audits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="program", help=text)
     parser.set_defaults(remat=REMAT, choose=False)
     _gpu_arguments(parser)
+    _machine_arguments(parser)
     parser.add_argument("--gpu", help="whose speed to model for HLO text, such as H100")
     parser.add_argument("--stage", type=int, default=3, choices=STAGES)
     parser.add_argument("--accumulate", type=int, default=1)
