@@ -21,7 +21,8 @@ def facts(devices=64, compute=100.0, **changes):
         Facts(
             rates=RATES, devices=devices, local=LOCAL, parameters=1600.0,
             compute={"": compute, "small": compute}, kept={"": 640.0, "small": 64.0},
-            workspace={"": 320.0, "small": 320.0}, gathered=50.0, weights=WEIGHTS, gradients=GRADS,
+            workspace={"": 320.0, "small": 320.0}, weights={"": WEIGHTS, "small": WEIGHTS / 2},
+            gathered=50.0, gradients=GRADS,
         ),
         **changes,
     )  # fmt: skip
@@ -34,7 +35,7 @@ def facts(devices=64, compute=100.0, **changes):
         (Way(accumulate=4), 4 * (2 * WEIGHTS + GRADS), 4 * (2 * WEIGHTS + GRADS) / LOCAL),
         (Way(accumulate=4, order="layers"), 2 * WEIGHTS + GRADS, (2 * WEIGHTS + GRADS) / LOCAL),
         (Way(accumulate=4, groups=HSDP), 4 * (2 * WEIGHTS + GRADS), 2 * GRADS / LOCAL),
-        (Way(accumulate=4, groups=AMSP), 4 * (2 * WEIGHTS + GRADS), 2 * (GRADS + WEIGHTS) / LOCAL),
+        (Way(accumulate=4, groups=AMSP), 4 * (2 * WEIGHTS + GRADS), (GRADS + WEIGHTS) / LOCAL),
         (Way(accumulate=4, regather=GPU), 4 * (2 * WEIGHTS + GRADS), (WEIGHTS + 4 * GRADS) / LOCAL),
         (Way(stage=0), 2 * GRADS, 2 * GRADS / LOCAL),
         (Way(stage=1, accumulate=4), GRADS + 1600, (GRADS + 1600) / LOCAL),
@@ -66,6 +67,17 @@ def test_what_hides_costs_nothing_and_the_rest_all_of_it():
     faster = facts(compute=10.0).seconds(Way(regather=GPU), {})
     assert faster == pytest.approx(10.1 + (10 - 0.97 * 0.3 * 10.1))  # 5 of backward hide
     assert facts(compute=10.0).seconds(Way(gather="int8"), {}) < found
+
+
+def test_each_loss_has_its_own_gathers():
+    assert facts().sent(Way("small"))[0][0] == WEIGHTS / 2 == facts().sent(Way())[0][0] / 2
+
+
+def test_groups_send_over_both_links_at_once_and_wait_for_chains():
+    # Inside a node 2 and 3 seconds; to others 10 in forward and 5 in backward, or 10 in backward.
+    amsp, hsdp = (facts(compute=10.0).seconds(Way(groups=how), {}) for how in (AMSP, HSDP))
+    assert amsp == pytest.approx(10.7 + (10 - 0.97 * 0.3 * 10.7))
+    assert hsdp == pytest.approx(10.7 + (10 - 0.97 * 0.7 * 10.7))
 
 
 def test_state_in_host_memory_is_copied():

@@ -25,7 +25,7 @@ from zerojax._types import PyTree
 
 MOST_MICROBATCHES = 16
 EXACT, LOSSY = 4, 2  # how many ways of each kind are compiled
-SLOWER = 1.02  # the formula's, of the best so far: what may be faster after all
+SLOWER = 1.05  # the formula's, of the best so far: what may be faster after all
 MOST_COMPILED = 9
 SETTING = 1e-3  # of a step's time: what a setting must gain
 ROUGHLY = 1.1  # the formula's error: what needs more than the GPU has by it is not compiled
@@ -199,8 +199,10 @@ class _Search:
             compute={name: case.compute_seconds for name, case in cases.items()},
             kept=kept,
             workspace={name: case.peak - known - kept[name] for name, case in cases.items()},
+            weights={
+                name: case.report.totals.get("all-gather", 0) / 2 for name, case in cases.items()
+            },
             gathered=first.memory.gathered,
-            weights=first.totals.get("all-gather", 0) / 2,
             gradients=first.totals.get("reduce-scatter", 0),
         )
 

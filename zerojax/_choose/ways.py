@@ -23,8 +23,9 @@ CODES = ((None, None), ("int8", None), ("int8", "int8"), ("int8", "int4"))
 # compute them again.) The formula ranks, and the best are compiled.
 #
 # What else costs compute, as shares of a compiled 7.5B step on 64 H100s: encoding and decoding
-# (3 and 4%), gradients of all microbatches added layer by layer (3%), hpZ's second gathers (1%).
-DECODING, CODING, ADDING, TWICE = 0.03, 0.04, 0.03, 0.01
+# (3 and 4%), gradients of all microbatches added layer by layer (3%), hpZ's second gathers (1%),
+# and in groups the hops that wait for those over the other link (7%).
+DECODING, CODING, ADDING, TWICE, CHAINS = 0.03, 0.04, 0.03, 0.01, 0.07
 # A code and its share of a scale, as a part of 16 bits.
 CODED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}
 # Passes over full parameters by an update of parameters that rest whole: 54 ms of 7.5B in float32.
@@ -133,8 +134,8 @@ def ways(
 class Facts:
     """What the formula knows of a model on some GPUs; bytes and seconds are those of one GPU.
 
-    By loss: `compute` of a step, `kept` for backward, and `workspace`, what else activations take.
-    `gathered` are the weights at hand, `weights` one gather of all of them, `gradients` one
+    By loss: `compute` of a step, `kept` for backward, `workspace`, what else activations take, and
+    `weights`, one gather of all of them. `gathered` are the weights at hand, `gradients` one
     reduction.
     """
 
@@ -145,8 +146,8 @@ class Facts:
     compute: Mapping[str, float]
     kept: Mapping[str, float]
     workspace: Mapping[str, float]
+    weights: Mapping[str, float]
     gathered: float
-    weights: float
     gradients: float
 
     def seconds(self, way: Way, on_host: Mapping[str, int]) -> float:
@@ -156,27 +157,28 @@ class Facts:
         copied = sum(crossings.get(kind, 1) * count for kind, count in on_host.items())
         copied *= CHAINED / self.rates.to_host(min(self.local, self.devices))
         exposed = max(0.0, copied - HIDES_COPIES * compute)
-        forward, backward = (self._of_links(way, sent) for sent in self.sent(way))
+        forward, backward = map(self._of_links, self.sent(way))
         exposed += max(0.0, forward - HIDES * FORWARD * compute)
         exposed += max(0.0, backward - HIDES * (1 - FORWARD) * compute)
         update = PASSES * self.parameters / self.rates.memory if way.stage < 3 else 0.0
         return compute + update + exposed
 
-    def _of_links(self, way: Way, sent: tuple[float, float]) -> float:
-        """Returns the time of collectives; those of groups go over one link after the other."""
-        times = sent[0] / self.rates.link, sent[1] / self.rates.network
-        return sum(times) if way.groups is not None else max(times)
+    def _of_links(self, sent: tuple[float, float]) -> float:
+        """Returns the time of collectives, over both links at once."""
+        return max(sent[0] / self.rates.link, sent[1] / self.rates.network)
 
     def sent(self, way: Way) -> tuple[tuple[float, float], tuple[float, float]]:
         """Returns the bytes that leave a GPU for those of its host, and for other hosts: in
         forward, and in backward with the update."""
-        weights, grads, rounds = self.weights, self.gradients, way.rounds
+        weights, grads, rounds = self.weights[way.variant], self.gradients, way.rounds
         local = min(self.local, self.devices)
         # A ring through all hosts leaves each of them by all of its network cards.
         leaves = 1 / local if self.devices > local else 0.0
         if way.groups is not None:
-            across = 2 * (grads + weights * (way.groups == AMSP)) * leaves
-            return (rounds * weights, 0.0), (rounds * (weights + grads), across)
+            # Gradients cross in both halves of an all-reduce, or one half waits for forward.
+            fetched, summed = (weights, grads) if way.groups == AMSP else (0.0, 2 * grads)
+            forward = rounds * weights, fetched * leaves
+            return forward, (rounds * (weights + grads), summed * leaves)
         if way.stage < 3:
             once = grads * (rounds if way.stage == 2 else 1)
             total = 2 * grads if way.stage == 0 else once + self.parameters
@@ -191,10 +193,11 @@ class Facts:
         """Returns the memory of a step whose state takes so much."""
         count = way.accumulate
         kept = self.kept[way.variant] / (1 if way.order == LAYERS else count)
-        near = self.weights / self.local if way.regather == GPU else 0.0
+        near = self.weights[way.variant] / self.local if way.regather == GPU else 0.0
         return state + self.gathered + self.workspace[way.variant] / count + kept + near
 
 
 def _share_of_extra_compute(way: Way) -> float:
     coded = CODING if way.reduce else DECODING if way.gather else 0.0
-    return coded + ADDING * (way.order == LAYERS) + TWICE * (way.regather == GPU)
+    chains = CHAINS * (way.groups is not None)
+    return coded + chains + ADDING * (way.order == LAYERS) + TWICE * (way.regather == GPU)
