@@ -93,3 +93,15 @@ def test_attention_of_cudnn_costs_its_flops(made, flops):
     assert cost.seconds("main", made.root("main")) == max(flops / 1e13, memory)
     faster = CostModel(made, dataclasses.replace(rates, attention=1e20))
     assert faster.seconds("main", made.root("main")) == max(flops / rates.flops, memory)
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [("bf16", 4e12), ("f16", 4e12), ("f8e4m3fn", 8e12)])
+def test_matmuls_of_eight_bits_are_faster(dtype, rate):
+    made = module(
+        f"\n  %m = {dtype}[256,256]{{1,0}} parameter(0)\n"
+        "  ROOT %out = bf16[256,256]{1,0} dot(%m, %m), lhs_contracting_dims={1}\n"
+    )
+    rates = dataclasses.replace(RATES, flops=4e12, flops8=8e12, memory=1e20)
+    assert CostModel(made, rates).seconds("main", made.root("main")) == 2 * 256**3 / rate
+    same = dataclasses.replace(RATES, flops=4e12, memory=1e20)  # where a user gives no more
+    assert CostModel(made, same).seconds("main", made.root("main")) == 2 * 256**3 / 4e12

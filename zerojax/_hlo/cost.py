@@ -1,8 +1,8 @@
 """The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
 
-Arithmetic is FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that these reach; memory is
-bytes touched over the reachable bytes/s. A slice of a stacked buffer costs the slice, an update in
-place costs the update.
+Arithmetic is FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that these reach, in float8
+more; memory is bytes touched over the reachable bytes/s. A slice of a stacked buffer costs the
+slice, an update in place costs the update.
 """
 
 import functools
@@ -40,11 +40,10 @@ class CostModel:
         self.computation_flops = functools.cache(self._computation_flops)
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        flops = self.flops_by_dtype(computation, instruction).total()
-        rate = self.rates.flops
-        if _is_attention(instruction):
-            rate = min(rate, self.rates.attention)
-        return max(flops / rate, self.touched(computation, instruction) / self.rates.memory)
+        flops = self.flops_by_dtype(computation, instruction)
+        most = self.rates.attention if _is_attention(instruction) else math.inf
+        computed = sum(n / min(most, self.rates.of_matmuls(dtype)) for dtype, n in flops.items())
+        return max(computed, self.touched(computation, instruction) / self.rates.memory)
 
     # -- arithmetic
 

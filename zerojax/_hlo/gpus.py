@@ -50,6 +50,11 @@ class Rates:
     host_latency: float = 10e-6
     host_memory: float = math.inf  # of a host, reading and writing together, for all of its GPUs
     attention: float = math.inf  # FLOP/s of cuDNN's attention; never more than `flops`
+    flops8: float = 0.0  # of matmuls of float8; never less than `flops`
+
+    def of_matmuls(self, dtype: str) -> float:
+        """Returns the FLOP/s of matmuls whose operands have an HLO dtype, such as f8e4m3fn."""
+        return max(self.flops, self.flops8) if dtype.startswith("f8") else self.flops
 
     def to_host(self, gpus: int) -> float:
         """Returns the bytes/s between a GPU and its host, each way, where so many copy at once."""
@@ -141,6 +146,11 @@ class Gpu:
         return "bfloat16" if self.chip.capability >= (8, 0) else "float16"
 
     @property
+    def flops8(self) -> float:
+        """Dense FLOP/s in float8, which came with the L4's generation."""
+        return 2 * self.flops if self.chip.capability >= (8, 9) else 0.0
+
+    @property
     def usable(self) -> int:
         return int(self.memory * USABLE_MEMORY)
 
@@ -156,6 +166,7 @@ class Gpu:
             host=min(machine.host * REACHED_HOST, machine.own_memory * REACHED_HOST_MEMORY / 2),
             host_memory=machine.host_memory * REACHED_HOST_MEMORY,
             attention=self.flops * REACHED_ATTENTION,
+            flops8=self.flops8 * self.reached_flops,
         )
 
     def target_config(self) -> str:
