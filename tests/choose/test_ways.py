@@ -98,6 +98,17 @@ def test_memory_shrinks_with_microbatches_but_not_what_all_of_them_keep():
     assert peak(Way(regather=GPU), 1000) == 1000 + 50 + 320 + 640 + WEIGHTS / LOCAL
 
 
+@pytest.mark.parametrize(
+    ("way", "keeps"),
+    [
+        (Way(), True), (Way(stage=0), True), (Way(stage=2), False), (Way(stage=1), False),
+        (Way(offload=("opt_state",)), False), (Way(offload=("opt_state",), accumulate=2), True),
+    ],
+)  # fmt: skip
+def test_gradients_wait_for_what_is_not_updated_in_backward(way, keeps):
+    assert way.keeps_gradients == keeps
+
+
 def test_ways_are_valid_and_each_is_there_once():
     found = list(_ways.ways(["a", "b"], [1, 4], several_hosts=True, lossy=True))
     assert len(found) == len(set(found))

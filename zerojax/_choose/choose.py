@@ -25,7 +25,7 @@ from zerojax._types import PyTree
 
 MOST_MICROBATCHES = 16
 EXACT, LOSSY = 4, 2  # how many ways of each kind are compiled
-SLOWER = 1.05  # the formula's, of the best so far: what may be faster after all
+SLOWER = 1.07  # than the best so far, by the formula: what may be faster after all
 MOST_COMPILED = 9
 SETTING = 1e-3  # of a step's time: what a setting must gain
 ROUGHLY = 1.1  # the formula's error: what needs more than the GPU has by it is not compiled
@@ -174,7 +174,7 @@ class _Search:
     def estimated(self, way: Way, facts: Facts) -> Tried:
         plan = self.plan(way)
         seconds = facts.seconds(way, plan.host_bytes_per_device())
-        return Tried(way, seconds, facts.peak(way, _state_bytes(plan)))
+        return Tried(way, seconds, facts.peak(way, _state_bytes(plan, way.keeps_gradients)))
 
     def kept(self, variant: str) -> int:
         """Returns what a loss keeps for backward on each device."""
@@ -207,9 +207,10 @@ class _Search:
         )
 
 
-def _state_bytes(plan: Plan) -> int:
-    """Returns what a device holds of the state and its gradients, by the plan."""
-    return sum(plan.bytes_per_device().values()) + plan.gradient_bytes() + plan.kept_bytes()
+def _state_bytes(plan: Plan, with_gradients: bool = True) -> int:
+    """Returns what a device holds of the state, by the plan."""
+    gradients = plan.gradient_bytes() if with_gradients else 0
+    return sum(plan.bytes_per_device().values()) + gradients + plan.kept_bytes()
 
 
 def _rank(one: Tried) -> float:

@@ -70,6 +70,12 @@ class Way:
         return self.stage, self.groups, self.offload
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients wait for the update: elementwise ones run in backward by default where
+        state is in host memory, or weights rest whole and are sharded for the update."""
+        return self.accumulate > 1 or not (self.offload or self.stage in (1, 2))
+
+    @property
     def rounds(self) -> int:
         """How often it gathers each layer."""
         return 1 if self.order == LAYERS else self.accumulate
