@@ -23,8 +23,8 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Blocks", "Checkpoints", "Extras", "LeafPlan", "ModuleState", "Offload", "Plan", "Precision",
-    "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit", "choose", "eval_step",
+    "Blocks", "Checkpoints", "Extras", "LeafPlan", "Meter", "ModuleState", "Offload", "Plan",
+    "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit", "choose", "eval_step",
     "export_safetensors", "forecast", "gather", "gather_params", "import_safetensors", "initialize",
     "log", "logical", "master_weights", "mean", "memory_table", "mesh", "narrow_moments",
     "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "read_extras", "restore",

@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
+    from zerojax._observe.meter import Meter as Meter
     from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
@@ -82,6 +83,7 @@ _EXPORTS = {
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
+    "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["gather_params", "logical", "shard_train_state"],
     "_plan.layout": ["LeafPlan"],

@@ -318,3 +318,8 @@ def rematerializations(log: Sequence[str]) -> list[str]:
 def without_harmless(log: str) -> str:
     """Returns XLA's log without its harmless messages, each of which may have several lines."""
     return "".join(part for part in LOG_MESSAGE.split(log) if not HARMLESS.match(part))
+
+
+def is_ready(leaf: object) -> bool:
+    """Whether an array's value is there. JAX's arrays can say so, but `jax.Array` does not."""
+    return leaf.is_ready() if isinstance(leaf, jax.Array) else True  # type: ignore
