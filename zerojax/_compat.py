@@ -124,6 +124,11 @@ def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
     return str(stacks[0][:depth]), jaxpr.replace(eqns=eqns)
 
 
+def scope_of(eqn: JaxprEqn) -> str:
+    """Returns the name scope that an equation is in."""
+    return str(eqn.source_info.name_stack)
+
+
 def make_jaxpr(
     eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
 ) -> Jaxpr:
