@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
         save as save,
     )
     from zerojax._checkpoint.extras import Extras as Extras
+    from zerojax._checkpoint.goodput import Goodput as Goodput
     from zerojax._checkpoint.loop import Checkpoints as Checkpoints, Preempted as Preempted
     from zerojax._checkpoint.safetensors import (
         export_safetensors as export_safetensors,
@@ -72,6 +73,7 @@ _EXPORTS = {
     "_audit.report": ["Report"],
     "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
     "_checkpoint.extras": ["Extras"],
+    "_checkpoint.goodput": ["Goodput"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
     "_choose.choose": ["choose"],
