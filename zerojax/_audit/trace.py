@@ -58,7 +58,7 @@ class Comparison:
     """A modelled step, None where no GPU is known to model, beside those of a trace."""
 
     modelled: Times | None
-    measured: Times  # the medians of the devices
+    measured: Times  # of the device whose step is the median one
     steps: int
     devices: int
 
@@ -96,7 +96,8 @@ def compare(report: Measured, path: str | os.PathLike) -> Comparison:
     runs = [_runs(ran, entry) for ran in events.values()]
     kinds = {one.name: one.kind for one in report.traffic}
     found = [_times(ran, n, kinds) for ran, n in zip(events.values(), runs, strict=True)]
-    return Comparison(_modelled(report), _median(found), round(statistics.median(runs)), len(found))
+    middle = sorted(found, key=lambda times: times.step)[len(found) // 2]
+    return Comparison(_modelled(report), middle, round(statistics.median(runs)), len(found))
 
 
 def _file(path: str | os.PathLike) -> pathlib.Path:
@@ -208,12 +209,3 @@ def _modelled(report: Measured) -> Times | None:
 def _flat(times: Times) -> dict[str, float]:
     named = {"exposed communication": times.exposed, "idle": times.idle}
     return {"step": times.step, "compute": times.compute, **named, **times.kinds}
-
-
-def _median(found: Sequence[Times]) -> Times:
-    """Returns the medians of the devices, of each time for itself."""
-    names = [field.name for field in dataclasses.fields(Times) if field.name != "kinds"]
-    middle = {name: statistics.median(getattr(one, name) for one in found) for name in names}
-    kinds = sorted({kind for one in found for kind in one.kinds})
-    sums = {kind: statistics.median(one.kinds.get(kind, 0.0) for one in found) for kind in kinds}
-    return Times(**middle, kinds=sums)

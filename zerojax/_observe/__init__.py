@@ -1,4 +1,4 @@
-"""What a run does while it runs, and what a trace of it says.
+"""What a run does while it runs, for its logs.
 
-`meter` follows a training loop.
+It imports `_forecast`, for FLOPs. Begin with `meter.py`.
 """
