@@ -188,11 +188,7 @@ class Checkpoints:
         step = _extras.step_number(step)
         if plan is not None:
             check_plan(plan, "plan=")
-        if self._closed:
-            raise ValueError(
-                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
-                "Save inside of their with block."
-            )
+        self._check_open(step)
         preempted = self._preempted(step)
         due = force or preempted or step % self._every == 0
         if due:
@@ -221,6 +217,13 @@ class Checkpoints:
     def _has(self, step: int) -> bool:
         """Whether a step is saved, or being written."""
         return step in self._manager.all_steps() or step in self.steps()
+
+    def _check_open(self, step: int) -> None:
+        if self._closed:
+            raise ValueError(
+                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
+                "Save inside of their with block."
+            )
 
     def _check_free(self, step: int) -> None:
         path = self.directory / str(step)
