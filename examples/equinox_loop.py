@@ -25,7 +25,6 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import optax
-from meter import Meter
 
 import zerojax
 
@@ -160,12 +159,12 @@ def main():
             zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.step_flops(step, state, shape, jax.random.key(0))
-        tokens = args.batch * args.tokens
-        meter = Meter(args.steps, start=start, unit="tokens", per_step=tokens, flops=flops)
+        tokens = {"tokens": args.batch * args.tokens}
+        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             batch = sample_batch(training, n, args.batch, args.tokens)
             state, metrics = step(state, batch, jax.random.key(n))
-            meter.show(metrics)
+            meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, state)
 

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from meter import Meter
 
 import zerojax
 import zerojax.nnx  # line 1
@@ -133,12 +132,12 @@ def main():
         start = resume(checkpoints, model, optimizer) if checkpoints else 0
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.step_flops(*train_step.pure(model, optimizer, shape))
-        tokens = args.batch * args.tokens
-        meter = Meter(args.steps, start=start, unit="tokens", per_step=tokens, flops=flops)
+        tokens = {"tokens": args.batch * args.tokens}
+        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             batch = sample_batch(training, n, args.batch, args.tokens)
             metrics = train_step(model, optimizer, batch)  # line 4: returns metrics, not a loss
-            meter.show(metrics)
+            meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, zerojax.nnx.state(model, optimizer))
     zerojax.log(f"validation loss {validation_loss():.3f} nats a byte after {args.steps} steps")

@@ -7,7 +7,7 @@
 Running statistics are a field of the state that the loss updates, `mutable=("batch_stats",)`.
 The lines for many devices name zerojax, and are the same for one process and for several.
 
-With the defaults the validation accuracy ends above 98%, on 320 digits that it has not seen, after
+With the defaults the validation accuracy ends above 0.98, on 320 digits that it has not seen, after
 20 seconds on a CPU.
 """
 
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
-from meter import Meter
 from sklearn.datasets import load_digits
 
 import zerojax
@@ -168,16 +167,17 @@ def train(args, state, train_loss, eval_loss, training, validation):
             zerojax.log(f"goes on from step {start}")
         shapes = {name: shape_of(values, args.batch) for name, values in training.items()}
         flops = zerojax.step_flops(step, state, shapes, jax.random.key(0))
-        meter = Meter(args.steps, start=start, unit="images", per_step=args.batch, flops=flops)
+        images = {"images": args.batch}
+        meter = zerojax.Meter(args.steps, start=start, per_step=images, flops=flops)
         for n in meter:
             if n % args.eval_every == 0:
-                meter.say(f"step {n}: validation accuracy {accuracy(state):.2%}")
+                meter.log({"validation_accuracy": accuracy(state)})
             rng = jax.random.fold_in(jax.random.key(1), n)  # for dropout: nothing to save
             state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
-            meter.show(metrics)
+            meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, state, data=data)
-    zerojax.log(f"validation accuracy {accuracy(state):.2%}")
+    zerojax.log(f"validation accuracy {accuracy(state):.4f}")
     return state
 
 

@@ -27,7 +27,6 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
-from meter import Meter
 
 import zerojax
 
@@ -171,13 +170,13 @@ def train(args, state, loss_fn, training, validation):
             zerojax.log(f"goes on from step {start}")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.step_flops(step, state, shape)
-        tokens = args.batch * args.tokens
-        meter = Meter(args.steps, start=start, unit="tokens", per_step=tokens, flops=flops)
+        tokens = {"tokens": args.batch * args.tokens}
+        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             if n % args.eval_every == 0:
-                meter.say(f"step {n}: validation loss {validation_loss(state):.3f}")
+                meter.log({"validation_loss": validation_loss(state)})
             state, metrics = step(state, zerojax.shard_batch(next(data)))
-            meter.show(metrics)
+            meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, state, data=data)
     zerojax.log(f"validation loss {validation_loss(state):.3f} nats a byte")

@@ -28,7 +28,7 @@ RANKS = (
     "_step",
     "_checkpoint _audit aot",
     "_verify _forecast nnx",
-    "_choose _study",
+    "_choose _observe _study",
     "__main__",
 )
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}

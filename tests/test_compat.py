@@ -113,3 +113,9 @@ def test_vjp_functions_are_pytrees_that_hold_inputs_by_identity():
         return out
 
     jax.jit(inside)(jnp.ones((2, 3)), jnp.ones((3, 2)))
+
+
+def test_arrays_say_whether_their_values_are_there():
+    array = jnp.ones(3)
+    jax.block_until_ready(array)
+    assert _compat.is_ready(array) is True and _compat.is_ready(2.0), UNKNOWN

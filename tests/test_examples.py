@@ -1,7 +1,5 @@
 """The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
 
-import gc
-import importlib
 import os
 import pathlib
 import re
@@ -9,18 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
-import types
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from safetensors import safe_open
 
-import zerojax
 from tests.processes import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples").glob("[!m]*.py"))  # meter.py is no program
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 SMALL = ["--layers", "2", "--dim", "64", "--tokens", "64"]
 GPT = ["examples/train_gpt.py", *SMALL, "--lr", "1e-2", "--steps", "40", "--eval-every", "20"]
 
@@ -67,7 +61,7 @@ def test_gpt_learns_and_writes(gpt):
     assert start > 5.4 and end < 2.9  # ln 256 is 5.5; the bytes' frequencies alone give 3.2
     written = said.split("The model writes:\n")[1]
     assert len(written) > 30 and " " in written
-    assert re.search(r"40/40 .*loss=2\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+    assert re.search(r"40/40 .*loss=2\.\d+, .*tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
 
 
 def test_gpt_goes_on_where_it_was(gpt, tmp_path):
@@ -207,8 +201,8 @@ def test_lora_reduces_gradients_of_adapters_alone(tmp_path):
 
 def test_convnet_learns():
     said, _ = run("examples/train_convnet.py", "--width", 16, "--steps", 40, "--stage", 2)
-    start, end = figures(r"accuracy (\d+\.\d+)%", said)
-    assert start < 30 and end > 85
+    start, end = figures(r"accuracy (\d\.\d+)", said)
+    assert start < 0.3 and end > 0.85
 
 
 @pytest.mark.parametrize(
@@ -225,7 +219,7 @@ def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
     assert losses(first)[-1] < 5.4  # ln 256, nothing learned, is 5.5
     assert losses(more)[-1] < 2.9  # the bytes' frequencies alone give 3.2
     # The loss of one small batch, of another text with each version of Python.
-    assert re.search(r"100/100 .*loss=[23]\.\d+, tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+    assert re.search(r"100/100 .*loss=[23]\.\d+, .*tokens/s=[\d,]+, memory=\d+\.\d [KM]iB", bar)
     assert re.search(r"up-projections .*\((2, 32, 128|2, 128, 32)\) a device", more)
 
 
@@ -245,28 +239,6 @@ def test_stages_compare_as_zero_says():
     assert table[0][5:] == ["3", "x,", table[0][7], "-", "-", "1.00", "x"]
 
 
-def test_the_meter_counts_tokens_and_mfu(monkeypatch):
-    """Ten steps, one a second after the first; of 4 FLOP/s that there are, 3 are used."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    meter = importlib.import_module("meter")
-    monkeypatch.setattr(zerojax, "peak_flops", lambda: 4.0)
-    clock = iter([100.0, 109.0])
-    monkeypatch.setattr(meter, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    bar = meter.Meter(12, start=2, unit="tokens", per_step=1000, flops=3.0)
-    for n in bar:
-        bar.show({"loss": jnp.float32(n)})
-    assert bar.bar.postfix.startswith("loss=11.000, tokens/s=1,000, MFU=75.0%, memory=")
-
-
-def test_the_meter_shows_what_a_device_holds(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    meter = importlib.import_module("meter")
-    gc.collect()  # of other tests' arrays
-    before = meter.device_bytes()
-    batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
-    assert meter.device_bytes() - before == batch.nbytes // 8
-
-
 @pytest.mark.slow
 def test_gpt_reaches_its_stated_loss():
     said, _ = run("examples/train_gpt.py", timeout=3600)
@@ -276,7 +248,7 @@ def test_gpt_reaches_its_stated_loss():
 @pytest.mark.slow
 def test_convnet_reaches_its_stated_accuracy():
     said, _ = run("examples/train_convnet.py", timeout=3600)
-    assert figures(r"accuracy (\d+\.\d+)%", said)[-1] > 98
+    assert figures(r"accuracy (\d\.\d+)", said)[-1] > 0.98
 
 
 @pytest.mark.slow

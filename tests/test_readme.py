@@ -21,6 +21,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
 
 # Commands that other parts of CI run, with the file that does.
 FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
+GRAPHS = "--xla_gpu_enable_command_buffer="
 STUDY = "zerojax study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 "
 STUDY += "--out study.json --plot study.png"
 ELSEWHERE = {
@@ -32,6 +33,7 @@ ELSEWHERE = {
     "pip install .": "Makefile",  # make wheel
     "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
     f"export XLA_FLAGS={FLAG}": "tests/forecast/test_network.py",
+    f"export XLA_FLAGS={GRAPHS}": "zerojax/_audit/trace.py",
     # Takes minutes; tests/choose compiles a small model.
     "zerojax forecast 124m --gpus 16xH100 --network 12.5 --choose": "tests/test_cli.py",
     STUDY: "tests/test_cli.py",

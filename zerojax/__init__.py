@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
         save as save,
     )
     from zerojax._checkpoint.extras import Extras as Extras
+    from zerojax._checkpoint.goodput import Goodput as Goodput
     from zerojax._checkpoint.loop import Checkpoints as Checkpoints, Preempted as Preempted
     from zerojax._checkpoint.safetensors import (
         export_safetensors as export_safetensors,
@@ -32,6 +33,7 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
+    from zerojax._observe.meter import Meter as Meter
     from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
@@ -71,6 +73,7 @@ _EXPORTS = {
     "_audit.report": ["Report"],
     "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
     "_checkpoint.extras": ["Extras"],
+    "_checkpoint.goodput": ["Goodput"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
     "_choose.choose": ["choose"],
@@ -82,6 +85,7 @@ _EXPORTS = {
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
+    "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["gather_params", "logical", "shard_train_state"],
     "_plan.layout": ["LeafPlan"],

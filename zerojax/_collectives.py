@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._wire import messages as _messages, rows as _rows
 from zerojax._wire.codecs import Blocks, Exact, Parts
-from zerojax._wire.routes import EXACT, Cut, Entry, Route, names_in
+from zerojax._wire.routes import EXACT, Cut, Entry, Route, named, names_in
 from zerojax._wire.rows import Rows
 
 
@@ -256,7 +256,8 @@ def _exact_sum(grad: Array, cut: Cut, route: Route) -> Array:
 def _over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
     if not route.replicas:
         return grad
-    return _each_part(lambda x: lax.psum(x, route.replicas), grad, cut.others)
+    with named([cut]):
+        return _each_part(lambda x: lax.psum(x, route.replicas), grad, cut.others)
 
 
 def _sums_of_codes(
@@ -265,12 +266,13 @@ def _sums_of_codes(
     dims = [cut.dim for cut in cuts if cut.dim is not None]
     names = names_in(entry for cut in cuts for entry in cut.others)
     run = functools.partial(_messages.summed, dims=dims, codecs=codecs, axes=axes)
-    if not names:
+    if names:
+        specs = [PartitionSpec(*cut.others) for cut in cuts]
+        run = jax.shard_map(
+            run, in_specs=(specs,), out_specs=specs, axis_names=names, check_vma=False
+        )
+    with named(cuts):
         return run(grads)
-    specs = [PartitionSpec(*cut.others) for cut in cuts]
-    return jax.shard_map(
-        run, in_specs=(specs,), out_specs=specs, axis_names=names, check_vma=False
-    )(grads)
 
 
 def with_padding(array: Array, dim: int | None, padding: int) -> Array:
@@ -316,7 +318,8 @@ def _hop(
         return array
     dim = cut.dim
     assert dim is not None, "only what is sharded can be all-gathered or reduce-scattered"
-    return _each_part(lambda x: collective(x, dim), array, cut.others)
+    with named([cut]):
+        return _each_part(lambda x: collective(x, dim), array, cut.others)
 
 
 def _each_part(

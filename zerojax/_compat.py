@@ -124,6 +124,11 @@ def without_outer_scope(jaxpr: Jaxpr) -> tuple[str, Jaxpr]:
     return str(stacks[0][:depth]), jaxpr.replace(eqns=eqns)
 
 
+def scope_of(eqn: JaxprEqn) -> str:
+    """Returns the name scope that an equation is in."""
+    return str(eqn.source_info.name_stack)
+
+
 def make_jaxpr(
     eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Var | Literal]
 ) -> Jaxpr:
@@ -318,3 +323,8 @@ def rematerializations(log: Sequence[str]) -> list[str]:
 def without_harmless(log: str) -> str:
     """Returns XLA's log without its harmless messages, each of which may have several lines."""
     return "".join(part for part in LOG_MESSAGE.split(log) if not HARMLESS.match(part))
+
+
+def is_ready(leaf: object) -> bool:
+    """Whether an array's value is there. JAX's arrays can say so, but `jax.Array` does not."""
+    return leaf.is_ready() if isinstance(leaf, jax.Array) else True  # type: ignore

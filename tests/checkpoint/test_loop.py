@@ -230,7 +230,7 @@ def test_a_failed_write_takes_nothing_with_it(tmp_path, monkeypatch):
                 checkpoints.save(2, STATE)
             with pytest.raises(OSError, match="no space"):
                 zerojax.save(tmp_path / "one", STATE)
-        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "goodput.json"]
         assert checkpoints.steps() == [1] and checkpoints.latest() == 1
         with pytest.raises(ValueError, match="step 1 is saved"):
             checkpoints.save(1, STATE)
@@ -287,7 +287,7 @@ def test_without_a_with_block_the_last_checkpoint_is_finished_at_exit(tmp_path):
         env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "goodput.json"]
     back = zerojax.restore(tmp_path / "2", {"w": jnp.zeros((500, 500), int)})
     assert np.all(back["w"] == 2)
 

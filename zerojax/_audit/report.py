@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 
-from zerojax._audit import contract as _contract, timeline as _timeline
+from zerojax._audit import contract as _contract, timeline as _timeline, trace as _trace
 from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
@@ -49,7 +50,8 @@ TIMES = ("between", "exposed")  # of a GPU whose speed is known
 
 
 class Report(Measured):
-    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it.
+    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it, or
+    `compare()` it with a trace.
 
     Times are modelled, and None where no GPU is known to model (`gpu`).
     """
@@ -116,6 +118,16 @@ class Report(Measured):
     def plot(self, path: str | None = None) -> Figure:
         """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
         return _timeline.plot(self, path)
+
+    def compare(self, trace: str | os.PathLike) -> _trace.Comparison:
+        """Returns the modelled step beside those in a trace of the same step.
+
+        Print it; `to_dict()` has it in seconds.
+
+        Arguments:
+            trace: what was passed to `jax.profiler.trace`, or an `.xplane.pb` in it.
+        """
+        return _trace.compare(self, trace)
 
     def __str__(self) -> str:
         rows = self._rows()

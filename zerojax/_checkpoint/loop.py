@@ -13,6 +13,7 @@ import numpy as np
 
 from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
 from zerojax._checkpoint.extras import Extras
+from zerojax._checkpoint.goodput import Clock
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
@@ -39,7 +40,7 @@ class Checkpoints:
     Use it as a context manager, in every process: leaving it waits for the last write. Without one,
     each `save` waits, since a write cannot continue once Python exits. A second writer to the
     directory is refused. After a SIGTERM, the next `save` saves at any step, waits, and raises
-    `Preempted`, which ends the program.
+    `Preempted`, which ends the program. What became of the time is kept for `zerojax.Goodput`.
 
     Arguments:
         directory: gets a directory for each saved step; `zerojax.restore` and Orbax open them.
@@ -83,6 +84,8 @@ class Checkpoints:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
+            self._clock = Clock(self.directory)
+            stack.callback(self._clock.ended)
             self._manager = Manager(self.directory, self._ranking, background=background)
             stack.callback(self._manager.close)
             stack.enter_context(_on_sigterm(self._signalled))
@@ -94,12 +97,15 @@ class Checkpoints:
         self._entered = True
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        self._close(meant=raised is None)
 
     def close(self) -> None:
         """Waits for the last write and lets another writer in."""
-        self._closed = True
+        self._close(meant=True)
+
+    def _close(self, *, meant: bool) -> None:
+        self._closed, self._clock.meant = True, meant
         self._finish()
 
     def wait(self) -> None:
@@ -182,15 +188,14 @@ class Checkpoints:
         step = _extras.step_number(step)
         if plan is not None:
             check_plan(plan, "plan=")
-        if self._closed:
-            raise ValueError(
-                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
-                "Save inside of their with block."
-            )
+        self._check_open(step)
         preempted = self._preempted(step)
         due = force or preempted or step % self._every == 0
         if due:
             _checkpoint.check_leaves(state)
+            jax.block_until_ready(state)  # so that what devices still compute is no time of saving
+        self._clock.step_done(step)
+        if due:
             shapes = padded_shapes(state, plan)
             _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
             self.wait()
@@ -203,6 +208,8 @@ class Checkpoints:
                 self._manager.save(step, args=args, metrics=ranked, force=True)
         if preempted or not self._entered:
             self.wait()
+        if due:
+            self._clock.saved()
         if preempted:
             raise Preempted(step)
         return due
@@ -210,6 +217,13 @@ class Checkpoints:
     def _has(self, step: int) -> bool:
         """Whether a step is saved, or being written."""
         return step in self._manager.all_steps() or step in self.steps()
+
+    def _check_open(self, step: int) -> None:
+        if self._closed:
+            raise ValueError(
+                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
+                "Save inside of their with block."
+            )
 
     def _check_free(self, step: int) -> None:
         path = self.directory / str(step)

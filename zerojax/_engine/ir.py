@@ -1,7 +1,7 @@
 """The parts of a split jaxpr: shards and views of them, scopes and loops, prefix and main part."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -81,7 +81,8 @@ class Nested:
 
 @dataclasses.dataclass(frozen=True)
 class Scope(Nested):
-    """A `jax.checkpoint` of the user's.
+    """A `jax.checkpoint` of the user's. Those that are alike, layers in a Python loop say, share a
+    split.
 
     It gathers its own weights, and again in backward, unless it is in the body of a loop, which
     gathers first: there its prefix is empty.
@@ -101,6 +102,7 @@ class Loop(Nested):
     length: int
     reverse: bool
     unroll: int | bool
+    name: str = ""  # the name scope that it is in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Lookup:
     indices: Atom
     rows: Rows
     outvars: list[Var]
+    name: str = ""
     effects: frozenset[Effect] = frozenset()
 
 
@@ -129,6 +132,22 @@ class Split:
     frontier: list[Var]
     main: list[Op]
     outvars: list[Atom]
+
+    def renamed(self, paths: Mapping[Var, str]) -> "Split":
+        """Returns the split with other paths for the parameters among its inputs."""
+
+        def named(shard: Shard) -> Shard:
+            path = paths.get(shard.root, shard.cut.path)
+            return dataclasses.replace(shard, cut=dataclasses.replace(shard.cut, path=path))
+
+        def with_names(op: Op) -> Op:
+            if not isinstance(op, Nested):
+                return op
+            operands = [named(v) if isinstance(v, Shard) else v for v in op.operands]
+            return dataclasses.replace(op, operands=operands)
+
+        gathers = {var: named(shard) for var, shard in self.gathers.items()}
+        return dataclasses.replace(self, gathers=gathers, main=[*map(with_names, self.main)])
 
     @property
     def loop_roots(self) -> list[Var]:
@@ -167,6 +186,25 @@ class Split:
                 break
             found += [gathered[v] for v in reads_of(op) if v in gathered]
         return [var for var in self.gathers if var in found]
+
+
+def split_of(scopes: Sequence[Scope]) -> Split:
+    """Returns the split of scopes that are alike, with paths that are true for all of them:
+    `params/*/w` where each has parameters of its own."""
+    split = scopes[0].split
+    paths = {}
+    for var, *operands in zip(split.invars, *(scope.operands for scope in scopes), strict=True):
+        found = unique(operand.cut.path for operand in operands if isinstance(operand, Shard))
+        if found:
+            paths[var] = _common(found)
+    return split.renamed(paths)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Returns one path for several, with stars where they differ."""
+    levels = zip(*(path.split("/")[::-1] for path in paths), strict=False)
+    names = [found[0] if len({*found}) == 1 else "*" for found in levels]
+    return "/".join(reversed(names))
 
 
 def reads_of(op: Op) -> list[Var]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +28,7 @@ from zerojax._engine.ir import (
     crosses_far,
     dtypes_of,
     shards_read,
+    split_of,
     unique,
 )
 from zerojax._engine.layers import Layers, as_read
@@ -103,7 +104,10 @@ def scanned_alone(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[bool]:
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
     """Runs the ops of a main part in `env`."""
-    times = Counter(id(op.split) for op in ops if isinstance(op, Scope))
+    alike: dict[int, list[Scope]] = defaultdict(list)
+    for op in ops:
+        if isinstance(op, Scope):
+            alike[id(op.split)].append(op)
     codes: dict[tuple[int, bool], ScopeCode] = {}
     before: Op | None = None
     for op in ops:
@@ -112,21 +116,29 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
         match op:
             case Scope():
                 inputs = operand_values(op.operands, env)
-                repeats = times[id(op.split)] > 1 and _only_computes(op, inputs)
+                scopes = alike[id(op.split)]
+                repeats = len(scopes) > 1 and _only_computes(op, inputs)
                 key = id(op.split), repeats
                 if key not in codes:
-                    codes[key] = ScopeCode(op.split, how, checkpoint_like(op), repeats=repeats)
-                with jax.named_scope(op.name) if op.name else contextlib.nullcontext():
+                    split = split_of(scopes)
+                    codes[key] = ScopeCode(split, how, checkpoint_like(op), repeats=repeats)
+                with _named(op):
                     outs = codes[key](inputs)
             case Loop():
-                outs = run_loop(op, operand_values(op.operands, env), how)
+                with _named(op):
+                    outs = run_loop(op, operand_values(op.operands, env), how)
             case Lookup():
                 held, (indices,) = op.table.of(env[op.table.root]), read(env, [op.indices])
-                outs = [_collectives.looked_up(held, indices, op.table.cut, op.rows)]
+                with _named(op):
+                    outs = [_collectives.looked_up(held, indices, op.table.cut, op.rows)]
             case _:
                 outs = _compat.bind(op, read(env, op.invars))
         write(env, op.outvars, outs)
         before = op if isinstance(op, Nested | Lookup) else before
+
+
+def _named(op: Nested | Lookup) -> contextlib.AbstractContextManager:
+    return jax.named_scope(op.name) if op.name else contextlib.nullcontext()
 
 
 def _in_turn(before: Op | None, op: Op, env: Env) -> None:

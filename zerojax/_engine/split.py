@@ -195,7 +195,8 @@ class _Splitter:
             return None
         if (rows := self.readers.rows(eqn, kind.cut)) is None:
             return None
-        return Lookup(kind, self.gathered_once(eqn.invars[1]), rows, list(eqn.outvars))
+        indices, name = self.gathered_once(eqn.invars[1]), _compat.scope_of(eqn)
+        return Lookup(kind, indices, rows, list(eqn.outvars), name)
 
     def visit_remat(self, eqn: JaxprEqn, main: list[Op]) -> None:
         main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
@@ -214,7 +215,7 @@ class _Splitter:
             ]
             inner = self.split_remat(eqn, operands)
         shards = [k if isinstance(k := self.kind(v), Shard) else v for v in operands]
-        name = self.code(eqn).name
+        name = "/".join(filter(None, (_compat.scope_of(eqn), self.code(eqn).name)))
         return Scope(inner, shards, list(eqn.outvars), *_checkpoint_params(eqn), name)
 
     def split_remat(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> Split:
@@ -293,6 +294,7 @@ class _Splitter:
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
+            name=_compat.scope_of(eqn),
         )
 
 

@@ -164,7 +164,8 @@ class Plan(Layout):
             rank = len(leaf.shape)
             # All over: what does not rest where it is updated rests whole. Exact: it would drift.
             wire = Wire(gather=Route(leaf.update.axes, padding=leaf.update.padding))
-            cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=leaf.update.others(rank))
+            others = leaf.update.others(rank)
+            cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=others, path=leaf.path)
             return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
 
         return jax.shard_map(

@@ -1,8 +1,10 @@
 """How a parameter travels: over which mesh axes, in how many hops, written how."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import jax
 from jax.typing import DTypeLike
 
 from zerojax._wire.codecs import Blocks, Codec, Exact
@@ -58,7 +60,7 @@ class Cut:
     """The sharding of a parameter of `rank` dimensions, its dtypes, and how it is communicated.
 
     `others` names, for each dimension, mesh axes of the user's own that it is sharded over (a
-    `tensor` axis); it is empty where there are none. `path` is for messages.
+    `tensor` axis); it is empty where there are none. `path` is for messages and traces.
     """
 
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
@@ -93,6 +95,11 @@ class Cut:
         others = tuple(None if d is None else self.others[d] for d in dims) if self.others else ()
         dim = None if self.dim is None else list(dims).index(self.dim)
         return dataclasses.replace(self, dim=dim, rank=len(dims), others=others)
+
+
+def named(cuts: Sequence[Cut]) -> contextlib.AbstractContextManager:
+    """Names what runs in its block after parameters, for those who read a trace of the program."""
+    return jax.named_scope("+".join(cut.path for cut in cuts))
 
 
 def names_in(entries: Iterable[Entry]) -> set[str]:

@@ -1,0 +1,138 @@
+"""Traces beside the modelled step: one of CPU devices, and one with the names that GPUs' have."""
+
+import types
+
+import jax
+import pytest
+
+import zerojax
+from tests import audits
+from zerojax._audit import trace as _trace
+
+# In microseconds, on streams: a matmul, an all-gather that begins beside it, a loop's body that
+# runs twice, a reduce-scatter that begins beside that.
+OPS = {
+    1: "gemm_fusion_dot.1", 2: "all-gather-start.1", 3: "fusion.7", 4: "reduce-scatter-start",
+}  # fmt: skip
+STEP = [(13, 1, 0, 40), (20, 2, 20, 60), (13, 3, 60, 15), (13, 3, 80, 15), (20, 4, 90, 20)]
+
+
+def plane(device, module="jit_step", ops=OPS, period=150):
+    """The text of a GPU's plane; stream 20 runs NCCL's kernels."""
+    lines = []
+    for stream, what in ((13, "Compute"), (20, "Compute,MemcpyD2D")):
+        events = [
+            f"events {{ metadata_id: {op} offset_ps: {int(1e6 * (n * period + start))} "
+            f"duration_ps: {int(1e6 * length)} stats {{ metadata_id: 1 ref_value: {10 + op} }} "
+            "stats { metadata_id: 2 ref_value: 20 } }"
+            for n in range(2)
+            for line, op, start, length in STEP
+            if line == stream
+        ]
+        lines.append(
+            f'lines {{ id: {stream} name: "Stream #{stream}({what})" {" ".join(events)} }}'
+        )
+    # A summary that TensorBoard draws: read, it would count everything again.
+    summary = 'lines { id: 99 name: "XLA Ops" events { metadata_id: 1 duration_ps: 900000000 stats '
+    lines.append(
+        summary + "{ metadata_id: 1 ref_value: 11 } stats { metadata_id: 2 ref_value: 20 } } }"
+    )
+    names = [
+        f'event_metadata {{ key: {op} value {{ id: {op} name: "kernel_{op}" }} }} '
+        f'stat_metadata {{ key: {10 + op} value {{ id: {10 + op} name: "{name}" }} }}'
+        for op, name in ops.items()
+    ]
+    stats = {1: "hlo_op", 2: "hlo_module", 20: module}
+    names += [
+        f'stat_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }}'
+        for key, name in stats.items()
+    ]
+    return f'planes {{ name: "{device}" {" ".join((*lines, *names))} }}'
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(*planes):
+        text = " ".join(planes)
+        data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+        folder = tmp_path / "plugins" / "profile" / "2026_01_01_00_00_00"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "host.xplane.pb").write_bytes(data)
+        return tmp_path
+
+    return write
+
+
+def modelled(**more):
+    """A report of a program with the instructions of OPS: 100 µs of compute, 25 of waiting."""
+    entry = dict.fromkeys(("gemm_fusion_dot.1", "all-gather-start.1", "reduce-scatter-start", "w"))
+    module = types.SimpleNamespace(
+        header="HloModule jit_step, is_scheduled=true", entry="main",
+        computations={"main": entry, "body": {"fusion.7": None}},
+    )  # fmt: skip
+    gather = types.SimpleNamespace(name="all-gather.1", kind="all-gather", seconds=3e-5, trips=1)
+    scatter = types.SimpleNamespace(
+        name="reduce-scatter", kind="reduce-scatter", seconds=5e-6, trips=2
+    )
+    replay = types.SimpleNamespace(step=1.25e-4, compute=1e-4, exposed=2.5e-5, waited=0.0)
+    report = {"module": module, "gpu": "H100", "traffic": [gather, scatter], "replay": replay}
+    return types.SimpleNamespace(**report | more)
+
+
+def test_streams_of_gpus(written):
+    """Steps begin every 150 µs and take 110; the last one's gap is not seen."""
+    path = written(plane("/device:GPU:0"), plane("/device:GPU:1"), plane("/host:CPU"))
+    found = _trace.compare(modelled(), path)
+    assert (found.steps, found.devices) == (2, 2)
+    measured = found.measured
+    assert measured.step == pytest.approx(130e-6)  # from the first kernel to the last, 260
+    assert measured.compute == pytest.approx(70e-6)
+    # The gather from 40 to 60 and, beside the loop, to 80; the scatter from 95 to 110.
+    assert measured.exposed == pytest.approx((20 + 5 + 15) * 1e-6)
+    assert measured.idle == pytest.approx(130e-6 - 110e-6)
+    assert measured.kinds == pytest.approx({"all-gather": 60e-6, "reduce-scatter": 20e-6})
+    said = str(found).splitlines()
+    assert said[0] == "2 steps of 2 devices, measured; times of one step"
+    rows = {line[:21].strip(): line[21:].split() for line in said[4:]}
+    assert rows["step"] == ["125.0", "µs", "130.0", "µs", "1.04"]
+    assert rows["all-gather"] == ["30.0", "µs", "60.0", "µs", "2.00"]
+    assert found.to_dict()["modelled"]["kinds"] == {"all-gather": 3e-5, "reduce-scatter": 1e-5}
+    assert "<td>2.00</td>" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("planes", "message"),
+    [
+        ([plane("/device:GPU:0", module="jit_other")], "has no instruction of jit_step"),
+        ([plane("/device:GPU:0", ops=dict.fromkeys(OPS, "command_buffer.1"))],
+         "whole command buffers of jit_step .* XLA_FLAGS=--xla_gpu_enable_command_buffer="),
+        ([plane("/device:GPU:0", ops=OPS | {1: "a", 2: "b", 3: "c"})],
+         "is of another program called jit_step: it has instructions such as 'a'"),
+    ],
+)  # fmt: skip
+def test_traces_that_do_not_fit(written, planes, message):
+    with pytest.raises(ValueError, match=message):
+        _trace.compare(modelled(), written(*planes))
+
+
+def test_a_directory_without_a_trace(tmp_path):
+    with pytest.raises(ValueError, match=r"no .xplane.pb at .*passed to jax.profiler.trace"):
+        _trace.compare(modelled(), tmp_path)
+
+
+def test_a_trace_of_cpu_devices(tmp_path):
+    """The real thing, though not of GPUs: steps are counted, and collectives found."""
+    plan = audits.planned("cpu", 3)
+    state, step = plan.place(audits.make_state), zerojax.train_step(audits.loss)
+    tokens = jax.numpy.zeros(audits.ROWS * 8, "int32")
+    report = zerojax.audit(step, state, tokens)
+    state, _ = jax.block_until_ready(step(state, tokens))
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(3):
+            state, _ = jax.block_until_ready(step(state, tokens))
+    found = report.compare(tmp_path)
+    assert (found.steps, found.devices, found.modelled) == (3, 8, None)
+    times = found.measured
+    assert times.kinds.keys() >= {"all-gather", "reduce-scatter"}
+    assert 0 < times.compute < times.step
+    assert times.compute + times.exposed + times.idle == pytest.approx(times.step)

@@ -1,0 +1,173 @@
+"""What a meter logs, when it reads the devices, and what it shows."""
+
+import gc
+import importlib.util
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax._observe import meter as _meter
+
+
+class Metric:
+    """A loss that notes when it is read."""
+
+    def __init__(self, step, read):
+        self.step, self.read = step, read
+
+    def __float__(self):
+        self.read.append(self.step)
+        return float(self.step)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only where a test says so."""
+    now = types.SimpleNamespace(seconds=100.0)
+    fake = types.SimpleNamespace(perf_counter=lambda: now.seconds)
+    monkeypatch.setattr(_meter, "time", fake)
+    return now
+
+
+def run(meter, clock):
+    """A loop whose steps take 2 seconds; metrics are ready when the devices are asked."""
+    for n in meter:
+        clock.seconds += 2.0
+        meter.update({"loss": jnp.float32(n), "aux": {"right": 0.5, "rows": np.ones(4)}})
+
+
+@pytest.fixture
+def logged():
+    return []
+
+
+@pytest.fixture
+def on_log(logged):
+    return lambda step, values: logged.append((step, values))
+
+
+def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, logged, monkeypatch):
+    """A step takes 2 s; of 8 FLOP/s that there are, 6 are used."""
+    monkeypatch.setattr(_meter, "peak_flops", lambda: 8.0)
+    per_step = {"tokens": 1000, "examples": 10}
+    meter = zerojax.Meter(25, start=2, per_step=per_step, flops=12.0, on_log=on_log, bar=False)
+    run(meter, clock)
+    assert [step for step, _ in logged] == [3, 10, 20, 25]
+    assert logged[0][1].keys() == {"loss", "aux/right", "memory_bytes"}  # the first step compiled
+    for step, values in logged[1:]:
+        assert values["loss"] == step - 1 and values["aux/right"] == 0.5
+        assert values["step_seconds"] == 2.0 and values["mfu"] == 0.75
+        assert values["tokens_per_second"] == 500 and values["examples_per_second"] == 5
+        assert all(type(value) in (float, int) for value in values.values())
+
+
+def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
+    """So that its values are there, or soon are, while the devices have something to do."""
+    read, seen = [], []
+    monkeypatch.setattr(jax, "device_get", lambda leaves: leaves)
+    monkeypatch.setattr(jax.numpy, "ndim", lambda _: 0)
+    meter = zerojax.Meter(12, every=5, bar=False)
+    for n in meter:
+        meter.update({"loss": Metric(n + 1, read)})
+        seen.append((n + 1, list(read)))
+    assert seen[0] == (1, []) and seen[1] == (2, [1])
+    assert seen[4] == (5, [1]) and seen[5] == (6, [1, 5])
+    assert seen[-1] == (12, [1, 5, 10, 12])  # the last: nothing comes after it
+
+
+def test_a_step_that_devices_still_run_is_timed_by_when_it_is_done(
+    clock, monkeypatch, on_log, logged
+):
+    """A loop that takes no time, and steps that take 3 seconds each."""
+    monkeypatch.setattr(_meter._compat, "is_ready", lambda _: False)
+
+    def get(leaves):
+        clock.seconds = max(clock.seconds, 100.0 + 3 * float(leaves[0]))
+        return leaves
+
+    monkeypatch.setattr(jax, "device_get", get)
+    meter = zerojax.Meter(15, on_log=on_log, bar=False)
+    for n in meter:
+        meter.update({"loss": n + 1})
+    assert [values.get("step_seconds") for _, values in logged] == [None, 3.0, 3.0]
+
+
+def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    read = []
+    meter = zerojax.Meter(3, every=1, on_log=on_log)
+    for n in meter:
+        meter.update({"loss": Metric(n, read)})
+        meter.log({"validation_loss": 1.0})
+    assert meter.done == 3 and not read and not logged
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_shows_units_that_people_read(clock, monkeypatch, capsys):
+    monkeypatch.setattr(_meter, "peak_flops", lambda: 8.0)
+    monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)
+    meter = zerojax.Meter(21, per_step={"tokens": 4000}, flops=12.0)
+    run(meter, clock)
+    out, bar = capsys.readouterr()
+    assert out == "" and "compiling the step" in bar
+    shown = "loss=20, aux/right=0.5, step=2.0 s, tokens/s=2,000, MFU=75.0%, memory=3.0 MiB"
+    assert re.search(f"21/21 .*{re.escape(shown)}", bar)
+
+
+def test_without_tqdm_logs_are_lines(clock, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)
+    meter = zerojax.Meter(10, per_step={"tokens": 4000})
+    for n in meter:
+        clock.seconds += 2.0
+        meter.update({"loss": np.float32(1 / (n + 1))})
+        if n == 4:
+            meter.log({"validation_loss": jnp.float32(0.25)})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1 of 10: loss 1, memory 3.0 MiB",
+        "step 5: validation loss 0.25",
+        "step 10 of 10: loss 0.1, step 2.0 s, tokens/s 2,000, memory 3.0 MiB",
+    ]
+    with pytest.raises(ModuleNotFoundError, match=r"Meter\(bar=True\) needs tqdm: pip install"):
+        zerojax.Meter(10, bar=True)
+
+
+def test_own_values_go_above_the_bar_and_to_the_log(on_log, logged, capsys):
+    meter = zerojax.Meter(2, on_log=on_log)
+    for n in meter:
+        meter.log({"validation_loss": 2.5})
+        meter.update({"loss": n})
+    out, bar = capsys.readouterr()
+    assert out.splitlines() == ["step 0: validation loss 2.5", "step 1: validation loss 2.5"]
+    assert "validation" not in bar
+    assert logged[0] == (0, {"validation_loss": 2.5})
+    assert [step for step, _ in logged] == [0, 1, 1, 2]
+
+
+def test_a_loop_that_breaks_closes_the_bar(capsys):
+    meter = zerojax.Meter(9)
+    for n in meter:
+        meter.update({"loss": n})
+        if n == 3:
+            break
+    assert meter._bar is None and meter.done == 4
+    meter.log({"validation_loss": 2.5})
+    assert capsys.readouterr().out == "step 4: validation loss 2.5\n"
+
+
+def test_what_a_device_holds():
+    gc.collect()  # of other tests' arrays
+    before = _meter.device_bytes()
+    batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
+    assert _meter.device_bytes() - before == batch.nbytes // 8
+
+
+@pytest.mark.parametrize("arguments", [{"steps": -1}, {"steps": 5, "every": 0}])
+def test_counts_that_cannot_be(arguments):
+    with pytest.raises(ValueError, match="steps and start count from 0, every from 1"):
+        zerojax.Meter(**arguments)

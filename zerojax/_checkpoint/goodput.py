@@ -1,0 +1,229 @@
+"""What became of a run's time: steps that counted, steps done again, saves, starts, and gaps."""
+
+import dataclasses
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Sequence
+
+import jax
+from etils import epath
+
+from zerojax import _text
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
+
+FILE = "goodput.json"  # beside the checkpoints
+RARELY = 100  # writing it takes at most this part of the time, where nothing was saved
+
+MEANING = {
+    "productive": "steps that the state has gone through, with evaluation and waiting for data",
+    "redone": "steps done again: those after the checkpoint that a later start resumed from",
+    "starting": "from Checkpoints to the end of the first step: restoring, compiling",
+    "saving": "waiting for saves",
+    "down": "from the last sign of life of a run that was interrupted to the next start",
+}
+
+
+@dataclasses.dataclass
+class Start:
+    """What one start of the program did, in seconds and steps; times are since the epoch."""
+
+    began: float
+    alive: float  # when it was last heard of
+    resumed: int = 0  # the step it started from
+    step: int = 0  # the last it has done
+    starting: float = 0.0
+    stepping: float = 0.0
+    saving: float = 0.0
+    ended: bool = False  # as its loop meant it to
+
+    def kept(self, until: int) -> float:
+        """Returns the seconds of its steps up to `until`, each of them as long as their mean."""
+        first = self.resumed + 1  # which is a part of starting
+        kept = max(min(self.step, until) - first, 0)
+        return self.stepping * kept / max(self.step - first, 1)
+
+
+class Goodput:
+    """How much of a run's time went into steps that counted, over all of its starts.
+
+    `zerojax.Checkpoints` keeps the times in a small file beside the checkpoints, as long as `save`
+    is called after each step; nothing else is needed. All are those of process 0, in seconds:
+
+    - `productive`: steps that the state has gone through. What the loop does between them counts,
+      as evaluation or waiting for data.
+    - `redone`: steps that were done after the checkpoint that a later start resumed from.
+    - `starting`: from the making of `Checkpoints` to the end of the first call of the step, which
+      restores and compiles.
+    - `saving`: the time that the loop waited for saves.
+    - `down`: from the last that was heard of a start that was interrupted to the next one.
+
+    Arguments:
+        directory: that of `zerojax.Checkpoints`, of a run that has ended or is still going on.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"params": {"w": jnp.ones((64, 16))}}
+        >>> with zerojax.Checkpoints(tempfile.mkdtemp(), every=5) as checkpoints:
+        ...     for n in range(10):
+        ...         done = checkpoints.save(n + 1, state)
+        >>> goodput = zerojax.Goodput(checkpoints.directory)
+        >>> goodput.starts, goodput.steps, goodput.to_dict()["redone"]
+        (1, 10, 0.0)
+    """
+
+    def __init__(self, directory: str | os.PathLike) -> None:
+        file = _checkpoint.absolute(directory) / FILE
+        if not file.exists():
+            raise ValueError(
+                f"there is no {file}. Give the directory of zerojax.Checkpoints whose save was "
+                "called after a step."
+            )
+        self._history = _read(file)
+
+    @property
+    def starts(self) -> int:
+        """How often the run was started."""
+        return len(self._history)
+
+    @property
+    def steps(self) -> int:
+        """The step that the run has reached."""
+        return self._history[-1].step
+
+    @property
+    def seconds(self) -> float:
+        """The time that is accounted for."""
+        return sum(self._times().values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that was productive."""
+        return self._times()["productive"] / (self.seconds or 1.0)
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns the seconds of each kind, `goodput` as a share, `starts` and `steps`: floats, for
+        logs."""
+        counts = {"goodput": self.goodput, "starts": self.starts, "steps": self.steps}
+        return {name: float(value) for name, value in (self._times() | counts).items()}
+
+    def __str__(self) -> str:
+        table = _text.text_table(self._rows(), right=(1, 2), flexible=(3,))
+        return f"{self._summary()}\n\n{table}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _text.html_table([self._summary()], self._rows())
+
+    def _summary(self) -> str:
+        starts = "1 start" if self.starts == 1 else f"{self.starts} starts"
+        total = _duration(self.seconds)
+        return f"goodput {self.goodput:.1%}: {self.steps} steps in {total}, {starts}"
+
+    def _rows(self) -> list[_text.Row]:
+        total = self.seconds or 1.0
+        times = self._times().items()
+        rows = [(name, _duration(t), f"{t / total:.1%}", MEANING[name]) for name, t in times]
+        return [("time", "in all", "share", "what it is"), *rows]
+
+    def _times(self) -> dict[str, float]:
+        return _times(self._history)
+
+
+def _times(history: Sequence[Start]) -> dict[str, float]:
+    """Sums up the times of all starts."""
+    times = dict.fromkeys(MEANING, 0.0)
+    for at, start in enumerate(history):
+        later = history[at + 1 :]
+        # A step counts if no later start went back behind it.
+        kept = start.kept(min((one.resumed for one in later), default=start.step))
+        times["productive"] += kept
+        times["redone"] += start.stepping - kept
+        times["starting"] += start.starting
+        times["saving"] += start.saving
+        if later and not start.ended:
+            times["down"] += max(later[0].began - start.alive, 0.0)
+    return times
+
+
+class Clock:
+    """Keeps the times of a start of the program, for `Goodput`; a part of `Checkpoints`."""
+
+    def __init__(self, directory: epath.Path) -> None:
+        self.file = directory / FILE
+        now = time.time()
+        self.start, self.before = Start(began=now, alive=now), _history_at(self.file)
+        self.has_stepped, self.meant, self.write_at = False, False, 0.0
+
+    def step_done(self, step: int) -> None:
+        """Notes that the loop has done a step; what went before the first was the start."""
+        if not self.has_stepped:
+            self.start.resumed, self.has_stepped = step - 1, True
+            self._passed("starting")
+        else:
+            self._passed("stepping")
+        self.start.step = step
+        self._write()
+
+    def saved(self) -> None:
+        """Notes that the loop waited for a save until now."""
+        self._passed("saving")
+        self.write_at = 0.0
+        self._write()
+
+    def ended(self) -> None:
+        """Notes that nothing more will be saved: as the loop `meant` it to, or it was cut off."""
+        if self.has_stepped:
+            self.start.ended = self.meant
+            self.saved()
+
+    def _passed(self, kind: str) -> None:
+        now = time.time()
+        setattr(self.start, kind, getattr(self.start, kind) + now - self.start.alive)
+        self.start.alive = now
+
+    def _write(self) -> None:
+        """Writes the file, so rarely that it costs nothing: file systems may be slow."""
+        began = time.time()
+        if jax.process_index() > 0 or began < self.write_at:
+            return
+        history = [dataclasses.asdict(start) for start in (*self.before, self.start)]
+        new = self.file.parent / f".{FILE}.new"
+        try:
+            new.write_text(json.dumps(history))
+            new.replace(self.file)  # at once, for one who reads it, or if the program ends here
+        except OSError as error:
+            warnings.warn(f"{self.file} cannot be written ({error}).", stacklevel=2)
+        self.write_at = began + RARELY * (time.time() - began)
+
+
+def _history_at(file: epath.Path) -> list[Start]:
+    """Returns the starts before this one. Training goes on without them if the file is damaged."""
+    if jax.process_index() > 0 or not file.exists():
+        return []
+    try:
+        return _read(file)
+    except ValueError as error:
+        warnings.warn(f"{error} Its times are left out of this run's.", stacklevel=2)
+        return []
+
+
+def _read(file: epath.Path) -> list[Start]:
+    try:
+        history = [Start(**start) for start in json.loads(file.read_text())]
+        if not math.isfinite(sum(map(sum, map(dataclasses.astuple, history)))) or not history:
+            raise ValueError("it says nothing of any start")
+        return history
+    except _files.DAMAGE as error:
+        raise ValueError(f"{file} is damaged ({error}). Remove it.") from error
+
+
+def _duration(seconds: float) -> str:
+    """Formats 12.34 as '12.3 s', and 5025 as '1:23:45'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,203 @@
+"""The meter of a training loop: what it logs of its steps, and the progress bar."""
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, SupportsFloat
+
+import jax
+
+from zerojax import _compat, _text
+from zerojax._forecast.mfu import peak_flops
+from zerojax._state import state as _state
+from zerojax._types import PyTree
+
+Values = dict[str, float]
+RATE = "_per_second"
+
+
+class Meter:
+    """Counts a loop's steps, and logs their metrics, speed and memory every so many of them.
+
+    What it logs are floats by name: the scalars of a step's metrics (`loss`, `grad_norm`,
+    `aux/accuracy`), and of the steps since the last log `step_seconds`, `tokens_per_second` and the
+    like by `per_step`, `mfu` by `flops` on GPUs that zerojax knows, and `memory_bytes`: the peak of
+    process 0's first device, on CPUs its live arrays. Evaluation and saves between steps count.
+    The first step compiles, and is logged without its speed.
+
+    Metrics are read once the next step runs, so that devices never wait for the log. With several
+    processes, process 0 alone reads, logs and shows; the others do nothing.
+
+    Arguments:
+        steps: the number of steps of the whole run,
+        start: and those done before, from the checkpoint that it resumes.
+        per_step: what a step takes from the data, over all devices, such as {"tokens": 8192}.
+        flops: those that a step needs, from `zerojax.step_flops`.
+        every: logs the first step, multiples of `every`, and the last.
+        on_log: gets the number of steps done, and the dict of floats, of each log.
+        bar: shows a progress bar of tqdm; by default if tqdm is installed, or else prints a line
+            for each log. False does neither.
+
+    Example:
+        >>> logged = []
+        >>> on_log = lambda step, values: logged.append((step, values["loss"]))
+        >>> meter = zerojax.Meter(25, per_step={"tokens": 4096}, on_log=on_log, bar=False)
+        >>> for n in meter:
+        ...     meter.update({"loss": jnp.float32(n)})  # of state, metrics = step(state, batch)
+        >>> logged
+        [(1, 0.0), (10, 9.0), (20, 19.0), (25, 24.0)]
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        per_step: Mapping[str, float] | None = None,
+        flops: float = 0.0,
+        every: int = 10,
+        on_log: Callable[[int, Values], object] | None = None,
+        bar: bool | None = None,
+    ) -> None:
+        if steps < 0 or start < 0 or every < 1:
+            raise ValueError(
+                f"Meter({steps!r}, {start=}, {every=}): steps and start count from 0, every from 1."
+            )
+        has_tqdm = importlib.util.find_spec("tqdm") is not None
+        if bar and not has_tqdm:
+            raise ModuleNotFoundError(
+                "Meter(bar=True) needs tqdm: pip install tqdm, or leave bar= out for lines of text."
+            )
+        self.steps, self.done = steps, start
+        self._start, self._every = start, every
+        self._per_step, self._flops = dict(per_step or {}), flops
+        self._on_log = on_log
+        self._speaks = jax.process_index() == 0
+        self._wants_bar, self._prints = has_tqdm and bar is not False, bar is not False
+        self._bar: Any = None  # of tqdm, while the loop runs
+        # A step to log, when it was given to the devices, and what they may not have done yet.
+        self._due: tuple[int, float, PyTree] | None = None
+        self._last: tuple[int, float] | None = None  # the last step that was logged, and when
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the steps that are left, counted from 0 as `range` does."""
+        with self._opened_bar():
+            yield from range(self._start, self.steps)
+
+    def update(self, metrics: PyTree) -> None:
+        """Counts a step. Call it once for each, with its metrics as they come out of the step."""
+        self.done += 1
+        if not self._speaks:
+            return
+        self._read()
+        if self.done in (self._start + 1, self.steps) or self.done % self._every == 0:
+            self._due = self.done, time.perf_counter(), metrics
+        if self.done == self.steps:  # the devices have nothing else to do
+            self._read()
+        if self._bar is not None:
+            self._bar.update()
+
+    def log(self, values: Mapping[str, SupportsFloat]) -> None:
+        """Logs values of your own, such as a validation loss, after the steps that are done."""
+        if not self._speaks:
+            return
+        floats = {name: float(value) for name, value in values.items()}
+        if self._prints:
+            self._print(f"step {self.done}: {_shown(floats, ' ')}")
+        self._send(self.done, floats)
+
+    def _read(self) -> None:
+        """Logs the step that is due, if there is one; waits until it is done."""
+        if self._due is None:
+            return
+        (step, given, metrics), self._due = self._due, None
+        # Devices that are faster than the loop were done when it gave them the step, or soon after.
+        waits = not all(map(_compat.is_ready, jax.tree.leaves(metrics)))
+        values = _scalars(metrics)
+        done = time.perf_counter() if waits else given
+        if self._last is not None:
+            seconds = (done - self._last[1]) / (step - self._last[0])
+            values |= self._speed(seconds)
+        self._last = step, done
+        values["memory_bytes"] = device_bytes()
+        if self._bar is not None:
+            self._bar.set_postfix_str(_shown(values, "="), refresh=False)
+        elif self._prints:
+            self._print(f"step {step} of {self.steps}: {_shown(values, ' ')}")
+        self._send(step, values)
+
+    def _speed(self, seconds: float) -> Values:
+        speed = {"step_seconds": seconds}
+        speed |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
+        peak = peak_flops()
+        if peak and self._flops:
+            speed["mfu"] = self._flops / seconds / peak
+        return speed
+
+    def _send(self, step: int, values: Values) -> None:
+        if self._on_log is not None:
+            self._on_log(step, values)
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    @contextlib.contextmanager
+    def _opened_bar(self) -> Iterator[None]:
+        if not (self._speaks and self._wants_bar):
+            yield
+            return
+        tqdm = importlib.import_module("tqdm").tqdm
+        options = {"total": self.steps, "initial": self._start, "unit": "step"}
+        with tqdm(desc="training", **options) as bar:
+            bar.set_postfix_str("compiling the step")
+            self._bar = bar
+            try:
+                yield
+            finally:
+                self._bar = None
+
+
+def _scalars(metrics: PyTree) -> Values:
+    """Returns the numbers among the metrics, by their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(metrics)[0]
+    numbers = [(path, leaf) for path, leaf in leaves if jax.numpy.ndim(leaf) == 0]
+    floats = jax.device_get([leaf for _, leaf in numbers])
+    names = (_state.path_name(path) for path, _ in numbers)
+    found = {name: float(value) for name, value in zip(names, floats, strict=True)}
+    return dict(sorted(found.items(), key=lambda item: item[0] != "loss"))  # which comes first
+
+
+def _shown(values: Mapping[str, float], between: str) -> str:
+    """Formats values for people: 'loss=2.301, step=12.3 ms, tokens/s=8,192, MFU=41.2%'."""
+
+    def pair(name: str, value: float) -> tuple[str, str]:
+        if name == "mfu":
+            return "MFU", f"{value:.1%}"
+        if name.endswith("_bytes"):
+            return name.removesuffix("_bytes"), _text.human_bytes(value)
+        if name.endswith("_seconds"):
+            return name.removesuffix("_seconds"), _text.human_time(value)
+        if name.endswith(RATE):
+            return f"{name.removesuffix(RATE)}/s", f"{value:,.0f}"
+        return name.replace("_", " "), f"{value:.4g}"
+
+    return ", ".join(between.join(pair(name, value)) for name, value in values.items())
+
+
+def device_bytes() -> int:
+    """Returns the peak memory of this process's first device; on CPUs, its live arrays.
+
+    CPUs do not report a peak. What is live between steps is the state, which a stage shards.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats:
+        return stats["peak_bytes_in_use"]
+    arrays = [array for array in jax.live_arrays() if device in array.sharding.device_set]
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
