@@ -1,5 +1,7 @@
 """Tensors that others named and laid out: each goes where `names=` says, and back."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from tests.reference import assert_equal_bits
 from zerojax._checkpoint import safetensors as _safetensors
 from zerojax._checkpoint.names import parsed, sources
 
+ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, HEADS, DIM, IN = 3, 2, 4, 16
 
 
@@ -186,6 +189,31 @@ def test_a_part_is_a_view():
     assert view.base is stored or np.shares_memory(view, stored)
     want = stored[HEADS * DIM : 2 * HEADS * DIM].reshape(HEADS, DIM, IN).transpose(2, 0, 1)
     assert_equal_bits(view, want)
+
+
+@pytest.mark.parametrize(
+    "text, shape, ours",
+    [("out in -> in out", (5, 7), lambda x: x.T),
+     ("(heads dim) in -> in heads dim", (5, 2, 4), lambda x: x.reshape(2, 4, 5).transpose(2, 0, 1)),
+     ("out (heads dim) -> heads dim out", (2, 4, 5), lambda x: x.T.reshape(2, 4, 5)),
+     ("in (1/3 out) -> in out", (5, 4), lambda x: np.split(x, 3, axis=1)[1]),
+     ("out in y x -> y x in out", (3, 2, 4, 5), lambda x: x.transpose(2, 3, 1, 0)),
+     ("1 1 out -> out", (6,), lambda x: x[0, 0]),
+     # A head of rotated halves, as one of neighbours.
+     ("(heads two pair) in -> in heads pair two", (5, 2, 3, 2),
+      lambda x: np.stack(np.split(x.reshape(2, 6, 5), 2, axis=1), -1).transpose(2, 0, 1, 3))],
+)  # fmt: skip
+def test_the_layouts_of_the_guide_are_what_it_says(text, shape, ours):
+    """Each in both directions, beside numpy's own way."""
+    layout = parsed(text, "w")
+    stored = numbers(*layout.stored_shape(shape))
+    assert_equal_bits(layout.view(stored, shape), ours(stored))
+    assert f"`{text}`" in (ROOT / "docs" / "huggingface.md").read_text()
+    made = np.zeros_like(stored)
+    layout.view(made, shape)[...] = ours(stored)
+    part = made != 0
+    assert_equal_bits(made[part], stored[part])
+    assert part.sum() == np.prod(shape)
 
 
 def test_sources_tell_which_parameter_has_a_tensor():
