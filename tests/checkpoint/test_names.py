@@ -111,12 +111,16 @@ def test_one_tensor_at_a_time_is_on_the_host(tmp_path, monkeypatch):
     assert sizes == [(IN, 40)] * LAYERS
 
 
-def test_experts_are_counted_too(tmp_path):
-    files = {f"m.{n}.experts.{e}.w": numbers(5, 8) + 10 * n + e for n in range(2) for e in range(3)}
+def test_experts_are_counted_too_and_may_be_sharded(tmp_path):
+    """A device reads its own experts."""
+    files = {f"m.{n}.experts.{e}.w": numbers(5, 8) + 10 * n + e for n in range(2) for e in range(4)}
     names = {"layers": ("m.{}.experts.{}.w", "out in -> in out")}
-    like = {"layers": jnp.zeros((2, 3, 8, 5))}
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    like = {"layers": jax.ShapeDtypeStruct((2, 4, 8, 5), jnp.float32, sharding=over)}
     params = zerojax.import_safetensors(saved(tmp_path, files), like, names=names)
-    for n, e in np.ndindex(2, 3):
+    assert params["layers"].addressable_shards[1].data.shape == (2, 2, 8, 5)
+    for n, e in np.ndindex(2, 4):
         assert_equal_bits(params["layers"][n, e], files[f"m.{n}.experts.{e}.w"].T)
 
 
