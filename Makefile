@@ -38,6 +38,7 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/demo.py $(SMALL)
 	$(BIN)/python examples/train_gpt.py $(SMALL) --checkpoints $(VENV)/runs/gpt --accumulate 2
 	$(BIN)/python examples/finetune_lora.py $(SMALL) --base $(VENV)/runs/base_gpt --base-steps 3
+	$(BIN)/python examples/finetune_hf.py $(SMALL) --base $(VENV)/runs/hf
 	$(BIN)/python examples/train_convnet.py --steps 3 --checkpoints $(VENV)/runs/digits --stage 2
 	$(BIN)/python examples/nnx_loop.py $(SMALL)
 	$(BIN)/python examples/equinox_loop.py $(SMALL)

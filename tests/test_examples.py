@@ -1,5 +1,6 @@
 """The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
 
+import json
 import os
 import pathlib
 import re
@@ -9,12 +10,15 @@ import sys
 import time
 
 import pytest
+import yaml
 from safetensors import safe_open
 
 from tests.processes import free_port
+from zerojax import _processes
 
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+OTHERS = ("models_hf", "multihost_ray")  # a module, and a launcher that needs Ray
+SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem not in OTHERS)
 SMALL = ["--layers", "2", "--dim", "64", "--tokens", "64"]
 GPT = ["examples/train_gpt.py", *SMALL, "--lr", "1e-2", "--steps", "40", "--eval-every", "20"]
 
@@ -158,6 +162,120 @@ def test_slurm_requeues_what_was_saved_before_its_end(tmp_path, code):
     assert (tmp_path / "asked").exists() == (code == 143)
     if code == 143:
         assert (tmp_path / "asked").read_text() == "requeue 17\n"
+
+
+TOLD = """import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
+"""
+JOINED = """import jax, sys, zerojax
+zerojax.initialize()
+print(jax.process_index(), *sys.argv[1:])
+"""
+
+
+def started(commands, directory, program):
+    """Returns what a program prints, by host, that the commands of several hosts start here."""
+    (directory / "program.py").write_text(program)
+    common = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    common |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    common |= stub(
+        directory / "bin", "python", f'exec {sys.executable} {directory}/program.py "$@"'
+    )
+    running = [
+        subprocess.Popen(command, env={**common, **env}, stdout=subprocess.PIPE, text=True)
+        for command, env in commands
+    ]
+    said = [process.communicate(timeout=100)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    return said
+
+
+def check_joined(commands, directory, address, arguments):
+    """The variables are those that `zerojax.initialize` reads, and differ in the rank alone."""
+    for rank, said in enumerate(started(commands, directory, TOLD)):
+        given, env = json.loads(said)
+        assert given == arguments
+        assert _processes._from_environment(env) == {
+            "coordinator_address": address, "num_processes": 2, "process_id": rank,
+            "local_device_ids": None,
+        }  # fmt: skip
+
+
+def test_jobset_joins_its_pods(tmp_path):
+    """As Kubernetes does: names by DNS, the index from the annotation, then the command."""
+    jobset = yaml.safe_load((ROOT / "examples" / "multihost_jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,), name = jobset["spec"]["replicatedJobs"], jobset["metadata"]["name"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["completionMode"] == "Indexed" and job["replicas"] == 1
+    env = {one["name"]: one for one in container["env"]}
+    assert env["MASTER_ADDR"]["value"] == f"{name}-{job['name']}-0-0.{name}"
+    count = int(env["WORLD_SIZE"]["value"])
+    assert count == spec["parallelism"] == spec["completions"] == 2
+    field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == field
+    volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes
+    given = {name: one["value"] for name, one in env.items() if "value" in one}
+    pods = [(container["command"], {**given, "RANK": str(n)}) for n in range(count)]
+    arguments = ["-u", "examples/train_gpt.py", "--checkpoints", "/shared/gpt"]
+    check_joined(pods, tmp_path, "zerojax-hosts-0-0.zerojax:29500", arguments)
+
+
+def skypilot_nodes(task, first):
+    given = {"SKYPILOT_NODE_IPS": f"{first}\n10.0.0.2\n", "SKYPILOT_NUM_NODES": "2"}
+    given |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "CHECKPOINTS": "/a b"}
+    command = ["bash", "-c", task["run"]]
+    return [(command, {**given, "SKYPILOT_NODE_RANK": str(n)}) for n in range(2)]
+
+
+def test_skypilot_joins_its_nodes(tmp_path):
+    task = yaml.safe_load((ROOT / "examples" / "multihost_skypilot.yaml").read_text())
+    assert task["num_nodes"] == 2 and task["envs"] == {"CHECKPOINTS": None}
+    nodes, arguments = skypilot_nodes(task, "10.0.0.1"), ["-u", "examples/train_gpt.py"]
+    check_joined(nodes, tmp_path, "10.0.0.1:29500", [*arguments, "--checkpoints", "/a b"])
+
+
+@pytest.mark.slow
+def test_skypilots_nodes_start_as_one_run(tmp_path):
+    task = yaml.safe_load((ROOT / "examples" / "multihost_skypilot.yaml").read_text())
+    task["run"] = task["run"].replace("29500", str(free_port()))
+    said = started(skypilot_nodes(task, "127.0.0.1"), tmp_path, JOINED)
+    asked = "-u examples/train_gpt.py --checkpoints /a b\n"
+    assert said == [f"zerojax: 2 processes, 2 devices\n0 {asked}", f"1 {asked}"]
+
+
+RAY = """import sys, types
+
+
+def stand_in(name, **found):
+    sys.modules[name] = types.SimpleNamespace(**found)
+
+
+class Trainer:
+    def __init__(self, work, train_loop_config, scaling_config, **rest):
+        print(scaling_config["num_workers"], scaling_config["resources_per_worker"])
+        self.fit = lambda: work(train_loop_config)
+
+
+stand_in("ray.train", FailureConfig=dict, RunConfig=dict, ScalingConfig=dict)
+stand_in("ray.train.v2.jax", JaxConfig=dict, JaxTrainer=Trainer)
+sys.path.insert(0, "examples")
+import multihost_ray
+
+multihost_ray.main()
+"""
+
+
+def test_ray_starts_the_program_with_its_options(tmp_path):
+    """Without Ray: what the trainer is told, and what a worker runs."""
+    (tmp_path / "ray.py").write_text(RAY)
+    program = tmp_path / "program.py"
+    program.write_text("import sys, beside\nprint(__name__, beside.here, *sys.argv[1:])")
+    (tmp_path / "beside.py").write_text("here = 'found'")
+    said, _ = run(tmp_path / "ray.py", "--hosts", 2, "--gpus", 8, program, "--steps", 3)
+    assert said == "2 {'GPU': 8}\n__main__ found --steps 3\n"
 
 
 @pytest.mark.slow

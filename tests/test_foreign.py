@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import zerojax
+from examples import models_hf
 from tests.foreign import HEAVY, LIGHT, program
 from tests.reference import assert_close, tree_bytes
 
@@ -96,3 +97,22 @@ def check_placement(state):
     for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
         held = value.addressable_shards[0].data.nbytes
         assert held == leaf.bytes_per_device(plan.mesh), leaf.path
+
+
+def test_transformers_reads_what_names_have_written(tmp_path):
+    """Version 4, which refuses files of formats that it does not know."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
+        pytest.skip("`make foreign` installs transformers<5, the last with models in Flax")
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
+    model = models_hf.GPT2({**config, "vocab_size": 64, "layer_norm_epsilon": 1e-5})
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    draw = lambda leaf: jax.random.normal(next(keys), leaf.shape) / 5
+    params = jax.tree.map(draw, models_hf.structs(model))
+    models_hf.save(tmp_path / "gpt2", model, params)
+    (file,) = (tmp_path / "gpt2").glob("*.safetensors")
+    file.rename(tmp_path / "gpt2" / "model.safetensors")  # their loader for Flax reads no index
+    (tmp_path / "gpt2" / "model.safetensors.index.json").unlink()
+    theirs = transformers.FlaxGPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
+    tokens = jax.numpy.arange(32).reshape(2, 16)
+    assert_close(theirs(tokens).logits, model(params, tokens), 1e-4)

@@ -39,6 +39,7 @@ MOST_FILES, MOST_LINES = 12, 350  # files of a folder, lines of a file
 ELSEWHERE = {
     "__main__": "test_cli.py",
     "_audit.measured": "audit/test_audit.py",
+    "_checkpoint.tensor_files": "checkpoint/test_safetensors.py",
     "_engine.ir": "engine/test_split.py",
     "_forecast.flags": "test_cli.py",
     "_jaxpr": "engine/test_run.py",

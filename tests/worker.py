@@ -98,7 +98,8 @@ def main() -> None:
             checkpoints.save(n + 1, state, data=("rows", jax.process_index(), n + 1))
     assert memories(state) == rests, "a step left it elsewhere"
     if args.export:
-        zerojax.export_safetensors(args.export, state)
+        names = {"layers/w1": ("layers.{}.up", "in out -> out in"), "layers/w2": "layers.{}.down"}
+        zerojax.export_safetensors(args.export, state, names=names)
     whole = jax.tree.leaves(zerojax.gather_params({"state": state}))
     digest = hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
     print("digest", digest, flush=True)  # of every process: each has gathered all of it

@@ -1,21 +1,24 @@
-"""Writes and reads parameters as safetensors files, with one leaf in memory at a time.
+"""Parameters to safetensors files and back, under one's own names or another library's."""
 
-The format is a length, a JSON header and the raw bytes. The `safetensors` package can neither
-write a file piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
-"""
-
-import json
-import math
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._checkpoint import checkpoint as _checkpoint, files as _files, matching as _matching
+from zerojax import _compat
+from zerojax._checkpoint import (
+    checkpoint as _checkpoint,
+    files as _files,
+    matching as _matching,
+    names as _names,
+    tensor_files as _tensor_files,
+)
 from zerojax._checkpoint.matching import Saved
+from zerojax._checkpoint.names import Layers, Names, Source
+from zerojax._checkpoint.tensor_files import DTYPES, Tensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
@@ -23,42 +26,25 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
-DTYPES = {f"F{bits}": f"float{bits}" for bits in (64, 32, 16)}
-DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
-DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
-DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
-INDEX = "model.safetensors.index.json"
-MOST_HEADER_BYTES = 10**8  # as in the safetensors package
-
-
-class Tensor(NamedTuple):
-    """A leaf as the files have it: named with dots, and without its padding."""
-
-    name: str
-    value: PyTree
-    shape: Shape
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 def export_safetensors(
     path: str | os.PathLike,
     params: PyTree,
     *,
+    names: Names | None = None,
     max_file_bytes: int = 5 * 10**9,
     plan: Plan | None = None,
 ) -> None:
     """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
 
-    The host needs memory for one full leaf at a time. Every process calls it, process 0 writes.
-    Tensors are named by their paths with dots, such as `dense.kernel`.
+    The host needs memory for one full tensor at a time. Every process calls it, process 0 writes.
+    Tensors are named by their paths with dots, such as `dense.kernel`, or as `names` says.
 
     Arguments:
         path: a new directory; complete or not there at all.
         params: a tree of parameters, or a state that has them.
+        names: how another library names the tensors and lays them out, as in
+            `zerojax.import_safetensors`.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts): files hold arrays without padding, and these do not tell
@@ -78,16 +64,21 @@ def export_safetensors(
         check_plan(plan, "plan=")
     tree = _state.params_in(params)
     leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
+    sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
+    found = _names.sources(names or {}, sizes)
+    own = [leaf for leaf in leaves if leaf.name not in _mapped(found)]
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
-    remedy, refusal = "Export to a new path.", _refusal(leaves)
+    remedy, refusal = "Export to a new path.", _refusal(leaves, own, found)
     with _files.only_writer_of_new(target, remedy, lambda: [parts], refusal):
         _files.remove([parts])  # of an export that was killed
         if first:
             os.makedirs(parts)
-        tensors = [_tensor_of(leaf, shapes) for leaf in leaves]
-        _write_all(os.fspath(parts), tensors, max_file_bytes, first)
+        found |= {_dotted(leaf.name): [_names.whole(leaf.name, sizes[leaf.name])] for leaf in own}
+        values = {leaf.name: leaf for leaf in leaves}
+        tensors = [_tensor(name, sources, values) for name, sources in found.items()]
+        _tensor_files.write(os.fspath(parts), tensors, max_file_bytes, first)
         if first:
             os.rename(parts, target)
         _files.raise_together(None)  # no process continues before it is there
@@ -100,6 +91,7 @@ def import_safetensors(
     keep: str | None = None,
     ignore: str | None = None,
     cast: bool = False,
+    names: Names | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device's part, and no more.
@@ -108,8 +100,10 @@ def import_safetensors(
         path: a directory with an index, or one `.safetensors` file.
         like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and shardings.
         keep, ignore, cast: as in `zerojax.restore`.
-        rename: from a tensor's name in the files to its path in `like`, for files that others
-            wrote.
+        names: for files that others wrote, from paths in `like` to tensors: a name, or a pair of
+            a name and a layout such as `"out in -> in out"`, from theirs to ours. `{}` in a name
+            counts layers, which are one stack here unless the path has a `{}` too.
+        rename: from a tensor's name in the files to that in `names`, or to its path in `like`.
 
     Returns:
         The parameters alone; put them into a state with `state.replace(params=...)`.
@@ -117,12 +111,13 @@ def import_safetensors(
     Example:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights"
-        >>> zerojax.export_safetensors(path, {"model": {"proj": {"weight": jnp.ones((64, 16))}}})
-        >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((64, 16))}}}, stage=3)
-        >>> ours = lambda name: name.removeprefix("model.").replace("weight", "kernel")
-        >>> params = zerojax.import_safetensors(path, like=plan, rename=ours)
+        >>> layers = {str(n): {"proj": {"weight": jnp.ones((16, 64))}} for n in range(4)}
+        >>> zerojax.export_safetensors(path, {"model": layers})
+        >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((4, 64, 16))}}}, stage=3)
+        >>> names = {"proj/kernel": ("model.{}.proj.weight", "out in -> in out")}
+        >>> params = zerojax.import_safetensors(path, like=plan, names=names)
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
-        (8, 16)
+        (4, 8, 16)
     """
     if isinstance(like, Plan):
         params = _state.get_params(like.abstract())
@@ -131,29 +126,32 @@ def import_safetensors(
         params = _state.params_in(like)
         shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
-    slashed = {_dotted(leaf): leaf.name for leaf in leaves}
-    tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, slashed)
+    sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
+    tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, names or {}, sizes)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     try:
         wanted = _matching.match(leaves, saved, path, shapes, keep=keep, ignore=ignore, cast=cast)
     except ValueError as error:
-        if rename is not None or saved.keys() & slashed.values():
+        if names or rename is not None or saved.keys() & sizes.keys():
             raise
         raise ValueError(
-            f"{error} No tensor has the name of a parameter: there are {_some(saved)} and not "
-            f"{_some(slashed)}. Pass rename=, a function from their names to those."
+            f"{error} No tensor has the name of a parameter: there are {some(saved)} and not "
+            f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
+            "names=, a dict from these to theirs."
         ) from None
     read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
     return _matching.filled(params, read)
 
 
 def _tensors(
-    path: str, rename: Callable[[str], str] | None, slashed: dict[str, str]
-) -> dict[str, np.ndarray]:
+    path: str, rename: Callable[[str], str] | None, names: Names, sizes: Mapping[str, Shape]
+) -> dict[str, np.ndarray | Layers]:
     """Returns what the files hold, by the names of leaves; their bytes are read where used."""
+    found = _names.sources(names, sizes)
+    slashed = {_dotted(name): name for name in sizes if name not in _mapped(found)}
     tensors: dict[str, np.ndarray] = {}
-    for file in _stored_files(path):
-        for name, value in _read_file(file):
+    for file in _tensor_files.stored_files(path):
+        for name, value in _tensor_files.read_file(file):
             ours = name if rename is None else _renamed(rename, name)
             ours = slashed.get(ours, ours)
             if ours in tensors:
@@ -162,7 +160,7 @@ def _tensors(
                     "with rename=."
                 )
             tensors[ours] = value
-    return tensors
+    return _names.arranged(tensors, found, sizes)
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:
@@ -176,27 +174,34 @@ def _renamed(rename: Callable[[str], str], name: str) -> str:
     return ours
 
 
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:3])
+def _mapped(found: Mapping[str, list[Source]]) -> set[str]:
+    """Returns the leaves that `names=` has."""
+    return {source.leaf for sources in found.values() for source in sources}
 
 
-def _refusal(leaves: list[Leaf]) -> Exception | None:
-    """Returns an error for leaves that the format has no dtype for, or whose names read alike."""
-    named: dict[str, str] = {}
+def _refusal(
+    leaves: list[Leaf], own: list[Leaf], found: Mapping[str, list[Source]]
+) -> Exception | None:
+    """Returns an error for leaves that the format has no dtype for, or whose names read alike.
+
+    `own` are those that go out under their own names.
+    """
     for leaf in leaves:
         if str(_dtype(leaf)) not in DTYPES.values():
             return TypeError(
                 f"{leaf.name} is {_dtype(leaf)}, which safetensors does not know. Cast it or "
                 "leave it out."
             )
-        other = named.setdefault(_dotted(leaf), leaf.name)
+    named = {name: sources[0].leaf for name, sources in found.items()}
+    for leaf in own:
+        other = named.setdefault(_dotted(leaf.name), leaf.name)
         if other != leaf.name:
-            return ValueError(f"{other} and {leaf.name} are both {_dotted(leaf)}. Rename one.")
+            return ValueError(f"{other} and {leaf.name} are both {_dotted(leaf.name)}. Rename one.")
     return None
 
 
-def _dotted(leaf: Leaf) -> str:
-    return leaf.name.replace("/", ".")
+def _dotted(name: str) -> str:
+    return name.replace("/", ".")
 
 
 def _dtype(leaf: Leaf) -> np.dtype:
@@ -205,134 +210,40 @@ def _dtype(leaf: Leaf) -> np.dtype:
     return np.asarray(leaf.value).dtype if given is None else given
 
 
-def _tensor_of(leaf: Leaf, shapes: Mapping[str, Shape]) -> Tensor:
-    shape = shapes.get(leaf.name, np.shape(leaf.value))
-    return Tensor(_dotted(leaf), leaf.value, shape, _dtype(leaf))
+def _shape(leaf: Leaf, shapes: Mapping[str, Shape]) -> Shape:
+    return shapes.get(leaf.name, np.shape(leaf.value))
 
 
-def _write_all(directory: str, tensors: list[Tensor], most: int, first: bool) -> None:
-    files = list(_files.grouped(tensors, lambda tensor: tensor.nbytes, most))
-    weight_map = {}
-    for number, group in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {tensor.name: name for tensor in group}
-        file = os.path.join(directory, name)
-        try:
-            _write_file(file, group, first)
-        except OSError as error:  # a full disk, say; Python does not name the file
-            raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
-    if first:
-        total = sum(tensor.nbytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with open(os.path.join(directory, INDEX), "w") as file:
-            json.dump(index, file)
+def _tensor(name: str, sources: list[Source], leaves: Mapping[str, Leaf]) -> Tensor:
+    shape = sources[0].layout.stored_shape(sources[0].shape)
+    dtype = functools.reduce(jnp.promote_types, (_dtype(leaves[one.leaf]) for one in sources))
+    values = {one.leaf: leaves[one.leaf].value for one in sources}
+
+    def full() -> np.ndarray:
+        if len(sources) == 1 and sources[0].is_whole:
+            return unpadded(_move.to_host(values[sources[0].leaf]), shape)
+        tensor = np.empty(shape, dtype)
+        for one in sources:
+            layer = _move.to_host(_layer(values[one.leaf], one.index))
+            one.layout.view(tensor, one.shape)[...] = unpadded(layer, one.shape)
+        return tensor
+
+    return Tensor(name, full, shape, dtype)
 
 
-def _write_file(name: str, group: list[Tensor], first: bool) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "np"}}
-    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
-    end = 0
-    for tensor in group:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": kinds[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(name if first else os.devnull, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in group:
-            full = unpadded(_move.to_host(tensor.value), tensor.shape)  # all processes have a part
-            for part in _contiguous(full) if first else ():
-                file.write(part.reshape(-1).view(np.uint8).data)
+def _layer(value: PyTree, index: tuple[int, ...]) -> PyTree:
+    """Returns a layer of a stack: from the devices, no more than it travels to the host."""
+    if not index or not isinstance(value, jax.Array):
+        return value[index] if index else value
+    return _sliced(value, index)
 
 
-def _contiguous(full: np.ndarray) -> Iterable[np.ndarray]:
-    """Yields a leaf in contiguous parts; without its padding it may not be one itself.
-
-    Then it goes row by row, so that the host does not have the leaf twice.
-    """
-    if full.flags.c_contiguous:
-        yield full
-    else:
-        yield from map(np.ascontiguousarray, full)
+@jax.jit
+def _sliced(value: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    return _compat.fetched(value)[index]
 
 
-def _stored_files(path: str) -> list[str]:
-    index, only = (os.path.join(path, name) for name in (INDEX, "model.safetensors"))
-    if os.path.isfile(path):
-        return [path]
-    if not os.path.isfile(index):
-        if os.path.exists(only):
-            return [only]
-        what = (
-            f"there is no {INDEX} in {path}" if os.path.exists(path) else f"{path} does not exist"
-        )
-        raise ValueError(f"{what}. Give a directory with {INDEX}, or one file.")
-    try:
-        with open(index) as file:
-            names = sorted(set(json.load(file)["weight_map"].values()))
-        if outside := [name for name in names if os.path.basename(name) != name]:
-            raise ValueError(f"it names {outside[0]!r}, outside of its directory")
-    except _files.DAMAGE as error:
-        raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
-    files = [os.path.join(path, name) for name in names]
-    for file in files:
-        if not os.path.isfile(file):
-            raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
-    return files
-
-
-def _read_file(file: str) -> list[tuple[str, np.ndarray]]:
-    """Returns the names and arrays of a file; their bytes are read where they are used."""
-    try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length), object_pairs_hook=_each_once)
-        header.pop("__metadata__", None)
-        data = np.memmap(file, np.uint8, mode="r")[8 + length :]
-        tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
-        _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
-        return tensors
-    except _files.DAMAGE as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
-
-
-def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a name twice among {_some(found)}")
-    return found
-
-
-def _tensor(
-    data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]
-) -> np.ndarray:
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
-    kind = jnp.dtype(DTYPES[dtype])
-    start, end = data_offsets
-    are_counts = all(type(number) is int and number >= 0 for number in (start, end, *shape))
-    if not are_counts or end > data.size or end - start != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
-    return data[start:end].view(kind).reshape(shape)
-
-
-def _check_tiled(offsets: list[list[int]], size: int) -> None:
-    """Raises unless each byte belongs to one tensor, as the format demands."""
-    end = 0
-    for start, stop in [*sorted(offsets), [size, size]]:
-        if start != end:
-            at = min(start, end)
-            raise ValueError(f"{'no tensor' if start > end else 'two tensors'} at byte {at}")
-        end = stop
-
-
-def _placed(stored: np.ndarray, like: PyTree) -> jax.Array:
+def _placed(stored: np.ndarray | Layers, like: PyTree) -> jax.Array:
     struct = _matching.stored_struct(like)
     shard = struct.sharding.shard_shape(struct.shape)
 

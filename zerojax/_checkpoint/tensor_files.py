@@ -1,0 +1,166 @@
+"""The safetensors format, written and read with one tensor in memory at a time.
+
+It is a length, a JSON header and the raw bytes. The `safetensors` package can neither write a file
+piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax._checkpoint import files as _files
+from zerojax._types import PyTree, Shape
+
+DTYPES = {f"F{bits}": f"float{bits}" for bits in (64, 32, 16)}
+DTYPES |= {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
+DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
+DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 10**8  # as in the safetensors package
+
+
+class Tensor(NamedTuple):
+    """A tensor to write; `full` makes its value, when its turn comes."""
+
+    name: str
+    full: Callable[[], np.ndarray]
+    shape: Shape
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(directory: str, tensors: list[Tensor], most: int, first: bool) -> None:
+    """Writes files of `most` bytes and their index, in the first process; all of them call it."""
+    files = list(_files.grouped(tensors, lambda tensor: tensor.nbytes, most))
+    weight_map = {}
+    for number, group in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {tensor.name: name for tensor in group}
+        file = os.path.join(directory, name)
+        try:
+            _write_file(file, group, first)
+        except OSError as error:  # a full disk, say; Python does not name the file
+            raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
+    if first:
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with open(os.path.join(directory, INDEX), "w") as file:
+            json.dump(index, file)
+
+
+def _write_file(name: str, group: list[Tensor], first: bool) -> None:
+    # transformers reads no file that does not say what framework wrote it, and knows few.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    end = 0
+    for tensor in group:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": kinds[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(name if first else os.devnull, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in group:
+            full = tensor.full()  # all processes have a part
+            for part in _contiguous(full) if first else ():
+                file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def _contiguous(full: np.ndarray) -> Iterable[np.ndarray]:
+    """Yields a leaf in contiguous parts; without its padding it may not be one itself.
+
+    Then it goes row by row, so that the host does not have the leaf twice.
+    """
+    if full.flags.c_contiguous:
+        yield full
+    else:
+        yield from map(np.ascontiguousarray, full)
+
+
+def stored_files(path: str) -> list[str]:
+    """Returns the files that an index names, or the only one."""
+    index, only = (os.path.join(path, name) for name in (INDEX, "model.safetensors"))
+    if os.path.isfile(path):
+        return [path]
+    if not os.path.isfile(index):
+        if os.path.exists(only):
+            return [only]
+        what = (
+            f"there is no {INDEX} in {path}" if os.path.exists(path) else f"{path} does not exist"
+        )
+        raise ValueError(f"{what}. Give a directory with {INDEX}, or one file.")
+    try:
+        with open(index) as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+        if outside := [name for name in names if os.path.basename(name) != name]:
+            raise ValueError(f"it names {outside[0]!r}, outside of its directory")
+    except _files.DAMAGE as error:
+        raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
+    files = [os.path.join(path, name) for name in names]
+    for file in files:
+        if not os.path.isfile(file):
+            raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
+    return files
+
+
+def read_file(file: str) -> list[tuple[str, np.ndarray]]:
+    """Returns the names and arrays of a file; their bytes are read where they are used."""
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(opened.read(length), object_pairs_hook=_each_once)
+        header.pop("__metadata__", None)
+        data = np.memmap(file, np.uint8, mode="r")[8 + length :]
+        tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
+        _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
+        return tensors
+    except _files.DAMAGE as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
+
+
+def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name twice among {some(found)}")
+    return found
+
+
+def _tensor(
+    data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]
+) -> np.ndarray:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+    kind = jnp.dtype(DTYPES[dtype])
+    start, end = data_offsets
+    are_counts = all(type(number) is int and number >= 0 for number in (start, end, *shape))
+    if not are_counts or end > data.size or end - start != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{name}, {shape} of {dtype}, does not lie at bytes {start} to {end}")
+    return data[start:end].view(kind).reshape(shape)
+
+
+def _check_tiled(offsets: list[list[int]], size: int) -> None:
+    """Raises unless each byte belongs to one tensor, as the format demands."""
+    end = 0
+    for start, stop in [*sorted(offsets), [size, size]]:
+        if start != end:
+            at = min(start, end)
+            raise ValueError(f"{'no tensor' if start > end else 'two tensors'} at byte {at}")
+        end = stop
+
+
+def some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
