@@ -1,0 +1,55 @@
+"""For mkdocs: what pages have on the site beside their Markdown, and links that lead nowhere."""
+
+import logging
+import os
+import pathlib
+import posixpath
+import re
+
+import errors
+import links
+
+ROOT = pathlib.Path(__file__).parents[1]
+LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs: --strict fails for its warnings
+SNIPPET = '--8<-- "README.md:program"'
+PROGRAM = f"""??? example "The program that this page's code continues from"
+
+    {SNIPPET}
+
+"""
+HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
+
+
+def on_config(config):
+    """Puts the version into the header and each page's title."""
+    text = (ROOT / "zerojax" / "__init__.py").read_text()
+    config.site_name += f" {re.search(r'__version__ = .(.+?).$', text, re.MULTILINE)[1]}"
+
+
+def on_page_markdown(markdown, page, **_):
+    """Adds what a page's code continues from, before the first of it, and the messages."""
+    markdown = markdown.replace("<!-- messages -->", errors.markdown())
+    if SNIPPET in markdown:
+        return markdown
+    return re.sub(r"^```python$", rf"{PROGRAM}\g<0>", markdown, count=1, flags=re.MULTILINE)
+
+
+def on_page_content(html, page, files, **_):
+    """Has the links of notebooks, which are paths in the repository, lead to pages."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def to_page(link):
+        path = posixpath.normpath(posixpath.join("notebooks", link[1])).removeprefix("docs/")
+        file = files.get_file_from_path(path)
+        if file is None:
+            LOG.warning("%s links to %s, which is no page", page.file.src_uri, link[1])
+            return link[1]
+        return file.url_relative_to(page.file)
+
+    return HREF.sub(to_page, html)
+
+
+def on_post_build(config):
+    for link in links.broken(pathlib.Path(os.path.abspath(config.site_dir))):
+        LOG.warning(link)
