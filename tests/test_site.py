@@ -1,7 +1,10 @@
 """What the site adds to its pages, and that it finds links that lead nowhere."""
 
 import importlib
+import importlib.util
+import json
 import logging
+import os
 import pathlib
 import re
 import sys
@@ -11,7 +14,8 @@ import pytest
 
 import zerojax
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 griffe = types.SimpleNamespace(Extension=object, Object=None, Function=None, GriffeLoader=None)
 
 
@@ -129,3 +133,52 @@ def test_arguments_that_share_a_text_have_a_line_each():
     made = '    a: as for `f`.\n    b: as for `f`; b="x" on two lines.\n    c: alone, d: not.\n'
     shown = example.replace("Example:", "Examples:")
     assert extension.spelled(heading + given + example) == heading + made + shown
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FIRST = "# Where zerojax is"
+
+
+def first_cell(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    (code,) = (text for c in cells if (text := "".join(c["source"])).startswith(FIRST))
+    return code
+
+
+def test_all_notebooks_install_in_the_same_way():
+    assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "driver", "found", "wanted"),
+    [
+        ("..", None, (), "..[plot]"),
+        ("..", "550.54.15", (), "..[plot,cuda12]"),
+        ("./zerojax", "580.65.06", (), "./zerojax[plot,gpu]"),
+        ("zerojax", "590.1", ("jax_cuda12_plugin",), "zerojax[plot,cuda12]"),
+        ("https://x/zerojax.whl", None, (), "zerojax[plot] @ https://x/zerojax.whl"),
+        ("..", "550.54.15", ("zerojax",), None),
+    ],
+)
+def test_notebooks_install_what_fits(source, driver, found, wanted, tmp_path, monkeypatch):
+    version, pip = tmp_path / "version", []
+    if driver is not None:
+        version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Jun 6\n")
+    code = first_cell(NOTEBOOKS[0]).replace('SOURCE = ".."', f"SOURCE = {source!r}")
+    code = code.replace("/proc/driver/nvidia/version", str(version))
+    code = re.sub(r"%pip install -q (.*)", r"pip.append(f'\1')", code)
+    spec = types.SimpleNamespace(origin="here")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in found else None)
+    monkeypatch.chdir(ROOT / "notebooks")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    exec(code, {"pip": pip})
+    assert pip == ([f'"{wanted}"'] if wanted else [])
+    assert os.environ.get("JAX_PLATFORMS") == (None if driver else "cpu")
+    monkeypatch.chdir(tmp_path)
+    if source == ".." and not found:
+        with pytest.raises(AssertionError, match=r"say in SOURCE where zerojax is, as './zerojax'"):
+            exec(code, {"pip": pip})
+
+
+def test_binder_installs_this_repository():
+    assert (ROOT / "binder" / "requirements.txt").read_text() == ".[plot,gpu-compile]\n"
