@@ -1,5 +1,6 @@
 """For mkdocs: what pages have on the site beside their Markdown, and links that lead nowhere."""
 
+import json
 import logging
 import os
 import pathlib
@@ -21,9 +22,11 @@ HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
 
 def on_config(config):
-    """Puts the version into the header and each page's title."""
+    """Puts the version into the header and each page's title, and the site into a folder of it."""
     text = (ROOT / "zerojax" / "__init__.py").read_text()
-    config.site_name += f" {re.search(r'__version__ = .(.+?).$', text, re.MULTILINE)[1]}"
+    version = re.search(r'__version__ = "(.+)"', text)[1]
+    config.site_name += f" {version}"
+    config.site_dir = os.path.join(config.site_dir, version)
 
 
 def on_page_markdown(markdown, page, **_):
@@ -51,5 +54,19 @@ def on_page_content(html, page, files, **_):
 
 
 def on_post_build(config):
-    for link in links.broken(pathlib.Path(os.path.abspath(config.site_dir))):
+    site = pathlib.Path(os.path.abspath(config.site_dir))
+    list_versions(site.parent)
+    for link in links.broken(site):
         LOG.warning(link)
+
+
+def list_versions(folder):
+    """Writes what the theme's menu of versions reads, and has the folder open the newest."""
+    found = [path.parent.name for path in folder.glob("*/index.html")]
+    newest_first = sorted(
+        found, key=lambda name: [*map(int, re.findall(r"\d+", name))], reverse=True
+    )
+    listed = [{"version": name, "title": name, "aliases": []} for name in newest_first]
+    (folder / "versions.json").write_text(json.dumps(listed))
+    to_newest = f'<meta http-equiv="refresh" content="0; url={newest_first[0]}/">'
+    (folder / "index.html").write_text(to_newest)

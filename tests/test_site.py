@@ -93,9 +93,18 @@ def test_a_page_with_code_has_the_program_that_it_continues_from():
 
 
 def test_the_version_is_in_the_header():
-    config = types.SimpleNamespace(site_name="zerojax")
+    config = types.SimpleNamespace(site_name="zerojax", site_dir="site")
     hooks.on_config(config)
     assert config.site_name == f"zerojax {zerojax.__version__}"
+    assert pathlib.Path(config.site_dir) == pathlib.Path("site", zerojax.__version__)
+
+
+def test_versions_are_listed_from_the_newest(tmp_path):
+    folder = written(tmp_path, **{"0.9.0": "", "0.10.0": "", "0.1.0": ""})
+    hooks.list_versions(folder)
+    listed = json.loads((folder / "versions.json").read_text())
+    assert [one["version"] for one in listed] == ["0.10.0", "0.9.0", "0.1.0"]
+    assert "url=0.10.0/" in (folder / "index.html").read_text()
 
 
 def test_messages_are_read_from_the_source(tmp_path):
