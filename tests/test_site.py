@@ -30,6 +30,12 @@ def imported(name):
 hooks, links, errors, extension = map(imported, ("hooks", "links", "errors", "griffe_extension"))
 
 
+def test_warnings_fail_the_build():
+    (command,) = re.findall("mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert command.split()[2:] == ["--strict"]  # --quiet would hide from it what it counts
+    assert hooks.LOG.name.startswith("mkdocs.")
+
+
 def written(folder, **pages):
     for name, text in pages.items():
         path = folder / name / "index.html"
