@@ -48,8 +48,9 @@ examples: $(VENV)/.examples
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python notebooks/run.py
 
+# Not --quiet: it drops the warnings before --strict counts them.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open out/site/index.html"
 
 # The wheel with its dependencies alone, outside of the checkout.

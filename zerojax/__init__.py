@@ -1,4 +1,4 @@
-"""ZeRO for JAX: train on many devices with 1/N of the memory and the same numbers.
+"""ZeRO for JAX: the same training loop on many devices, each with 1/N of the training state.
 
 state = zerojax.shard_train_state(state, stage=3)  # any flax TrainState
 step = zerojax.train_step(loss_fn)                 # loss_fn(params, batch) -> loss

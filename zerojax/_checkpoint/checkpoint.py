@@ -94,10 +94,10 @@ def save(
     Arguments:
         path: a new directory; what Orbax takes, `gs://` included.
         state: a placed state, or any tree of arrays.
-        step, rng: saved with the state, as are
-        data: the state of the data iterator, or an iterator with `get_state()`, as Grain's; each
-            process saves its own;
-        metadata: anything made of numbers, strings, bytes, arrays, lists, tuples and dicts.
+        step, rng: saved with the state.
+        data: saved too: the state of the data iterator, or an iterator with `get_state()`, as
+            Grain's; each process saves its own.
+        metadata: saved too: anything of numbers, strings, bytes, arrays, lists, tuples and dicts.
         plan: the plan, for states that do not carry an optimizer (tuples, dicts): files hold arrays
             without padding, and these do not tell what is padding.
 

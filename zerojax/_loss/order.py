@@ -14,7 +14,10 @@ from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS
 from zerojax._wire.routes import names_in
 
-ORDERS = MICROBATCHES, LAYERS, AUTO = "microbatches", "layers", "auto"
+MICROBATCHES = "microbatches"
+LAYERS = "layers"
+AUTO = "auto"
+ORDERS = (MICROBATCHES, LAYERS, AUTO)
 
 # [Note: which order is faster]
 # Microbatches in turn hide what each of them gathers and reduces beside its own compute. In layers

@@ -1,0 +1,47 @@
+"""For mkdocstrings: what docstrings leave to readers of the code, spelled out."""
+
+import re
+from typing import Any
+
+import griffe
+
+GROUP = re.compile(r"^    (\w+(?:, \w+)+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+# Where a text has said what all names have in common.
+CLAUSE_END = re.compile(r"; |\. (?=[A-Z])|\.?$")
+
+
+class Spelled(griffe.Extension):
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = spelled(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_: Any) -> None:
+        """Shows the value of a default that a module has a name for."""
+        for parameter in func.parameters:
+            while isinstance(parameter.default, griffe.Expr):
+                try:
+                    named = loader.modules_collection[parameter.default.canonical_path]
+                except KeyError:  # one of another library, or no name
+                    break
+                if not isinstance(named, griffe.Attribute):
+                    break
+                parameter.default = named.value
+
+
+def spelled(text: str) -> str:
+    """Returns a docstring whose `Example:` is code to show, and each argument has a line."""
+    text = text.replace("\nExample:\n", "\nExamples:\n")
+    before, heading, arguments = text.partition("Arguments:\n")
+    arguments, examples, rest = arguments.partition("\nExamples:\n")
+    return before + heading + GROUP.sub(_one_a_line, arguments) + examples + rest
+
+
+def _one_a_line(group: re.Match[str]) -> str:
+    """Returns `a, b: as for f; more.` as a line for each, so that each has its type and default.
+
+    What is more stands where it is about: at the name that it mentions as `b=`, or at the first.
+    """
+    names, text = group[1].split(", "), " ".join(group[2].split())
+    brief = text[: CLAUSE_END.search(text).start()] + "."
+    about = next((name for name in names if f"{name}=" in text), names[0])
+    return "\n".join(f"    {name}: {text if name == about else brief}" for name in names)

@@ -1,0 +1,72 @@
+"""For mkdocs: what pages have on the site beside their Markdown, and links that lead nowhere."""
+
+import json
+import logging
+import os
+import pathlib
+import posixpath
+import re
+
+import errors
+import links
+
+ROOT = pathlib.Path(__file__).parents[1]
+LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs: --strict fails for its warnings
+SNIPPET = '--8<-- "README.md:program"'
+PROGRAM = f"""??? example "The program that this page's code continues from"
+
+    {SNIPPET}
+
+"""
+HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
+
+
+def on_config(config):
+    """Puts the version into the header and each page's title, and the site into a folder of it."""
+    text = (ROOT / "zerojax" / "__init__.py").read_text()
+    version = re.search(r'__version__ = "(.+)"', text)[1]
+    config.site_name += f" {version}"
+    config.site_dir = os.path.join(config.site_dir, version)
+
+
+def on_page_markdown(markdown, page, **_):
+    """Adds what a page's code continues from, before the first of it, and the messages."""
+    markdown = markdown.replace("<!-- messages -->", errors.markdown())
+    if SNIPPET in markdown:
+        return markdown
+    return re.sub(r"^```python$", rf"{PROGRAM}\g<0>", markdown, count=1, flags=re.MULTILINE)
+
+
+def on_page_content(html, page, files, **_):
+    """Has the links of notebooks, which are paths in the repository, lead to pages."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def to_page(link):
+        path = posixpath.normpath(posixpath.join("notebooks", link[1])).removeprefix("docs/")
+        file = files.get_file_from_path(path)
+        if file is None:
+            LOG.warning("%s links to %s, which is no page", page.file.src_uri, link[1])
+            return link[1]
+        return file.url_relative_to(page.file)
+
+    return HREF.sub(to_page, html)
+
+
+def on_post_build(config):
+    site = pathlib.Path(os.path.abspath(config.site_dir))
+    list_versions(site.parent)
+    for link in links.broken(site):
+        LOG.warning(link)
+
+
+def list_versions(folder):
+    """Writes what the theme's menu of versions reads, and has the folder open the newest."""
+    found = [path.parent.name for path in folder.glob("*/index.html")]
+    newest_first = sorted(
+        found, key=lambda name: [*map(int, re.findall(r"\d+", name))], reverse=True
+    )
+    listed = [{"version": name, "title": name, "aliases": []} for name in newest_first]
+    (folder / "versions.json").write_text(json.dumps(listed))
+    to_newest = f'<meta http-equiv="refresh" content="0; url={newest_first[0]}/">'
+    (folder / "index.html").write_text(to_newest)

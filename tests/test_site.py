@@ -1,0 +1,199 @@
+"""What the site adds to its pages, and that it finds links that lead nowhere."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import re
+import sys
+import types
+
+import pytest
+
+import zerojax
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+griffe = types.SimpleNamespace(Extension=object, Object=None, Function=None, GriffeLoader=None)
+
+
+def imported(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        if importlib.util.find_spec("griffe") is None:
+            patch.setitem(sys.modules, "griffe", griffe)
+        return importlib.import_module(name)
+
+
+hooks, links, errors, extension = map(imported, ("hooks", "links", "errors", "griffe_extension"))
+
+
+def test_warnings_fail_the_build():
+    (command,) = re.findall("mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert command.split()[2:] == ["--strict"]  # --quiet would hide from it what it counts
+    assert hooks.LOG.name.startswith("mkdocs.")
+
+
+def written(folder, **pages):
+    for name, text in pages.items():
+        path = folder / name / "index.html"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return folder
+
+
+def test_links_to_missing_files_and_anchors_are_found(tmp_path):
+    site = written(
+        tmp_path,
+        a='<h1 id="top-of-a">A</h1> <a href="../b/#there">b</a> <a href="#top-of-a">a</a> '
+        '<a href="https://example.com/#x">elsewhere</a> <img src="../b/">',
+        b='<h2 id="there"></h2> <a href="../a/#nowhere">a</a> <a href="../c/">c</a> '
+        '<a href="02.ipynb">notebook</a>',
+    )
+    assert links.broken(site) == [
+        "b/index.html links to ../a/#nowhere: there is no such anchor",
+        "b/index.html links to ../c/: there is no such file",
+        "b/index.html links to 02.ipynb: there is no such file",
+    ]
+
+
+class Files(dict):
+    """Stands for mkdocs' own: pages by their path in docs/."""
+
+    get_file_from_path = dict.get
+
+
+def page(path, **others):
+    return types.SimpleNamespace(file=types.SimpleNamespace(src_uri=path, **others))
+
+
+def test_a_notebooks_links_into_the_repository_lead_to_pages(caplog):
+    pages = {"notebooks/02.ipynb": "../02/", "stages.md": "../../stages/"}
+    files = Files({k: page(k, url_relative_to=lambda _, v=v: v).file for k, v in pages.items()})
+    html = (
+        '<a href="02.ipynb">2</a><a href="../docs/stages.md#dtypes">s</a><a href="#here">h</a>'
+        '<a href="https://jax.dev">j</a>'
+    )
+    made = hooks.on_page_content(html, page=page("notebooks/01.ipynb"), files=files)
+    assert re.findall('"(.*?)"', made) == [
+        "../02/", "../../stages/#dtypes", "#here", "https://jax.dev"
+    ]  # fmt: skip
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        hooks.on_page_content(
+            '<a href="../docs/no.md">', page=page("notebooks/01.ipynb"), files=Files()
+        )
+    assert "notebooks/01.ipynb links to ../docs/no.md, which is no page" in caplog.text
+
+
+def test_a_page_with_code_has_the_program_that_it_continues_from():
+    made = hooks.on_page_markdown("# A\n\n```python\n1\n```\n\n```python\n2\n```\n", page=None)
+    assert made.count(hooks.SNIPPET) == 1
+    assert made.index("# A") < made.index(hooks.SNIPPET) < made.index("```python\n1")
+    text = "```bash\nls\n```\n"
+    assert hooks.on_page_markdown(text, page=None) == text
+    index = (DOCS / "index.md").read_text()
+    assert hooks.on_page_markdown(index, page=None) == index
+
+
+def test_the_version_is_in_the_header():
+    config = types.SimpleNamespace(site_name="zerojax", site_dir="site")
+    hooks.on_config(config)
+    assert config.site_name == f"zerojax {zerojax.__version__}"
+    assert pathlib.Path(config.site_dir) == pathlib.Path("site", zerojax.__version__)
+
+
+def test_versions_are_listed_from_the_newest(tmp_path):
+    folder = written(tmp_path, **{"0.9.0": "", "0.10.0": "", "0.1.0": ""})
+    hooks.list_versions(folder)
+    listed = json.loads((folder / "versions.json").read_text())
+    assert [one["version"] for one in listed] == ["0.10.0", "0.9.0", "0.1.0"]
+    assert "url=0.10.0/" in (folder / "index.html").read_text()
+
+
+def test_messages_are_read_from_the_source(tmp_path):
+    (tmp_path / "_loss").mkdir()
+    (tmp_path / "_loss" / "batch.py").write_text(
+        "def f(a):\n"
+        '    raise ValueError(f"{a.name} has {type(a).__name__} of <{len(a)}> rows. "\n'
+        '        "Pass a_multiple.")\n'
+        "def g():\n    return TypeError('no remedy')\n"
+    )
+    (message,) = errors.messages(tmp_path)
+    assert message == errors.Message(
+        "_loss/batch", "‹name› has ‹type› of <‹a›> rows.", "Pass a_multiple."
+    )
+    assert message.page == ("The loss and its batch", "loss.md")
+    assert errors._shown(message.problem) == "<i>name</i> has <i>type</i> of &lt;<i>a</i>&gt; rows."
+    assert errors._shown(message.remedy) == "Pass a\\_multiple."
+
+
+def test_the_index_has_the_messages_of_each_part_once():
+    text = errors.markdown()
+    assert "<i>value</i>: gather=" not in text  # no text of two messages runs together
+    assert text.count("**Pass zerojax.plan(make\\_state, stage=3), or a state.**") == 1
+    assert len(errors.messages()) > 150
+    names = [path.with_suffix("").relative_to(errors.LIBRARY).as_posix()
+             for path in errors.LIBRARY.rglob("*")]  # fmt: skip
+    assert not [part for part in errors.PAGES if part and part not in names]
+    for _, target in errors.PAGES.values():
+        assert (DOCS / target.partition("#")[0]).exists(), target
+
+
+def test_arguments_that_share_a_text_have_a_line_each():
+    heading, example = "Does.\n\nArguments:\n", "\nExample:\n    x, y: no argument\n"
+    given = '    a, b: as for `f`; b="x" on\n        two lines.\n    c: alone, d: not.\n'
+    made = '    a: as for `f`.\n    b: as for `f`; b="x" on two lines.\n    c: alone, d: not.\n'
+    shown = example.replace("Example:", "Examples:")
+    assert extension.spelled(heading + given + example) == heading + made + shown
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FIRST = "# Where zerojax is"
+
+
+def first_cell(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    (code,) = (text for c in cells if (text := "".join(c["source"])).startswith(FIRST))
+    return code
+
+
+def test_all_notebooks_install_in_the_same_way():
+    assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "driver", "found", "wanted"),
+    [
+        ("..", None, (), "..[plot]"),
+        ("..", "550.54.15", (), "..[plot,cuda12]"),
+        ("./zerojax", "580.65.06", (), "./zerojax[plot,gpu]"),
+        ("zerojax", "590.1", ("jax_cuda12_plugin",), "zerojax[plot,cuda12]"),
+        ("https://x/zerojax.whl", None, (), "zerojax[plot] @ https://x/zerojax.whl"),
+        ("..", "550.54.15", ("zerojax",), None),
+    ],
+)
+def test_notebooks_install_what_fits(source, driver, found, wanted, tmp_path, monkeypatch):
+    version, pip = tmp_path / "version", []
+    if driver is not None:
+        version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Jun 6\n")
+    code = first_cell(NOTEBOOKS[0]).replace('SOURCE = ".."', f"SOURCE = {source!r}")
+    code = code.replace("/proc/driver/nvidia/version", str(version))
+    code = re.sub(r"%pip install -q (.*)", r"pip.append(f'\1')", code)
+    spec = types.SimpleNamespace(origin="here")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in found else None)
+    monkeypatch.chdir(ROOT / "notebooks")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    exec(code, {"pip": pip})
+    assert pip == ([f'"{wanted}"'] if wanted else [])
+    assert os.environ.get("JAX_PLATFORMS") == (None if driver else "cpu")
+    monkeypatch.chdir(tmp_path)
+    if source == ".." and not found:
+        with pytest.raises(AssertionError, match=r"say in SOURCE where zerojax is, as './zerojax'"):
+            exec(code, {"pip": pip})
+
+
+def test_binder_installs_this_repository():
+    assert (ROOT / "binder" / "requirements.txt").read_text() == ".[plot,gpu-compile]\n"
