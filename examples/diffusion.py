@@ -8,7 +8,8 @@ The exponential moving average (EMA) of the weights rests in the optimizer state
 1 on, like Adam's moments, and saved with them. `zerojax.eval_step` draws with it at the end, its
 weights all-gathered layer by layer at each of the times.
 
-With the defaults, a nearest-neighbour classifier of real digits reads RIGHT
+With the defaults, a nearest-neighbour classifier of real digits reads 93% of the drawn ones as what
+they were to be. This takes 1.5 minutes of one CPU core; 10% would be chance.
 """
 
 import argparse
@@ -182,7 +183,8 @@ def main():
     if args.picture and jax.process_index() == 0:
         import matplotlib.image
 
-        grid = np.clip(images, 0, 1).reshape(10, 16, 8, 8).swapaxes(1, 2).reshape(80, 128)
+        framed = np.pad(np.clip(images, 0, 1), ((0, 0), (1, 1), (1, 1)))
+        grid = framed.reshape(10, 16, 10, 10).swapaxes(1, 2).reshape(100, 160)
         matplotlib.image.imsave(args.picture, np.kron(1 - grid, np.ones((6, 6))), cmap="gray")
 
 

@@ -6,10 +6,10 @@
 
 The digits, their pipeline and the exact accuracy on batches that the devices do not divide are
 those of train_convnet.py. The layers are one `nn.scan`, so that stage 3 all-gathers one at a time;
-the step's key is split over the layers, for their dropout, and moves the digits by up to a pixel.
+the step's key, which differs between devices, is split over the layers for their dropout.
 
-With the defaults the validation accuracy ends above ACC%, on 320 digits that it has not seen, after
-TIME.
+With the defaults the validation accuracy ends above 97%, on 320 digits that it has not seen, after
+a minute of one CPU core.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class ViT(nn.Module):
     def __call__(self, images, train):
         patches = nn.Conv(self.dim, (self.patch,) * 2, self.patch, name="patches")
         x = patches(images[..., None]).reshape(len(images), -1, self.dim)
-        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        x = x + self.param("positions", nn.initializers.normal(0.5), x.shape[1:])
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
             length=self.layers,
@@ -81,19 +81,10 @@ class ViT(nn.Module):
         return nn.Dense(10, name="head")(nn.LayerNorm(name="norm")(x).mean(1))
 
 
-def moved(images, key):
-    """Returns each image moved by up to one pixel in each direction."""
-    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1)))
-    corners = jax.random.randint(key, (len(images), 2), 0, 3)
-    crop = lambda image, corner: jax.lax.dynamic_slice(image, corner, images.shape[1:])
-    return jax.vmap(crop)(padded, corners)
-
-
 def losses_of(model):
     def train_loss(params, batch, rng):
-        move, dropout = jax.random.split(rng)
-        images = moved(batch["image"], move)
-        logits = model.apply({"params": params}, images, train=True, rngs={"dropout": dropout})
+        rngs = {"dropout": rng}
+        logits = model.apply({"params": params}, batch["image"], train=True, rngs=rngs)
         return train_convnet.scores(logits, batch["label"])
 
     def eval_loss(params, batch):
