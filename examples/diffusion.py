@@ -13,7 +13,6 @@ they were to be. This takes 1.5 minutes of one CPU core; 10% would be chance.
 """
 
 import argparse
-from typing import Any, NamedTuple
 
 import jax
 
@@ -100,12 +99,10 @@ def sampler(model, count):
 
     def draw(params, labels, rng):
         def denoise(image, n):
-            time = n / count
-            now, then = signal(time), signal((n - 1) / count)
-            times = jnp.full(len(labels), time)
+            now, then = signal(n / count), signal((n - 1) / count)
+            times = jnp.full(len(labels), n / count)
             noise = model.apply({"params": params}, image, times, labels)
-            clean = (image - jnp.sqrt(1 - now) * noise) / jnp.sqrt(now)
-            clean = jnp.clip(clean, -1, 1)
+            clean = jnp.clip((image - jnp.sqrt(1 - now) * noise) / jnp.sqrt(now), -1, 1)
             # What is known of the image at the time before: its mean and variance.
             keep = now / then
             mean = jnp.sqrt(then) * (1 - keep) * clean + jnp.sqrt(keep) * (1 - then) * image
@@ -123,23 +120,14 @@ def sampler(model, count):
 # ---- the average of the weights
 
 
-class Averaged(NamedTuple):
-    inner: Any
-    ema: Any
+def average_of_params(decay):
+    """Returns the last transformation of a chain: its state is a moving average of the weights."""
 
-
-def with_ema(tx, decay):
-    """Returns the optimizer with a moving average of the weights in its state."""
-
-    def init(params):
-        return Averaged(tx.init(params), params)
-
-    def update(grads, state, params):
-        updates, inner = tx.update(grads, state.inner, params)
+    def update(updates, ema, params):
         new = optax.apply_updates(params, updates)
-        return updates, Averaged(inner, optax.incremental_update(new, state.ema, 1 - decay))
+        return updates, optax.incremental_update(new, ema, 1 - decay)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: params, update)
 
 
 def state_maker(model, args):
@@ -149,7 +137,7 @@ def state_maker(model, args):
         batch = (jnp.zeros((1, 8, 8)), jnp.zeros(1), jnp.zeros(1, "int32"))
         params = model.init(jax.random.key(0), *batch)["params"]
         schedule = optax.cosine_decay_schedule(args.lr, max(args.steps, 1))
-        tx = with_ema(optax.adam(schedule), args.ema)
+        tx = optax.chain(optax.adam(schedule), average_of_params(args.ema))
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
     return make_state
@@ -172,11 +160,10 @@ def main():
         state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
         if n % args.eval_every == 0 or n == args.steps - 1:
             zerojax.log(f"step {n}: loss {metrics['loss']:.3f}")
-    averaged = plan.place(state.replace(params=state.opt_state.ema))
+    averaged = plan.place(state.replace(params=state.opt_state[-1]))
     labels = np.repeat(np.arange(10), 16).astype(np.int32)
     draw = zerojax.eval_step(sampler(model, args.times))
-    images = draw(averaged, labels, jax.random.key(2))["aux"]
-    images = zerojax.gather_params(images)
+    images = zerojax.gather_params(draw(averaged, labels, jax.random.key(2))["aux"])
     classifier = KNeighborsClassifier(1).fit(training["image"].reshape(-1, 64), training["label"])
     right = np.mean(classifier.predict(images.reshape(-1, 64)) == labels)
     zerojax.log(f"{right:.1%} of {len(labels)} drawn digits are read as what they were to be")

@@ -93,8 +93,8 @@ def state_maker(model, args):
         text = jnp.zeros((1, args.tokens), "int32")
         params = model.init(jax.random.key(0), text)["params"]
         both = {"policy": params, "reference": params}
-        freeze = {"policy": False, "reference": True}
-        freeze = {name: jax.tree.map(lambda _: frozen, params) for name, frozen in freeze.items()}
+        every = lambda frozen: jax.tree.map(lambda _: frozen, params)
+        freeze = {"policy": every(False), "reference": every(True)}
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(args.lr))
         tx = optax.selective_transform(tx, freeze_mask=freeze)
         return TrainState.create(apply_fn=None, params=both, tx=tx)
@@ -143,7 +143,7 @@ def main():
     for n in range(args.steps):
         if n % args.eval_every == 0:
             say(n)
-        state, metrics = step(state, next(data))
+        state, _ = step(state, next(data))
     say(args.steps)
 
 

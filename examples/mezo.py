@@ -28,13 +28,13 @@ import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
-parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=128, help="length of a training sequence")
 parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="directions per step")
-parser.add_argument("--lr", type=float, default=1e-4)
+parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--eps", type=float, default=1e-3, help="how far the parameters are moved")
 parser.add_argument("--eval-every", type=int, default=100, help="steps")
 add_base(parser)
@@ -54,14 +54,14 @@ def moved(params, key, by):
 
 
 def mezo_step(loss_fn, plan, lr, eps, directions=1):
-    """Returns a jitted step `(state, batch, key) -> (state, metrics)` of a state {"params": ...}."""
+    """Returns a jitted `(state, batch, key) -> (state, metrics)` for a state {"params": ...}."""
     evaluate = zerojax.eval_step(loss_fn, plan=plan)
 
     def step(state, batch, key):
         losses = []
 
         def loss_at(state, by, key):
-            """Returns the state moved, and the loss there: one after another, in the same memory."""
+            """Returns the state moved, and the loss there; one after another, in one memory."""
             params = moved(plan.scatter(state)["params"], key, by)
             state = plan.constrain({"params": params})
             losses.append(evaluate(state, batch)["loss"])
@@ -131,7 +131,7 @@ def main():
         if n % args.eval_every == 0:
             say(n)
         key = jax.random.fold_in(jax.random.key(1), n)
-        state, metrics = step(state, zerojax.shard_batch(next(data)), key)
+        state, _ = step(state, zerojax.shard_batch(next(data)), key)
     say(args.steps)
 
 

@@ -154,7 +154,7 @@ def main():
     for n in range(args.steps):
         if n % args.eval_every == 0:
             say(n)
-        state, metrics = step(state, zerojax.shard_batch(next(data)))
+        state, _ = step(state, zerojax.shard_batch(next(data)))
     say(args.steps)
 
 

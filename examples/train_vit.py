@@ -138,7 +138,7 @@ def main():
             if n % args.eval_every == 0:
                 say(n)
             rng = jax.random.fold_in(jax.random.key(1), n)  # nothing to save
-            state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
+            state, _ = step(state, zerojax.shard_batch(next(data)), rng)
             if checkpoints:
                 checkpoints.save(n + 1, state, data=data)
     say(args.steps)
