@@ -57,24 +57,23 @@ def mezo_step(loss_fn, plan, lr, eps, directions=1):
     """Returns a jitted `(state, batch, key) -> (state, metrics)` for a state {"params": ...}."""
     evaluate = zerojax.eval_step(loss_fn, plan=plan)
 
+    def along(state, key, by):
+        params = moved(plan.scatter(state)["params"], key, by)  # on shards, without padding
+        return plan.constrain({"params": params})
+
     def step(state, batch, key):
-        losses = []
-
-        def loss_at(state, by, key):
-            """Returns the state moved, and the loss there; one after another, in one memory."""
-            params = moved(plan.scatter(state)["params"], key, by)
-            state = plan.constrain({"params": params})
-            losses.append(evaluate(state, batch)["loss"])
-            return jax.lax.optimization_barrier((state, losses[-1]))
-
+        losses, slopes = [], []
         for n in range(directions):
-            along = jax.random.fold_in(key, n)
-            state, up = loss_at(state, eps, along)
-            state, down = loss_at(state, -2 * eps, along)
-            slope = (up - down) / (2 * eps)
-            params = moved(plan.scatter(state)["params"], along, eps - lr / directions * slope)
-            state = plan.constrain({"params": params})
-        return state, {"loss": jnp.mean(jnp.stack(losses)), "slope": slope}
+            drawn, at = jax.random.fold_in(key, n), []
+            for by in (eps, -2 * eps):
+                state = along(state, drawn, by)
+                at.append(evaluate(state, batch)["loss"])
+                # One after another: the direction is drawn anew, not kept.
+                state, at, drawn = jax.lax.optimization_barrier((state, at, drawn))
+            slopes.append((at[0] - at[1]) / (2 * eps))
+            state = along(state, drawn, eps - lr / directions * slopes[-1])
+            losses += at
+        return state, {"loss": jnp.mean(jnp.stack(losses)), "slope": jnp.stack(slopes)}
 
     return jax.jit(step, donate_argnums=0)
 

@@ -9,7 +9,9 @@ optax's own transformation: two all-to-alls exchange parts of all layers for who
 device orthogonalizes its own, and two more take momentum and update back to where they rest. The
 numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts what they cost.
 
-TABLE
+With the defaults on 8 devices, a step takes 5.2 GFLOP on each in data parallelism, 0.5 of them not
+Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB; by layer it is 1.1, and 19 MiB, 16 of
+them as with Adam. LOSS
 """
 
 import argparse

@@ -250,16 +250,16 @@ TINY = ["--layers", "2", "--dim", "32", "--tokens", "8"]
 
 def test_dpo_freezes_and_shards_its_reference(example):
     dpo, train_gpt = example("dpo"), example("train_gpt")
-    model = train_gpt.GPT(2, 32, 8)
-    plan = zerojax.plan(dpo.state_maker(model, dpo.parser.parse_args(TINY)), stage=3)
-    start = plan.place(dpo.state_maker(model, dpo.parser.parse_args(TINY)))
+    model, args = train_gpt.GPT(2, 32, 8), dpo.parser.parse_args([*TINY, "--lr", "1e-2"])
+    plan = zerojax.plan(dpo.state_maker(model, args), stage=3)
+    start = plan.place(dpo.state_maker(model, args))
     step = zerojax.train_step(dpo.dpo_loss(model, 0.1), donate=False)
-    pairs = np.stack([dpo.pair(window) for window in TEXT])
+    pairs = TEXT.reshape(8, 2, 9)
     state, metrics = step(start, pairs)
     assert metrics["loss"] == pytest.approx(np.log(2)) and metrics["aux"]["accuracy"] == 0
     assert same(state.params["reference"], start.params["reference"])
     assert not same(state.params["policy"], start.params["policy"])
-    assert step(state, pairs)[1]["loss"] < np.log(2)
+    assert step(state, pairs)[1]["loss"] < np.log(2) - 0.01
     assert on_device(state.params["reference"]) < size(state.params["reference"]) / 7
     assert size(state.opt_state) < 2 * size(state.params["policy"]) + 10  # two moments, counts
     traffic = zerojax.audit(step, plan.abstract(), pairs, plan=plan).traffic
@@ -318,28 +318,25 @@ def test_relora_merges_without_a_change_and_forgets(example):
     assert not np.allclose(seen[2], 1, atol=1e-5)
 
 
-def test_mezo_steps_the_same_on_one_device_in_less_memory(example):
-    mezo, train_gpt = example("mezo"), example("train_gpt")
-    model = train_gpt.GPT(2, 32, 8)
-    loss_fn = lambda params, text: train_gpt.next_byte_loss(model, params, text)
-    make_state = lambda: {"params": model.init(jax.random.key(0), TEXT[:1, :-1])["params"]}
-    states, key = [], jax.random.key(3)
+def test_mezo_steps_the_same_on_one_device(example):
+    """Along a normal direction, times the slope; each of 8 devices has its shards of the state."""
+    mezo = example("mezo")
+    make_state = lambda: {"params": {"w": jnp.eye(64), "out": jnp.ones((64, 8)) / 8}}
+    loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"] - 1) ** 2)
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    states = []
     for devices in (1, 8):
         mesh = Mesh(jax.devices()[:devices], ("data",))
         plan = zerojax.plan(make_state, stage=3, mesh=mesh)
         step = mezo.mezo_step(loss_fn, plan, lr=1e-2, eps=1e-2)
-        state, metrics = step(plan.place(make_state), zerojax.shard_batch(TEXT, mesh=mesh), key)
-        states.append(state)
-    assert same(*states, atol=1e-4)
-    moved = zerojax.gather_params(state["params"]["blocks"]["up"]["kernel"])
-    start = make_state()["params"]["blocks"]["up"]["kernel"]
-    along = (moved - start) / (-1e-2 * metrics["slope"])
-    assert np.std(along) == pytest.approx(1, abs=0.02)  # a normal direction, times the slope
-    assert on_device(state) < size(state) / 7
-    peak = mezo.peak_mib(step, plan.abstract(), TEXT, key, plan=plan)
-    adam = lambda: TrainState.create(apply_fn=None, tx=optax.adam(1e-3), **make_state())
-    training = zerojax.plan(adam, stage=3).abstract()
-    assert peak < mezo.peak_mib(zerojax.train_step(loss_fn), training, TEXT) / 2
+        state = plan.place(make_state)
+        states.append(step(state, zerojax.shard_batch(x, mesh=mesh), jax.random.key(3)))
+    (alone, _), (state, metrics) = states
+    assert same(alone, state, atol=1e-5)
+    assert on_device(state) == size(state) / 8
+    along = zerojax.gather_params(state)["params"]["w"] - np.eye(64)
+    assert np.std(along) == pytest.approx(1e-2 * abs(float(metrics["slope"][0])), rel=0.05)
+    assert loss_fn(zerojax.gather_params(state)["params"], x) < loss_fn(make_state()["params"], x)
 
 
 def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
