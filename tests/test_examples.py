@@ -334,9 +334,10 @@ def test_mezo_steps_the_same_on_one_device(example):
     (alone, _), (state, metrics) = states
     assert same(alone, state, atol=1e-5)
     assert on_device(state) == size(state) / 8
-    along = zerojax.gather_params(state)["params"]["w"] - np.eye(64)
+    params = zerojax.gather_params(state)
+    along = params["w"] - np.eye(64)
     assert np.std(along) == pytest.approx(1e-2 * abs(float(metrics["slope"][0])), rel=0.05)
-    assert loss_fn(zerojax.gather_params(state)["params"], x) < loss_fn(make_state()["params"], x)
+    assert loss_fn(params, x) < loss_fn(make_state()["params"], x)
 
 
 def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
