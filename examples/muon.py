@@ -11,7 +11,7 @@ numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts 
 
 With the defaults on 8 devices, a step takes 5.2 GFLOP on each in data parallelism, 0.5 of them not
 Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB; by layer it is 1.1, and 19 MiB, 16 of
-them as with Adam. LOSS
+them as with Adam.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
-parser.add_argument("--steps", type=int, default=150)
+parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--layers", type=int, default=8, help="best a multiple of the devices")
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
