@@ -40,6 +40,12 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/finetune_lora.py $(SMALL) --base $(VENV)/runs/base_gpt --base-steps 3
 	$(BIN)/python examples/finetune_hf.py $(SMALL) --base $(VENV)/runs/hf
 	$(BIN)/python examples/train_convnet.py --steps 3 --checkpoints $(VENV)/runs/digits --stage 2
+	$(BIN)/python examples/train_vit.py --steps 3 --layers 2 --dim 32
+	$(BIN)/python examples/diffusion.py --steps 3 --layers 2 --dim 32 --times 3
+	$(BIN)/python examples/dpo.py $(SMALL) --base $(VENV)/runs/base_gpt
+	$(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt --restart-every 2
+	$(BIN)/python examples/mezo.py $(SMALL) --base $(VENV)/runs/base_gpt
+	$(BIN)/python examples/muon.py $(SMALL)
 	$(BIN)/python examples/nnx_loop.py $(SMALL)
 	$(BIN)/python examples/equinox_loop.py $(SMALL)
 	$(BIN)/python examples/compare_stages.py $(SMALL)

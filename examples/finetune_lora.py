@@ -37,10 +37,27 @@ parser = argparse.ArgumentParser(  # the options of train_gpt.py, and three more
     description=__doc__.splitlines()[0], parents=[train_gpt.parser], add_help=False
 )
 parser.set_defaults(steps=150, lr=1e-2, eval_every=50, export=None)
-parser.add_argument("--base", default="runs/base_gpt", help="safetensors of train_gpt.py --export")
-parser.add_argument("--base-steps", type=int, default=400, help="steps to train a missing base")
 parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
 
+
+# ---- the base, which other examples start from too
+
+
+def add_base(parser):
+    text = "safetensors of train_gpt.py --export"
+    parser.add_argument("--base", default="runs/base_gpt", help=text)
+    parser.add_argument("--base-steps", type=int, default=400, help="steps to train a missing base")
+
+
+def train_missing_base(args):
+    if not os.path.exists(args.base):
+        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
+        base = dict(steps=args.base_steps, lr=3e-3, export=args.base, sample=0, checkpoints=None)
+        defaults = vars(train_gpt.parser.parse_args([]))
+        train_gpt.pretrain(argparse.Namespace(**defaults | vars(args) | base))
+
+
+add_base(parser)
 
 # ---- the adapters
 
@@ -84,15 +101,15 @@ def read_code():
     return np.split(text, [len(text) * 9 // 10])
 
 
-def with_adapters(args):
+def with_adapters(args, tx=None):
     """Returns the model with adapters, a function that makes its state, and the loss."""
+    tx = tx or optax.adam(optax.cosine_decay_schedule(args.lr, max(args.steps, 1)))
     model = train_gpt.GPT(args.layers, args.dim, args.tokens, dense=lora_dense(args.rank))
 
     def make_state():
         params = model.init(jax.random.key(0), jnp.zeros((1, args.tokens), "int32"))["params"]
-        schedule = optax.cosine_decay_schedule(args.lr, max(args.steps, 1))
-        tx = optax.selective_transform(optax.adam(schedule), freeze_mask=is_frozen(params))
-        return TrainState.create(apply_fn=None, params=params, tx=tx)
+        adapters_only = optax.selective_transform(tx, freeze_mask=is_frozen(params))
+        return TrainState.create(apply_fn=None, params=params, tx=adapters_only)
 
     def loss_fn(params, text):
         return train_gpt.next_byte_loss(model, params, text)
@@ -107,10 +124,7 @@ def count(params):
 def main():
     args = parser.parse_args()
     zerojax.initialize()
-    if not os.path.exists(args.base):
-        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
-        base = dict(steps=args.base_steps, lr=3e-3, export=args.base, sample=0, checkpoints=None)
-        train_gpt.pretrain(argparse.Namespace(**vars(args) | base))
+    train_missing_base(args)
     training, validation = read_code()
     model, make_state, loss_fn = with_adapters(args)
     precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None

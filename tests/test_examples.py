@@ -1,5 +1,6 @@
 """The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -9,10 +10,17 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 import yaml
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
 from safetensors import safe_open
 
+import zerojax
 from tests.processes import free_port
 from zerojax import _processes
 
@@ -44,10 +52,25 @@ def losses(output):
     return figures(r"validation loss (\d+\.\d+)", output)
 
 
+@pytest.fixture
+def example(monkeypatch):
+    """Imports a script of examples/ into this process, which has its 8 devices already."""
+
+    def imported(name):
+        update = jax.config.update
+        with monkeypatch.context() as patched:
+            asked = lambda key, value: key == "jax_num_cpu_devices" or update(key, value)
+            patched.setattr(jax.config, "update", asked)
+            return importlib.import_module(name)
+
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return imported
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_are_short_and_explain_their_options(script):
+def test_scripts_are_short_and_explain_their_options(script, example):
     assert len(script.read_text().splitlines()) < 250
-    said, _ = run(script, "--help")
+    said = example(script.stem).parser.format_help()
     assert said.startswith("usage:") and "--accumulate" in said
 
 
@@ -323,6 +346,152 @@ def test_convnet_learns():
     assert start < 0.3 and end > 0.85
 
 
+def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def on_device(tree):
+    """The elements that one device has."""
+    return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
+
+
+def same(one, other, atol=0.0):
+    pairs = zip(*map(jax.tree.leaves, map(zerojax.gather_params, (one, other))), strict=True)
+    return all(np.allclose(a, b, rtol=0, atol=atol) for a, b in pairs)
+
+
+TEXT = np.random.default_rng(0).integers(0, 256, (16, 9), np.int32)
+TINY = ["--layers", "2", "--dim", "32", "--tokens", "8"]
+
+
+def test_dpo_freezes_and_shards_its_reference(example):
+    dpo, train_gpt = example("dpo"), example("train_gpt")
+    model, args = train_gpt.GPT(2, 32, 8), dpo.parser.parse_args([*TINY, "--lr", "1e-2"])
+    plan = zerojax.plan(dpo.state_maker(model, args), stage=3)
+    start = plan.place(dpo.state_maker(model, args))
+    step = zerojax.train_step(dpo.dpo_loss(model, 0.1), donate=False)
+    pairs = TEXT.reshape(8, 2, 9)
+    state, metrics = step(start, pairs)
+    assert metrics["loss"] == pytest.approx(np.log(2)) and metrics["aux"]["accuracy"] == 0
+    assert same(state.params["reference"], start.params["reference"])
+    assert not same(state.params["policy"], start.params["policy"])
+    assert step(state, pairs)[1]["loss"] < np.log(2) - 0.01
+    assert on_device(state.params["reference"]) < size(state.params["reference"]) / 7
+    assert size(state.opt_state) < 2 * size(state.params["policy"]) + 10  # two moments, counts
+    traffic = zerojax.audit(step, plan.abstract(), pairs, plan=plan).traffic
+    reference = [one for one in traffic if any("/reference/" in path for path in one.paths)]
+    assert {one.kind for one in reference} == {"all-gather"}
+    kernels = [one for one in reference if "params/reference/blocks/up/kernel" in one.paths]
+    assert [one.trips for one in kernels] == [2]  # a layer at a time, and not in backward
+
+
+def test_dpo_pairs_have_one_prompt_and_the_same_words(example):
+    text = np.frombuffer(b"a prompt, then some words in their order", np.uint8).astype(np.int32)
+    chosen, other = example("dpo").pair(text)
+    assert bytes(chosen.astype(np.uint8)) == bytes(text.astype(np.uint8))
+    said = bytes(other.astype(np.uint8))
+    assert said.startswith(b"a prompt, then some ") and said != bytes(chosen.astype(np.uint8))
+    assert sorted(said[20:].split(b" ")) == [b"in", b"order", b"their", b"words"]
+
+
+def test_the_average_of_the_weights_is_sharded_as_they_are(example):
+    tx = optax.chain(optax.sgd(0.5), example("diffusion").average_of_params(0.9))
+    params = {"w": jnp.ones((16, 8)), "stack": jnp.ones((3, 8, 8))}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = zerojax.shard_train_state(state, stage=3)
+    loss_fn = lambda params, x: jnp.mean(x @ params["w"]) + jnp.mean(params["stack"] ** 2)
+    state, _ = zerojax.train_step(loss_fn)(state, np.ones((8, 16), np.float32))
+    ema = state.opt_state[-1]
+    assert same(ema, jax.tree.map(lambda new: 0.9 + 0.1 * new, state.params), atol=1e-7)
+    assert [leaf.sharding for leaf in ema.values()] == [p.sharding for p in state.params.values()]
+    assert on_device(ema) == size(ema) / 8
+
+
+def test_relora_merges_without_a_change_and_forgets(example):
+    relora = example("relora")
+    args = relora.parser.parse_args(TINY)
+    tx = relora.restarting(optax.scale_by_adam(), 3)
+    model, make_state, _ = relora.with_adapters(args, tx)
+    plan = zerojax.plan(make_state, stage=3)
+    state = plan.place(make_state)
+    nonzero = lambda path, leaf: leaf + 0.1 if "lora_b" in jax.tree_util.keystr(path) else leaf
+    state = state.replace(params=jax.tree_util.tree_map_with_path(nonzero, state.params))
+    before = zerojax.gather_params(state.params)
+    after = relora.merge_step(plan)(state, jax.random.key(1)).params
+    assert on_device(after) < size(after) / 7
+    after = zerojax.gather_params(after)
+    up = lambda params: params["blocks"]["up"]
+    assert np.abs(up(after)["kernel"] - up(before)["kernel"]).max() > 0.01
+    assert not up(after)["lora_b"]["kernel"].any()
+    assert np.abs(up(after)["lora_a"]["kernel"] - up(before)["lora_a"]["kernel"]).max() > 0.1
+    run = jax.jit(lambda params: model.apply({"params": params}, TEXT[:, :-1]))
+    np.testing.assert_allclose(run(after), run(before), atol=1e-5)
+    moments, seen = tx.init(jnp.ones(4)), []
+    for n in range(4):
+        update, moments = tx.update(jnp.arange(4.0) + n, moments)
+        seen.append(update)
+    assert np.allclose(seen[3], 1, atol=1e-5)  # Adam's first update is the sign
+    assert not np.allclose(seen[2], 1, atol=1e-5)
+
+
+def test_mezo_steps_the_same_on_one_device(example):
+    """Along a normal direction, times the slope; each of 8 devices has its shards of the state."""
+    mezo = example("mezo")
+    make_state = lambda: {"params": {"w": jnp.eye(64), "out": jnp.ones((64, 8)) / 8}}
+    loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"] - 1) ** 2)
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    states = []
+    for devices in (1, 8):
+        mesh = Mesh(jax.devices()[:devices], ("data",))
+        plan = zerojax.plan(make_state, stage=3, mesh=mesh)
+        step = mezo.mezo_step(loss_fn, plan, lr=1e-2, eps=1e-2)
+        state = plan.place(make_state)
+        states.append(step(state, zerojax.shard_batch(x, mesh=mesh), jax.random.key(3)))
+    (alone, _), (state, metrics) = states
+    assert same(alone, state, atol=1e-5)
+    assert on_device(state) == size(state) / 8
+    params = zerojax.gather_params(state)
+    along = params["w"] - np.eye(64)
+    assert np.std(along) == pytest.approx(1e-2 * abs(float(metrics["slope"][0])), rel=0.05)
+    assert loss_fn(params, x) < loss_fn(make_state()["params"], x)
+
+
+def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
+    """Of two stacks of three layers, no device orthogonalizes more than one layer."""
+    muon = example("muon")
+    mesh = Mesh(jax.devices(), ("data",))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"up": (3, 32, 64), "down": (3, 64, 32), "head": (32, 8)}
+    params = {
+        name: jax.random.normal(key, shape) / 8
+        for (name, shape), key in zip(params.items(), keys, strict=True)
+    }
+
+    def loss_fn(params, x):
+        layer = lambda x, p: (x + jnp.tanh(x @ p[0]) @ p[1], None)
+        x, _ = jax.lax.scan(layer, x, (params["up"], params["down"]))
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    state = TrainState.create(apply_fn=None, params=params, tx=muon.optax_muon(0.1))
+    alone = jax.jit(
+        lambda state, x: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x))
+    )
+    sharded = TrainState.create(apply_fn=None, params=params, tx=muon.muon(0.1, mesh))
+    plan = zerojax.plan(sharded, stage=3, mesh=mesh)
+    sharded, step = plan.place(sharded), zerojax.train_step(loss_fn)
+    compiled = step.lower(sharded, x).compile()
+    flops = [made.cost_analysis()["flops"] for made in (compiled, alone.lower(state, x).compile())]
+    assert flops[0] < 0.4 * flops[1]
+    report = zerojax.audit(compiled, plan=plan).check()
+    exchanges = [one for one in report.traffic if one.kind == "all-to-all"]
+    assert len(exchanges) == 8  # momentum and gradient of two stacks, there and back
+    assert on_device(sharded.opt_state) < size(sharded.opt_state) / 3
+    for _ in range(2):
+        state, (sharded, _) = alone(state, x), step(sharded, x)
+    assert same(state.params, sharded.params, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
 )
@@ -367,6 +536,27 @@ def test_gpt_reaches_its_stated_loss():
 def test_convnet_reaches_its_stated_accuracy():
     said, _ = run("examples/train_convnet.py", timeout=3600)
     assert figures(r"accuracy (\d\.\d+)", said)[-1] > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "pattern", "least"),
+    [
+        ("train_vit", r"accuracy (\d+\.\d+)%", 97),
+        ("diffusion", r"(\d+\.\d+)% of 160 drawn", 90),
+        ("dpo", r"of unseen pairs (\d+\.\d+)% right", 90),
+    ],
+)
+def test_methods_reach_what_they_state(script, pattern, least):
+    said, _ = run(f"examples/{script}.py", timeout=3600)
+    assert figures(pattern, said)[-1] > least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "stated"), [("relora", 2.05), ("mezo", 2.3)])
+def test_methods_reach_their_stated_losses(script, stated):
+    said, _ = run(f"examples/{script}.py", timeout=3600)
+    assert losses(said)[-1] < stated
 
 
 @pytest.mark.slow

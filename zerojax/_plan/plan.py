@@ -142,7 +142,8 @@ class Plan(Layout):
         """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""
         if _compat.is_on_host(value):  # stored already
             return value
-        value = self.scattered(value, leaf)
+        with jax.named_scope("optimizer"):  # which may have worked in a layout of its own
+            value = self.scattered(value, leaf)
         if not leaf.update.padding:
             return value
         return self._constrained(padded(value, leaf.update.padded(leaf.shape)), leaf.update)
