@@ -20,7 +20,14 @@ import zerojax
 from tests.processes import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples").glob("[!m]*.py"))  # meter.py is no program
+ON_TWO_AXES = {  # what each of them sends over the second one
+    "mixture_of_experts": {"all-to-all over expert"},
+    "tensor_parallel": {"all-reduce over tensor", "all-gather over tensor"},
+    "context_parallel": {"all-to-all over sequence"},
+    "pipeline": {"collective-permute over pipe"},
+}
+PROGRAMS = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+SCRIPTS = sorted(path for path in PROGRAMS if path.stem not in ON_TWO_AXES)
 SMALL = ["--layers", "2", "--dim", "64", "--tokens", "64"]
 GPT = ["examples/train_gpt.py", *SMALL, "--lr", "1e-2", "--steps", "40", "--eval-every", "20"]
 
@@ -265,6 +272,26 @@ def test_the_meter_shows_what_a_device_holds(monkeypatch):
     before = meter.device_bytes()
     batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
     assert meter.device_bytes() - before == batch.nbytes // 8
+
+
+OTHERS = ["tensor_parallel", "context_parallel", "pipeline"]
+
+
+@pytest.mark.parametrize("script", [
+    "mixture_of_experts", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+])  # fmt: skip
+def test_on_two_axes_the_step_is_that_of_one_device(script):
+    """They raise where it is not; `make examples` runs all."""
+    said, _ = run(f"examples/{script}.py", *SMALL, "--batch", 16, "--steps", 1)
+    assert "as on one device" in said
+    assert ON_TWO_AXES[script] <= set(re.findall(r"[a-z-]+ over \w+", said))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tensor_parallel", "pipeline"])
+def test_on_two_axes_they_reach_their_stated_loss(script):
+    said, _ = run(f"examples/{script}.py", timeout=3600)
+    assert losses(said)[-1] < 2.4
 
 
 @pytest.mark.slow
