@@ -49,6 +49,10 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/nnx_loop.py $(SMALL)
 	$(BIN)/python examples/equinox_loop.py $(SMALL)
 	$(BIN)/python examples/compare_stages.py $(SMALL)
+	$(BIN)/python examples/tensor_parallel.py $(SMALL)
+	$(BIN)/python examples/mixture_of_experts.py $(SMALL)
+	$(BIN)/python examples/context_parallel.py $(SMALL)
+	$(BIN)/python examples/pipeline.py $(SMALL)
 	$(BIN)/python examples/one_gpu.py --steps 3 --layers 12 --dim 768
 
 notebooks: $(VENV)/.notebooks

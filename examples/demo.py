@@ -64,13 +64,25 @@ def norm(x, scale):
     return scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def block(x, p, head_dim=32):
-    rows, tokens, _ = x.shape
-    qkv = jnp.split(norm(x, p["norm1"]) @ p["qkv"], 3, -1)
-    q, k, v = (a.reshape(rows, tokens, -1, head_dim) for a in qkv)
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attended.reshape(x.shape) @ p["proj"]
-    return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention(x, p, head_dim=32, attend=causal):
+    rows, tokens, dim = x.shape
+    # The columns of q, k and v of a head are neighbours, so that heads may be split over devices.
+    qkv = (x @ p["qkv"]).reshape(rows, tokens, -1, 3, head_dim)
+    attended = attend(*jnp.unstack(qkv, axis=3))
+    return attended.reshape(rows, tokens, dim) @ p["proj"]
+
+
+def mlp(x, p):
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def block(x, p):
+    x = x + attention(norm(x, p["norm1"]), p)
+    return x + mlp(norm(x, p["norm2"]), p), None
 
 
 def loss_fn(params, text):

@@ -25,8 +25,15 @@ from tests.processes import free_port
 from zerojax import _processes
 
 ROOT = pathlib.Path(__file__).parents[1]
-OTHERS = ("models_hf", "multihost_ray")  # a module, and a launcher that needs Ray
-SCRIPTS = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem not in OTHERS)
+ON_TWO_AXES = {  # what each of them sends over the second one
+    "mixture_of_experts": {"all-to-all over expert"},
+    "tensor_parallel": {"all-reduce over tensor", "all-gather over tensor"},
+    "context_parallel": {"all-to-all over sequence"},
+    "pipeline": {"collective-permute over pipe"},
+}
+PROGRAMS = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+OTHERS = {*ON_TWO_AXES, "multihost_ray"}  # without microbatches, and a launcher that needs Ray
+SCRIPTS = sorted(path for path in PROGRAMS if path.stem not in OTHERS)
 SMALL = ["--layers", "2", "--dim", "64", "--tokens", "64"]
 GPT = ["examples/train_gpt.py", *SMALL, "--lr", "1e-2", "--steps", "40", "--eval-every", "20"]
 
@@ -524,6 +531,26 @@ def test_stages_compare_as_zero_says():
     assert peak[0] > peak[1] > peak[3] > state[3]
     # Two layers' gradients, each in its loop, and those of the rest.
     assert table[0][5:] == ["3", "x,", table[0][7], "-", "-", "1.00", "x"]
+
+
+LONGER = ["tensor_parallel", "context_parallel", "pipeline"]
+
+
+@pytest.mark.parametrize("script", [
+    "mixture_of_experts", *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)
+])  # fmt: skip
+def test_on_two_axes_the_step_is_that_of_one_device(script):
+    """They raise where it is not; `make examples` runs all."""
+    said, _ = run(f"examples/{script}.py", *SMALL, "--batch", 16, "--steps", 1)
+    assert "as on one device" in said
+    assert ON_TWO_AXES[script] <= set(re.findall(r"[a-z-]+ over \w+", said))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tensor_parallel", "pipeline"])
+def test_on_two_axes_they_reach_their_stated_loss(script):
+    said, _ = run(f"examples/{script}.py", timeout=3600)
+    assert losses(said)[-1] < 2.4
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a layer's backward needs, kept in host memory or in parts until then."""
 
+import collections
 import warnings
 
 import jax
@@ -162,6 +163,19 @@ def test_in_parts_over_a_tensor_axis(stage):
         ends[activations] = jax.device_get((state.params, metrics))
     assert_close(ends["tensor"], ends[None], 1e-6)
     assert_close(ends["host", "tensor"], ends[None], 1e-6)
+
+
+def test_parts_leave_the_matmuls_as_they_are():
+    """Of what travels over `tensor`, the all-gathers of layer inputs alone are new."""
+    sent = []
+    for activations in (None, "tensor"):
+        step = zerojax.train_step(tensor.scanned, activations=activations)
+        report = zerojax.audit(step, tensor.placed(tensor.cpu_mesh(), 3), tensor.BATCH)
+        over = [one for one in report.traffic if one.axes == ("tensor",)]
+        sent.append(collections.Counter((one.kind, one.wire_bytes, one.trips) for one in over))
+    part = len(tensor.BATCH) // 4 * tensor.DIM // 2
+    assert sent[1] - sent[0] == {("all-gather", 4 * part, tensor.LAYERS): 1}
+    assert not sent[0] - sent[1]
 
 
 def test_reductions_stay_as_they_are():

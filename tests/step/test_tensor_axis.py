@@ -139,3 +139,30 @@ def test_gathers_by_hand_keep_the_axis_where_it_is_xlas(manual):
     if "tensor" not in manual:
         report = zerojax.audit(run.lower(state.params, BATCH).compile(), plan=plan)
         assert weights_sent(report)["reduce-scatter"] == SENT
+
+
+def test_parts_over_the_axis_are_gathered_over_zeros_alone():
+    """In a `shard_map` over both axes that has each device's part over `tensor` too."""
+    state = placed(cpu_mesh(), 3)
+    plan = zerojax.plan(state, stage=3, mesh=cpu_mesh())
+    specs = zerojax.param_specs(plan, ["tensor"])
+    shapes = []
+
+    def part_of_layer(x, p):
+        shapes.append(p["up"].shape)
+        return x + jax.lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "tensor"), None
+
+    def grads(params, x):  # psum makes each of the two devices along `tensor` give all of them
+        loss = lambda parts: jnp.mean(zerojax.scan(part_of_layer, x, parts)[0] ** 2) / 8
+        made = jax.grad(loss)(zerojax.shards(params, plan))
+        return {name: grad.data for name, grad in made.items()}
+
+    run = jax.shard_map(
+        grads, mesh=plan.mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False
+    )
+    found = jax.jit(run)(state.params, BATCH)
+    assert set(shapes) == {(DIM, INNER // 2)}
+    for name, grad in jax.grad(scanned)(make_state().params, BATCH).items():
+        np.testing.assert_allclose(found[name], grad, atol=1e-6)
+    with pytest.raises(ValueError, match=r"names 'pipe', .* \('data', 'tensor'\)\. Name some of"):
+        zerojax.param_specs(plan, ["pipe"])

@@ -90,7 +90,9 @@ class Keeping:
 
     def _sent(self, value: Array) -> Array:
         if (dim := self._dim(value)) is not None:
-            value = _over(value, dim, self.over)
+            # Whole first: else XLA would split it where the layer computes with it too, and gather
+            # weights over these axes instead.
+            value = _over(_over(value, dim, None), dim, self.over)
         return _compat.stored(value) if self.host else value
 
     def _brought(self, value: Array) -> Array:

@@ -12,7 +12,7 @@ computes, and backward gathers it from there; of several microbatches, all do.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -141,9 +141,17 @@ class Placement:
     @property
     def local(self) -> PartitionSpec:
         """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
-        at = self.dim
-        entries = (e if dim == at else None for dim, e in enumerate(self.spec))
-        return PartitionSpec() if at is None else PartitionSpec(*entries)
+        return self.within(self.axes)
+
+    def within(self, axes: Collection[str]) -> PartitionSpec:
+        """The spec for a `shard_map` over these axes, which may be the user's own."""
+
+        def kept(entry: Entry) -> Entry:
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            left = tuple(name for name in names if name in axes)
+            return _dimension.entry_over(left) if left else None
+
+        return PartitionSpec(*map(kept, self.spec))
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that an array of this logical shape has here."""

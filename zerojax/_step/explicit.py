@@ -6,7 +6,7 @@ which loop is over layers. The gradients of shards are sums over the devices.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeGuard
 
 import jax
@@ -58,11 +58,14 @@ def _is_sharded(leaf: PyTree) -> TypeGuard[Sharded]:
     return isinstance(leaf, Sharded)
 
 
-def param_specs(plan: Plan) -> PyTree:
+def param_specs(plan: Plan, axis_names: Collection[str] = ()) -> PyTree:
     """Returns the parameters' `PartitionSpec`s, for `in_specs` and `out_specs` of `jax.shard_map`.
 
     They are those of placed parameters: `jax.shard_map` takes no others where the plan pads some.
     Gradients of these come out padded too; inside `jax.jit`, `plan.logical_grads` drops that.
+
+    With `axis_names`, mesh axes of your own, a device gets its part over these too, such as the
+    layers of a pipeline's stage; `zerojax.gather` still gathers over ZeRO's axes alone.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -70,7 +73,12 @@ def param_specs(plan: Plan) -> PyTree:
         {'w': P('data',)}
     """
     check_plan(plan, "param_specs(plan)")
-    specs = [leaf.rest.local for leaf in plan.params]
+    if unknown := set(axis_names) - set(plan.mesh.axis_names):
+        raise ValueError(
+            f"axis_names={axis_names!r} names {min(unknown)!r}, and the plan's mesh has the axes "
+            f"{plan.mesh.axis_names}. Name some of these."
+        )
+    specs = [leaf.rest.within({*leaf.rest.axes, *axis_names}) for leaf in plan.params]
     return _params_tree(plan).unflatten(specs)
 
 
@@ -257,12 +265,14 @@ def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
             f"these parameters are not those of the plan: {treedef} instead of "
             f"{_params_tree(plan)}. Make a plan for them: zerojax.plan(state, stage=3)."
         )
+    by_hand = jax.sharding.get_abstract_mesh().manual_axes
     for value, leaf in zip(leaves, plan.params, strict=True):
-        spec = leaf.rest.local
-        part = NamedSharding(plan.mesh, spec).shard_shape(leaf.padded_shape)
-        if value.shape != part:
+        # A `shard_map` over axes of the user's own may leave them out of its in_specs.
+        specs = leaf.rest.local, leaf.rest.within({*leaf.rest.axes, *by_hand})
+        parts = [NamedSharding(plan.mesh, spec).shard_shape(leaf.padded_shape) for spec in specs]
+        if value.shape not in parts:
             raise ValueError(
-                f"{leaf.path} is {value.shape} here, and a device's part of it is {part}. Call "
+                f"{leaf.path} is {value.shape} here, and a device's part of it is {parts[0]}. Call "
                 "zerojax.shards inside jax.shard_map, with in_specs=zerojax.param_specs(plan)."
             )
 

@@ -1,0 +1,128 @@
+"""Trains a GPT with a mixture of experts, split over one axis of the mesh, and ZeRO over the other.
+
+    python examples/mixture_of_experts.py                         # 8 emulated CPU devices: 4 x 2
+    python examples/mixture_of_experts.py --expert 4 --experts 16 # 2 x 4
+
+Each token goes to one of several MLPs, which a router chooses (a Switch Transformer). Along
+`expert`, a device has some of the experts and some of the sequences, and all-to-alls bring tokens
+to their experts and back. ZeRO shards each device's experts, and all other parameters, over `data`.
+
+An expert has room for a number of tokens of each sequence, and further ones pass it by. So shapes
+are fixed, whatever the router chooses: those of the all-to-alls, and those of the matmuls, one for
+each expert. `jax.lax.ragged_dot` needs no rooms, but on GPUs XLA multiplies every token by every
+expert for it.
+
+A loss keeps the experts equally busy: for each, the share of tokens that choose it times the mean
+of its probability. `zerojax.mean` makes both means over the whole batch, as on one device. A
+product of means must see the whole batch at once, hence no `--accumulate`.
+"""
+
+import functools
+import math
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+
+import jax.numpy as jnp
+import meshes
+import optax
+from demo import attention, init_params, norm
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+
+parser = meshes.flags(__doc__, "expert", "have different experts")
+parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
+parser.add_argument("--experts", type=int, default=8, help="a multiple of --expert")
+parser.add_argument("--room", type=float, default=2.0, help="of an expert, times its equal share")
+parser.add_argument("--balance", type=float, default=0.01, help="weight of the balancing loss")
+
+# Of stacks (layers, experts, in, out).
+OVERRIDES = {"blocks/(up|down)": P(None, "expert", "data")}
+
+
+def init_experts(key, args):
+    """Returns the parameters of demo.py with so many MLPs in place of one, and routers."""
+    keys = jax.random.split(key, args.experts + 1)
+    router = 0.02 * jax.random.normal(keys[0], (args.layers, args.dim, args.experts))
+    whole = [init_params(key, args.layers, args.dim, args.tokens) for key in keys[1:]]
+    mlps = {name: jnp.stack([p["blocks"][name] for p in whole], 1) for name in ("up", "down")}
+    return {**whole[0], "blocks": {**whole[0]["blocks"], **mlps, "router": router}}
+
+
+def over_experts(x, dim):
+    """Splits a dimension over `expert`, and leaves the others open. One device has no such axis."""
+    if "expert" not in jax.sharding.get_abstract_mesh().shape:
+        return x
+    spec = [P.UNCONSTRAINED] * x.ndim
+    spec[dim] = "expert"
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def exchanged(x, old, new):
+    """Splits `x` along another dimension than before, by an all-to-all."""
+    return over_experts(over_experts(x, old), new)
+
+
+def mixture(x, p, room):
+    """Returns what the experts make of `x`, with the means over its tokens for the losses."""
+    experts = p["router"].shape[-1]
+    probabilities = jax.nn.softmax(x @ p["router"])
+    chosen = jax.nn.one_hot(probabilities.argmax(-1), experts)
+    # A token's seat in the room of its expert is the number of earlier ones that chose it. By row,
+    # token, expert and seat: 1 where the token sits, and nowhere if the room is full.
+    seat = (chosen * (chosen.cumsum(1) - 1)).sum(-1).astype("int32")
+    seated = chosen[..., None] * jax.nn.one_hot(seat, room)[:, :, None]
+
+    inputs = exchanged(jnp.einsum("rtes,rtd->resd", seated, x), 0, 1)  # tokens go to their experts
+    hidden = jax.nn.gelu(jnp.einsum("resd,edh->resh", inputs, p["up"]))
+    outputs = exchanged(jnp.einsum("resh,ehd->resd", hidden, p["down"]), 1, 0)  # and back
+    y = jnp.einsum("rtes,resd->rtd", seated * probabilities[..., None], outputs)
+    share, probability = chosen.mean((0, 1)), probabilities.mean((0, 1))
+    return y, {"share": share, "probability": probability, "seated": seated.sum((2, 3)).mean()}
+
+
+def loss_fn(params, text, args):
+    room = math.ceil(args.room * args.tokens / args.experts)
+
+    def block(x, p):
+        x = over_experts(x, 0)
+        x = x + attention(norm(x, p["norm1"]), p)
+        y, means = mixture(norm(x, p["norm2"]), p, room)
+        return x + y, means
+
+    inputs, targets = text[:, :-1], text[:, 1:]
+    x = params["embed"][inputs] + params["position"]
+    x, means = jax.lax.scan(jax.checkpoint(block), x, params["blocks"])
+    logits = norm(over_experts(x, 0), params["norm"]) @ params["embed"].T
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    # Of each layer and expert: what are means over this device's tokens become those over all.
+    means = jax.tree.map(jnp.vectorize(zerojax.mean), means)
+    balance = args.experts * (means["share"] * means["probability"]).sum(-1).mean()
+    aux = {"nats": nats, "balance": balance, "seated": means["seated"].mean()}
+    return nats + args.balance * balance, aux
+
+
+def main():
+    args = parser.parse_args()
+    zerojax.initialize()
+
+    def make_state():
+        params = init_experts(jax.random.key(0), args)
+        return TrainState.create(apply_fn=None, params=params, tx=meshes.optimizer(args))
+
+    mesh = zerojax.mesh(data=-1, expert=args.expert)
+    state = zerojax.shard_train_state(make_state, args.stage, mesh=mesh, overrides=OVERRIDES)
+    loss = functools.partial(loss_fn, args=args)
+    step, evaluate = zerojax.train_step(loss, accumulate=args.accumulate), zerojax.eval_step(loss)
+
+    meshes.say_layout(state.params["blocks"], "up", "router")
+    nats = lambda state, batch: evaluate(state, batch)["aux"]["nats"]
+    state = meshes.train(args, step, state, nats, lambda *args: loss(*args)[0])
+
+
+if __name__ == "__main__":
+    main()
