@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 from demo import sample_batch
-from meter import Meter
 from train_gpt import read_text
 
 import zerojax
@@ -62,13 +61,15 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
     step = step.lower(state, batch_of(text)).compile()
     say_collectives(zerojax.audit(step, state, accumulate=args.accumulate))
     say_loss("before")
-    for n in (meter := Meter(args.steps, unit="tokens", per_step=args.batch * args.tokens)):
+    meter = zerojax.Meter(args.steps, per_step={"tokens": args.batch * args.tokens})
+    for n in meter:
         state, metrics = step(state, batch_of(text))
         if n == 0:
             found = [metrics["loss"], metrics["grad_norm"]]
             np.testing.assert_allclose(found, loss_and_norm, rtol=1e-4)
-            meter.say("loss {:.4f}, norm of the gradients {:.4f}, as on one device".format(*found))
-        meter.show(metrics)
+            said = "loss {:.4f}, norm of the gradients {:.4f}, as on one device"
+            zerojax.log(said.format(*found))
+        meter.update(metrics)
         text = sample_batch(training, rng, args.batch, args.tokens)
     say_loss(f"after {args.steps} steps")
     return state

@@ -137,7 +137,7 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
         before = op if isinstance(op, Nested | Lookup) else before
 
 
-def _named(op: Nested | Lookup) -> contextlib.AbstractContextManager:
+def _named(op: Scope | Loop | Lookup) -> contextlib.AbstractContextManager:
     return jax.named_scope(op.name) if op.name else contextlib.nullcontext()
 
 
