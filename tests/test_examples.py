@@ -95,7 +95,7 @@ def test_gpt_learns_and_writes(gpt):
     assert start > 5.4 and end < 2.9  # ln 256 is 5.5; the bytes' frequencies alone give 3.2
     written = said.split("The model writes:\n")[1]
     assert len(written) > 30 and " " in written
-    assert re.search(r"40/40 .*loss=2\.\d+, .*tokens/s=[\d,]+, memory=\d+\.\d MiB", bar)
+    assert re.search(r"40/40 .*loss=2\.\d+, .*tokens/s=[\d,]+, memory=\d+\.\d [KM]iB", bar)
 
 
 def test_gpt_goes_on_where_it_was(gpt, tmp_path):
