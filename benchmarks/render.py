@@ -12,9 +12,9 @@ import render_paper
 
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("calibration", "groups", "paper", "wires")) + (
-    HERE / "README.md",
-)
+PAGES = tuple(
+    DOCS / f"{name}.md" for name in ("calibration", "choosing", "groups", "paper", "wires")
+) + (HERE / "README.md",)
 MEMORY_GIB = 80e9 / 2**30  # of the GPUs in the tables
 FLAGS = {
     "reduce_scatter_combine_threshold_bytes=1": "scatter",
@@ -224,6 +224,29 @@ ERRORS = {"error": "as forecast", "error_fitted": "fitted"}
 USES = {"fit": "fitted to", "held out": "held out", "PyTorch": "of PyTorch"}
 
 
+def choices() -> str:
+    """Renders what `--choose` takes, and how much faster the best of all that were compiled is."""
+    stored = json.loads((HERE / "choices.json").read_text())
+    lines = [f"JAX {stored['jax']} ({_dates(stored)}).", ""]
+    header = ["GPUs, network", "chosen, exact", "step", "slower by", "chosen with codes", "step",
+              "slower by", "of"]  # fmt: skip
+    by_model = itertools.groupby(stored["rows"], lambda row: row["row"].split(" on ")[0])
+    for model, rows in by_model:
+        lines += [f"**{model}**", "", _line(header), "|---|---|---:|---:|---|---:|---:|---:|"]
+        lines += [_line(_choice_cells(row)) for row in rows] + [""]
+    return "\n".join(lines[:-1])
+
+
+def _choice_cells(row) -> list[str]:
+    where = row["row"].split(" on ")[1].replace("x", " ").replace(" at ", ", ")
+    cells = [where.partition(",")[0] if where.startswith("8 ") else where]
+    for kind in ("", "_with_codes"):
+        found, slower = row[f"chosen{kind}"], row[f"slower{kind}"]
+        cells += [f"`{found['way']}`" if found else "none"]
+        cells += [f"{found['step_ms']:.0f} ms" if found else "", f"{slower:.1%}" if found else ""]
+    return [*cells, str(len(row["compiled"]))]
+
+
 def published() -> str:
     """Renders published steps beside what the replay says of them."""
     signed = lambda error: "" if error is None else f"{error:+.1f}%"
@@ -358,6 +381,7 @@ TABLES = {
     "groups": groups,
     "layered": layered,
     "wires": wires,
+    "choices": choices,
     "published": published,
     "published_summary": published_summary,
     **{name: functools.partial(paper, name) for name in render_paper.TABLES},
