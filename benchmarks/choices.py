@@ -1,0 +1,133 @@
+"""What `zerojax forecast --choose` finds, against ways that were compiled by hand.
+
+python benchmarks/choices.py                     # printed
+python benchmarks/choices.py --json --only 7.5b  # and stored, those whose name has this in it
+
+By hand means a list that no formula made: stages 3 and 2, the usual groups, weights kept in the
+node, codes, microbatches in both orders, and host memory where nothing fits without; each with as
+little made again in backward as fits. What needs 1.5 times the GPU's memory by the formula is left
+out. XLA is told that the network is slow where it is, as the command line does; programs come from
+its cache, so that one is compiled once for all speeds of the network.
+"""
+
+import dataclasses
+import functools
+
+import figures  # before JAX: it says what JAX may look for
+import groups
+import results
+
+from zerojax._choose import choose as _choose, ways as _ways
+from zerojax._choose.ways import Way
+from zerojax._forecast import cache as _cache, network as _network, presets as _presets
+from zerojax._hlo import known as _known
+
+MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)
+ROWS = {
+    f"{model} on {count}xH100 at {card:g} GB/s": (model, count, card)
+    for model in MODELS
+    for count in COUNTS
+    for card in (CARDS if count > 8 else CARDS[:1])  # one host has no network
+}
+STORED = figures.HERE / "choices.json"
+HOPELESS = 1.5
+
+ONE_HOST = [{"stage": 2}, {"accumulate": 4, "order": "layers"}]
+OVER_HOSTS = [
+    {"groups": _ways.HSDP},
+    {"groups": _ways.AMSP},
+    {"regather": "gpu"},
+    {"gather": "int8"},
+    {"gather": "int8", "reduce": "int8"},
+    {"gather": "int8", "reduce": "int8", "regather": "gpu"},
+]
+ON_HOST = [{"offload": ("opt_state",)}, {"offload": ("opt_state", "params")}]
+
+
+def by_hand(several_hosts, fits):
+    """Compiles a list of ways, each with as little made again in backward as fits; state goes to
+    the host where nothing fits without."""
+
+    def any_fits(how):
+        return fits(Way("dots", **how)) or fits(Way("full", **how))
+
+    hows = [{}, *ONE_HOST, *(OVER_HOSTS if several_hosts else [])]
+    found = [fits(Way("none", accumulate=4)), *map(any_fits, hows)]
+    if not any(found):
+        list(map(any_fits, ON_HOST))
+
+
+def measured(row):
+    _, count, card = row
+    return groups.in_process(chosen, row, is_told=count > 8 and card < _network.SLOW)
+
+
+def chosen(name, count, card):
+    """Chooses, then compiles what a person would have tried, and compares."""
+    h100 = _known.named("H100")
+    rates = dataclasses.replace(h100.rates, network=card * 1e9)
+    model, gpus = _presets.preset(name, h100), f"{count}xH100"
+    given = {"batch": model.batch(figures.ROWS_PER_GPU * count), "rng": None, "tokens": None}
+    given |= {"gpu": dataclasses.replace(h100, given_rates=rates), "make_state": model.make_state}
+    search = _choose._Search(gpus, 8, model.losses(), None, given, {"tx": None, "mutable": ()})
+    with _cache.kept(_cache.folder()):
+        choice = search.run(lossy=True)
+        found = described(choice.best), described(choice.best_with_codes)
+        ranked = {one.way: one for one in choice.tried}
+        theirs = list(search.compiled)
+        by_hand(count > 8, functools.partial(fits, search, ranked))
+    every = {way: (case.step_seconds, case) for way, case in search.compiled.items()}
+    fit = {way: seconds for way, (seconds, case) in every.items() if case.fits}
+    exact, coded = (least(fit, is_exact) for is_exact in (True, False))
+    return {
+        "chosen": found[0],
+        "chosen_with_codes": found[1],
+        "best": exact,
+        "best_with_codes": coded,
+        "slower": slower(found[0], exact),
+        "slower_with_codes": slower(
+            found[1] or found[0], min(filter(None, (exact, coded)), key=ms, default=None)
+        ),
+        "compiled": [
+            {
+                "way": str(way),
+                "step_ms": round(1e3 * seconds, 1),
+                "formula_ms": round(1e3 * ranked[way].estimate, 1),
+                "peak_gib": round(case.peak / 2**30, 1),
+                "formula_gib": round(ranked[way].peak / 2**30, 1),
+                "fits": case.fits,
+                "by": "choose" if way in theirs else "hand",
+            }
+            for way, (seconds, case) in sorted(every.items(), key=lambda item: item[1][0])
+        ],
+    }
+
+
+def fits(search, ranked, way):
+    """Compiles a way, and returns whether it fits; what cannot is not compiled."""
+    possible = way in ranked and ranked[way].peak < HOPELESS * search.usable
+    return possible and search.case(way).fits
+
+
+def ms(found):
+    return found["step_ms"]
+
+
+def described(one):
+    return one and {"way": str(one.way), "step_ms": round(1e3 * one.case.step_seconds, 1)}
+
+
+def least(fit, is_exact):
+    """Returns the fastest way that fits, exact or with codes."""
+    found = {way: seconds for way, seconds in fit.items() if way.is_exact == is_exact}
+    way = min(found, key=found.get, default=None)
+    return way and {"way": str(way), "step_ms": round(1e3 * found[way], 1)}
+
+
+def slower(found, best):
+    """Returns how much slower a choice is than the best of all, as a share."""
+    return round(found["step_ms"] / best["step_ms"] - 1, 4) if found and best else None
+
+
+if __name__ == "__main__":
+    results.main(__doc__, STORED, ROWS, figures.versions(), measured)
