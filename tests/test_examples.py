@@ -146,7 +146,9 @@ def test_several_processes_train_the_same_gpt_with_no_edit(gpt, ssh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("nnx_loop", marks=pytest.mark.slow), "equinox_loop"]
+)
 def test_several_processes_run_the_same_loop(script, ssh):
     """Without dropout, which draws differently for each device."""
     small = ["--layers", "2", "--dim", "32", "--tokens", "16", "--batch", "16", "--dropout", "0"]
@@ -533,12 +535,8 @@ def test_stages_compare_as_zero_says():
     assert table[0][5:] == ["3", "x,", table[0][7], "-", "-", "1.00", "x"]
 
 
-LONGER = ["tensor_parallel", "context_parallel", "pipeline"]
-
-
-@pytest.mark.parametrize("script", [
-    "mixture_of_experts", *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ON_TWO_AXES)
 def test_on_two_axes_the_step_is_that_of_one_device(script):
     """They raise where it is not; `make examples` runs all."""
     said, _ = run(f"examples/{script}.py", *SMALL, "--batch", 16, "--steps", 1)
