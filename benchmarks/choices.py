@@ -53,8 +53,8 @@ def by_hand(several_hosts, fits):
 
     hows = [{}, *ONE_HOST, *(OVER_HOSTS if several_hosts else [])]
     found = [fits(Way("none", accumulate=4)), *map(any_fits, hows)]
-    if not any(found):
-        list(map(any_fits, ON_HOST))
+    for how in () if any(found) else ON_HOST:
+        any_fits(how)
 
 
 def measured(row):
@@ -76,8 +76,8 @@ def chosen(name, count, card):
         ranked = {one.way: one for one in choice.tried}
         theirs = list(search.compiled)
         by_hand(count > 8, functools.partial(fits, search, ranked))
-    every = {way: (case.step_seconds, case) for way, case in search.compiled.items()}
-    fit = {way: seconds for way, (seconds, case) in every.items() if case.fits}
+    every = sorted(search.compiled.items(), key=lambda item: item[1].step_seconds)
+    fit = {way: case.step_seconds for way, case in every if case.fits}
     exact, coded = (least(fit, is_exact) for is_exact in (True, False))
     return {
         "chosen": found[0],
@@ -91,14 +91,14 @@ def chosen(name, count, card):
         "compiled": [
             {
                 "way": str(way),
-                "step_ms": round(1e3 * seconds, 1),
+                "step_ms": round(1e3 * case.step_seconds, 1),
                 "formula_ms": round(1e3 * ranked[way].estimate, 1),
                 "peak_gib": round(case.peak / 2**30, 1),
                 "formula_gib": round(ranked[way].peak / 2**30, 1),
                 "fits": case.fits,
                 "by": "choose" if way in theirs else "hand",
             }
-            for way, (seconds, case) in sorted(every.items(), key=lambda item: item[1][0])
+            for way, case in every
         ],
     }
 

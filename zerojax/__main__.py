@@ -169,8 +169,6 @@ def _tell_of_network(arguments: argparse.Namespace, rates: zerojax.Rates | None)
 
 def _gpu(arguments: argparse.Namespace) -> Gpu:
     """Returns the kind of GPU that is named, of several the first."""
-    if named := getattr(arguments, "gpu", None):
-        return _known.named(named)
     return _known.parse_count(
         arguments.gpus[0] if isinstance(arguments.gpus, list) else arguments.gpus
     )[1]
@@ -198,13 +196,13 @@ def _per_host(arguments: argparse.Namespace) -> int:
     return local
 
 
-def _rates(arguments: argparse.Namespace) -> zerojax.Rates | None:
+def _rates(arguments: argparse.Namespace, gpu: Gpu | None = None) -> zerojax.Rates | None:
     """Returns the GPU's rates with those of other links, where any is named."""
     links = {"network": arguments.network, "host": arguments.host_link}
     given = {name: speed * GB for name, speed in links.items() if speed is not None}
     if "host" in given:  # what is named is what each GPU has
         given["host_memory"] = math.inf
-    return dataclasses.replace(_gpu(arguments).rates, **given) if given else None
+    return dataclasses.replace((gpu or _gpu(arguments)).rates, **given) if given else None
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -257,12 +255,11 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
         return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=gpu)
 
 
-def _audited_gpu(arguments: argparse.Namespace) -> Gpu | str | None:
-    """Returns the GPU whose speed is modelled, with the links that flags name."""
-    rates = _rates(arguments)
-    return (
-        arguments.gpu if rates is None else dataclasses.replace(_gpu(arguments), given_rates=rates)
-    )
+def _audited_gpu(arguments: argparse.Namespace) -> Gpu | None:
+    """Returns the GPU whose speed is modelled, if one or its links are named."""
+    named = None if arguments.gpu is None else _known.named(arguments.gpu)
+    rates = _rates(arguments, named)
+    return dataclasses.replace(named or _gpu(arguments), given_rates=rates) if rates else named
 
 
 def _hlo_text(path: pathlib.Path) -> str:

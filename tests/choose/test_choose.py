@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax._choose import choose as _choose
+from zerojax._choose.ways import Facts, Way
 from zerojax._hlo import known as _known
 
 LAYERS, WIDTH, ROWS = 4, 512, 256  # rows of a GPU
@@ -46,6 +47,20 @@ def test_a_fast_network_needs_nothing_and_a_slow_one_sends_less():
     times = [one.case.step_seconds for one in slow.compiled if one.case.fits]
     assert slow.best_with_codes.case.step_seconds == min(times) < slow.best.case.step_seconds
     assert len(slow.compiled) <= _choose.MOST_COMPILED
+
+
+def test_by_the_formula_state_in_host_memory_keeps_no_gradients():
+    """Else 170B on 8 H100s would not even be compiled."""
+    given = {"make_state": make_state, "batch": None, "gpu": _known.GPUS["H100"]}
+    search = _choose._Search("8xH100", 8, {"": loss}, None, given, {"tx": None, "mutable": ()})
+    zero = {name: {"": 0.0} for name in ("compute", "kept", "workspace", "weights")}
+    others = dict.fromkeys(("parameters", "gathered", "gradients"), 0.0)
+    facts = Facts(_known.GPUS["H100"].rates, devices=8, local=8, **zero, **others)
+    there = Way(offload=("opt_state",))
+    once, twice = (
+        search.estimated(dataclasses.replace(there, accumulate=n), facts) for n in (1, 2)
+    )
+    assert twice.peak - once.peak == LAYERS * WIDTH * WIDTH * 4 / 8
 
 
 def test_it_refuses_what_a_forecast_refuses():
