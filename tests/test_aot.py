@@ -35,6 +35,28 @@ def test_every_gpu_compiles_a_program(name):
 
 
 @pytest.mark.gpu_code
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "counted", "rate"),
+    [
+        ("default", "f32", 494.5e12),
+        ("highest", "f32 highest", 67e12),
+        ("F32_F32_F32", "f32 highest", 67e12),
+    ],
+)
+def test_what_precision_float32_is_multiplied_with(triton, precision, counted, rate):
+    one = NamedSharding(zerojax.aot.mesh("1xH100"), PartitionSpec())
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=one)
+    options = {"xla_gpu_enable_triton_gemm": triton}
+    with jax.default_matmul_precision(precision):
+        lowered = jax.jit(jnp.dot, compiler_options=options).lower(x, x)
+    report = zerojax.audit(lowered.compile())
+    assert report.replay.flops_by_dtype == {counted: 2 * 4096**3}
+    reached = rate * report.gpu.reached_flops
+    assert report.step_seconds == pytest.approx(2 * 4096**3 / reached, rel=0.02)
+
+
+@pytest.mark.gpu_code
 @pytest.mark.parametrize(
     "name", sorted({"T4", "A10G", "RTX4090", "RTX5090", "H20", "B300", *VOLTA} & {*COMPILED})
 )

@@ -105,3 +105,37 @@ def test_matmuls_of_eight_bits_are_faster(dtype, rate):
     assert CostModel(made, rates).seconds("main", made.root("main")) == 2 * 256**3 / rate
     same = dataclasses.replace(RATES, flops=4e12, memory=1e20)  # where a user gives no more
     assert CostModel(made, same).seconds("main", made.root("main")) == 2 * 256**3 / 4e12
+
+
+CUBLAS = """custom-call(%m, %m), custom_call_target="__cublas$lt$matmul", backend_config={
+"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},
+"precision_config":{"operand_precision":["HOW","HOW"],"algorithm":"ALG_UNSET"}}}"""
+HIGHEST_BY_NAME = 'dot(%m, %m), lhs_contracting_dims={1}, metadata={op_name="highest/dot"}'
+
+
+@pytest.mark.parametrize(
+    ("dtype", "matmul", "rate"),
+    [
+        ("f32", "dot(%m, %m), lhs_contracting_dims={1}", 2e12),
+        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={high,high}", 2e12),
+        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={highest,highest}", 1e12),
+        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, algorithm=dot_tf32_tf32_f32", 2e12),
+        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, algorithm=dot_f32_f32_f32", 1e12),
+        ("f32", HIGHEST_BY_NAME, 2e12),
+        ("f32", CUBLAS.replace("\n", "").replace("HOW", "DEFAULT"), 2e12),
+        ("f32", CUBLAS.replace("\n", "").replace("HOW", "HIGHEST"), 1e12),
+        ("f64", "dot(%m, %m), lhs_contracting_dims={1}", 1e12),
+        (
+            "bf16",
+            "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={highest,highest}",
+            4e12,
+        ),
+    ],
+)
+def test_matmuls_of_float32_are_slower_and_most_of_all_in_full(dtype, matmul, rate):
+    shape = "[256,256]{1,0}"
+    made = module(f"\n  %m = {dtype}{shape} parameter(0)\n  ROOT %out = f32{shape} {matmul}\n")
+    rates = dataclasses.replace(RATES, flops=4e12, tf32=2e12, fp32=1e12, memory=1e20)
+    assert CostModel(made, rates).seconds("main", made.root("main")) == 2 * 256**3 / rate
+    same = dataclasses.replace(RATES, flops=4e12, memory=1e20)  # where a user gives no more
+    assert CostModel(made, same).seconds("main", made.root("main")) == 2 * 256**3 / 4e12

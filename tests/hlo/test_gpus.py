@@ -26,6 +26,27 @@ def test_float8_came_with_the_l4():
     assert h100.rates.flops8 == 2 * h100.rates.flops
 
 
+@pytest.mark.parametrize(
+    ("name", "tf32", "fp32"),
+    [
+        ("V100-32GB", 15.7, 15.7),  # without TF32
+        ("T4", 8.1, 8.1),
+        ("A100-80GB", 156, 19.5),
+        ("L4", 60.5, 30.3),
+        ("RTX4090", 82.6, 82.6),
+        ("H100", 494.5, 67),
+        ("B200", 1125, 75),
+    ],
+)
+def test_float32_by_the_data_sheets(name, tf32, fp32):
+    gpu = _known.GPUS[name]
+    assert gpu.tf32 / 1e12 == pytest.approx(tf32, rel=0.01)
+    assert gpu.chip.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)
+    assert gpu.rates.of_matmuls("f32") == gpu.tf32 * gpu.reached_flops
+    assert gpu.rates.of_matmuls("f32 highest") == gpu.chip.fp32 * gpu.reached_flops
+    assert gpu.rates.of_matmuls("bf16") == gpu.rates.flops
+
+
 def test_a_target_config_has_what_xla_has_of_a_v100():
     """As in XLA's own `v100.txtpb`."""
     text = _known.GPUS["V100-16GB"].target_config()

@@ -1,8 +1,8 @@
 """The modelled time of one GPU instruction: the larger of its arithmetic's and its memory's.
 
 Arithmetic is FLOPs of matmuls, or of cuDNN's attention, over the FLOP/s that these reach, in float8
-more; memory is bytes touched over the reachable bytes/s. A slice of a stacked buffer costs the
-slice, an update in place costs the update.
+more and in float32 fewer; memory is bytes touched over the reachable bytes/s. A slice of a stacked
+buffer costs the slice, an update in place costs the update.
 """
 
 import functools
@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 
-from zerojax._hlo.gpus import Rates
+from zerojax._hlo.gpus import IN_FULL, Rates
 from zerojax._hlo.module import Instruction, Module, dtype_bytes
 
 _FREE = {
@@ -27,6 +27,7 @@ _FREE = {
 }
 _MATMUL_CALL = re.compile("matmul|cublas")
 _ATTENTION = "__cudnn$fmha"
+_NOT_TF32 = re.compile(r'(?i)operand_precision"?[=:][{\[][^}\]]*highest|dot_f32_f32_f32')
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
@@ -49,14 +50,16 @@ class CostModel:
 
     def flops_by_dtype(self, computation: str, instruction: Instruction) -> Counter[str]:
         """Counts the FLOPs of its matmuls, those in fusions and called computations included, by
-        the dtype of their operands."""
+        the dtype of their operands: float32 is rounded to TF32, or `IN_FULL`."""
         found: Counter[str] = Counter()
         if instruction.fuses or instruction.opcode == "call":
             for name in instruction.called:
                 found.update(self.computation_flops(name))
         elif count := self._matmul_flops(computation, instruction):
             left = self.module.computations[computation][instruction.operands[0]]
-            found[left.arrays[0].dtype] = count
+            dtype = left.arrays[0].dtype
+            in_full = dtype == "f32" and _NOT_TF32.search(instruction.attributes)
+            found[IN_FULL if in_full else dtype] = count
         return found
 
     def _computation_flops(self, name: str) -> Counter[str]:

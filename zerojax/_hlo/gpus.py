@@ -17,6 +17,7 @@ REACHED_HOST_MEMORY = 0.8
 USABLE_MEMORY = 0.92
 
 CUDA_13 = (7, 5)  # the lowest compute capability that its compiler knows
+IN_FULL = "f32 highest"  # operands of float32 that are not rounded to TF32
 IN_RINGS = ("all-gather", "reduce-scatter", "all-reduce")  # NCCL's way to run them
 
 
@@ -51,10 +52,17 @@ class Rates:
     host_memory: float = math.inf  # of a host, reading and writing together, for all of its GPUs
     attention: float = math.inf  # FLOP/s of cuDNN's attention; never more than `flops`
     flops8: float = 0.0  # of matmuls of float8; never less than `flops`
+    tf32: float = math.inf  # of float32 as JAX multiplies it by default; never more than `flops`
+    fp32: float = math.inf  # of float32 with precision="highest", and of float64
 
     def of_matmuls(self, dtype: str) -> float:
-        """Returns the FLOP/s of matmuls whose operands have an HLO dtype, such as f8e4m3fn."""
-        return max(self.flops, self.flops8) if dtype.startswith("f8") else self.flops
+        """Returns the FLOP/s of matmuls whose operands have an HLO dtype, such as f8e4m3fn, or
+        are float32 `IN_FULL`."""
+        if dtype.startswith("f8"):
+            return max(self.flops, self.flops8)
+        if dtype in (IN_FULL, "f64"):
+            return min(self.flops, self.fp32)
+        return min(self.flops, self.tf32) if dtype == "f32" else self.flops
 
     def to_host(self, gpus: int) -> float:
         """Returns the bytes/s between a GPU and its host, each way, where so many copy at once."""
@@ -110,6 +118,11 @@ class Chip:
     fpus_per_core: int = 128
 
     @property
+    def fp32(self) -> float:
+        """FLOP/s in float32 without tensor cores, an addition and a multiplication a cycle."""
+        return 2 * self.cores * self.fpus_per_core * self.clock_ghz * 1e9
+
+    @property
     def shared_per_block(self) -> int:
         """The most that a block may have: from the A100 on, CUDA keeps 1 KiB of it to itself."""
         return self.shared_per_core - 1024 * (self.capability >= (8, 0))
@@ -151,6 +164,11 @@ class Gpu:
         return 2 * self.flops if self.chip.capability >= (8, 9) else 0.0
 
     @property
+    def tf32(self) -> float:
+        """Dense FLOP/s of float32 rounded to TF32, which came with the A100's generation."""
+        return self.flops / 2 if self.chip.capability >= (8, 0) else self.chip.fp32
+
+    @property
     def usable(self) -> int:
         return int(self.memory * USABLE_MEMORY)
 
@@ -167,6 +185,8 @@ class Gpu:
             host_memory=machine.host_memory * REACHED_HOST_MEMORY,
             attention=self.flops * REACHED_ATTENTION,
             flops8=self.flops8 * self.reached_flops,
+            tf32=self.tf32 * self.reached_flops,
+            fp32=self.chip.fp32 * self.reached_flops,
         )
 
     def target_config(self) -> str:
