@@ -21,8 +21,8 @@ from collections import Counter
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_agreement _wire _collectives _compat _figures _fingerprint _jaxpr _processes _text _types",
-    "_state _hlo _update",
+    "_wire _collectives _compat _figures _fingerprint _jaxpr _text _types",
+    "_run _state _hlo _update",
     "_plan _engine",
     "_loss",
     "_step",

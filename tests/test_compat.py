@@ -15,7 +15,7 @@ UNKNOWN = f"JAX {jax.__version__} spells this otherwise: teach zerojax/_compat.p
 
 
 def test_the_store_that_processes_share():
-    assert _compat.shared_store() is None, UNKNOWN  # tests/test_processes.py has two processes
+    assert _compat.shared_store() is None, UNKNOWN  # tests/run/test_processes.py has two processes
 
 
 def only_eqn(f, *args):

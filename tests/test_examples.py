@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import zerojax
 from tests.processes import free_port
-from zerojax import _processes
+from zerojax._run import processes as _processes
 
 ROOT = pathlib.Path(__file__).parents[1]
 ON_TWO_AXES = {  # what each of them sends over the second one

@@ -25,7 +25,7 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Blocks", "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
     "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
-    "choose", "eval_step", "export_safetensors", "forecast", "gather", "gather_params",
+    "choose", "elastic", "eval_step", "export_safetensors", "forecast", "gather", "gather_params",
     "import_safetensors", "initialize", "log", "logical", "master_weights", "mean", "memory_table",
     "mesh", "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice",
     "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",

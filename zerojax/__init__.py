@@ -48,7 +48,8 @@ if typing.TYPE_CHECKING:
         master_weights as master_weights,
         narrow_moments as narrow_moments,
     )
-    from zerojax._processes import Watchdog as Watchdog, initialize as initialize, log as log
+    from zerojax._run.elastic import elastic as elastic
+    from zerojax._run.processes import Watchdog as Watchdog, initialize as initialize, log as log
     from zerojax._state.module_state import ModuleState as ModuleState
     from zerojax._step.explicit import (
         gather as gather,
@@ -78,6 +79,7 @@ _EXPORTS = {
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
     "_choose.choose": ["choose"],
     "_wire.codecs": ["Blocks"],
+    "_run.elastic": ["elastic"],
     "_forecast.forecast": ["forecast"],
     "_forecast.memory_table": ["memory_table"],
     "_forecast.mfu": ["peak_flops", "step_flops"],
@@ -92,7 +94,7 @@ _EXPORTS = {
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
     "_plan.precision": ["Precision", "master_weights", "narrow_moments"],
-    "_processes": ["Watchdog", "initialize", "log"],
+    "_run.processes": ["Watchdog", "initialize", "log"],
     "_state.module_state": ["ModuleState"],
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],

@@ -231,13 +231,22 @@ def is_compile_only(device: Device) -> bool:
     return type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
 
 
+def run_of_processes() -> Any:
+    """Returns what JAX knows of the run that this process has joined: `process_id`,
+    `num_processes`, `coordinator_address`, `client` and, in process 0, `service`.
+
+    It needs no device. There is no public way to it: Orbax and XLA's own collectives find each
+    other by its client too.
+    """
+    return multihost_utils.distributed.global_state  # type: ignore
+
+
 def shared_store() -> Any:
     """Returns the key-value store that the processes of a run have in common; None without one.
 
-    It needs no device, and the processes' versions need not be the same. There is no public
-    way to it: Orbax and XLA's own collectives find each other by it too.
+    The processes' versions need not be the same.
     """
-    return multihost_utils.distributed.global_state.client  # type: ignore
+    return run_of_processes().client
 
 
 # -- cuDNN's attention

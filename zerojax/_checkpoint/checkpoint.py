@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
 
-from zerojax import _agreement, _fingerprint
+from zerojax import _fingerprint
 from zerojax._checkpoint import (
     extras as _extras,
     files as _files,
@@ -27,6 +27,7 @@ from zerojax._checkpoint import (
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._plan.padding import Shape, padded_shapes
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
 

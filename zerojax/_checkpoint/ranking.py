@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
 import orbax.checkpoint as ocp
@@ -12,6 +12,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 from zerojax._checkpoint import checkpoint as _checkpoint
+from zerojax._run import agreement as _agreement, processes as _processes
 
 METRICS = "metrics"  # Orbax's name of the item of a step, and of the file in it
 STEPS = ocp.path.step.standard_name_format()
@@ -100,6 +101,7 @@ class Manager(ocp.CheckpointManager):
         options = ocp.CheckpointManagerOptions(
             cleanup_tmp_directories=True,
             enable_async_checkpointing=background,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_barrier()),
             step_name_format=CompleteSteps(),
             best_fn=None if ranking.best is None else ranking.rank,
             best_mode="max",
@@ -109,3 +111,9 @@ class Manager(ocp.CheckpointManager):
 
     def metrics(self, step: int) -> dict[str, float] | None:
         return self._ranking.read(step, self.directory / str(step))
+
+
+def _barrier() -> Callable[..., None] | None:
+    """Returns what writes wait by for all processes. JAX's own barrier waits for a lost one, too,
+    where the run goes on without it."""
+    return _agreement.wait_for_all if _processes.may_lose_processes() else None

@@ -12,11 +12,12 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax import _agreement, _fingerprint
+from zerojax import _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
+from zerojax._run import agreement as _agreement
 from zerojax._state import refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree

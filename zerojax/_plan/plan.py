@@ -7,12 +7,13 @@ import jax
 import numpy as np
 from jax import Array
 
-from zerojax import _agreement, _collectives, _compat, _fingerprint
+from zerojax import _collectives, _compat, _fingerprint
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes, unpadded
 from zerojax._plan.placement import Placement
 from zerojax._plan.precision import stored_with
+from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, TreeDef
 from zerojax._update import offload as _offload

@@ -11,12 +11,13 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import _agreement, _compat, _fingerprint
+from zerojax import _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments, order as _order
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.constraints import named_axes
 from zerojax._plan.plan import Plan, fingerprint
+from zerojax._run import agreement as _agreement
 from zerojax._step import backward as _backward, host_slices as _slices
 from zerojax._step.options import Recipe
 from zerojax._types import PyTree

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.processes import Run
-from zerojax import _agreement
+from zerojax._run import agreement as _agreement
 
 DISAGREE = {
     "agreed": "nothing", "alone": "nothing", "kept": "nothing", "after all that": "nothing",

@@ -3,20 +3,23 @@
 import atexit
 import contextlib
 import faulthandler
-import functools
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from zerojax import _compat
+from zerojax._run import agreement as _agreement
 
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
+_AGAIN: dict[str, Any] = {}  # arguments with which a process joins another run as it did the first
+NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 
 
@@ -27,6 +30,7 @@ def initialize(
     *,
     local_device_ids: int | Sequence[int] | None = None,
     heartbeat_timeout_seconds: int = 100,
+    elastic: bool = False,
 ) -> int:
     """Joins the processes of one run; call it first, and in each of them.
 
@@ -42,6 +46,7 @@ def initialize(
         coordinator_address, num_processes, process_id, local_device_ids: as in
             `jax.distributed.initialize`.
         heartbeat_timeout_seconds: how long after one process dies the others end too.
+        elastic: they go on without it, where `zerojax.elastic` runs the training.
 
     Returns:
         The number of processes.
@@ -54,6 +59,11 @@ def initialize(
     if jax.distributed.is_initialized():  # by the program itself
         _end_together()
         return jax.process_count()
+    if elastic:
+        jax.config.update("jax_enable_recoverability", True)
+    _AGAIN.update(
+        local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds
+    )
     arguments: dict[str, Any] = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -74,11 +84,24 @@ def initialize(
     return count
 
 
-@functools.cache  # once
+def join_again(address: str, count: int, me: int) -> None:
+    """Leaves a run, without any devices in use, for another one of fewer processes."""
+    while _SHARED_ENDS:
+        _SHARED_ENDS.pop().forget()
+    _agreement.new_run()
+    run = _compat.run_of_processes()
+    service, run.service = run.service, None  # the others still leave by it
+    jax.distributed.shutdown()
+    jax.distributed.initialize(address, count, me, **_AGAIN)
+    if service is not None:
+        service.shutdown()
+    _end_together()
+
+
 def _end_together() -> None:
     """Makes an uncaught exception end this process at once, and the others soon."""
-    if jax.process_count() > 1:
-        _SharedEnd()
+    if _compat.run_of_processes().num_processes > 1 and not _SHARED_ENDS:
+        _SHARED_ENDS.append(_SharedEnd())
 
 
 class _SharedEnd:
@@ -91,7 +114,7 @@ class _SharedEnd:
     def __init__(self) -> None:
         self.failed, self.over = threading.Event(), threading.Event()
         # How often each asks the first process: no more than a hundred times a second in all.
-        self.seconds = max(1.0, jax.process_count() / 100)
+        self.seconds = max(1.0, _compat.run_of_processes().num_processes / 100)
         self.show, sys.excepthook = sys.excepthook, self.tell
         self.listener = threading.Thread(target=self.listen, name="zerojax-listener", daemon=True)
         self.listener.start()
@@ -102,39 +125,88 @@ class _SharedEnd:
     ) -> None:
         self.failed.set()
         self.show(kind, error, trace)
-        store, me = _compat.shared_store(), jax.process_index()
+        store, me = _compat.shared_store(), _compat.run_of_processes().process_id
         if store is None:
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # keeps what the first told
             store.key_value_set(FAILED, f"process {me} raised {kind.__name__}: {error}")
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            first = store.key_value_try_get(FAILED)
-            if not first.startswith(f"process {me} "):
-                _say(f"before that, {first}")
+        first = told()
+        if first and not first.startswith(f"process {me} "):
+            say(f"before that, {first}")
 
     def listen(self) -> None:
+        beats = itertools.count()
         while not self.over.wait(self.seconds) and (store := _compat.shared_store()) is not None:
+            if may_lose_processes():
+                _agreement.beat(next(beats))
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody told yet
                 text = store.key_value_try_get(FAILED)
                 if not self.failed.is_set():
-                    _say(f"{text}\nProcess {jax.process_index()} ends with it.")
+                    say(f"{text}\nProcess {_compat.run_of_processes().process_id} ends with it.")
                 ends_itself = self.failed.wait(max(GRACE, 2 * self.seconds)) or self.over.is_set()
                 if not ends_itself:
                     os._exit(1)
                 return
 
+    def forget(self) -> None:
+        """Stops telling and listening."""
+        sys.excepthook = self.show
+        atexit.unregister(self.leave)
+        self.over.set()
+        self.listener.join(2)
+
     def leave(self) -> None:
         self.over.set()
         self.listener.join(2)
         if self.failed.is_set():
-            if jax.process_index() == 0:
+            if _compat.run_of_processes().process_id == 0:
                 time.sleep(2 * self.seconds)  # the others still read the store, which is here
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        run = _compat.run_of_processes()
+        if may_lose_processes() and run.service is not None:
+            # JAX no longer waits at exit for the others, and they would find nobody to leave.
+            run.client.get_live_nodes(list(range(run.num_processes)))
 
 
-def _say(text: str) -> None:
+def may_lose_processes() -> bool:
+    """Whether the run goes on when one of its processes is lost."""
+    return bool(jax.config.values["jax_enable_recoverability"])
+
+
+def may_be_of_a_loss(error: BaseException) -> bool:
+    """Whether an error may come of a lost process, without which the run can go on."""
+    return may_lose_processes() and any(map(_is_of_the_runtime, chain(error)))
+
+
+def _is_of_the_runtime(error: BaseException) -> bool:
+    """Whether XLA raised it: as a ValueError where JAX calls a compiled step directly."""
+    text = str(error)
+    is_of_xla = isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and text.partition(":")[0].isupper()
+    )
+    return is_of_xla and not text.startswith(NO_LOSS)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and those that it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def told() -> str | None:
+    """Returns what a process of this run that raised has told the others."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody did
+        return _compat.shared_store().key_value_try_get(FAILED)
+    return None
+
+
+_SHARED_ENDS: list[_SharedEnd] = []  # of this process: at most one
+
+
+def say(text: str) -> None:
     print(f"zerojax: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
 
 
@@ -193,7 +265,7 @@ class Watchdog:
 
     def _end(self, step: object) -> None:
         after = "" if step is None else f" after step {step}"
-        _say(
+        say(
             f"process {jax.process_index()} of {jax.process_count()} was not alive for "
             f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:"
         )

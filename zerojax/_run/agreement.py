@@ -1,8 +1,10 @@
 """Lets the processes of a run compare what they are about to do, and fail together."""
 
 import collections
+import contextlib
 import hashlib
 import json
+import math
 import platform
 import sys
 import zlib
@@ -19,7 +21,23 @@ PATIENCE = 30  # seconds after which a process says what it waits for
 SHOWN = 5  # differences; the rest are counted
 WIDTH = 160  # characters of each
 
+BEATS = "zerojax/alive/"  # by process, where the run goes on without those that are lost
+LOST = 60  # seconds without a beat
+GONE = "lost"
+
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
+
+
+def beat(count: int) -> None:
+    """Tells that this process lives: where runs may lose processes, JAX does not end the others."""
+    run = _compat.run_of_processes()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        run.client.key_value_set(f"{BEATS}{run.process_id}", str(count), allow_overwrite=True)
+
+
+def new_run() -> None:
+    """Starts counting anew, as the processes of another run do."""
+    _meetings.clear()
 
 
 def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = None) -> None:
@@ -57,11 +75,14 @@ class _Meeting:
         me = jax.process_index()
         self._tell(f"digest/{me}", hashlib.sha256(json.dumps(said).encode()).hexdigest())
         if me == self.first:
-            digests = [self._read(f"digest/{member}", member) for member in self.members]
+            digests = self._digests()
             _compat.shared_store().key_value_delete(self.before)  # all have read it
             others = [m for m, d in zip(self.members, digests, strict=True) if d != digests[0]]
             self._tell("other", str(others[0] if others else me))
-        other = int(self._read("other", self.first))
+        answer = self._read("other", self.first)
+        if answer == GONE:
+            raise jax.errors.JaxRuntimeError(f"{self.call}: one of the processes is lost")
+        other = int(answer)
         if other == self.first:
             return ""
         if me == other:
@@ -71,27 +92,59 @@ class _Meeting:
             self._tell("difference", _message(self.call, me, other, said, theirs))
         return self._read("difference", self.first)
 
+    def _digests(self) -> list[str]:
+        try:
+            return [self._read(f"digest/{member}", member) for member in self.members]
+        except jax.errors.JaxRuntimeError:
+            self._tell("other", GONE)
+            raise
+
     def _tell(self, key: str, text: str) -> None:
         _compat.shared_store().key_value_set(f"{self.now}/{key}", text)
 
     def _read(self, key: str, process: int) -> str:
-        """Returns what `process` tells, after any time: it may still be reading its data."""
-        waited = 0
-        while True:
-            try:
-                return _compat.shared_store().blocking_key_value_get(
-                    f"{self.now}/{key}", PATIENCE * 1000
-                )
-            except jax.errors.JaxRuntimeError as error:
-                if _compat.TIMEOUT not in str(error):
-                    raise
+        return _read(f"{self.now}/{key}", process, self.call)
+
+
+def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
+    """Returns what `process` tells, after any time: it may still be reading its data.
+
+    It raises after `most` seconds, or if the process told that it lives, and no longer does.
+    """
+    waited, quiet, beat = 0, 0, None
+    while True:
+        try:
+            return _compat.shared_store().blocking_key_value_get(key, PATIENCE * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            last, beat = beat, _beat_of(process)
+            quiet = quiet + PATIENCE if beat is not None and beat == last else 0
             waited += PATIENCE
-            print(
-                f"zerojax: process {jax.process_index()} has waited {waited} s in {self.call} for "
-                f"process {process}, or for one that it waits for.",
-                file=sys.stderr,
-                flush=True,
-            )
+            if _compat.TIMEOUT not in str(error) or quiet >= LOST or waited >= most:
+                raise
+        print(
+            f"zerojax: process {_compat.run_of_processes().process_id} has waited {waited} s in "
+            f"{call} for process {process}, or for one that it waits for.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def wait_for_all(*, key: str, timeout_ms: int) -> None:
+    """Waits until all processes are here; raises where one no longer lives."""
+    run, here = _compat.run_of_processes(), f"zerojax/here/{key}"
+    _meetings[here] += 1  # a key comes again
+    now = f"{here}/{_meetings[here]}"
+    run.client.key_value_set(f"{now}/{run.process_id}", "")
+    for process in range(run.num_processes):
+        _read(f"{now}/{process}", process, "a save", timeout_ms / 1000)
+    if _meetings[here] > 1:  # all are here, and so have read the one before
+        run.client.key_value_delete(f"{here}/{_meetings[here] - 1}/{run.process_id}")
+
+
+def _beat_of(process: int) -> str | None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it never told
+        return _compat.shared_store().key_value_try_get(f"{BEATS}{process}")
+    return None
 
 
 def _versions() -> dict[str, str]:

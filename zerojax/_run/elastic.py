@@ -1,0 +1,149 @@
+"""Goes on with the processes that are left when others are lost, without starting Python again."""
+
+import functools
+import gc
+import itertools
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jax.extend import backend
+
+from zerojax import _compat
+from zerojax._run import processes as _processes
+
+Result = TypeVar("Result")
+FAILED, DONE = "failed", "done"
+CACHES_OF = {"jax", "flax", "optax", "orbax", "zerojax"}
+MEETING = 60_000  # milliseconds for the first to say where
+
+
+def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
+    """Runs `train`, and runs it again with the processes that are left whenever some are lost.
+
+    Call it in every process, after `zerojax.initialize(elastic=True)`. When a process ends or its
+    host fails, collectives of the others fail. They give up their devices, find each other anew,
+    count themselves from 0 without gaps, and call `train` again: it makes its mesh, plan and state
+    over `jax.devices()`, which are fewer now, and goes on from the newest checkpoint. So `train`
+    must make all of its arrays itself; those made outside are lost, and keep their memory.
+
+    Other errors, and those after which all processes are still there, are raised. All processes
+    end with the first, process 0, which is where they find each other.
+
+    Arguments:
+        train: the training, from its mesh to its end.
+        at_least: with fewer processes than this it raises instead of going on.
+
+    Returns:
+        What `train` returned.
+
+    Example:
+        >>> processes = zerojax.initialize(elastic=True)  # doctest: +SKIP
+        >>> def train():
+        ...     state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
+        ...     return len(jax.devices())  # with zerojax.Checkpoints, from the newest
+        >>> print(zerojax.elastic(train))
+        8
+    """
+    if not isinstance(at_least, int) or at_least < 1:
+        raise ValueError(f"elastic(at_least={at_least!r}): give a number of processes, 1 or more.")
+    run = _compat.run_of_processes()
+    if run.num_processes > 1 and not _processes.may_lose_processes():
+        raise RuntimeError(
+            "elastic: this run ends with the first process that is lost. Start it with "
+            "zerojax.initialize(elastic=True), before anything asks for devices."
+        )
+    for start in itertools.count():
+        failure, result = _attempt(train)
+        if run.num_processes == 1:
+            return _ended(failure, result)
+        if failure is not None:
+            _give_up_devices(failure)
+        left, one_failed = _meet(FAILED if failure else DONE)
+        # None is lost, or none was needed any more, or one ended with an error of its own.
+        if len(left) == run.num_processes or not one_failed or _processes.told():
+            return _ended(failure, result)
+        if len(left) < at_least:
+            raise RuntimeError(
+                f"elastic: {len(left)} of {run.num_processes} processes are left, and "
+                f"at_least={at_least}."
+            ) from failure
+        del failure, result
+        _join_again(left, start)
+    raise AssertionError("unreachable")
+
+
+def _attempt(train: Callable[[], Result]) -> tuple[Exception | None, list[Result]]:
+    """Runs `train`; what it returned is in a list, so that nothing else holds it."""
+    try:
+        return None, [train()]
+    except Exception as error:
+        if not _processes.may_be_of_a_loss(error):
+            raise
+        return error, []
+
+
+def _ended(failure: Exception | None, result: list[Result]) -> Result:
+    if failure is not None:
+        raise failure
+    return result[0]
+
+
+def _give_up_devices(failure: Exception) -> None:
+    """Frees all arrays and closes the connections to other processes, whose collectives then fail
+    as well: they may wait for this process, and not for the one that is lost."""
+    for error in _processes.chain(failure):
+        traceback.clear_frames(error.__traceback__)
+    _forget_devices()
+
+
+def _forget_devices() -> None:
+    """Ends the backend. It lives, with its connections and its memory, for as long as anything
+    holds one of its devices; among them JAX's caches by tree, whose nodes may hold a plan."""
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and _is_ours(cached):
+            cached.cache_clear()
+    backend.clear_backends()
+    gc.collect()
+    if any(map(_is_client, gc.get_objects())):
+        _processes.say(
+            "elastic: something outside of train() holds arrays or devices. Their memory stays "
+            "taken, and other processes may wait for ever. Make all of them inside."
+        )
+
+
+def _is_client(found: object) -> bool:
+    return type(found).__name__ == "Client" and type(found).__module__.startswith("jaxlib")
+
+
+def _is_ours(cached: Any) -> bool:
+    return str(cached.__module__).partition(".")[0] in CACHES_OF
+
+
+def _meet(how: str) -> tuple[list[int], bool]:
+    """Waits for all processes that live; returns them, and whether one of them failed."""
+    run, key = _compat.run_of_processes(), "zerojax/elastic/{}".format
+    run.client.key_value_set(key(run.process_id), how, allow_overwrite=True)
+    left = sorted(run.client.get_live_nodes(list(range(run.num_processes))))
+    return left, any(run.client.key_value_try_get(key(number)) == FAILED for number in left)
+
+
+def _join_again(left: list[int], start: int) -> None:
+    """Makes a run of the processes that are left, with an address of its own."""
+    run, key = _compat.run_of_processes(), f"zerojax/elastic/address/{start}"
+    me, count = run.process_id, run.num_processes
+    if me == left[0]:
+        host = run.coordinator_address.rpartition(":")[0]
+        run.client.key_value_set(key, f"{host}:{_free_port()}")
+    address = run.client.blocking_key_value_get(key, MEETING)
+    _forget_devices()
+    _processes.join_again(address, len(left), left.index(me))
+    lost = ", ".join(str(number) for number in range(count) if number not in left)
+    _processes.log(f"zerojax: lost process {lost} of {count}, and goes on with {len(left)}")
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
