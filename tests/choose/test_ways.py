@@ -96,13 +96,17 @@ def test_memory_shrinks_with_microbatches_but_not_what_all_of_them_keep():
     assert peak(Way(accumulate=4, order="layers"), 1000) == 1000 + 50 + 80 + 640
     assert peak(Way("small"), 1000) == 1000 + 50 + 320 + 64
     assert peak(Way(regather=GPU), 1000) == 1000 + 50 + 320 + 640 + WEIGHTS / LOCAL
+    assert peak(Way(groups=AMSP), 1000) == 1000 + 50 + 320 + 640 + WEIGHTS / LOCAL
+    assert peak(Way(groups=HSDP), 1000) == 1000 + 50 + 320 + 640
 
 
 @pytest.mark.parametrize(
     ("way", "keeps"),
     [
         (Way(), True), (Way(stage=0), True), (Way(stage=2), False), (Way(stage=1), False),
-        (Way(offload=("opt_state",)), False), (Way(offload=("opt_state",), accumulate=2), True),
+        (Way(groups=AMSP), False), (Way(groups=AMSP, accumulate=2), True),
+        (Way(groups=HSDP), True), (Way(offload=("opt_state",)), False),
+        (Way(offload=("opt_state",), accumulate=2), True),
     ],
 )  # fmt: skip
 def test_gradients_wait_for_what_is_not_updated_in_backward(way, keeps):

@@ -210,7 +210,7 @@ class _Search:
 def _state_bytes(plan: Plan, with_gradients: bool = True) -> int:
     """Returns what a device holds of the state, by the plan."""
     gradients = plan.gradient_bytes() if with_gradients else 0
-    return sum(plan.bytes_per_device().values()) + gradients + plan.kept_bytes()
+    return sum(plan.bytes_per_device().values()) + gradients
 
 
 def _rank(one: Tried) -> float:

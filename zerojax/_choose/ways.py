@@ -72,8 +72,10 @@ class Way:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients wait for the update: elementwise ones run in backward by default where
-        state is in host memory, or weights rest whole and are sharded for the update."""
-        return self.accumulate > 1 or not (self.offload or self.stage in (1, 2))
+        state is in host memory, or weights rest whole and are sharded for the update. In AMSP's
+        groups they go on at once to the optimizer's shards, and are as small."""
+        at_once = self.offload or self.stage in (1, 2) or self.groups == AMSP
+        return self.accumulate > 1 or not at_once
 
     @property
     def rounds(self) -> int:
@@ -199,7 +201,8 @@ class Facts:
         """Returns the memory of a step whose state takes so much."""
         count = way.accumulate
         kept = self.kept[way.variant] / (1 if way.order == LAYERS else count)
-        near = self.weights[way.variant] / self.local if way.regather == GPU else 0.0
+        keeps = way.regather == GPU or way.groups == AMSP
+        near = self.weights[way.variant] / self.local if keeps else 0.0
         return state + self.gathered + self.workspace[way.variant] / count + kept + near
 
 
