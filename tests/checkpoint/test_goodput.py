@@ -68,6 +68,20 @@ def test_steps_after_the_checkpoint_are_done_again(clock, tmp_path):
     }  # fmt: skip
 
 
+def test_the_time_until_an_error_ends_the_loop_is_down(clock, tmp_path):
+    """A step hangs for 50 s until another process counts as lost; restarting takes 100 s."""
+    with pytest.raises(RuntimeError), zerojax.Checkpoints(tmp_path, every=4) as checkpoints:
+        for n in range(6):
+            clock.seconds += 2
+            checkpoints.save(n + 1, STATE)
+        clock.seconds += 50
+        raise RuntimeError("connection closed by peer")
+    clock.seconds += 100
+    times = train(clock, tmp_path, steps=8)
+    assert (times["down"], times["redone"], times["starts"]) == (150, 4, 2)
+    assert times["saving"] == 5 + 3  # all in the second start
+
+
 def test_a_pause_after_the_end_is_not_counted(clock, tmp_path):
     train(clock, tmp_path, steps=8)
     clock.seconds += 1e6

@@ -113,6 +113,26 @@ def test_a_damaged_newest_is_an_error_and_the_one_before_opens(tmp_path):
     assert saved.step == 2
 
 
+def test_an_earlier_run_is_not_removed_for_one_that_did_not_resume_it(tmp_path):
+    """`keep=` would count its checkpoints, and drop the newest of them for older ones."""
+    with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (6, 9):
+            checkpoints.save(step, STATE)
+    with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
+        message = r"step 3 cannot be saved: .* has an earlier run, up to step 9, .*resume\(\)"
+        with pytest.raises(ValueError, match=message):
+            checkpoints.save(3, STATE)
+        assert checkpoints.steps() == [6, 9]
+        checkpoints.resume(STATE, step=6)
+        checkpoints.save(7, STATE)  # meant: after a step that was chosen
+        checkpoints.wait()
+        assert checkpoints.steps() == [7, 9]
+    with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(10, STATE)  # goes on behind it without its state
+        checkpoints.wait()
+        assert checkpoints.steps() == [9, 10]
+
+
 def test_a_saved_step_is_not_overwritten(tmp_path):
     with zerojax.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, place())

@@ -176,9 +176,12 @@ class Clock:
 
     def ended(self) -> None:
         """Notes that nothing more will be saved: as the loop `meant` it to, or it was cut off."""
-        if self.has_stepped:
-            self.start.ended = self.meant
+        if self.has_stepped and self.meant:
+            self.start.ended = True
             self.saved()
+        elif self.has_stepped:  # what passed since its last step is time that it was down
+            self.write_at = 0.0
+            self._write()
 
     def _passed(self, kind: str) -> None:
         now = time.time()

@@ -90,6 +90,7 @@ class Checkpoints:
             stack.callback(self._manager.close)
             stack.enter_context(_on_sigterm(self._signalled))
             self._stack = stack.pop_all()
+        self._earlier = self.latest()  # of another run, until it is resumed
         # One that nobody closes frees its lock with the last reference to it, or at exit.
         self._finish = weakref.finalize(self, self._stack.close)
 
@@ -152,6 +153,7 @@ class Checkpoints:
         `resume(plan, make_state)` never needs memory for two states.
         """
         self.wait()
+        self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step
         _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
@@ -231,6 +233,13 @@ class Checkpoints:
             raise ValueError(
                 f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
                 "Continue from the newest with resume(), or give this run a directory of its own."
+            )
+        if self._earlier is not None and step <= self._earlier:
+            raise ValueError(
+                f"step {step} cannot be saved: {self.directory} has an earlier run, up to step "
+                f"{self._earlier}, that was not resumed, and keep= would remove its checkpoints "
+                "for those of this one. Continue it with resume(), or give this run a directory "
+                "of its own."
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
