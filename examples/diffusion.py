@@ -160,7 +160,7 @@ def main():
         state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
         if n % args.eval_every == 0 or n == args.steps - 1:
             zerojax.log(f"step {n}: loss {metrics['loss']:.3f}")
-    averaged = plan.place(state.replace(params=state.opt_state[-1]))
+    averaged = plan.place(state.replace(params=zerojax.logical(state).opt_state[-1]))
     labels = np.repeat(np.arange(10), 16).astype(np.int32)
     draw = zerojax.eval_step(sampler(model, args.times))
     images = zerojax.gather_params(draw(averaged, labels, jax.random.key(2))["aux"])

@@ -349,6 +349,7 @@ def test_lora_reduces_gradients_of_adapters_alone(tmp_path):
     assert len(said.split()) == 8 and all("/lora_" in path for path in said.split())
 
 
+@pytest.mark.slow  # `make examples` runs it for a few steps
 def test_convnet_learns():
     said, _ = run("examples/train_convnet.py", "--width", 16, "--steps", 40, "--stage", 2)
     start, end = figures(r"accuracy (\d\.\d+)", said)
@@ -501,9 +502,8 @@ def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
     assert same(state.params, sharded.params, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "script", ["nnx_loop", pytest.param("equinox_loop", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("script", ["nnx_loop", "equinox_loop"])
+@pytest.mark.slow  # `make examples` runs both for a few steps
 def test_loop_learns_and_goes_on_at_another_stage(script, tmp_path):
     small = ["--layers=2", "--dim=32", "--tokens=16", "--batch=16", "--lr=2e-2"]
     program = [f"examples/{script}.py", *small, "--save-every=10", "--checkpoints", tmp_path]

@@ -1,7 +1,13 @@
 """Memory of real steps on CPU devices, to the byte."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
+import zerojax
 from tests import audits
 from tests.audit.models import STAGES, audited
 from tests.conftest import FUSED_AS_USERS
@@ -35,3 +41,30 @@ def test_gradients_are_full_at_stage_1_and_shards_at_3():
     }
     stack = audits.LAYERS * audits.DIM**2 * 4
     assert gradients[1] > stack > gradients[3] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_batch_and_its_statistics_are_neither_weights_nor_gradients(stage):
+    """A convolution pads its batch, and a batch norm reduces statistics that go into it."""
+
+    def make_state():
+        kernel = jax.random.normal(jax.random.key(0), (3, 3, 3, 16))
+        params = {"kernel": kernel, "scale": jnp.ones(16)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1e-2))
+
+    def loss_fn(params, batch):
+        x = jax.lax.conv_general_dilated(
+            batch, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = params["scale"] * (x - jax.lax.pmean(x.mean((0, 1, 2)), "data"))
+        return jnp.mean(x**2)
+
+    memories = []
+    for rows in (64, 1024):
+        state = zerojax.shard_train_state(make_state, stage=stage)
+        step = zerojax.train_step(loss_fn)
+        memories.append(zerojax.audit(step, state, np.ones((rows, 8, 8, 3), np.float32)).memory)
+    small, large = memories
+    whole = 4 * (3 * 3 * 3 * 16 + 16)
+    assert large.gathered <= 2 * whole and large.gradients <= 2 * whole
+    assert large.activations > 8 * small.activations

@@ -231,3 +231,27 @@ def test_sources_tell_which_parameter_has_a_tensor():
 def flat(tree):
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def test_parts_of_a_tensor_are_split_along_one_axis():
+    """Halves of columns and halves of rows overlap, and leave a corner to nobody."""
+    names = {"a": ("t", "(0/2 out) in -> out in"), "b": ("t", "out (1/2 in) -> out in")}
+    with pytest.raises(ValueError, match=r"a, b in t, which they do not fill"):
+        sources(names, {"a": (2, 4), "b": (4, 2)})
+
+
+def test_a_parameter_is_named_once():
+    with pytest.raises(ValueError, match=r"l_0 twice, by 'l_\{\}' and by 'l_0'. Leave one out"):
+        sources({"l_{}": "m.{}", "l_0": "first"}, {"l_0": (2,), "l_1": (2,)})
+
+
+def test_numbers_of_a_path_and_of_a_dimension_are_told_apart():
+    shapes = {"expert_0": (2, 3), "expert_1": (2, 3)}
+    with pytest.raises(ValueError, match=r"Number them, the path's first: 'layer.\{1\}.expert"):
+        sources({"expert_{}": "m.{}.e.{}.w"}, shapes)
+    found = sources({"expert_{}": "m.{1}.e.{0}.w"}, shapes)
+    assert {name: (s.leaf, s.index) for name, (s,) in found.items()} == {
+        f"m.{layer}.e.{expert}.w": (f"expert_{expert}", (layer,))
+        for layer in (0, 1)
+        for expert in (0, 1)
+    }

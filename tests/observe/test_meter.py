@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import re
 import types
 
@@ -95,6 +96,18 @@ def test_a_step_that_devices_still_run_is_timed_by_when_it_is_done(
     for n in meter:
         meter.update({"loss": n + 1})
     assert [values.get("step_seconds") for _, values in logged] == [None, 3.0, 3.0]
+
+
+def test_times_add_up_where_devices_are_sometimes_faster_than_the_loop(
+    clock, monkeypatch, on_log, logged
+):
+    """Every second step is done when it is looked at; each takes 2 seconds of the loop's time."""
+    answers = itertools.cycle([True, False])
+    monkeypatch.setattr(_meter._compat, "is_ready", lambda _: next(answers))
+    for n in (meter := zerojax.Meter(9, every=1, on_log=on_log, bar=False)):
+        clock.seconds += 2
+        meter.update({"loss": n + 1})
+    assert [values.get("step_seconds") for _, values in logged] == [None, *[2.0] * 8]
 
 
 def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsys):

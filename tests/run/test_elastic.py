@@ -46,6 +46,7 @@ def test_three_go_on_where_one_of_four_is_killed(tmp_path):
     assert times["redone"] > 0 and times["down"] > 0  # step 5; until it was found to be lost
 
 
+@pytest.mark.slow
 def test_three_go_on_where_the_lost_one_was_to_save(tmp_path):
     """The others wait for it beside the devices, while step 4 may still be written for all."""
     found = run(4, tmp_path / "four", tmp_path / "c", "--kill-after", 6)

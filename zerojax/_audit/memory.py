@@ -1,7 +1,8 @@
 """Peak memory of a compiled step, by what it holds."""
 
 import collections
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Set
 
 from jax.stages import Compiled
 
@@ -31,7 +32,7 @@ def measured(
     host_donated = sum(parameter.nbytes - parameter.device_bytes for parameter in reused)
     # Where the compiler packs tighter than the schedule read here, activations are charged less.
     gathered = min(kept["gathered"], temporary)
-    gradients = min(kept["gradients"], temporary - gathered)
+    gradients = min(kept["gradients"], temporary - gathered, _most_gradients(reading, temporary))
     return MemoryUse(
         parameters=arguments[_state.PARAMS],
         optimizer=arguments[_state.OPT_STATE],
@@ -46,6 +47,15 @@ def measured(
         host_donated=int(host_donated),
         host_temporary=stats.host_temp_size_in_bytes if stats else 0,
     )
+
+
+def _most_gradients(reading: Reading, temporary: int) -> int:
+    """Returns the bytes of all gradients whole, before and after they are reduced. What depends on
+    reduced statistics, as of a batch norm, is followed like a gradient, and may be far larger."""
+    if reading.plan is None:
+        return temporary
+    each = (math.prod(leaf.shape) * max(leaf.dtype.itemsize, 4) for leaf in reading.plan.params)
+    return 2 * sum(each)
 
 
 def _temporary(reading: Reading, collectives: list[Collective]) -> collections.Counter[str]:
@@ -76,10 +86,12 @@ def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[st
 def _use(reading: Reading, holders: list[_liveness.Holder], reduced: set[tuple[str, str]]) -> str:
     """Names a buffer after the values that are stored in it over its life."""
 
-    def labelled(values: dict[tuple[str, str], list[frozenset]]) -> bool:
+    def labelled(values: dict[tuple[str, str], list[frozenset]], wanted: Set | None = None) -> bool:
         sets = ((values.get((computation, name), []), at) for computation, name, at in holders)
-        return any(at < len(labels) and labels[at] for labels, at in sets)
+        found = (labels[at] for labels, at in sets if at < len(labels))
+        return any(labels and (wanted is None or labels & wanted) for labels in found)
 
     if any(holder[:2] in reduced for holder in holders) or labelled(reading.gradients.values):
         return "gradients"
-    return "gathered" if labelled(reading.weights.values) else "activations"
+    is_weight = labelled(reading.weights.values, reading.of_weights)  # a batch is copied, too
+    return "gathered" if is_weight else "activations"

@@ -62,6 +62,11 @@ class Reading:
         return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
 
     @functools.cached_property
+    def of_weights(self) -> set[int]:
+        """The arguments that are parameters: a batch is copied, too."""
+        return {n for n, kind in enumerate(self.kinds) if kind == _state.PARAMS}
+
+    @functools.cached_property
     def served(self) -> dict[Made, list[str]]:
         """The leaves of the state that each array of a collective updates.
 

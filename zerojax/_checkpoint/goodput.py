@@ -209,7 +209,7 @@ def _history_at(file: epath.Path) -> list[Start]:
         return []
     try:
         return _read(file)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         warnings.warn(f"{error} Its times are left out of this run's.", stacklevel=2)
         return []
 

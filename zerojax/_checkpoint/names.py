@@ -47,6 +47,11 @@ class Layout:
         part, of = next((axis.split("/") for axis in self._axes() if "/" in axis), ("0", "1"))
         return int(part), int(of)
 
+    def outer(self, shape: Shape) -> int:
+        """Returns how many elements the axes have before the one that is split."""
+        before = itertools.takewhile(lambda axis: "/" not in axis, self._axes())
+        return math.prod(self._sizes(shape, before))
+
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the whole tensor, by that of what the parameter has of it."""
         return tuple(math.prod(self._sizes(shape, group)) for group in self.theirs)
@@ -92,6 +97,7 @@ def whole(leaf: str, shape: Shape) -> Source:
 def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
     """Returns, by the name of each tensor, what it has of the parameters of these shapes."""
     found: dict[str, list[Source]] = collections.defaultdict(list)
+    taken: dict[str, str] = {}
     for path, entry in names.items():
         pattern = re.compile(re.escape(path).replace(re.escape("{}"), r"(\d+)"))
         leaves = {leaf: match for leaf in shapes if (match := pattern.fullmatch(leaf))}
@@ -100,6 +106,10 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
                 f"names= has {path!r}, which is no parameter. Name paths as {some(shapes)}."
             )
         for leaf, match in leaves.items():
+            if (other := taken.setdefault(leaf, path)) != path:
+                raise ValueError(
+                    f"names= has {leaf} twice, by {other!r} and by {path!r}. Leave one out."
+                )
             for name, source in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
                 found[name].append(source)
     for name, parts in found.items():
@@ -111,7 +121,12 @@ def _sources_of(
     leaf: str, entry: str | tuple[str, str], numbers: tuple[str, ...], shape: Shape
 ) -> Iterable[tuple[str, Source]]:
     name, text = (entry, None) if isinstance(entry, str) else entry
-    stacked = name.count("{}") - len(numbers)
+    stacked = len(re.findall(r"\{\d*\}", name)) - len(numbers)
+    if numbers and stacked > 0 and "{}" in name:
+        raise ValueError(
+            f"names= has {leaf} in {name!r}, where one {{}} is of the path and one counts a first "
+            "dimension. Number them, the path's first: 'layer.{1}.expert.{0}'."
+        )
     if not 0 <= stacked <= len(shape):
         raise ValueError(
             f"names= has {leaf} in {name!r}: each {{}} there counts what a {{}} of the path or a "
@@ -157,7 +172,9 @@ def _check_parts(name: str, parts: list[Source]) -> None:
     have = sorted(source.layout.part() for source in parts)
     of = have[0][1]
     shapes = {source.layout.stored_shape(source.shape) for source in parts}
-    if have != [(part, of) for part in range(of)] or len(shapes) > 1:
+    outer = {source.layout.outer(source.shape) for source in parts}  # of the axis that is split
+    is_split = have == [(part, of) for part in range(of)] and len(shapes) == len(outer) == 1
+    if not is_split:
         leaves = ", ".join(dict.fromkeys(source.leaf for source in parts))
         raise ValueError(
             f"names= has {leaves} in {name}, which they do not fill, each with a part of its own. "

@@ -80,7 +80,8 @@ class Meter:
         self._bar: Any = None  # of tqdm, while the loop runs
         # A step to log, when it was given to the devices, and what they may not have done yet.
         self._due: tuple[int, float, PyTree] | None = None
-        self._last: tuple[int, float] | None = None  # the last step that was logged, and when
+        # The last step that was logged, when it was given to the devices, and when it was read.
+        self._last: tuple[int, float, float] | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yields the steps that are left, counted from 0 as `range` does."""
@@ -92,9 +93,10 @@ class Meter:
         self.done += 1
         if not self._speaks:
             return
+        given = time.perf_counter()
         self._read()
         if self.done in (self._start + 1, self.steps) or self.done % self._every == 0:
-            self._due = self.done, time.perf_counter(), metrics
+            self._due = self.done, given, metrics
         if self.done == self.steps:  # the devices have nothing else to do
             self._read()
         if self._bar is not None:
@@ -114,14 +116,17 @@ class Meter:
         if self._due is None:
             return
         (step, given, metrics), self._due = self._due, None
-        # Devices that are faster than the loop were done when it gave them the step, or soon after.
         waits = not all(map(_compat.is_ready, jax.tree.leaves(metrics)))
         values = _scalars(metrics)
-        done = time.perf_counter() if waits else given
+        now = time.perf_counter()
         if self._last is not None:
-            seconds = (done - self._last[1]) / (step - self._last[0])
-            values |= self._speed(seconds)
-        self._last = step, done
+            before, its_given, its_now = self._last
+            # A step is read after the next one is given; the last is read at once. Where devices
+            # are faster than the loop, that would leave a step out.
+            at_once = step == self.done and not waits
+            passed = given - its_given if at_once else now - its_now
+            values |= self._speed(passed / (step - before))
+        self._last = step, given, now
         values["memory_bytes"] = device_bytes()
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values, "="), refresh=False)
