@@ -116,3 +116,6 @@ def test_optimizer_and_params_that_do_not_match():
         zerojax.plan((params, tx.init({"v": params["w"]})), tx=tx)
     with pytest.raises(ValueError, match=r"opt_state/0/mu/w has shape \(8,\).*tx.init"):
         zerojax.plan((params, tx.init({"w": jnp.ones(8)})), tx=tx)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), (params, tx.init(params)))
+    with pytest.raises(ValueError, match=r"count has shape \(4,\).*unreplicate\(state\)"):
+        zerojax.plan(stacked, tx=tx)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 from tests.models import mlp
@@ -85,6 +86,9 @@ def test_several_states_in_one_are_refused():
 def test_a_list_is_no_state():
     with pytest.raises(ValueError, match=r"no parameters in a state of type list.*a tuple"):
         zerojax.plan([{"w": W}, ()])
+    beside = {"state": TrainState.create(apply_fn=None, params={"w": W}, tx=optax.sgd(1)), "n": 0}
+    with pytest.raises(ValueError, match=r"entry 'state' of this dict is a whole state. Pass it"):
+        zerojax.plan(beside)
 
 
 @pytest.mark.parametrize("key", ["a/b", "a.b"])

@@ -64,6 +64,7 @@ def _check_match(opt_state: PyTree, made: PyTree) -> None:
         {leaf.name: tuple(shape_dtype(leaf.value).shape) for leaf in leaves_with_paths(tree)}
         for tree in (opt_state, made)
     )
+    remedy = "Make it again: opt_state = tx.init(params)."
     for path in [*sorted(have.keys() ^ want.keys()), *have]:
         if path not in want:
             odd = "is only in the state"
@@ -71,12 +72,14 @@ def _check_match(opt_state: PyTree, made: PyTree) -> None:
             odd = "is missing from the state"
         elif have[path] != want[path]:
             odd = f"has shape {have[path]}, and tx.init(params) makes {want[path]}"
+            if have[path][1:] == want[path]:
+                remedy = (
+                    "If the state is a stack of copies, as for jax.pmap, pass one of them: "
+                    "flax.jax_utils.unreplicate(state)."
+                )
         else:
             continue
-        raise ValueError(
-            f"optimizer and parameters do not match: opt_state/{path} {odd}. "
-            "Make it again: opt_state = tx.init(params)."
-        )
+        raise ValueError(f"optimizer and parameters do not match: opt_state/{path} {odd}. {remedy}")
 
 
 def followed(

@@ -8,7 +8,7 @@ trees of parameters. No other package knows these container types.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -98,6 +98,9 @@ def leaves_of(state: PyTree) -> list[Leaf]:
 
 
 def no_parameters(state: object) -> ValueError:
+    entries = state.items() if isinstance(state, Mapping) else ()
+    if inner := next((name for name, entry in entries if hasattr(entry, "params")), None):
+        return ValueError(f"entry {inner!r} of this dict is a whole state. Pass it by itself.")
     return ValueError(
         f"no parameters in a state of type {type(state).__name__}. Pass a flax TrainState, "
         "a tuple (params, opt_state), or {'params': ..., 'opt_state': ...}."
