@@ -186,3 +186,19 @@ def test_verify_tells_what_counts_a_part_alone():
     assert "c/queue, a field in mutable=, becomes the mean" in report.notes[0]
     assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
+
+
+def test_a_field_returned_without_mutable_is_warned_of():
+    """As Flax's BatchNorm trains where its loss closes over the state's statistics."""
+    old = {"mean": jnp.zeros(8)}
+    loss = lambda params, x: (errors(params, x), {"c": {"mean": (x @ params["w"]).mean(0)}})
+    with pytest.warns(UserWarning, match=r"returns 'c' in aux.*With mutable=\('c',\) the step"):
+        state, _ = zerojax.train_step(loss)(placed(old), X)
+    assert not np.any(state.c["mean"])
+
+
+@pytest.mark.parametrize("aux", [{"c": jnp.zeros(3)}, {"d": jnp.zeros(8)}, {"step": jnp.int32(1)}])
+def test_metrics_are_not_warned_of(aux):
+    """Warnings are errors here."""
+    loss = lambda params, x: (errors(params, x), aux)
+    zerojax.train_step(loss)(placed({"mean": jnp.zeros(8)}), X)

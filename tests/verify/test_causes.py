@@ -107,27 +107,53 @@ class Normalised(nn.Module):
         return nn.Dense(4)(nn.relu(x))
 
 
-def normalised(axis_name=None):
+def normalised(axis_name=None, rate=None):
     model = Normalised(axis_name)
     fields = Normalised().init(jax.random.key(2), X)
 
-    def loss(params, x, batch_stats):
+    def loss(params, x, *rng, batch_stats):
         variables = {"params": params, "batch_stats": batch_stats}
+        if rng:
+            x = x * jax.random.bernoulli(*rng, 1 - rate, x.shape)
         out, new = model.apply(variables, x, mutable=["batch_stats"])
         return (out**2).mean(), {**new, "out": out.mean()}
 
-    return Model(fields["params"], loss, X, fields={"batch_stats": fields["batch_stats"]})
+    rng = None if rate is None else jax.random.key(3)
+    stats = {"batch_stats": fields["batch_stats"]}
+    return Model(fields["params"], loss, X, rng=rng, fields=stats)
 
 
-def test_batchnorm_is_named_and_its_remedy_passes():
-    report = verified(normalised())
+@pytest.mark.parametrize("rate", [None, 0.1, 0.5])
+def test_batchnorm_is_named_and_its_remedy_passes(rate):
+    """Beside dropout too."""
+    report = verified(normalised(rate=rate))
     assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
     assert "Most likely BatchNorm: give it axis_name='data'" in report.causes[0]
     assert any(c.path.startswith("batch_stats/") for c in report.checks)
     assert "aux/out" in {c.path for c in report.checks}
-    assert verified(normalised("data")).ok
-    split = verified(normalised("data"), accumulate=4)
+    assert verified(normalised("data", rate)).ok
+    split = verified(normalised("data", rate), accumulate=4)
     assert "with accumulate=1 it is the same" in split.causes[0]
+
+
+def with_a_key_in_the_state():
+    def loss(params, x, batch_stats):
+        new = {"key": jax.random.split(batch_stats["key"])[0]}
+        return dropping(params, x, batch_stats["key"]), {"batch_stats": new}
+
+    return Model(W, loss, X, fields={"batch_stats": {"key": jax.random.key(3)}})
+
+
+@pytest.mark.parametrize("made", [
+    Model(W, lambda params, x: dropping(params, x, jax.random.key(3)), X),
+    Model(W, lambda params, x, rng: dropping(params, x, jax.random.key(3)), X, jax.random.key(1)),
+    with_a_key_in_the_state(),
+], ids=["in the loss", "beside another", "in the state"])  # fmt: skip
+def test_a_key_that_the_step_does_not_fold_is_named(made):
+    report = verified(made)
+    assert not report.ok
+    assert "draws random numbers from a key that the step does not see" in report.causes[0]
+    assert "step(state, batch, rng)" in report.causes[0]
 
 
 def test_an_optimizer_that_cannot_run_on_a_shard_is_no_cause():

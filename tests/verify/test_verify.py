@@ -28,6 +28,8 @@ from tests.verify.steps import (
 )
 from zerojax._step import parameter as _parameter
 
+PARTS, WHOLE = "mean over the parts", "the whole batch at once"
+
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 4), (2, 4), (3, 1)])
 def test_right_steps_pass(stage, accumulate):
@@ -52,13 +54,37 @@ def test_layer_loops_pass():
     assert report.ok, report
 
 
+@pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)], ids=["typed", "raw"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_dropout_passes_and_is_not_compared_with_the_whole_batch(accumulate):
+def test_dropout_passes_and_is_compared_with_the_whole_batch(accumulate, key):
+    """All random numbers alike, dropout by halves keeps everything: the loss without any."""
     step = zerojax.train_step(dropping, accumulate=accumulate)
-    report = zerojax.verify(step, placed(W), X, jax.random.key(7))
+    report = zerojax.verify(step, placed(W), X, key)
+    assert report.ok, report
+    assert not report.notes
+    names = [f"{what}, all random numbers alike" for what in (PARTS, WHOLE)]
+    assert list(report.losses) == ["the step", PARTS, *names]
+    plain = float(squares(W, X).mean())
+    assert [report.losses[name] for name in names] == pytest.approx([plain, plain], rel=1e-5)
+    assert report.losses["the step"] != pytest.approx(plain, rel=0.1)
+
+
+def until_large(params, x, rng):
+    draw = lambda carry: (jax.random.split(carry[0])[0], jax.random.normal(carry[0]))
+    _, scale = jax.lax.while_loop(lambda carry: carry[1] < 1, draw, (rng, 0.0))
+    return (squares(params, x) * scale).mean()
+
+
+@pytest.mark.parametrize("loss", [
+    until_large,
+    lambda p, x, rng: (squares(p, x) * jax.random.gamma(rng, 2.0)).mean(),
+    lambda p, x, rng: (squares(p, x) * jax.random.poisson(rng, 9.0)).mean(),
+], ids=["loop", "gamma", "poisson"])  # fmt: skip
+def test_draws_that_cannot_be_alike_are_not_compared_with_the_whole_batch(loss):
+    report = zerojax.verify(zerojax.train_step(loss), placed(W), X, jax.random.key(7))
     assert report.ok, report
     assert "another sample" in report.notes[0]
-    assert list(report.losses) == ["the step", "mean over the parts"]
+    assert list(report.losses) == ["the step", PARTS]
 
 
 @pytest.mark.parametrize("tx", [

@@ -1,5 +1,7 @@
 """Fields of a state, such as batch statistics, that a loss takes and returns updated."""
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,6 +10,8 @@ from jax.tree_util import DictKey
 
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree, is_key
+
+UPDATED = ("step", _state.PARAMS, _state.OPT_STATE)  # by the optimizer
 
 
 def with_fields(
@@ -42,8 +46,9 @@ def split_fields(
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Takes the updated fields out of aux, in the dtypes that they have in the state.
 
-    What is None in aux stays as it was.
+    What is None in aux stays as it was. Warns of fields in aux that the step will not update.
     """
+    _warn_of_others(aux, state, names)
     if not names:
         return aux, {}
     missing = [n for n in names if not isinstance(aux, dict) or n not in aux]
@@ -63,6 +68,21 @@ def without_fields(aux: PyTree, names: Sequence[str]) -> PyTree:
     if not names or not isinstance(aux, dict):
         return aux
     return {k: v for k, v in aux.items() if k not in names} or None
+
+
+def _warn_of_others(aux: PyTree, state: PyTree, names: Sequence[str]) -> None:
+    """Warns where a loss returns what looks like a field of the state and is not in `mutable=`."""
+    shapes = functools.partial(jax.tree.map, jnp.shape)
+    for name, new in aux.items() if isinstance(aux, dict) else ():
+        old = state.get(name) if isinstance(state, dict) else getattr(state, str(name), None)
+        if name in (*names, *UPDATED) or not jax.tree.leaves(new) or shapes(new) != shapes(old):
+            continue
+        warnings.warn(
+            f"the loss returns {name!r} in aux, which is a field of the state too: the step leaves "
+            f"that as it was. With mutable=({name!r},) the step passes it to the loss as {name}= "
+            "and keeps what the loss returns. For a metric, take another name.",
+            stacklevel=2,
+        )
 
 
 def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:

@@ -132,10 +132,12 @@ def called(
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
         given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
+        missing = re.search(r"missing \d+ required [\w-]+ arguments?: '(\w+)'", str(error))
+        name = missing[1] if missing else "batch_stats"
         raise TypeError(
             f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
             "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
-            "come with mutable=."
+            f"come by name: mutable=({name!r},)."
         ) from error
 
 

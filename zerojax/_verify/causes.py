@@ -13,7 +13,7 @@ from zerojax._loss import batch as _batch
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import state as _state
 from zerojax._types import PyTree
-from zerojax._verify import compare as _compare
+from zerojax._verify import compare as _compare, draws as _draws
 from zerojax._verify.compare import Check
 from zerojax._verify.reference import Comparison, Reference
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
@@ -23,6 +23,11 @@ LOSS, GRADIENTS = "loss is", "gradients are"
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
+)
+KEYS_OF_ITS_OWN = (
+    "The loss draws random numbers from a key that the step does not see, one kept in the state or "
+    "made in the loss: every part of the batch gets the same ones. Pass the key to the step, "
+    "step(state, batch, rng), which folds it for each part"
 )
 
 
@@ -181,6 +186,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "The loss means something else on a microbatch than on the whole batch: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
+    if _draws.has_keys_of_its_own(parts.jaxpr):
+        return f"{KEYS_OF_ITS_OWN}, {accept}."
     for what, roles in _other_splits(reference):
         if close(_loss_by(reference, roles), whole):
             pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)

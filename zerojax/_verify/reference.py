@@ -1,5 +1,6 @@
 """The result of a step's inputs on one device, and the step's own, to be compared with it."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from zerojax._step import finite as _finite
 from zerojax._step.options import precision_of
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree, is_key
-from zerojax._verify import compare as _compare, replay as _replay
+from zerojax._verify import compare as _compare, draws as _draws, replay as _replay
 from zerojax._verify.compare import Check
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
 from zerojax._wire.codecs import Blocks, each_of
@@ -83,6 +84,22 @@ class Reference:
     @property
     def has_keys(self) -> bool:
         return any(role.kind == _batch.KEY for role in self.roles)
+
+    def with_draws_alike(self) -> "Reference":
+        """Returns the same with keys from which every draw is the same number, on any part.
+
+        Those of a model's streams too: the step folds them by one of the arguments.
+        """
+        other = copy.copy(self)
+        values, treedef = jax.tree.flatten(self.args)
+        keys = [role.kind == _batch.KEY for role in self.roles]
+        other.args = treedef.unflatten(
+            [_draws.alike(v) if k else v for v, k in zip(values, keys, strict=True)]
+        )
+        if hasattr(self.state, "model_of"):
+            leaves, treedef = jax.tree.flatten(self.state)
+            other.state = treedef.unflatten([_draws.alike(v) if is_key(v) else v for v in leaves])
+        return other
 
     def replay(
         self,

@@ -36,7 +36,12 @@ class Replayed:
     losses: np.ndarray
     aux: PyTree
     grads: PyTree  # None where nothing was differentiated
-    dtype: np.dtype  # the narrowest floats that the loss computes in
+    jaxpr: Jaxpr  # of the loss on one part
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """The narrowest floats that the loss computes in."""
+        return narrowest(self.jaxpr)
 
     @property
     def loss(self) -> float:
@@ -147,7 +152,7 @@ def evaluate(
         found = {i: grad * factor for i, grad in grads.items()}
         grads = treedef.unflatten([found.get(i, zero_gradient(v)) for i, v in enumerate(values)])
     aux = jax.tree.structure(traced.aux).unflatten(aux)
-    return Replayed(np.asarray(losses) / share, aux, grads, narrowest(traced.jaxpr))
+    return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr)
 
 
 def _traced(

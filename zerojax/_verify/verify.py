@@ -19,7 +19,12 @@ from zerojax._step.grad import loss_and_grads
 from zerojax._step.options import Options
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
-from zerojax._verify import causes as _causes, compare as _compare, field_checks as _field_checks
+from zerojax._verify import (
+    causes as _causes,
+    compare as _compare,
+    draws as _draws,
+    field_checks as _field_checks,
+)
 from zerojax._verify.compare import NOT_FINITE, OK, Check
 from zerojax._verify.field_checks import Found
 from zerojax._verify.reference import Comparison, Observed, Reference, aux_like
@@ -33,6 +38,10 @@ NOTHING_TO_COMPARE = (
     "Gradients or the new state are not finite on one device either, which leaves nothing to "
     "compare. Find where with the plain loss on one device, under jax.debug_nans(True), and verify "
     "with a batch and a state that are finite."
+)
+DRAWS_DIFFER = (
+    "Each part has its own key, so the whole batch's loss is another sample and is not compared. "
+    "To learn whether a part means the same, verify a loss without randomness."
 )
 
 
@@ -67,8 +76,8 @@ def verify(
         batch, rng: as the step takes them.
         loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for
             other steps.
-        whole_batch: whether the loss should be that of the whole batch too. Not compared where
-            there are keys, which are folded for each part.
+        whole_batch: whether the loss should be that of the whole batch too. With a key, the two
+            are compared with all random numbers alike: dropout keeps everything.
         tolerance: relative; default, by the narrowest dtype that the loss computes in.
         device: where to replay; default, the first one of the mesh.
 
@@ -196,7 +205,7 @@ def _verified(
     found.add(_compared(comparison))
     found.add(_field_checks.of_the_parts(reference, parts))
     losses = {"the step": _number(observed.loss), "mean over the parts": parts.loss}
-    if whole_batch and not reference.has_keys:
+    if whole_batch:
         losses |= _add_meaning(found, reference, parts, given)
     checks = sorted(found.checks, key=lambda check: (not check.is_wrong, -check.excess))
     if reference.skips(parts):
@@ -243,10 +252,15 @@ def _add_meaning(
     found: Found, reference: Reference, parts: Replayed, given: float | None
 ) -> dict[str, float]:
     """Compares loss and updated fields on the whole batch with those on its parts."""
-    losses, where = {}, ""
-    if reference.computes_narrow:
-        parts, where = reference.replay(in_float32=True, differentiate=False), ", in float32"
-        losses[f"mean over the parts{where}"] = parts.loss
+    comparable = _comparable(reference, parts)
+    if comparable is None:
+        found.notes.append(DRAWS_DIFFER)
+        return {}
+    (reference, compared), losses = comparable, {}
+    where = ", in float32" if reference.computes_narrow else ""
+    where += ", all random numbers alike" if reference.has_keys else ""
+    if compared is not parts:
+        parts, losses[f"mean over the parts{where}"] = compared, compared.loss
     whole = reference.replay(reference.split.on_one(), in_float32=True, differentiate=False)
     losses[f"the whole batch at once{where}"] = whole.loss
     tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE) if given is None else given
@@ -257,6 +271,24 @@ def _add_meaning(
         found.causes.append(_causes.of_the_loss(reference, parts, whole.loss, tolerance))
     found.add(_field_checks.of_the_whole(reference, parts, whole, tolerance))
     return losses
+
+
+def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
+    """Returns a reference whose parts mean what the whole batch does, and these; None without any.
+
+    A wide dtype, and one random number for all: else dropout of the whole batch is another sample.
+    """
+    if reference.has_keys and _draws.rejects(parts.jaxpr):
+        return None
+    if not reference.has_keys and not reference.computes_narrow:
+        return reference, parts
+    other = reference.with_draws_alike() if reference.has_keys else reference
+    try:
+        return other, other.replay(in_float32=True, differentiate=False)
+    except Exception:  # whatever a loss raises that looks into its keys, or JAX for some draws
+        if not reference.has_keys:
+            raise
+        return None
 
 
 def _metric_checks(comparison: Comparison) -> Iterator[Check]:
@@ -281,11 +313,6 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield "The step's metrics have no 'loss', so it is not compared."
     if observed.grads is None:
         yield "The step returns no gradients; what they did to the new state is compared."
-    if reference.has_keys:
-        yield (
-            "Each part has its own key, so the whole batch's loss is another sample and is not "
-            "compared. To learn whether a part means the same, verify a loss without randomness."
-        )
     if reference.skips(parts):
         yield (
             "The loss or the gradients are not finite on one device either, and both sides skip "
