@@ -5,7 +5,9 @@ python -m tests.disagreements --directory runs/a
 
 import argparse
 import json
+import os
 import pathlib
+import shutil
 from unittest import mock
 
 import jax
@@ -25,6 +27,7 @@ def main() -> None:
     from jax.sharding import AxisType, Mesh
 
     import zerojax
+    from zerojax._checkpoint import files as _files
 
     zerojax.initialize()
     me = jax.process_index()
@@ -80,6 +83,18 @@ def main() -> None:
         np.testing.assert_allclose(found["loss"], loss(made().params, host.T[:3]), rtol=1e-6)
         assert found["aux"] == 3 / 8
 
+    def unshared(write):
+        """One path, and another directory behind it in each process."""
+        os.makedirs(own := f"{directory}/of_{me}")
+        os.chdir(own)
+        try:
+            with mock.patch.object(_files, "SEEN_WITHIN", 0.3):
+                write("/proc/self/cwd/c")
+        finally:
+            left = [name for _, _, files in os.walk(own) for name in files]
+            shutil.rmtree(own)
+            assert not left, left
+
     def loop(run):
         with zerojax.Checkpoints(f"{directory}/loop") as checkpoints:
             run(checkpoints)
@@ -110,6 +125,8 @@ def main() -> None:
         "Checkpoints": lambda: zerojax.Checkpoints(f"{directory}/loop", every=1 + me),
         "Checkpoints.save": lambda: loop(lambda found: found.save(2 + me, state)),
         "resume": lambda: loop(lambda found: found.resume(state, step=1 + me)),
+        "unshared": lambda: unshared(lambda path: zerojax.save(path, state)),
+        "unshared Checkpoints": lambda: unshared(zerojax.Checkpoints),
         "after all that": two_steps,
     }  # fmt: skip
     told = {}

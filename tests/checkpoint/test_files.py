@@ -77,6 +77,16 @@ def test_a_second_writer_to_one_path_is_refused(tmp_path):
     assert not lock.exists()
 
 
+def test_a_writer_that_has_not_joined_its_processes_is_told(tmp_path, monkeypatch):
+    state = place()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with (
+        _files.only_writer(epath.Path(tmp_path / "c"), epath.Path(tmp_path / ".c.lock")),
+        pytest.raises(ValueError, match=r"is writing to .*/c. WORLD_SIZE=4 says .*initialize\(\)"),
+    ):
+        zerojax.save(tmp_path / "c", state)
+
+
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 import zerojax
 from tests.processes import ROOT, Run, completed
+from zerojax._run import processes as _processes
 
 STEPS = 8
 OFFLOAD = ["--offload"]  # the worker asserts where its state was born, restored, and left
@@ -178,3 +179,22 @@ def test_half_an_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=2 is set and MASTER_ADDR is not. Set"):
         zerojax.initialize()
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_process_that_has_not_joined_the_others_is_warned_once(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    _processes.warn_if_not_joined.cache_clear()
+    zerojax.process_slice(32)  # no warning, which would be an error
+    monkeypatch.setenv(name, "4")
+    _processes.warn_if_not_joined.cache_clear()
+    with pytest.warns(UserWarning, match=rf"{name}=4 says .* 4 processes.*zerojax.initialize\(\)"):
+        zerojax.process_slice(32)
+    zerojax.process_slice(32)
+
+
+def test_a_job_of_several_tasks_may_run_one_program(monkeypatch):
+    """As in the batch script of a Slurm job, outside of srun."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    _processes.warn_if_not_joined.cache_clear()
+    zerojax.process_slice(32)

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +17,18 @@ import numpy as np
 from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
 
+from zerojax._run import processes as _processes
+
 T = TypeVar("T")
 
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
+ONE_WRITER = (
+    "Give each writer a path of its own, or wait for the other to finish (in a notebook, close() "
+    "the Checkpoints of an earlier cell)."
+)
+SEEN_WITHIN = 10.0  # seconds after which a file that another process made must be seen
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some mounts of Lustre and NFS
 # What a parser makes of text that is not what was written.
 DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
@@ -128,17 +136,42 @@ def only_writer(path: epath.Path, lock: epath.Path) -> Iterator[None]:
             error = ValueError(f"{path} cannot be written ({reason}). Choose another directory.")
         if lock_file is None and error is None:
             error = ValueError(
-                f"something else is writing to {path}. Give each writer a path of its own, or "
-                "wait for the other to finish (in a notebook, close() the Checkpoints of an "
-                "earlier cell)."
+                f"something else is writing to {path}. " + (_processes.not_joined() or ONE_WRITER)
             )
     raise_together(error)
     try:
+        _check_shared(path, lock)
         yield
     finally:
         if lock_file is not None:
             os.unlink(lock)
             os.close(lock_file)
+
+
+def _check_shared(path: epath.Path, lock: epath.Path) -> None:
+    """Raises where other processes do not see what process 0 writes: Orbax would wait for ever."""
+    if jax.process_count() == 1 or "://" in str(path):
+        return
+    token = int(multihost_utils.broadcast_one_to_all(np.int32(time.time_ns() % 2**31)))
+    mark = lock.with_name(f"{lock.name}-{token}")
+    if jax.process_index() == 0:
+        mark.touch()
+    seen = multihost_utils.process_allgather(np.asarray(_appears(mark))).reshape(-1)
+    if jax.process_index() == 0:
+        mark.unlink()
+    if not seen.all():
+        raise ValueError(
+            f"{path} is not one directory: process {seen.argmin()} does not see there what process "
+            "0 writes. Choose one on a file system that all hosts share, or in an object store."
+        )
+
+
+def _appears(file: epath.Path) -> bool:
+    """Whether a file exists or soon does: another host's may take some seconds on NFS."""
+    until = time.monotonic() + SEEN_WITHIN
+    while not (found := file.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
 
 
 def _lock(name: str) -> int | None:

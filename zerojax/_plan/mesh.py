@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax import _compat
+from zerojax._run import processes as _processes
 from zerojax._types import Device
 
 DEFAULT_AXIS = "data"
@@ -61,6 +62,7 @@ def mesh(**sizes: int) -> Mesh:
 
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
+    _processes.warn_if_not_joined()
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
         raise _no_mesh(mesh)

@@ -3,11 +3,13 @@
 import atexit
 import contextlib
 import faulthandler
+import functools
 import itertools
 import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -20,6 +22,7 @@ from zerojax._run import agreement as _agreement
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
 _AGAIN: dict[str, Any] = {}  # arguments with which a process joins another run as it did the first
 NO_LOSS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of XLA that no lost process causes
+NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 GRACE = 5.0  # seconds after which C code ends a process whose threads do not run
 
 
@@ -82,6 +85,26 @@ def initialize(
     _end_together()
     log(f"zerojax: {count} process{'es' * (count > 1)}, {jax.device_count()} devices")
     return count
+
+
+def not_joined() -> str:
+    """Says that this process was started as one of several and has not joined them, if so."""
+    for name in NUMBERS_OF_PROCESSES if jax.process_count() == 1 else ():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1 and not jax.distributed.is_initialized():
+            return (
+                f"{name}={count} says that this is one of {count} processes, and it has not joined "
+                "the others: each trains by itself. Call zerojax.initialize() first of all; where "
+                f"it is meant to be alone, unset {name}."
+            )
+    return ""
+
+
+@functools.cache
+def warn_if_not_joined() -> None:
+    """Warns of it, once."""
+    if text := not_joined():
+        warnings.warn(text, stacklevel=2)
 
 
 def join_again(address: str, count: int, me: int) -> None:
