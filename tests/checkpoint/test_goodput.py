@@ -26,24 +26,30 @@ def clock(monkeypatch):
     return now
 
 
-def train(clock, directory, steps, fails_after=None):
-    """Starts in 30 s; steps take 2, saves 5, and the last save is waited for another 3."""
+def train(clock, directory, steps, fails_after=None, evaluates=0):
+    """Starts in 30 s; steps take 2, saves 5, and the last save another 3 at the end."""
     with zerojax.Checkpoints(directory, every=4) as checkpoints:
         state, saved = checkpoints.resume(STATE)
-        save, close = checkpoints._manager.save, checkpoints._manager.close
+        manager = checkpoints._manager
+        save, wait = manager.save, manager.wait_until_finished
 
         def saving(*args, **kwargs):
             clock.seconds += 5
             return save(*args, **kwargs)
 
-        checkpoints._manager.save = saving
+        def last_wait():
+            clock.seconds += 3
+            manager.wait_until_finished = wait
+            return wait()
+
+        manager.save = saving
         for n in range(saved.step or 0, steps):
             clock.seconds += 30 if n == (saved.step or 0) else 2
             checkpoints.save(n + 1, state)
             if n + 1 == fails_after:
                 raise RuntimeError("a failure of the program's own")
-        clock.seconds += 3
-        close()
+        clock.seconds += evaluates
+        manager.wait_until_finished = last_wait
     return zerojax.Goodput(directory).to_dict()
 
 
@@ -52,6 +58,13 @@ def test_one_start(clock, tmp_path):
         "productive": 16.0, "redone": 0.0, "starting": 30.0, "saving": 13.0, "down": 0.0,
         "goodput": 16 / 59, "starts": 1.0, "steps": 9.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [8, 9])  # the last of which is saved, or not
+def test_what_follows_the_last_step_is_no_saving(clock, tmp_path, steps):
+    """An evaluation of a minute, before the block ends and waits for the last save."""
+    times = train(clock, tmp_path, steps=steps, evaluates=60)
+    assert (times["productive"], times["saving"]) == (2 * (steps - 1) + 60, 13)
 
 
 def test_steps_after_the_checkpoint_are_done_again(clock, tmp_path):

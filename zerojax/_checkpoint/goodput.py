@@ -52,8 +52,8 @@ class Goodput:
     `zerojax.Checkpoints` keeps the times in a small file beside the checkpoints, as long as `save`
     is called after each step; nothing else is needed. All are those of process 0, in seconds:
 
-    - `productive`: steps that the state has gone through. What the loop does between them counts,
-      as evaluation or waiting for data.
+    - `productive`: steps that the state has gone through. What the loop does between them and
+      after the last counts, as evaluation or waiting for data.
     - `redone`: steps that were done after the checkpoint that a later start resumed from.
     - `starting`: from the making of `Checkpoints` to the end of the first call of the step, which
       restores and compiles.
@@ -174,8 +174,14 @@ class Clock:
         self.write_at = 0.0
         self._write()
 
+    def closing(self, *, meant: bool) -> None:
+        """Notes that the loop is over: as it was meant to, or it was cut off."""
+        self.meant = meant
+        if self.has_stepped and meant:  # what came after the last save is no saving
+            self._passed("stepping")
+
     def ended(self) -> None:
-        """Notes that nothing more will be saved: as the loop `meant` it to, or it was cut off."""
+        """Notes that nothing more will be saved; since `closing`, the last save was waited for."""
         if self.has_stepped and self.meant:
             self.start.ended = True
             self.saved()

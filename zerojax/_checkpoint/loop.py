@@ -106,7 +106,9 @@ class Checkpoints:
         self._close(meant=True)
 
     def _close(self, *, meant: bool) -> None:
-        self._closed, self._clock.meant = True, meant
+        if not self._closed:
+            self._closed = True
+            self._clock.closing(meant=meant)
         self._finish()
 
     def wait(self) -> None:
