@@ -132,6 +132,16 @@ def test_a_step_counts_if_no_later_start_goes_behind_it(
     assert total == clock.seconds - 1000 and times["goodput"] == productive / total
 
 
+def test_without_a_later_start_nothing_is_done_again(clock, tmp_path):
+    """One step alone, which `save` is called for once more 2 s later."""
+    kept = _goodput.Clock(tmp_path)
+    for _ in range(2):
+        clock.seconds += 2
+        kept.step_done(1)
+    times = zerojax.Goodput(tmp_path).to_dict()
+    assert (times["starting"], times["productive"], times["redone"]) == (2, 2, 0)
+
+
 PROGRAM = """
 import os, signal, sys, time, jax.numpy as jnp, zerojax
 state = {"params": {"w": jnp.ones((8, 4))}}

@@ -41,9 +41,10 @@ class Start:
 
     def kept(self, until: int) -> float:
         """Returns the seconds of its steps up to `until`, each of them as long as their mean."""
+        if until >= self.step:  # all of them, and what else the loop has done
+            return self.stepping
         first = self.resumed + 1  # which is a part of starting
-        kept = max(min(self.step, until) - first, 0)
-        return self.stepping * kept / max(self.step - first, 1)
+        return self.stepping * max(until - first, 0) / max(self.step - first, 1)
 
 
 class Goodput:
