@@ -28,7 +28,8 @@ MEANING = {
 
 @dataclasses.dataclass
 class Start:
-    """What one start of the program did, in seconds and steps; times are since the epoch."""
+    """What one start of the program did, in seconds and steps; times are since the epoch, and tell
+    only how much passes between two starts, as a clock may be set while a program runs."""
 
     began: float
     alive: float  # when it was last heard of
@@ -158,6 +159,7 @@ class Clock:
         now = time.time()
         self.start, self.before = Start(began=now, alive=now), _history_at(self.file)
         self.has_stepped, self.meant, self.write_at = False, False, 0.0
+        self.until = time.monotonic()  # what has passed is noted
 
     def step_done(self, step: int) -> None:
         """Notes that the loop has done a step; what went before the first was the start."""
@@ -191,13 +193,13 @@ class Clock:
             self._write()
 
     def _passed(self, kind: str) -> None:
-        now = time.time()
-        setattr(self.start, kind, getattr(self.start, kind) + now - self.start.alive)
-        self.start.alive = now
+        now = time.monotonic()
+        setattr(self.start, kind, getattr(self.start, kind) + now - self.until)
+        self.until, self.start.alive = now, time.time()
 
     def _write(self) -> None:
         """Writes the file, so rarely that it costs nothing: file systems may be slow."""
-        began = time.time()
+        began = time.monotonic()
         if jax.process_index() > 0 or began < self.write_at:
             return
         history = [dataclasses.asdict(start) for start in (*self.before, self.start)]
@@ -207,7 +209,7 @@ class Clock:
             new.replace(self.file)  # at once, for one who reads it, or if the program ends here
         except OSError as error:
             warnings.warn(f"{self.file} cannot be written ({error}).", stacklevel=2)
-        self.write_at = began + RARELY * (time.time() - began)
+        self.write_at = began + RARELY * (time.monotonic() - began)
 
 
 def _history_at(file: epath.Path) -> list[Start]:
