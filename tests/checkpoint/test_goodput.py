@@ -98,6 +98,39 @@ def test_the_time_until_an_error_ends_the_loop_is_down(clock, tmp_path):
     assert times["saving"] == 5 + 3  # all in the second start
 
 
+def test_starts_that_end_before_their_first_step_are_down(clock, tmp_path):
+    """The first start fails after 40 s, and another one between two that train; 100 s pass between
+    two starts."""
+
+    def fails():
+        with pytest.raises(RuntimeError), zerojax.Checkpoints(tmp_path, every=4) as checkpoints:
+            checkpoints.resume(STATE)
+            clock.seconds += 40
+            raise RuntimeError("out of memory")
+        clock.seconds += 100
+
+    fails()
+    assert "0 steps in 0.0 s, 1 start" in str(zerojax.Goodput(tmp_path))
+    train(clock, tmp_path, steps=8)
+    clock.seconds += 1e6  # its end was no interruption
+    fails()
+    assert zerojax.Goodput(tmp_path).steps == 8
+    times = train(clock, tmp_path, steps=12)
+    assert (times["starts"], times["steps"], times["down"]) == (4, 12, 2 * 140)
+    assert (times["productive"], times["redone"], times["starting"]) == (14 + 6, 0, 60)
+
+
+@pytest.mark.parametrize("trained", [0, 8])
+def test_reading_checkpoints_is_no_start(clock, tmp_path, trained):
+    if trained:
+        train(clock, tmp_path, steps=trained)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.resume(STATE)
+        assert len(list(tmp_path.glob("*.json"))) == 1  # until it is over
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.json")} == before
+
+
 def test_a_pause_after_the_end_is_not_counted(clock, tmp_path):
     train(clock, tmp_path, steps=8)
     clock.seconds += 1e6
@@ -266,7 +299,7 @@ def test_a_file_that_cannot_be_written_does_not_either(clock, tmp_path):
     kept = _goodput.Clock.__new__(_goodput.Clock)
     vars(kept).update(
         file=_goodput.epath.Path(tmp_path) / "goodput.json", before=[], write_at=0.0, until=0.0,
-        start=_goodput.Start(0.0, 0.0), has_stepped=False, meant=False,
+        start=_goodput.Start(0.0, 0.0), began=False, meant=False,
     )  # fmt: skip
     with pytest.warns(UserWarning, match="goodput.json cannot be written"):
         kept.step_done(1)

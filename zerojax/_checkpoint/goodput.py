@@ -40,6 +40,11 @@ class Start:
     saving: float = 0.0
     ended: bool = False  # as its loop meant it to
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has done a step; else it says nothing of where it resumed from."""
+        return self.step > self.resumed
+
     def kept(self, until: int) -> float:
         """Returns the seconds of its steps up to `until`, each of them as long as their mean."""
         if until >= self.step:  # all of them, and what else the loop has done
@@ -93,7 +98,7 @@ class Goodput:
     @property
     def steps(self) -> int:
         """The step that the run has reached."""
-        return self._history[-1].step
+        return next((start.step for start in self._history[::-1] if start.has_stepped), 0)
 
     @property
     def seconds(self) -> float:
@@ -141,7 +146,8 @@ def _times(history: Sequence[Start]) -> dict[str, float]:
     for at, start in enumerate(history):
         later = history[at + 1 :]
         # A step counts if no later start went back behind it.
-        kept = start.kept(min((one.resumed for one in later), default=start.step))
+        resumed = (one.resumed for one in later if one.has_stepped)
+        kept = start.kept(min(resumed, default=start.step))
         times["productive"] += kept
         times["redone"] += start.stepping - kept
         times["starting"] += start.starting
@@ -158,16 +164,20 @@ class Clock:
         self.file = directory / FILE
         now = time.time()
         self.start, self.before = Start(began=now, alive=now), _history_at(self.file)
-        self.has_stepped, self.meant, self.write_at = False, False, 0.0
+        self.began, self.meant, self.write_at = False, False, 0.0
         self.until = time.monotonic()  # what has passed is noted
+
+    def begin(self) -> None:
+        """Notes that a loop begins: it is a start even if it ends before its first step."""
+        self.began = True
+        self._write()
 
     def step_done(self, step: int) -> None:
         """Notes that the loop has done a step; what went before the first was the start."""
-        if not self.has_stepped:
-            self.start.resumed, self.has_stepped = step - 1, True
-            self._passed("starting")
-        else:
-            self._passed("stepping")
+        self.began = True
+        first = not self.start.has_stepped
+        self._passed("starting" if first else "stepping")
+        self.start.resumed = step - 1 if first else min(self.start.resumed, step - 1)
         self.start.step = step
         self._write()
 
@@ -180,17 +190,21 @@ class Clock:
     def closing(self, *, meant: bool) -> None:
         """Notes that the loop is over: as it was meant to, or it was cut off."""
         self.meant = meant
-        if self.has_stepped and meant:  # what came after the last save is no saving
+        if self.start.has_stepped and meant:  # what came after the last save is no saving
             self._passed("stepping")
 
     def ended(self) -> None:
         """Notes that nothing more will be saved; since `closing`, the last save was waited for."""
-        if self.has_stepped and self.meant:
+        self.write_at = 0.0
+        if not self.began:
+            return
+        if not self.meant:  # what passed since it was last heard of is time that it was down
+            self._write()
+        elif self.start.has_stepped:
             self.start.ended = True
             self.saved()
-        elif self.has_stepped:  # what passed since its last step is time that it was down
-            self.write_at = 0.0
-            self._write()
+        else:  # it only looked at the checkpoints, and was no start
+            self._put(self.before)
 
     def _passed(self, kind: str) -> None:
         now = time.monotonic()
@@ -200,16 +214,23 @@ class Clock:
     def _write(self) -> None:
         """Writes the file, so rarely that it costs nothing: file systems may be slow."""
         began = time.monotonic()
-        if jax.process_index() > 0 or began < self.write_at:
+        if began < self.write_at:
             return
-        history = [dataclasses.asdict(start) for start in (*self.before, self.start)]
+        self._put((*self.before, self.start))
+        self.write_at = began + RARELY * (time.monotonic() - began)
+
+    def _put(self, history: Sequence[Start]) -> None:
+        """Replaces the file, or removes it where there is nothing to say."""
+        if jax.process_index() > 0:
+            return
         new = self.file.parent / f".{FILE}.new"
         try:
-            new.write_text(json.dumps(history))
+            if not history:
+                return self.file.unlink(missing_ok=True)
+            new.write_text(json.dumps([dataclasses.asdict(start) for start in history]))
             new.replace(self.file)  # at once, for one who reads it, or if the program ends here
         except OSError as error:
             warnings.warn(f"{self.file} cannot be written ({error}).", stacklevel=2)
-        self.write_at = began + RARELY * (time.monotonic() - began)
 
 
 def _history_at(file: epath.Path) -> list[Start]:

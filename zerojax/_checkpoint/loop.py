@@ -96,6 +96,7 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         self._entered = True
+        self._clock.begin()
         return self
 
     def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
