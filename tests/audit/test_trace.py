@@ -8,12 +8,33 @@ import pytest
 import zerojax
 from tests import audits
 from zerojax._audit import trace as _trace
+from zerojax._hlo.module import Module
 
+# Some names say nothing of what an instruction is, and some the wrong thing.
+PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%body (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %all-reduce_fusion = f32[4]{0} negate(f32[4]{0} %p)
+}
+
+%condition (q: f32[4]) -> pred[] {
+  %q = f32[4]{0} parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4]) -> f32[2] {
+  %x = f32[4]{0} parameter(0)
+  %gemm = f32[4]{0} multiply(f32[4]{0} %x, f32[4]{0} %x)
+  %up.1 = (f32[4]{0}, f32[8]{0}) all-gather-start(f32[4]{0} %gemm), replica_groups={{0,1}}
+  %up.2 = f32[8]{0} all-gather-done((f32[4]{0}, f32[8]{0}) %up.1)
+  %w = f32[4]{0} while(f32[4]{0} %gemm), condition=%condition, body=%body
+  ROOT %reduce_scatter.4 = f32[2]{0} reduce-scatter(f32[4]{0} %w), replica_groups={{0,1}}
+}
+"""
 # In microseconds, on streams: a matmul, an all-gather that begins beside it, a loop's body that
 # runs twice, a reduce-scatter that begins beside that.
-OPS = {
-    1: "gemm_fusion_dot.1", 2: "all-gather-start.1", 3: "fusion.7", 4: "reduce-scatter-start",
-}  # fmt: skip
+OPS = {1: "gemm", 2: "up.1", 3: "all-reduce_fusion", 4: "reduce_scatter.4"}
 STEP = [(13, 1, 0, 40), (20, 2, 20, 60), (13, 3, 60, 15), (13, 3, 80, 15), (20, 4, 90, 20)]
 
 
@@ -63,20 +84,13 @@ def written(tmp_path):
     return write
 
 
-def modelled(**more):
-    """A report of a program with the instructions of OPS: 100 µs of compute, 25 of waiting."""
-    entry = dict.fromkeys(("gemm_fusion_dot.1", "all-gather-start.1", "reduce-scatter-start", "w"))
-    module = types.SimpleNamespace(
-        header="HloModule jit_step, is_scheduled=true", entry="main",
-        computations={"main": entry, "body": {"fusion.7": None}},
-    )  # fmt: skip
-    gather = types.SimpleNamespace(name="all-gather.1", kind="all-gather", seconds=3e-5, trips=1)
-    scatter = types.SimpleNamespace(
-        name="reduce-scatter", kind="reduce-scatter", seconds=5e-6, trips=2
-    )
+def modelled(program=PROGRAM, **more):
+    """A report of a program that takes 100 µs of compute and 25 of waiting."""
+    gather = types.SimpleNamespace(kind="all-gather", seconds=3e-5, trips=1)
+    scatter = types.SimpleNamespace(kind="reduce-scatter", seconds=5e-6, trips=2)
     replay = types.SimpleNamespace(step=1.25e-4, compute=1e-4, exposed=2.5e-5, waited=0.0)
-    report = {"module": module, "gpu": "H100", "traffic": [gather, scatter], "replay": replay}
-    return types.SimpleNamespace(**report | more)
+    report = {"gpu": "H100", "traffic": [gather, scatter], "replay": replay}
+    return types.SimpleNamespace(module=Module(program), **report | more)
 
 
 def test_streams_of_gpus(written):

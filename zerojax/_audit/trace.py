@@ -23,12 +23,14 @@ from typing import Any
 import jax
 
 from zerojax._audit.measured import Measured
+from zerojax._hlo.module import Module
+from zerojax._hlo.schedule import collective_kind
 from zerojax._text import Row, html_table, human_time, text_table
 
 GPU, CPU = re.compile(r"/device:GPU:\d+"), "/host:CPU"
 STREAM = "Stream"
-COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)")
-CONTROL = re.compile(r"(while|call|conditional)\b")  # whose events last as long as those inside
+COMPUTE = "compute"
+CONTROL = ("while", "call", "conditional")  # whose events last as long as those inside
 GRAPH = "command_buffer"
 
 
@@ -94,8 +96,8 @@ def compare(report: Measured, path: str | os.PathLike) -> Comparison:
     _check(report, module, events)
     entry = report.module.computations[report.module.entry]
     runs = [_runs(ran, entry) for ran in events.values()]
-    kinds = {one.name: one.kind for one in report.traffic}
-    found = [_times(ran, n, kinds) for ran, n in zip(events.values(), runs, strict=True)]
+    roles = _roles(report.module)
+    found = [_times(ran, n, roles) for ran, n in zip(events.values(), runs, strict=True)]
     middle = sorted(found, key=lambda times: times.step)[len(found) // 2]
     return Comparison(_modelled(report), middle, round(statistics.median(runs)), len(found))
 
@@ -165,26 +167,33 @@ def _runs(events: Sequence[Event], entry: Iterable[str]) -> int:
     return statistics.mode(counts.values()) if counts else 1
 
 
-def _times(events: Sequence[Event], runs: int, kinds: dict[str, str]) -> Times:
+def _roles(module: Module) -> dict[str, str]:
+    """Returns what each instruction does: a kind of collective, an opcode of CONTROL, or COMPUTE.
+
+    Names do not say it: they are JAX's for some instructions, and a fusion has those of its parts.
+    """
+    return {
+        name: collective_kind(one) or (one.opcode if one.opcode in CONTROL else COMPUTE)
+        for found in module.computations.values()
+        for name, one in found.items()
+    }
+
+
+def _times(events: Sequence[Event], runs: int, roles: dict[str, str]) -> Times:
     """Returns the times of a device's steps: their means."""
-    events = [event for event in events if not CONTROL.match(event.op)]
+    events = [event for event in events if roles.get(event.op) not in CONTROL]
     sums: dict[str, float] = collections.defaultdict(float)
     compute = []
     for event in events:
-        kind = _kind(event.op, kinds)
-        if kind is None:
+        role = roles.get(event.op, COMPUTE)
+        if role == COMPUTE:
             compute.append(event)
         else:
-            sums[kind] += (event.end - event.start) / runs
+            sums[role] += (event.end - event.start) / runs
     busy, computes = _union(events) / runs, _union(compute) / runs
     whole = max(event.end for event in events) - min(event.start for event in events)
     step = whole / runs
     return Times(step, computes, busy - computes, step - busy, dict(sums))
-
-
-def _kind(op: str, kinds: dict[str, str]) -> str | None:
-    named = COLLECTIVE.match(op.replace("_", "-"))
-    return kinds.get(op, named[1] if named else None)
 
 
 def _union(events: Iterable[Event]) -> float:
