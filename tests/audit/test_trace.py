@@ -84,13 +84,16 @@ def written(tmp_path):
     return write
 
 
-def modelled(program=PROGRAM, **more):
+def modelled(program=PROGRAM, ways=()):
     """A report of a program that takes 100 µs of compute and 25 of waiting."""
     gather = types.SimpleNamespace(kind="all-gather", seconds=3e-5, trips=1)
     scatter = types.SimpleNamespace(kind="reduce-scatter", seconds=5e-6, trips=2)
-    replay = types.SimpleNamespace(step=1.25e-4, compute=1e-4, exposed=2.5e-5, waited=0.0)
+    replay = types.SimpleNamespace(
+        step=1.25e-4, compute=1e-4, exposed=2.5e-5, waited=0.0,
+        transfers=[types.SimpleNamespace(way=way, seconds=2e-6, trips=3) for way in ways],
+    )  # fmt: skip
     report = {"gpu": "H100", "traffic": [gather, scatter], "replay": replay}
-    return types.SimpleNamespace(module=Module(program), **report | more)
+    return types.SimpleNamespace(module=Module(program), **report)
 
 
 def test_streams_of_gpus(written):
@@ -112,6 +115,44 @@ def test_streams_of_gpus(written):
     assert rows["all-gather"] == ["30.0", "µs", "60.0", "µs", "2.00"]
     assert found.to_dict()["modelled"]["kinds"] == {"all-gather": 3e-5, "reduce-scatter": 1e-5}
     assert "<td>2.00</td>" in found._repr_html_()
+
+
+HOST = "f32[4]{0:S(5)}"
+OFFLOADS = f"""HloModule jit_step, is_scheduled=true
+
+%slice (p: f32[4], i: s32[]) -> f32[2] {{
+  %p = {HOST} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %part = f32[2]{{0}} dynamic-slice({HOST} %p, s32[] %i), dynamic_slice_sizes={{2}}
+}}
+
+ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {{
+  %x = {HOST} parameter(0)
+  %n = s32[] parameter(1)
+  %fetch = (f32[4]{{0}}, {HOST}, u32[]) copy-start({HOST} %x)
+  %fetched = f32[4]{{0}} copy-done((f32[4]{{0}}, {HOST}, u32[]) %fetch)
+  %gemm = f32[4]{{0}} multiply(f32[4]{{0}} %fetched, f32[4]{{0}} %fetched)
+  %rows = f32[2]{{0}} fusion({HOST} %x, s32[] %n), kind=kLoop, calls=%slice
+  ROOT %back = {HOST} copy(f32[4]{{0}} %gemm)
+}}
+"""
+
+
+def test_copies_to_and_from_the_host_are_no_compute(written):
+    """The matmul has 40 µs; before and after it, copies run alone."""
+    ops = {1: "gemm", 2: "back", 3: "fetch", 4: "rows"}
+    found = _trace.compare(
+        modelled(OFFLOADS, ("to the device", "to the host")),
+        written(plane("/device:GPU:0", ops=ops)),
+    )
+    measured = found.measured
+    assert measured.compute == pytest.approx(40e-6) and measured.exposed == 0
+    assert measured.idle == pytest.approx(measured.step - 40e-6)
+    copies = {"copies to the host": 60e-6, "copies to the device": (2 * 15 + 20) * 1e-6}
+    assert measured.kinds == pytest.approx(copies)
+    assert found.modelled.kinds["copies to the host"] == pytest.approx(6e-6)
+    rows = {line[:21].strip(): line[21:].split() for line in str(found).splitlines()[4:]}
+    assert rows["copies to the host"] == ["6.0", "µs", "60.0", "µs", "10.00"]
 
 
 @pytest.mark.parametrize(

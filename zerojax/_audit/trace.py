@@ -23,13 +23,14 @@ from typing import Any
 import jax
 
 from zerojax._audit.measured import Measured
-from zerojax._hlo.module import Module
+from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.schedule import collective_kind
+from zerojax._hlo.transfers import transfer_of
 from zerojax._text import Row, html_table, human_time, text_table
 
 GPU, CPU = re.compile(r"/device:GPU:\d+"), "/host:CPU"
 STREAM = "Stream"
-COMPUTE = "compute"
+COMPUTE, COPIES = "compute", "copies "
 CONTROL = ("while", "call", "conditional")  # whose events last as long as those inside
 GRAPH = "command_buffer"
 
@@ -45,8 +46,9 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """The seconds of a step: in all, what of it is compute, and what waits for collectives or for
-    nothing; and the sums of the collectives by kind, hidden or not."""
+    """The seconds of a step: in all, what of it is compute, what waits for collectives, and what
+    for copies to and from the host or for nothing; and the sums of the collectives by kind and of
+    the copies by way, hidden or not."""
 
     step: float
     compute: float
@@ -168,32 +170,48 @@ def _runs(events: Sequence[Event], entry: Iterable[str]) -> int:
 
 
 def _roles(module: Module) -> dict[str, str]:
-    """Returns what each instruction does: a kind of collective, an opcode of CONTROL, or COMPUTE.
+    """Returns what each instruction is, by name: see `_role`."""
+    computations = module.computations.items()
+    return {
+        name: _role(module, at, one) for at, found in computations for name, one in found.items()
+    }
+
+
+def _role(module: Module, computation: str, instruction: Instruction) -> str:
+    """Returns a kind of collective, COPIES and their way, an opcode of CONTROL, or COMPUTE.
 
     Names do not say it: they are JAX's for some instructions, and a fusion has those of its parts.
     """
-    return {
-        name: collective_kind(one) or (one.opcode if one.opcode in CONTROL else COMPUTE)
-        for found in module.computations.values()
-        for name, one in found.items()
-    }
+    if kind := collective_kind(instruction):
+        return kind
+    if instruction.opcode in CONTROL:
+        return instruction.opcode
+    if module.uses_host:
+        is_done = instruction.opcode.endswith("-done")
+        operands = module.computations[computation]
+        began = operands[instruction.operands[0]] if is_done else instruction
+        if transfer := transfer_of(module, computation, began):
+            return COPIES + transfer.way
+    return COMPUTE
 
 
 def _times(events: Sequence[Event], runs: int, roles: dict[str, str]) -> Times:
     """Returns the times of a device's steps: their means."""
     events = [event for event in events if roles.get(event.op) not in CONTROL]
     sums: dict[str, float] = collections.defaultdict(float)
-    compute = []
+    compute, busy = [], []
     for event in events:
         role = roles.get(event.op, COMPUTE)
         if role == COMPUTE:
             compute.append(event)
         else:
             sums[role] += (event.end - event.start) / runs
-    busy, computes = _union(events) / runs, _union(compute) / runs
+        if not role.startswith(COPIES):
+            busy.append(event)
+    worked, computes = _union(busy) / runs, _union(compute) / runs
     whole = max(event.end for event in events) - min(event.start for event in events)
     step = whole / runs
-    return Times(step, computes, busy - computes, step - busy, dict(sums))
+    return Times(step, computes, worked - computes, step - worked, dict(sums))
 
 
 def _union(events: Iterable[Event]) -> float:
@@ -212,6 +230,8 @@ def _modelled(report: Measured) -> Times | None:
     for one in report.traffic:
         sums[one.kind] += one.seconds * one.trips
     replay = report.replay
+    for copy in replay.transfers:
+        sums[COPIES + copy.way] += copy.seconds * copy.trips
     return Times(replay.step, replay.compute, replay.exposed, replay.waited, dict(sums))
 
 
