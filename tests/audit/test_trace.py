@@ -1,5 +1,6 @@
 """Traces beside the modelled step: one of CPU devices, and one with the names that GPUs' have."""
 
+import os
 import types
 
 import jax
@@ -73,12 +74,13 @@ def plane(device, module="jit_step", ops=OPS, period=150):
 
 @pytest.fixture
 def written(tmp_path):
-    def write(*planes):
+    def write(*planes, host="host", second=0):
         text = " ".join(planes)
         data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
-        folder = tmp_path / "plugins" / "profile" / "2026_01_01_00_00_00"
+        folder = tmp_path / "plugins" / "profile" / f"2026_01_01_00_00_0{second}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "host.xplane.pb").write_bytes(data)
+        (folder / f"{host}.xplane.pb").write_bytes(data)
+        os.utime(folder / f"{host}.xplane.pb", (second, second))
         return tmp_path
 
     return write
@@ -115,6 +117,18 @@ def test_streams_of_gpus(written):
     assert rows["all-gather"] == ["30.0", "µs", "60.0", "µs", "2.00"]
     assert found.to_dict()["modelled"]["kinds"] == {"all-gather": 3e-5, "reduce-scatter": 1e-5}
     assert "<td>2.00</td>" in found._repr_html_()
+
+
+def test_hosts_whose_files_are_in_one_directory_are_read_together(written):
+    """Both call their GPUs alike. An older trace beside theirs is another one."""
+    for second, host, periods in ((0, "a", [900]), (1, "a", [200, 300]), (1, "b", [400])):
+        planes = [plane(f"/device:GPU:{n}", period=period) for n, period in enumerate(periods)]
+        path = written(*planes, plane("/host:CPU"), host=host, second=second)
+    found = _trace.compare(modelled(), path)
+    assert (found.steps, found.devices) == (2, 3)
+    assert found.measured.step == pytest.approx((300 + 110) * 1e-6 / 2)  # the median of all three
+    file = path / "plugins" / "profile" / "2026_01_01_00_00_01" / "b.xplane.pb"
+    assert _trace.compare(modelled(), file).devices == 1
 
 
 HOST = "f32[4]{0:S(5)}"

@@ -7,6 +7,9 @@ from (openxla/xla: `xla/backends/profiler/gpu/cupti_collector.cc`, `CreateXEvent
 `GetDeviceXLineName`). Lines that tools add (`Steps`, `XLA Modules`, `XLA Ops`) sum these up and are
 not read. On CPUs, threads of the plane `/host:CPU` have such events, with a `device_ordinal`. A
 command buffer, which is a CUDA graph, is one instruction whatever is in it.
+
+Each host writes a file of its own, `plugins/profile/TIME/HOST.xplane.pb`. Their clocks differ, so
+that no time of one is compared with another's.
 """
 
 import collections
@@ -94,7 +97,7 @@ class Comparison:
 def compare(report: Measured, path: str | os.PathLike) -> Comparison:
     """Reads a trace of the audited step; `path` is the file, or the directory it was written to."""
     module = re.split(r"[\s,]", report.module.header)[1]
-    events = _events(_file(path), module)
+    events = _events(_files(path), module)
     _check(report, module, events)
     entry = report.module.computations[report.module.entry]
     runs = [_runs(ran, entry) for ran in events.values()]
@@ -104,7 +107,8 @@ def compare(report: Measured, path: str | os.PathLike) -> Comparison:
     return Comparison(_modelled(report), middle, round(statistics.median(runs)), len(found))
 
 
-def _file(path: str | os.PathLike) -> pathlib.Path:
+def _files(path: str | os.PathLike) -> list[pathlib.Path]:
+    """Returns a file, or those that a directory has of its newest trace: one for each host."""
     given = pathlib.Path(path)
     files = [given] if given.is_file() else sorted(given.rglob("*.xplane.pb"))
     if not files or not files[-1].name.endswith(".xplane.pb"):
@@ -112,11 +116,23 @@ def _file(path: str | os.PathLike) -> pathlib.Path:
             f"there is no .xplane.pb at {given}. Give that file, or the directory that was passed "
             "to jax.profiler.trace."
         )
-    return max(files, key=lambda file: file.stat().st_mtime)
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    return [file for file in files if file.parent == newest.parent]
 
 
-def _events(file: pathlib.Path, module: str) -> dict[str, list[Event]]:
-    """Returns what each device ran of a module. See the note at the top."""
+def _events(files: Iterable[pathlib.Path], module: str) -> dict[str, list[Event]]:
+    """Returns what each device of each host ran of a module: GPUs, or CPU devices without any."""
+    found = {
+        f"{file.name}:{device}": ran
+        for file in files
+        for device, ran in _events_of(file, module).items()
+    }
+    gpus = {device: ran for device, ran in found.items() if CPU not in device}
+    return gpus or found
+
+
+def _events_of(file: pathlib.Path, module: str) -> dict[str, list[Event]]:
+    """Returns what each device of a file ran of a module. See the note at the top."""
     found: dict[str, list[Event]] = collections.defaultdict(list)
     for plane in jax.profiler.ProfileData.from_file(os.fspath(file)).planes:
         is_gpu = GPU.fullmatch(plane.name) is not None
@@ -131,8 +147,7 @@ def _events(file: pathlib.Path, module: str) -> dict[str, list[Event]]:
                 end = event.start_ns + event.duration_ns
                 op = str(stats["hlo_op"])
                 found[device].append(Event(op, 1e-9 * event.start_ns, 1e-9 * end))
-    gpus = {device: ran for device, ran in found.items() if not device.startswith(CPU)}
-    return gpus or dict(found)
+    return dict(found)
 
 
 def _stats(event: Any) -> dict[str, object]:
