@@ -189,6 +189,14 @@ def test_a_directory_without_a_trace(tmp_path):
         _trace.compare(modelled(), tmp_path)
 
 
+def test_a_damaged_trace(written):
+    path = written(plane("/device:GPU:0"))
+    (file,) = path.rglob("*.xplane.pb")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"host.xplane.pb cannot be read .* or trace again"):
+        _trace.compare(modelled(), path)
+
+
 def test_a_trace_of_cpu_devices(tmp_path):
     """The real thing, though not of GPUs: steps are counted, and collectives found."""
     plan = audits.planned("cpu", 3)

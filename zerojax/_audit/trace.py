@@ -134,7 +134,7 @@ def _events(files: Iterable[pathlib.Path], module: str) -> dict[str, list[Event]
 def _events_of(file: pathlib.Path, module: str) -> dict[str, list[Event]]:
     """Returns what each device of a file ran of a module. See the note at the top."""
     found: dict[str, list[Event]] = collections.defaultdict(list)
-    for plane in jax.profiler.ProfileData.from_file(os.fspath(file)).planes:
+    for plane in _read(file).planes:
         is_gpu = GPU.fullmatch(plane.name) is not None
         if not is_gpu and plane.name != CPU:
             continue
@@ -148,6 +148,16 @@ def _events_of(file: pathlib.Path, module: str) -> dict[str, list[Event]]:
                 op = str(stats["hlo_op"])
                 found[device].append(Event(op, 1e-9 * event.start_ns, 1e-9 * end))
     return dict(found)
+
+
+def _read(file: pathlib.Path) -> Any:
+    try:
+        return jax.profiler.ProfileData.from_file(os.fspath(file))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ValueError(
+            f"{file} cannot be read ({error}): it is damaged, or no trace. Copy it again from "
+            "where it was written, or trace again."
+        ) from error
 
 
 def _stats(event: Any) -> dict[str, object]:
