@@ -177,6 +177,8 @@ def test_copies_to_and_from_the_host_are_no_compute(written):
          "whole command buffers of jit_step .* XLA_FLAGS=--xla_gpu_enable_command_buffer="),
         ([plane("/device:GPU:0", ops=OPS | {1: "a", 2: "b", 3: "c"})],
          "is of another program called jit_step: it has instructions such as 'a'"),
+        ([plane("/device:GPU:0", ops=dict.fromkeys(OPS, "all-reduce_fusion"))],
+         "does not say how many steps .* only such as 'all-reduce_fusion'. Trace whole steps"),
     ],
 )  # fmt: skip
 def test_traces_that_do_not_fit(written, planes, message):
@@ -187,6 +189,19 @@ def test_traces_that_do_not_fit(written, planes, message):
 def test_a_directory_without_a_trace(tmp_path):
     with pytest.raises(ValueError, match=r"no .xplane.pb at .*passed to jax.profiler.trace"):
         _trace.compare(modelled(), tmp_path)
+
+
+def test_a_loop_whose_inside_is_not_in_the_trace(written):
+    """It is compute, unless it has collectives: these would count as compute as well."""
+    path = written(plane("/device:GPU:0", ops=OPS | {3: "w"}))
+    measured = _trace.compare(modelled(), path).measured
+    assert measured.compute == pytest.approx(70e-6)
+    path = written(plane("/device:GPU:0", ops=dict.fromkeys(OPS, "w")))  # all that it shows
+    found = _trace.compare(modelled(), path)
+    assert found.steps * found.measured.compute == pytest.approx(2 * 110e-6)
+    reduces = PROGRAM.replace("negate(", "all-reduce(")
+    with pytest.raises(ValueError, match=r"has 'w' and nothing that runs in it, .* fewer steps"):
+        _trace.compare(modelled(reduces), path)
 
 
 def test_a_damaged_trace(written):

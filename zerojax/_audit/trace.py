@@ -100,11 +100,12 @@ def compare(report: Measured, path: str | os.PathLike) -> Comparison:
     events = _events(_files(path), module)
     _check(report, module, events)
     entry = report.module.computations[report.module.entry]
-    runs = [_runs(ran, entry) for ran in events.values()]
-    roles = _roles(report.module)
-    found = [_times(ran, n, roles) for ran, n in zip(events.values(), runs, strict=True)]
+    runs = {device: _runs(ran, entry) for device, ran in events.items()}
+    found = [_times(ran, runs[device], report.module) for device, ran in events.items()]
     middle = sorted(found, key=lambda times: times.step)[len(found) // 2]
-    return Comparison(_modelled(report), middle, round(statistics.median(runs)), len(found))
+    return Comparison(
+        _modelled(report), middle, round(statistics.median(runs.values())), len(found)
+    )
 
 
 def _files(path: str | os.PathLike) -> list[pathlib.Path]:
@@ -191,15 +192,41 @@ def _runs(events: Sequence[Event], entry: Iterable[str]) -> int:
     """Returns how often the module ran: as often as most instructions outside of its loops."""
     names = set(entry)
     counts = collections.Counter(event.op for event in events if event.op in names)
-    return statistics.mode(counts.values()) if counts else 1
+    if not counts:
+        raise ValueError(
+            "the trace does not say how many steps it has: it has no instruction of the step "
+            f"outside of loops, only such as {min(event.op for event in events)!r}. Trace whole "
+            "steps, and end with jax.block_until_ready."
+        )
+    return statistics.mode(counts.values())
 
 
-def _roles(module: Module) -> dict[str, str]:
-    """Returns what each instruction is, by name: see `_role`."""
-    computations = module.computations.items()
-    return {
-        name: _role(module, at, one) for at, found in computations for name, one in found.items()
-    }
+def _roles(module: Module, seen: set[str]) -> dict[str, str]:
+    """Returns what each instruction is, by name; `seen` are those that ran. See `_role`."""
+    roles, outer = {}, []
+    for computation, instructions in module.computations.items():
+        for name, instruction in instructions.items():
+            roles[name] = _role(module, computation, instruction)
+            if roles[name] in CONTROL and name in seen:
+                outer.append((name, _inside(module, instruction)))
+    for name, inside in outer:
+        if seen & inside:
+            continue
+        if roles[name] != "conditional" and {roles[one] for one in inside} - {COMPUTE, *CONTROL}:
+            raise ValueError(
+                f"the trace has {name!r} and nothing that runs in it, so that its collectives and "
+                "copies cannot be told from compute. Trace fewer steps, and on GPUs with "
+                "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after it)."
+            )
+        roles[name] = COMPUTE
+    return roles
+
+
+def _inside(module: Module, instruction: Instruction) -> set[str]:
+    """Returns the instructions that run in a loop, call or conditional, in further ones too."""
+    found = [one for called in instruction.called for one in module.computations[called].values()]
+    further = (_inside(module, one) for one in found if one.opcode in CONTROL)
+    return {one.name for one in found}.union(*further)
 
 
 def _role(module: Module, computation: str, instruction: Instruction) -> str:
@@ -220,8 +247,9 @@ def _role(module: Module, computation: str, instruction: Instruction) -> str:
     return COMPUTE
 
 
-def _times(events: Sequence[Event], runs: int, roles: dict[str, str]) -> Times:
+def _times(events: Sequence[Event], runs: int, module: Module) -> Times:
     """Returns the times of a device's steps: their means."""
+    roles = _roles(module, {event.op for event in events})
     events = [event for event in events if roles.get(event.op) not in CONTROL]
     sums: dict[str, float] = collections.defaultdict(float)
     compute, busy = [], []
