@@ -173,6 +173,28 @@ def test_a_loop_that_breaks_closes_the_bar(capsys):
     assert capsys.readouterr().out == "step 4: validation loss 2.5\n"
 
 
+@pytest.mark.parametrize("bar", [None, False])
+@pytest.mark.parametrize(("last", "steps"), [(4, [1]), (5, [1, 5])])
+def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, last, steps, capsys):
+    """At once, whether it breaks or is preempted; the fourth is not due."""
+
+    def loop(raises):
+        for n in (meter := zerojax.Meter(9, every=5, on_log=on_log, bar=bar)):
+            meter.update({"loss": jnp.float32(n)})
+            if n + 1 == last and raises:
+                raise zerojax.Preempted(last)
+            if n + 1 == last:
+                break
+        assert [step for step, _ in logged] == steps
+        assert bar is False or f"loss={steps[-1] - 1}," in capsys.readouterr().err
+
+    loop(raises=False)
+    logged.clear()
+    with pytest.raises(zerojax.Preempted):
+        loop(raises=True)
+    assert [step for step, _ in logged] == steps
+
+
 def test_what_a_device_holds():
     gc.collect()  # of other tests' arrays
     before = _meter.device_bytes()

@@ -86,7 +86,10 @@ class Meter:
     def __iter__(self) -> Iterator[int]:
         """Yields the steps that are left, counted from 0 as `range` does."""
         with self._opened_bar():
-            yield from range(self._start, self.steps)
+            try:
+                yield from range(self._start, self.steps)
+            finally:  # a loop that breaks, or is preempted, gives no next step
+                self._read()
 
     def update(self, metrics: PyTree) -> None:
         """Counts a step. Call it once for each, with its metrics as they come out of the step."""
