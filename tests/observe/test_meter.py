@@ -9,9 +9,13 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
+from tests.conftest import make_mesh
+from zerojax._forecast import mfu as _mfu
 from zerojax._observe import meter as _meter
 
 
@@ -54,7 +58,7 @@ def on_log(logged):
 
 def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, logged, monkeypatch):
     """A step takes 2 s; of 8 FLOP/s that there are, 6 are used."""
-    monkeypatch.setattr(_meter, "peak_flops", lambda: 8.0)
+    monkeypatch.setattr(_meter, "peak_flops", lambda _: 8.0)
     per_step = {"tokens": 1000, "examples": 10}
     meter = zerojax.Meter(25, start=2, per_step=per_step, flops=12.0, on_log=on_log, bar=False)
     run(meter, clock)
@@ -65,6 +69,20 @@ def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, lo
         assert values["step_seconds"] == 2.0 and values["mfu"] == 0.75
         assert values["tokens_per_second"] == 500 and values["examples_per_second"] == 5
         assert all(type(value) in (float, int) for value in values.values())
+
+
+def test_mfu_is_of_the_devices_of_the_step(clock, on_log, logged, monkeypatch):
+    """Half of those of the machine, whose other half may be another run's."""
+    monkeypatch.setattr(_mfu._known, "of_device_kind", lambda _: types.SimpleNamespace(flops=1.0))
+    params = {"w": jnp.ones((8, 4))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    state = zerojax.shard_train_state(state, mesh=make_mesh(4), stage=3)
+    step = zerojax.train_step(lambda p, x: jnp.mean(x @ p["w"]))
+    for _ in (meter := zerojax.Meter(2, every=1, flops=4.0, on_log=on_log, bar=False)):
+        clock.seconds += 2.0
+        state, metrics = jax.block_until_ready(step(state, np.ones((4, 8), np.float32)))
+        meter.update(metrics)
+    assert logged[-1][1]["mfu"] == 4.0 / 2.0 / 4
 
 
 def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
@@ -122,7 +140,7 @@ def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsy
 
 
 def test_the_bar_shows_units_that_people_read(clock, monkeypatch, capsys):
-    monkeypatch.setattr(_meter, "peak_flops", lambda: 8.0)
+    monkeypatch.setattr(_meter, "peak_flops", lambda _: 8.0)
     monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)
     meter = zerojax.Meter(21, per_step={"tokens": 4000}, flops=12.0)
     run(meter, clock)

@@ -13,7 +13,7 @@ import jax
 from zerojax import _compat, _text
 from zerojax._forecast.mfu import peak_flops
 from zerojax._state import state as _state
-from zerojax._types import PyTree
+from zerojax._types import Device, PyTree
 
 Values = dict[str, float]
 RATE = "_per_second"
@@ -35,7 +35,7 @@ class Meter:
         steps: the number of steps of the whole run,
         start: and those done before, from the checkpoint that it resumes.
         per_step: what a step takes from the data, over all devices, such as {"tokens": 8192}.
-        flops: those that a step needs, from `zerojax.step_flops`.
+        flops: those that a step needs, from `zerojax.step_flops`; `mfu` is of the step's devices.
         every: logs the first step, multiples of `every`, and the last.
         on_log: gets the number of steps done, and the dict of floats, of each log.
         bar: shows a progress bar of tqdm; by default if tqdm is installed, or else prints a line
@@ -128,7 +128,7 @@ class Meter:
             # are faster than the loop, that would leave a step out.
             at_once = step == self.done and not waits
             passed = given - its_given if at_once else now - its_now
-            values |= self._speed(passed / (step - before))
+            values |= self._speed(passed / (step - before), _devices(metrics))
         self._last = step, given, now
         values["memory_bytes"] = device_bytes()
         if self._bar is not None:
@@ -137,10 +137,10 @@ class Meter:
             self._print(f"step {step} of {self.steps}: {_shown(values, ' ')}")
         self._send(step, values)
 
-    def _speed(self, seconds: float) -> Values:
+    def _speed(self, seconds: float, devices: list[Device] | None) -> Values:
         speed = {"step_seconds": seconds}
         speed |= {f"{unit}{RATE}": count / seconds for unit, count in self._per_step.items()}
-        peak = peak_flops()
+        peak = peak_flops(devices)
         if peak and self._flops:
             speed["mfu"] = self._flops / seconds / peak
         return speed
@@ -169,6 +169,13 @@ class Meter:
                 yield
             finally:
                 self._bar = None
+
+
+def _devices(metrics: PyTree) -> list[Device] | None:
+    """Returns the devices of a step, which all have its metrics; None if these are no arrays."""
+    arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    found = {device for array in arrays for device in array.sharding.device_set}
+    return list(found) or None
 
 
 def _scalars(metrics: PyTree) -> Values:
