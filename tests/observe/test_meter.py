@@ -218,6 +218,8 @@ def test_what_a_device_holds():
     before = _meter.device_bytes()
     batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
     assert _meter.device_bytes() - before == batch.nbytes // 8
+    on_host = jax.device_put(batch, batch.sharding.with_memory_kind("pinned_host"))
+    assert _meter.device_bytes() - before == batch.nbytes // 8 and on_host.nbytes == batch.nbytes
 
 
 @pytest.mark.parametrize("arguments", [{"steps": -1}, {"steps": 5, "every": 0}])

@@ -208,11 +208,17 @@ def _shown(values: Mapping[str, float], between: str) -> str:
 def device_bytes() -> int:
     """Returns the peak memory of this process's first device; on CPUs, its live arrays.
 
-    CPUs do not report a peak. What is live between steps is the state, which a stage shards.
+    CPUs do not report a peak. What is live between steps is the state, which a stage shards; what
+    of it rests in host memory does not count, as on GPUs.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats:
         return stats["peak_bytes_in_use"]
-    arrays = [array for array in jax.live_arrays() if device in array.sharding.device_set]
+    kind = device.default_memory().kind
+    arrays = [
+        array
+        for array in jax.live_arrays()
+        if device in array.sharding.device_set and array.sharding.memory_kind in (None, kind)
+    ]
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
