@@ -108,6 +108,12 @@ def loss_fn(params, text, args):
 
 def main():
     args = parser.parse_args()
+    if args.accumulate != 1:
+        parser.error(
+            f"--accumulate {args.accumulate}: the balancing loss multiplies two means over the "
+            "whole batch, which is not a mean over microbatches. Leave --accumulate out, and take "
+            "a smaller --batch where memory is short."
+        )
     zerojax.initialize()
 
     def make_state():

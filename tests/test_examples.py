@@ -81,6 +81,15 @@ def test_scripts_are_short_and_explain_their_options(script, example):
     assert said.startswith("usage:") and "--accumulate" in said
 
 
+def test_a_mixture_of_experts_says_why_it_has_no_microbatches(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py", "--accumulate", "2"])
+    with pytest.raises(SystemExit):
+        example("mixture_of_experts").main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--accumulate 2: the balancing loss multiplies two means" in said
+    assert "Leave --accumulate out" in said
+
+
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
     """A short run of train_gpt.py: its directory and what it printed."""
