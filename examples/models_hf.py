@@ -12,6 +12,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 import zerojax
 
@@ -305,3 +306,4 @@ def save(directory, model, params, **options):
     zerojax.export_safetensors(directory, params, names=model.names, **options)
     if jax.process_index() == 0:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(model.config, indent=2))
+    multihost_utils.sync_global_devices("config.json")  # which the other processes may read next

@@ -335,6 +335,28 @@ def test_lora_learns_with_the_base_frozen(gpt, tmp_path):
         assert len(file.keys()) == 8 and all("lora_" in name for name in file.keys())  # noqa: SIM118
 
 
+SLOWLY = """
+import pathlib, sys, time
+sys.path.insert(0, "examples")
+import finetune_hf, models_hf, zerojax
+
+write = pathlib.Path.write_text
+pathlib.Path.write_text = lambda *args: (time.sleep(2), write(*args))
+zerojax.initialize()
+args = finetune_hf.parser.parse_args(["--base", sys.argv[1], *sys.argv[2:]])
+finetune_hf.make_base(args)
+print(f"layers: {models_hf.model_of(args.base).config['n_layer']}")
+"""
+
+
+def test_no_process_reads_the_config_of_a_checkpoint_before_it_is_there(tmp_path, ssh):
+    (tmp_path / "program.py").write_text(SLOWLY)
+    small = ["--layers", "2", "--dim", "32", "--tokens", "8"]
+    program = [tmp_path / "program.py", tmp_path / "base", *small]
+    said, _ = run("examples/multihost_ssh.sh", "127.0.0.1 other", *program, **ssh)
+    assert said.count("layers: 2") == 2
+
+
 REDUCED = """
 import sys
 sys.path.insert(0, "examples")
