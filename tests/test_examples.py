@@ -357,6 +357,15 @@ def test_no_process_reads_the_config_of_a_checkpoint_before_it_is_there(tmp_path
     assert said.count("layers: 2") == 2
 
 
+@pytest.mark.parametrize("shape", [(40,), (1, 40)])  # as tokenizers return them, too
+def test_token_ids_are_read_in_one_row(example, tmp_path, shape):
+    np.save(tmp_path / "ids.npy", np.arange(40).reshape(shape))
+    finetune = example("finetune_hf")
+    args = finetune.parser.parse_args(["--data", str(tmp_path / "ids.npy")])
+    training, validation = finetune.read_ids(args)
+    assert training.tolist() == list(range(36)) and validation.tolist() == list(range(36, 40))
+
+
 REDUCED = """
 import sys
 sys.path.insert(0, "examples")
