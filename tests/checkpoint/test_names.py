@@ -178,6 +178,16 @@ def test_files_that_differ_are_an_error(tmp_path):
         zerojax.import_safetensors(saved(tmp_path, files), like, names=NAMES)
 
 
+def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
+    """A new classifier, and layers of another size."""
+    like = ours(theirs()) | {"cls": numbers(5), "up_1": numbers(IN, 7)}
+    with pytest.raises(ValueError, match=r"cls, \[5\], make it.*keep your own with keep="):
+        zerojax.import_safetensors(saved(tmp_path), like, names=NAMES)
+    params = zerojax.import_safetensors(tmp_path, like, names=NAMES, keep="^cls$|up_1")
+    assert_equal_bits([params["cls"], params["up_1"]], [like["cls"], like["up_1"]])
+    assert_equal_bits(params["up_2"], ours(theirs())["up_2"])
+
+
 def test_an_export_under_names_that_are_taken_is_refused(tmp_path):
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     with pytest.raises(ValueError, match=r"a and b are both b. Rename one"):

@@ -64,7 +64,7 @@ def match(
 
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
     """
-    wanted = [leaf for leaf in leaves if not _is_kept(leaf, keep)]
+    wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
     extra = [n for n in saved if n not in names and not _finds(ignore, n, "ignore=")]
@@ -105,7 +105,8 @@ def _differ_in_length(have: Shape, want: Shape) -> bool:
     return len(have) == len(want) and sum(a != b for a, b in zip(have, want, strict=True)) == 1
 
 
-def _is_kept(leaf: Leaf, keep: str | None) -> bool:
+def is_kept(leaf: Leaf, keep: str | None) -> bool:
+    """Whether `like` keeps its own value of a leaf."""
     kept = _finds(keep, leaf.name, "keep=")
     if kept and isinstance(leaf.value, jax.ShapeDtypeStruct):
         raise ValueError(

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -207,17 +207,20 @@ def arranged(
     tensors: Mapping[str, np.ndarray],
     found: Mapping[str, list[Source]],
     shapes: Mapping[str, Shape],
+    kept: Container[str],
 ) -> dict[str, np.ndarray | Layers]:
-    """Returns tensors as parameters; the others, and those of no parameter, keep their names."""
+    """Returns tensors as parameters, but those that are kept; those of none keep their names."""
     layers: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
     for name, parts in found.items():
         for source in parts if name in tensors else ():
+            if source.leaf in kept:
+                continue
             stored, want = tensors[name], source.layout.stored_shape(source.shape)
             if stored.shape != want:
                 raise ValueError(
                     f"{name} is {list(stored.shape)} in the files, and names= and "
                     f"{source.leaf}, {list(shapes[source.leaf])}, make it {list(want)}. Give "
-                    "like= of that size, or another layout."
+                    "like= of that size or another layout, or keep your own with keep=."
                 )
             layers[source.leaf][source.index] = source.layout.view(stored, source.shape)
     _check_complete(layers, found)

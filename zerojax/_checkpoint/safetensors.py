@@ -127,7 +127,10 @@ def import_safetensors(
         shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    tensors = _tensors(os.fspath(_checkpoint.absolute(path)), rename, names or {}, sizes)
+    found = _names.sources(names or {}, sizes)
+    stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
+    kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
+    tensors = _names.arranged(stored, found, sizes, kept)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     try:
         wanted = _matching.match(leaves, saved, path, shapes, keep=keep, ignore=ignore, cast=cast)
@@ -144,10 +147,12 @@ def import_safetensors(
 
 
 def _tensors(
-    path: str, rename: Callable[[str], str] | None, names: Names, sizes: Mapping[str, Shape]
-) -> dict[str, np.ndarray | Layers]:
-    """Returns what the files hold, by the names of leaves; their bytes are read where used."""
-    found = _names.sources(names, sizes)
+    path: str,
+    rename: Callable[[str], str] | None,
+    found: Mapping[str, list[Source]],
+    sizes: Mapping[str, Shape],
+) -> dict[str, np.ndarray]:
+    """Returns what the files hold, by the names of leaves and of what `names=` has."""
     slashed = {_dotted(name): name for name in sizes if name not in _mapped(found)}
     tensors: dict[str, np.ndarray] = {}
     for file in _tensor_files.stored_files(path):
@@ -160,7 +165,7 @@ def _tensors(
                     "with rename=."
                 )
             tensors[ours] = value
-    return _names.arranged(tensors, found, sizes)
+    return tensors
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:
