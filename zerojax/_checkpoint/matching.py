@@ -59,14 +59,17 @@ def match(
     keep: str | None,
     ignore: str | None,
     cast: bool,
+    theirs: Mapping[str, str] | None = None,
 ) -> dict[str, PyTree]:
     """Returns, by name, the leaf of `like` that a saved leaf becomes; raises where trees differ.
 
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
+    `theirs` are the names in the files, where they are others.
     """
     wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
+    absent = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
     extra = [n for n in saved if n not in names and not _finds(ignore, n, "ignore=")]
     both = [(leaf, saved[leaf.name]) for leaf in wanted if leaf.name in saved]
     structs = {leaf.name: stored_struct(leaf.value) for leaf, _ in both}
@@ -85,7 +88,7 @@ def match(
         if not _same_type(found, structs[leaf.name].dtype, cast)
     ]
     problems = [
-        _problem(missing, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
+        _problem(absent, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),

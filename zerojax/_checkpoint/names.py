@@ -228,6 +228,12 @@ def arranged(
     return rest | {leaf: Layers(parts, shapes[leaf]) for leaf, parts in layers.items()}
 
 
+def first_names(found: Mapping[str, list[Source]]) -> dict[str, str]:
+    """Returns, by parameter, its tensor, or the first of its layers."""
+    backwards = reversed(list(found.items()))
+    return {source.leaf: name for name, sources in backwards for source in sources}
+
+
 def _check_complete(
     layers: Mapping[str, Mapping[tuple[int, ...], np.ndarray]], found: Mapping[str, list[Source]]
 ) -> None:

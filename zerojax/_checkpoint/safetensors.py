@@ -132,8 +132,9 @@ def import_safetensors(
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     tensors = _names.arranged(stored, found, sizes, kept)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
+    options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": _names.first_names(found)}
     try:
-        wanted = _matching.match(leaves, saved, path, shapes, keep=keep, ignore=ignore, cast=cast)
+        wanted = _matching.match(leaves, saved, path, shapes, **options)
     except ValueError as error:
         if names or rename is not None or saved.keys() & sizes.keys():
             raise
