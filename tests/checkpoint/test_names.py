@@ -188,6 +188,19 @@ def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
     assert_equal_bits(params["up_2"], ours(theirs())["up_2"])
 
 
+def test_a_tensor_that_is_named_as_a_parameter_of_another_is_refused(tmp_path):
+    """It would be neither read nor reported as left over."""
+    files, like = {"wte": numbers(4), "embed": numbers(4) + 1}, {"embed": jnp.zeros(4)}
+    for names in ({"embed": "wte"}, {"embed": "absent"}):
+        with pytest.raises(ValueError, match=r"embed in .* is named as the .*finds in .*ignore="):
+            zerojax.import_safetensors(saved(tmp_path, files), like, names=names)
+    params = zerojax.import_safetensors(tmp_path, like, names={"embed": "wte"}, ignore="embed")
+    assert_equal_bits(params["embed"], files["wte"])
+    names = {"embed": "wte", "wte": "embed"}
+    params = zerojax.import_safetensors(tmp_path, like | {"wte": jnp.zeros(4)}, names=names)
+    assert_equal_bits([params["embed"], params["wte"]], [files["wte"], files["embed"]])
+
+
 def test_an_export_under_names_that_are_taken_is_refused(tmp_path):
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     with pytest.raises(ValueError, match=r"a and b are both b. Rename one"):

@@ -70,7 +70,7 @@ def match(
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
     absent = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
-    extra = [n for n in saved if n not in names and not _finds(ignore, n, "ignore=")]
+    extra = [n for n in saved if n not in names and not finds(ignore, n, "ignore=")]
     both = [(leaf, saved[leaf.name]) for leaf in wanted if leaf.name in saved]
     structs = {leaf.name: stored_struct(leaf.value) for leaf, _ in both}
     logical = {name: shapes.get(name, struct.shape) for name, struct in structs.items()}
@@ -110,7 +110,7 @@ def _differ_in_length(have: Shape, want: Shape) -> bool:
 
 def is_kept(leaf: Leaf, keep: str | None) -> bool:
     """Whether `like` keeps its own value of a leaf."""
-    kept = _finds(keep, leaf.name, "keep=")
+    kept = finds(keep, leaf.name, "keep=")
     if kept and isinstance(leaf.value, jax.ShapeDtypeStruct):
         raise ValueError(
             f"keep={keep!r} keeps {leaf.name}, and like= has no value for it, only a shape. "
@@ -203,7 +203,8 @@ def _problem(names: list[str], what: str, remedy: str) -> str:
     return f"Leaves {what}: {'; '.join(names[:SHOWN])}{more} ({remedy})."
 
 
-def _finds(pattern: str | None, name: str, option: str) -> bool:
+def finds(pattern: str | None, name: str, option: str) -> bool:
+    """Whether the pattern of `option`, if there is one, finds a name."""
     return pattern is not None and _state.finds(pattern, name, option)
 
 

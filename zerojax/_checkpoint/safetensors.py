@@ -130,6 +130,7 @@ def import_safetensors(
     found = _names.sources(names or {}, sizes)
     stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
+    _check_namesakes(stored, found, path, ignore)
     tensors = _names.arranged(stored, found, sizes, kept)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
     options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": _names.first_names(found)}
@@ -167,6 +168,24 @@ def _tensors(
                 )
             tensors[ours] = value
     return tensors
+
+
+def _check_namesakes(
+    tensors: Mapping[str, np.ndarray],
+    found: Mapping[str, list[Source]],
+    path: object,
+    ignore: str | None,
+) -> None:
+    """Raises for tensors that are named as a parameter into which `names=` reads others.
+
+    They take no part in the match by name, which would report what is left over.
+    """
+    for leaf, theirs in _names.first_names(found).items():
+        if leaf in tensors and leaf not in found and not _matching.finds(ignore, leaf, "ignore="):
+            raise ValueError(
+                f"{leaf} in {path} is named as the parameter that names= finds in {theirs}. Leave "
+                "it behind with ignore=, or correct names=."
+            )
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:
