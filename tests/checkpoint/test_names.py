@@ -159,6 +159,37 @@ def test_a_mistake_in_the_names_is_an_error(tmp_path, change, says):
         zerojax.import_safetensors(saved(tmp_path), like, names=names)
 
 
+@pytest.mark.parametrize(
+    "names, error, says",
+    [([("embed", "wte")], TypeError, "names= is a list. Pass a dict.*a tensor is its name, or a p"),
+     ({0: "wte"}, TypeError, "has 0 as 'wte'. Write paths to tensors"),
+     ({"embed": None}, TypeError, "has 'embed' as None. Write.*pair of its name and a layout"),
+     ({"embed": ("wte",)}, TypeError, r"has 'embed' as \('wte',\). Write"),
+     ({"embed": ("wte", None)}, TypeError, r"has 'embed' as \('wte', None\). Write"),
+     ({"embed": "h.{n}"}, ValueError, r"has 'embed' as 'h.\{n\}'. Write \{\} alone.*from \{0\}"),
+     ({"embed": "h.{1}"}, ValueError, r"has 'embed' as 'h.\{1\}'. Write \{\} alone"),
+     ({"embed": "h.{}.{0}"}, ValueError, "or number all"),
+     ({"embed": ("h.{", "a b -> a b")}, ValueError, "or number all")],
+)  # fmt: skip
+def test_an_entry_that_names_no_tensor_is_an_error(tmp_path, names, error, says):
+    params = {"embed": jnp.ones((24, IN))}
+    with pytest.raises(error, match=says):
+        zerojax.export_safetensors(tmp_path / "w", params, names=names)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_number_may_be_in_a_name_twice(tmp_path):
+    """The tensors here are scalars."""
+    names, w = {"w": "h.{0}.layer{0}.{1}"}, np.arange(6, dtype=np.int32).reshape(2, 3)
+    zerojax.export_safetensors(tmp_path / "w", {"w": w}, names=names)
+    (file,) = (tmp_path / "w").glob("*.safetensors")
+    found = safetensors.numpy.load_file(file)
+    assert set(found) == {f"h.{n}.layer{n}.{e}" for n in range(2) for e in range(3)}
+    assert found["h.1.layer1.2"] == 5
+    back = zerojax.import_safetensors(tmp_path / "w", {"w": jnp.zeros_like(w)}, names=names)
+    assert_equal_bits(back["w"], w)
+
+
 def test_files_that_differ_are_an_error(tmp_path):
     files, like = theirs(), ours(theirs())
     files["m.1.up.weight"] = files["m.1.up.weight"].astype(np.float16)

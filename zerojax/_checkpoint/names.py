@@ -29,6 +29,11 @@ from zerojax._types import Shape
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
 
 AXIS = re.compile(r"[A-Za-z_]\w*|1|\d+/[1-9]\d*")  # a name, a dimension of 1, a part of several
+FIELD = re.compile(r"\{(\d*)\}")  # what a {} of the path or a dimension of a stack counts
+ENTRY = (
+    "a tensor is its name, or a pair of its name and a layout: ('h.{}.fc.weight', "
+    "'out in -> in out')"
+)
 HOW = (
     "Name each axis once on each side of ->, as in 'out in -> in out'. Theirs may be merged, as in "
     "'(heads dim) in', with a 1, or a part of several, as in '(0/3 out)'; ours are names alone."
@@ -60,7 +65,8 @@ class Layout:
         """Returns a parameter's part of a contiguous tensor, without a copy."""
         axes = self._axes()
         split = stored.reshape(self._sizes(shape, axes))
-        picked = split[tuple(slice(None) if axis in self.ours else _index(axis) for axis in axes)]
+        index = (slice(None) if axis in self.ours else _index(axis) for axis in axes)
+        picked = split[(*index, ...)]  # a view, of a scalar too
         order = [axis for axis in axes if axis in self.ours]
         return picked.transpose([order.index(axis) for axis in self.ours])
 
@@ -96,6 +102,7 @@ def whole(leaf: str, shape: Shape) -> Source:
 
 def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
     """Returns, by the name of each tensor, what it has of the parameters of these shapes."""
+    _check_entries(names)
     found: dict[str, list[Source]] = collections.defaultdict(list)
     taken: dict[str, str] = {}
     for path, entry in names.items():
@@ -117,11 +124,32 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
     return dict(found)
 
 
+def _check_entries(names: Names) -> None:
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            f"names= is a {type(names).__name__}. Pass a dict, from the paths of parameters to "
+            f"tensors; {ENTRY}."
+        )
+    for path, entry in names.items():
+        pair = (entry, "") if isinstance(entry, str) else entry
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and all(isinstance(text, str) for text in (path, *pair))):
+            raise TypeError(f"names= has {path!r} as {entry!r}. Write paths to tensors; {ENTRY}.")
+        numbers = FIELD.findall(pair[0])
+        are_right = not any(numbers) or {*map(str, range(len({*numbers})))} == {*numbers}
+        if not are_right or re.search("[{}]", FIELD.sub("", pair[0])):
+            raise ValueError(
+                f"names= has {path!r} as {entry!r}. Write {{}} alone for what is counted, or "
+                f"number all from {{0}}; {ENTRY}."
+            )
+
+
 def _sources_of(
     leaf: str, entry: str | tuple[str, str], numbers: tuple[str, ...], shape: Shape
 ) -> Iterable[tuple[str, Source]]:
     name, text = (entry, None) if isinstance(entry, str) else entry
-    stacked = len(re.findall(r"\{\d*\}", name)) - len(numbers)
+    fields = FIELD.findall(name)
+    stacked = len(set(fields) if any(fields) else fields) - len(numbers)
     if numbers and stacked > 0 and "{}" in name:
         raise ValueError(
             f"names= has {leaf} in {name!r}, where one {{}} is of the path and one counts a first "
