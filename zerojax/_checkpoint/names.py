@@ -29,14 +29,16 @@ from zerojax._types import Shape
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
 
 AXIS = re.compile(r"[A-Za-z_]\w*|1|\d+/[1-9]\d*")  # a name, a dimension of 1, a part of several
+GROUP = re.compile(r"\(([^()]+)\)|([^\s()]+)")  # the axes of one dimension
 FIELD = re.compile(r"\{(\d*)\}")  # what a {} of the path or a dimension of a stack counts
 ENTRY = (
     "a tensor is its name, or a pair of its name and a layout: ('h.{}.fc.weight', "
     "'out in -> in out')"
 )
 HOW = (
-    "Name each axis once on each side of ->, as in 'out in -> in out'. Theirs may be merged, as in "
-    "'(heads dim) in', with a 1, or a part of several, as in '(0/3 out)'; ours are names alone."
+    "Name each axis once on each side of ->, as in 'out in -> in out'. Theirs may be merged in "
+    "brackets, as in '(heads dim) in', with a 1, or a part of several, as in '(0/3 out)'; ours are "
+    "names alone."
 )
 
 
@@ -175,15 +177,13 @@ def _sources_of(
 def parsed(text: str, leaf: str) -> Layout:
     """Returns the layout that a text such as "(heads dim) in -> in heads dim" says."""
     theirs, arrow, ours = text.partition("->")
-    groups = [
-        tuple((inside or one).split())
-        for inside, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", theirs)
-    ]
+    groups = [tuple((inside or one).split()) for inside, one in GROUP.findall(theirs)]
     layout = Layout(tuple(groups), tuple(ours.split()))
     axes = list(itertools.chain(*groups))
     named = [axis for axis in axes if not axis[0].isdigit()]
     is_right = arrow and sorted(named) == sorted(layout.ours) == sorted(set(named))
     is_right = is_right and all(AXIS.fullmatch(axis) for axis in axes)
+    is_right = is_right and all(groups) and not GROUP.sub("", theirs).strip()  # no stray bracket
     part, of = layout.part() if is_right else (0, 0)
     if not part < of or sum("/" in axis for axis in axes) > 1:
         raise ValueError(f"names= lays {leaf} out as {text!r}. {HOW}")
