@@ -243,6 +243,16 @@ def test_an_export_under_names_that_are_taken_is_refused(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize("other", ["float8_e5m2", "bfloat16", "int32"])
+def test_parts_of_one_tensor_have_one_dtype(tmp_path, other):
+    """Said before anything is written; a common dtype might lose what a part has."""
+    params = {"k": jnp.ones((2, 4), "float8_e4m3fn"), "q": jnp.ones((2, 4), other)}
+    names = {name: ("qk", f"({n}/2 out) in -> out in") for n, name in enumerate("kq")}
+    with pytest.raises(TypeError, match=rf"qk has k, float8_e4m3fn, and q, {other}, as.*one dtype"):
+        zerojax.export_safetensors(tmp_path / "w", params, names=names)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_part_is_a_view():
     """Nothing is copied, to read or to write."""
     layout = parsed("(1/3 heads dim) in -> in heads dim", "q")

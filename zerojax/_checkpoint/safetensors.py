@@ -1,11 +1,9 @@
 """Parameters to safetensors files and back, under one's own names or another library's."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _compat
@@ -207,7 +205,7 @@ def _mapped(found: Mapping[str, list[Source]]) -> set[str]:
 def _refusal(
     leaves: list[Leaf], own: list[Leaf], found: Mapping[str, list[Source]]
 ) -> Exception | None:
-    """Returns an error for leaves that the format has no dtype for, or whose names read alike.
+    """Returns an error for dtypes that do not fit a tensor, or names that read alike.
 
     `own` are those that go out under their own names.
     """
@@ -216,6 +214,13 @@ def _refusal(
             return TypeError(
                 f"{leaf.name} is {_dtype(leaf)}, which safetensors does not know. Cast it or "
                 "leave it out."
+            )
+    dtypes = {leaf.name: str(_dtype(leaf)) for leaf in leaves}
+    for name, sources in found.items():
+        if len({dtypes[one.leaf] for one in sources}) > 1:
+            parts = " and ".join(f"{one.leaf}, {dtypes[one.leaf]}," for one in sources)
+            return TypeError(
+                f"names= says that {name} has {parts} as its parts. Cast them to one dtype."
             )
     named = {name: sources[0].leaf for name, sources in found.items()}
     for leaf in own:
@@ -241,7 +246,7 @@ def _shape(leaf: Leaf, shapes: Mapping[str, Shape]) -> Shape:
 
 def _tensor(name: str, sources: list[Source], leaves: Mapping[str, Leaf]) -> Tensor:
     shape = sources[0].layout.stored_shape(sources[0].shape)
-    dtype = functools.reduce(jnp.promote_types, (_dtype(leaves[one.leaf]) for one in sources))
+    dtype = _dtype(leaves[sources[0].leaf])
     values = {one.leaf: leaves[one.leaf].value for one in sources}
 
     def full() -> np.ndarray:
