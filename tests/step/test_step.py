@@ -132,6 +132,9 @@ def test_missing_optimizer_and_missing_field():
         zerojax.train_step(made.loss, plan=plan)(state, made.batch)
     with pytest.raises(ValueError, match=r"no such field. Name one it has"):
         zerojax.train_step(made.loss, mutable=("stats",))(place(made), made.batch)
+    with pytest.raises(ValueError, match=r"names 'step', which .*gradients updates. Leave it"):
+        counted = lambda p, b, step: (made.loss(p, b), {"step": step + 1})
+        zerojax.train_step(counted, mutable=("step",))(place(made), made.batch)
     with pytest.raises(TypeError, match=r"did not return 'batch_stats'. Return \(loss,"):
         step = zerojax.train_step(
             lambda p, b, batch_stats: made.loss(p, b), mutable=("batch_stats",)

@@ -142,10 +142,15 @@ def called(
 
 
 def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Returns `update(*args)`, or raises where the optimizer needs more than gradients."""
+    """Returns `update(*args)`; explains what needs more, or updates a field of `mutable=` too."""
     try:
         return update(*args)
     except TypeError as error:
+        if twice := re.search(r"multiple values for keyword argument '(\w+)'", str(error)):
+            raise ValueError(
+                f"mutable= names {twice[1]!r}, which the state's apply_gradients updates. Leave it "
+                "out, and have the loss count in a field of your own."
+            ) from error
         missing = re.search(r"missing \d+ required keyword-only arguments?: (.+)", str(error))
         if missing is None:
             raise
