@@ -23,6 +23,9 @@ def test_a_missing_leaf_is_an_error_that_names_it(tmp_path):
         zerojax.restore(tmp_path / "c", jax.eval_shape(lambda: more), keep="b$")
     with pytest.raises(ValueError, match=r"keep= has .*'\(', which is no regular.*Escape"):
         zerojax.restore(tmp_path / "c", more, keep="(")
+    for pattern in (("b",), lambda name: name == "b"):
+        with pytest.raises(TypeError, match=r"keep=.* is no path pattern. Pass one regular expr"):
+            zerojax.restore(tmp_path / "c", more, keep=pattern)
 
 
 @pytest.mark.parametrize("wrapper", [zerojax.narrow_moments, zerojax.master_weights])

@@ -136,6 +136,8 @@ def test_patterns_that_match_nothing_are_mistakes():
         params_plan({"w": shape(16, 3)}, stacked="weight")
     with pytest.raises(ValueError, match=r"stacked=.*no regular expression.*Escape"):
         params_plan({"w": shape(16, 3)}, stacked="*")
+    with pytest.raises(TypeError, match=r"stacked=\('w',\) is no path pattern. Pass one regular"):
+        params_plan({"w": shape(16, 3)}, stacked=("w",))
 
 
 @pytest.mark.parametrize("typo", ["dense/kernal", "params/Dense_0/kernl", "Densee", "^kernels$"])

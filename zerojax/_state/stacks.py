@@ -3,7 +3,14 @@
 import jax
 import numpy as np
 
-from zerojax._state.state import PARAMS, Leaf, is_box, leaves_with_paths, matching
+from zerojax._state.state import (
+    PARAMS,
+    Leaf,
+    check_is_pattern,
+    is_box,
+    leaves_with_paths,
+    matching,
+)
 from zerojax._types import PyTree
 
 MOST_LAYERS = 256  # a longer first dimension counts something else
@@ -20,6 +27,7 @@ def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
     leaves = leaves_with_paths(params)
     if pattern is not None:
         names = {leaf.path: leaf.name for leaf in leaves}
+        check_is_pattern(pattern, "stacked=")
         pattern = pattern.removeprefix(f"{PARAMS}/")  # as messages write paths
         return dict.fromkeys(matching(pattern, names, "stacked="), 1)
     found = dict.fromkeys(_boxed_layers(params), 1)

@@ -256,6 +256,7 @@ def paths_like(given: str, paths: Sequence[str]) -> str:
 
 def finds(pattern: str, name: str, option: str) -> bool:
     """Whether the path pattern of an option finds a name; raises where it is no pattern."""
+    check_is_pattern(pattern, option)
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
@@ -263,6 +264,14 @@ def finds(pattern: str, name: str, option: str) -> bool:
             f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
             "Escape its special characters."
         ) from None
+
+
+def check_is_pattern(pattern: object, option: str) -> None:
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"{option}{pattern!r} is no path pattern. Pass one regular expression, a string, as in "
+            f"{option}'norm|bias'."
+        )
 
 
 def is_box(node: object) -> bool:
