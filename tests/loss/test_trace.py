@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import mlp
+from tests.models import convnet, mlp
 from tests.placed import place
 from tests.reference import assert_close
 
@@ -28,6 +28,20 @@ def test_loss_that_returns_something_else(returns, message):
     made = mlp(False)
     with pytest.raises(TypeError, match=message):
         zerojax.train_step(lambda p, b: returns(b["x"]))(place(made), made.batch)
+
+
+def test_an_axis_that_no_step_has_is_told_of_those_that_one_has():
+    """As in a loss that was written for a `pmap` over 'batch'."""
+    made = convnet(False, axis_name="batch")
+    step = zerojax.train_step(made.loss, mutable="batch_stats")
+    message = r"over the axis 'batch', and its batch is split over 'data'. .*axis_name='data' in Ba"
+    with pytest.raises(NameError, match=message):
+        step(place(made), made.batch)
+    mesh = zerojax.mesh(node=2, gpu=4)
+    with pytest.raises(NameError, match=r"over \('node', 'gpu'\). Name that: axis_name=\('node"):
+        step(place(made, mesh=mesh, axis=("node", "gpu")), made.batch)
+    with pytest.raises(NameError, match=r"^name 'nowhere' is not defined"):
+        zerojax.train_step(lambda *_: nowhere)(place(made), made.batch)  # noqa: F821
 
 
 def test_has_aux_without_a_pair():

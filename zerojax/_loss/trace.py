@@ -1,5 +1,6 @@
 """Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -41,7 +42,7 @@ def trace_loss(
     captured, with_captured = _captured(loss_fn)
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
-        loss, aux = split_aux(with_captured(captured)(*args), has_aux)
+        loss, aux = split_aux(_called(with_captured(captured), args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
@@ -133,6 +134,23 @@ def _captured(
         return treedef.unflatten([next(found) if isinstance(x, Array) else x for x in leaves])
 
     return [leaf for leaf in leaves if isinstance(leaf, Array)], with_arrays
+
+
+def _called(
+    loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]
+) -> PyTree:
+    """Returns `loss_fn(*args)`; names the mesh axes that it may name where it names another."""
+    try:
+        return loss_fn(*args)
+    except NameError as error:
+        unbound = re.search(r"unbound axis name: (\w+)", str(error))
+        if unbound is None:
+            raise
+        name = repr(axes[0] if len(axes) == 1 else axes)
+        raise NameError(
+            f"the loss communicates over the axis {unbound[1]!r}, and its batch is split over "
+            f"{name}. Name that: axis_name={name} in BatchNorm, jax.lax.pmean(x, {name})."
+        ) from error
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
