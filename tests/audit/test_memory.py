@@ -1,5 +1,8 @@
 """Memory of real steps on CPU devices, to the byte."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +44,16 @@ def test_gradients_are_full_at_stage_1_and_shards_at_3():
     }
     stack = audits.LAYERS * audits.DIM**2 * 4
     assert gradients[1] > stack > gradients[3] > 0
+
+
+def test_it_prints_in_units():
+    memory = audited("mlp", 3)[0].memory
+    assert re.match(r"\d+\.\d KiB at the peak: parameters \d+\.\d KiB, optimizer", str(memory))
+    assert f"memory per device  {memory}\n" in str(audited("mlp", 3)[0])
+    away = dataclasses.replace(memory, on_host=3 * 2**20, host_donated=1, host_temporary=2**20)
+    assert str(away) == f"{memory}; in host memory: state 3.0 MiB"
+    kept = dataclasses.replace(memory, host_temporary=2**20)
+    assert str(kept) == f"{memory}; in host memory: kept for backward 1.0 MiB"
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -10,7 +10,7 @@ from zerojax._hlo.gpus import Gpu
 from zerojax._hlo.module import Module
 from zerojax._hlo.schedule import Replay
 from zerojax._plan.plan import Plan
-from zerojax._text import shortened
+from zerojax._text import human_bytes, shortened
 
 LONGEST_NAME = 60
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
@@ -108,6 +108,27 @@ class MemoryUse:
     @property
     def peak(self) -> int:
         return self.state + self.batch + self.temporary + self.outputs
+
+    @property
+    def on_device(self) -> str:
+        """The peak and what it holds, as text."""
+        uses = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "gathered weights": self.gathered,
+            "activations": self.activations,
+            "batch": self.batch,
+            "rest": self.other_state + self.outputs,
+        }
+        parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
+        donated = human_bytes(self.donated)
+        return f"{human_bytes(self.peak)} at the peak: {parts}; donated and reused {donated}"
+
+    def __str__(self) -> str:
+        on_host = {"state": self.on_host, "kept for backward": self.host_kept}
+        parts = ", ".join(f"{use} {human_bytes(size)}" for use, size in on_host.items() if size)
+        return self.on_device + (f"; in host memory: {parts}" if parts else "")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -150,7 +150,7 @@ class Report(Measured):
         stage = f"ZeRO stage {self.plan.stage}, " if self.plan else ""
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
-            f"memory per device  {human_bytes(memory.peak)} at the peak: {self._memory_text()}",
+            f"memory per device  {memory.on_device}",
             "sent per device    "
             + human_bytes(self.wire_bytes)
             + "".join(f", {kind} {human_bytes(sent)}" for kind, sent in self.totals.items())
@@ -190,20 +190,6 @@ class Report(Measured):
             return f"the contract of stage {stage} cannot be checked: report.check() says why"
         ways = "1 way" if count == 1 else f"{count} ways"
         return f"breaks the contract of stage {stage} in {ways}: report.check()"
-
-    def _memory_text(self) -> str:
-        memory = self.memory
-        uses = {
-            "parameters": memory.parameters,
-            "optimizer": memory.optimizer,
-            "gradients": memory.gradients,
-            "gathered weights": memory.gathered,
-            "activations": memory.activations,
-            "batch": memory.batch,
-            "rest": memory.other_state + memory.outputs,
-        }
-        parts = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in uses.items())
-        return f"{parts}; donated and reused {human_bytes(memory.donated)}"
 
     def _rows(self) -> list[Row]:
         """Makes the rows of the largest collectives, below the heading."""
