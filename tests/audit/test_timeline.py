@@ -4,6 +4,7 @@ import pytest
 
 import zerojax
 from tests.audit.models import audited
+from tests.stored import stored
 from zerojax._audit.timeline import drawn_once
 from zerojax._hlo import (
     schedule as _schedule,
@@ -38,7 +39,14 @@ def test_plot_writes_a_picture(tmp_path):
     assert labels >= {"compute", "all-gather", "reduce-scatter", "exposed"}
     assert any(t.get_text() == "x 3" for t in axes.texts), "loops say how often they run"
     assert "on 8 x H100" in axes.get_title()
+    caveat = "compiled for CPUs, where no collective runs beside compute"
+    assert axes.get_title().endswith(f"exposed\n({caveat})") and f"; {caveat})" in str(report)
     plt.close(figure)
+
+
+def test_a_program_for_gpus_needs_no_caveat():
+    report = zerojax.audit(stored("step3-8xH100-jax0.12"), gpu="H100")
+    assert report.gpu is not None and not report.caveat and "CPU" not in str(report)
 
 
 def test_plot_says_what_to_install(monkeypatch):

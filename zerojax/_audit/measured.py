@@ -160,6 +160,12 @@ class Measured:
         return self.replay.exposed if self.gpu else None
 
     @property
+    def caveat(self) -> str:
+        """What is to be known of the modelled times, if anything."""
+        on_cpu = self.gpu is not None and self.backend == "cpu"
+        return "compiled for CPUs, where no collective runs beside compute" if on_cpu else ""
+
+    @property
     def pinned(self) -> int:
         """The bytes of host memory that a process with all GPUs of a host keeps pinned."""
         return self.per_host * (self.memory.on_host + self.memory.host_kept)

@@ -173,7 +173,7 @@ class Report(Measured):
                 f"modelled step      {human_time(self.replay.step)}: compute "
                 f"{human_time(self.replay.compute)}, exposed communication "
                 f"{human_time(self.replay.exposed)}{waits if self.replay.transfers else ''} "
-                f"(overlap {self.overlap or 0:.3f})"
+                f"(overlap {self.overlap or 0:.3f}{self.caveat and f'; {self.caveat}'})"
             )
         if self.replay.unknown_loops:
             names = ", ".join(self.replay.unknown_loops[:3])

@@ -50,9 +50,10 @@ def plot(report: Measured, path: str | None) -> Figure:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     looped = any(span.trips > 1 for span in spans)
     axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
+    caveat = report.caveat
     axes.set_title(
         f"modelled step {human_time(report.replay.step)} on {report.devices} x {report.gpu.name}, "
-        f"{human_time(report.replay.exposed)} exposed"
+        f"{human_time(report.replay.exposed)} exposed" + (caveat and f"\n({caveat})")
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, _extent(spans)[1])
