@@ -105,6 +105,18 @@ def test_shortened_words_keep_their_ends_and_stay_different(words, width, short)
     assert _text.shortened(words, width) == short and max(map(len, short)) <= width
 
 
+@pytest.mark.parametrize(
+    ("words", "short"),
+    [(["a/1/b", "a/2/b"], ["…1/b", "…2/b"]),
+     (["mu/1/q/kernel", "mu/2/q/kernel", "mu/2/k/kernel"], ["mu/1/q…", "mu/2/q…", "mu/2/k…"]),
+     (["mu/1/deep/q", "mu/2/deep/q", "mu/2/deep/k"], ["mu/1…q", "mu/2…q", "mu/2…k"]),
+     (["abcdef"], ["…def"]),
+     ([], [])],
+)  # fmt: skip
+def test_words_are_as_long_as_it_takes_to_tell_them_apart(words, short):
+    assert _text.told_apart(words, 4) == short
+
+
 def test_text_wraps_where_it_has_to_fit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     line = "all-gather moves params/a_long_name_of_a_module/kernel, twice the bytes"

@@ -43,12 +43,15 @@ def test_a_plan_draws_what_each_device_holds(stage, tmp_path):
 
 def test_long_paths_and_many_leaves_keep_their_frame():
     kernel = jax.ShapeDtypeStruct((640, 64), jnp.float32)
-    params = {f"encoder_{n}/a_rather_long_name_of_a_module/kernel": kernel for n in range(30)}
+    long = "a_rather_long_name/of_a_module_{}/that_has/{}/and_a_kernel"
+    params = {long.format(n, name): kernel for n in range(15) for name in ("query", "other")}
     plan = zerojax.plan((params, ()), stage=3)
     figure = plan.plot()
     assert not overlapping(figure)
     assert "14 smaller leaves" in figure.axes[0].get_xlabel()
     assert len(filled(figure)) == 16 * 8
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert len(set(labels)) == 16
 
 
 def test_two_sharded_dimensions_are_a_rectangle():

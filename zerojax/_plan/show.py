@@ -7,7 +7,7 @@ from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.placement import Groups
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
-from zerojax._text import Row, html_table, human_bytes, paragraphs, shortened, text_table
+from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table, told_apart
 from zerojax._types import Device
 from zerojax._wire.codecs import Blocks, Ways, each_of
 
@@ -31,7 +31,7 @@ TITLES = {
 
 REASON = "why not sharded"  # the column that is wrapped first
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
-LONGEST_PATH = 34
+LONGEST_PATH = 34  # unless it takes more to tell two apart
 Bounds = tuple[int, int]  # along one dimension
 Extent = tuple[float, float]  # the same, in parts of its size
 
@@ -53,7 +53,7 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
             _draw_box(axes, column, row, part, COLOURS[leaf.kind])
         size = f"{human_bytes(leaf.bytes_per_device(plan.mesh))} of {human_bytes(leaf.nbytes)}"
         axes.text(len(devices) + 0.1, row, size, va="center", fontsize=_figures.SMALL)
-    names = shortened([leaf.path for leaf in leaves], LONGEST_PATH)
+    names = told_apart([leaf.path for leaf in leaves], LONGEST_PATH)
     axes.set_yticks(range(len(leaves)), names, fontsize=_figures.SMALL)
     axes.set_xticks([n + 0.46 for n in range(len(devices))], [str(d.id) for d in devices])
     axes.set_xlim(-0.1, len(devices) + 1.9)
