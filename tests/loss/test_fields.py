@@ -104,11 +104,12 @@ def test_where_devices_disagree_the_first_one_decides_for_all():
     wrong = {"c/count on every part", "c/key on every part"}
     assert {check.path for check in report.wrong} >= wrong
     message = (
-        r"parts of the batch disagree on c/count, .* no mean \(16777217, 16777218, .*first one "
+        r"parts of the batch disagree on c/count \(16777217, 16777218, .*\), c/key \(.*first one "
         r"makes. Make it from what all devices share: jax.lax.psum\(x, 'data'\)"
     )
     with pytest.raises(AssertionError, match=message):
         report.raise_if_wrong()
+    assert len(report.causes) == 1
 
 
 def test_steps_that_are_left_out_keep_integers_and_keys():
@@ -182,8 +183,8 @@ def test_verify_tells_what_counts_a_part_alone():
     step = zerojax.train_step(enqueued(lambda x: x), mutable="c")
     report = zerojax.verify(step, placed(QUEUE), X)
     assert [check.path for check in report.wrong] == ["c/at on the whole batch"]
-    assert "becomes 2 by a part of the batch and 16 by all of it. Count over" in report.causes[0]
-    assert "c/queue, a field in mutable=, becomes the mean" in report.notes[0]
+    assert "make different numbers of c/at (2 and 16), in mutable=. Count over" in report.causes[0]
+    assert "the mean of what the parts of the batch make of c/queue, in mut" in report.notes[0]
     assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
 
@@ -202,3 +203,15 @@ def test_metrics_are_not_warned_of(aux):
     """Warnings are errors here."""
     loss = lambda params, x: (errors(params, x), aux)
     zerojax.train_step(loss)(placed({"mean": jnp.zeros(8)}), X)
+
+
+def test_verify_says_once_what_is_true_of_several_leaves():
+    new = lambda params, x, c: {
+        "counts": [c["counts"][0] + len(x), c["counts"][1] + 2 * len(x)],
+        "means": [x.max() + n for n in range(5)],
+    }
+    c = {"counts": [jnp.int32(0), jnp.int32(0)], "means": [jnp.float32(0)] * 5}
+    report = zerojax.verify(zerojax.train_step(updating(new), mutable="c"), placed(c), X)
+    assert len(report.wrong) == 2 and len(report.causes) == len(report.notes) == 1
+    assert "of c/counts/0 (2 and 16), c/counts/1 (4 and 32), in mutable=." in report.causes[0]
+    assert "make of c/means/0, c/means/1, c/means/2 and 2 more, in mutable=" in report.notes[0]

@@ -19,7 +19,7 @@ from zerojax._verify.reference import Comparison, Reference
 from zerojax._verify.replay import BatchSplit, Replayed, on_one_device
 
 STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
-LOSS, GRADIENTS = "loss is", "gradients are"
+LOSS, GRADIENTS = "loss", "gradients"
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
@@ -50,7 +50,9 @@ def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     for made, what, remedy in _mistakes(found) if unexplained else ():
         explained = [kind for kind in unexplained if _explains(made, kind, found)]
         unexplained = [kind for kind in unexplained if kind not in explained]
-        yield from (f"The step's {kind} {what}. {remedy}" for kind in explained)
+        if explained:
+            are = "is" if explained == [LOSS] else "are"
+            yield f"The step's {' and '.join(explained)} {are} {what}. {remedy}"
     if GRADIENTS in unexplained:
         yield _of_the_update(found, "gradient" in wrong)
 

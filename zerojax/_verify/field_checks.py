@@ -1,6 +1,6 @@
 """Checks that the parts of a batch agree on fields in `mutable=`, and with the whole batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from zerojax._verify import compare as _compare
 from zerojax._verify.compare import Check
 from zerojax._verify.reference import Reference, averaged
 from zerojax._verify.replay import Replayed
+
+NAMED = 3  # leaves that a sentence names before it counts the rest
 
 
 class Found(NamedTuple):
@@ -45,21 +47,22 @@ def of_the_parts(reference: Reference, parts: Replayed) -> Found:
     """Checks that all parts agree on leaves without a mean, of which a step keeps the first."""
     wrong = [x for x in _leaves(reference, parts, parts) if x.has_no_mean and x.parts_differ]
     checks = [_check(f"{x.name} on every part", x.parts, x.parts[:1]) for x in wrong]
-    return Found(checks, [_disagree(reference, x) for x in wrong], [])
+    return Found(checks, [_disagree(reference, wrong)] if wrong else [], [])
 
 
 def of_the_whole(reference: Reference, parts: Replayed, whole: Replayed, tolerance: float) -> Found:
     """Checks that counts are those of the whole batch; other means that differ get a note."""
-    found = Found([], [], [])
+    counts, means = [], []
     for leaf in _leaves(reference, parts, whole):
         differs = _compare.difference(leaf.kept, leaf.whole)
         if leaf.has_no_mean and not leaf.parts_differ and np.any(differs):
-            found.checks.append(_check(f"{leaf.name} on the whole batch", leaf.kept, leaf.whole))
-            found.causes.append(_counts_a_part(reference, leaf))
+            counts.append(leaf)
         limit = tolerance * np.max(np.abs(leaf.whole), initial=0.0)
         if not leaf.has_no_mean and leaf.parts_differ and np.any(differs > limit):
-            found.notes.append(_is_a_mean(reference, leaf))
-    return found
+            means.append(leaf)
+    checks = [_check(f"{x.name} on the whole batch", x.kept, x.whole) for x in counts]
+    causes = [_count_a_part(reference, counts)] if counts else []
+    return Found(checks, causes, [_are_means(reference, means)] if means else [])
 
 
 def _leaves(reference: Reference, parts: Replayed, whole: Replayed) -> Iterator[_Leaf]:
@@ -81,24 +84,41 @@ def _check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
     return Check(path, "field", float(np.max(far)), scale, 0.0, _compare.WRONG)
 
 
-def _disagree(reference: Reference, leaf: _Leaf) -> str:
-    differs = np.any(leaf.parts != leaf.parts[:1], axis=0)
-    values = ", ".join(_element(part, differs) for part in leaf.parts)
+def _disagree(reference: Reference, leaves: Sequence[_Leaf]) -> str:
+    def values(leaf: _Leaf) -> str:
+        differs = np.any(leaf.parts != leaf.parts[:1], axis=0)
+        return ", ".join(_element(part, differs) for part in leaf.parts)
+
+    named = _listed([f"{leaf.name} ({values(leaf)})" for leaf in leaves])
     return (
-        f"The parts of the batch disagree on {leaf.name}, a field in mutable= of a dtype that has "
-        f"no mean ({values}): a step keeps what the first one makes. Make it from what all devices "
-        f"share: jax.lax.psum(x, {reference.axis_name}) of what each one counts; a key from the "
-        "state's own, not from one folded for the device."
+        f"The parts of the batch disagree on {named}, in mutable= and of a dtype that has no mean: "
+        "a step keeps what the first one makes. Make it from what all devices share: "
+        f"jax.lax.psum(x, {reference.axis_name}) of what each one counts; a key from the state's "
+        "own, not from one folded for the device."
     )
 
 
-def _counts_a_part(reference: Reference, leaf: _Leaf) -> str:
+def _count_a_part(reference: Reference, leaves: Sequence[_Leaf]) -> str:
+    def values(leaf: _Leaf) -> str:
+        part, whole = (_element(x, leaf.kept != leaf.whole) for x in (leaf.kept, leaf.whole))
+        return f"{leaf.name} ({part} and {whole})"
+
+    named = _listed(map(values, leaves))
     times = f", times {count}" if (count := reference.split.accumulate) > 1 else ""
-    differs = leaf.kept != leaf.whole
     return (
-        f"{leaf.name}, a field in mutable=, becomes {_element(leaf.kept, differs)} by a part of "
-        f"the batch and {_element(leaf.whole, differs)} by all of it. Count over the devices: "
-        f"jax.lax.psum(x, {reference.axis_name}){times}, or accept it with whole_batch=False."
+        f"A part of the batch and all of it make different numbers of {named}, in mutable=. Count "
+        f"over the devices: jax.lax.psum(x, {reference.axis_name}){times}, or accept it with "
+        "whole_batch=False."
+    )
+
+
+def _are_means(reference: Reference, leaves: Sequence[_Leaf]) -> str:
+    named = _listed(leaf.name for leaf in leaves)
+    return (
+        f"A step keeps the mean of what the parts of the batch make of {named}, in mutable=, and "
+        "the whole batch makes something else. Running statistics are meant to; a queue is not: "
+        f"put into it what all devices have, jax.lax.all_gather(x, {reference.axis_name}, "
+        "tiled=True)."
     )
 
 
@@ -107,10 +127,7 @@ def _element(value: np.ndarray, differs: np.ndarray) -> str:
     return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
 
 
-def _is_a_mean(reference: Reference, leaf: _Leaf) -> str:
-    return (
-        f"{leaf.name}, a field in mutable=, becomes the mean of what the parts of the batch make "
-        "of it, and the whole batch makes something else. Running statistics are meant to; a queue "
-        "is not: put into it what all devices have, "
-        f"jax.lax.all_gather(x, {reference.axis_name}, tiled=True)."
-    )
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    return ", ".join(shown[:NAMED]) + more
