@@ -98,6 +98,49 @@ def test_plan_prints_leaves_bytes_and_totals():
     assert html.count("<tr>") == 1 + 14 + 4 and "<td>params/in/w</td>" in html
 
 
+def rows_of(plan):
+    return {line.split()[0]: re.split("  +", line)[1:] for line in str(plan).splitlines()[3:]}
+
+
+def test_layers_that_are_planned_alike_share_a_row():
+    """Layers of a Python loop, in loops within loops too; one that differs has its own row."""
+    layer = {"norm": jnp.ones(64), "up": jnp.ones((64, 32))}
+    params = {f"layers_{n}": layer for n in range(12)}
+    params |= {"stage": [[jnp.ones((64, 8))] * 3 for _ in range(4)], "head_0": jnp.ones((64, 9))}
+    params |= {"head_1": jnp.ones((64, 9))}
+    state = {"params": params, "opt_state": optax.trace(0.9).init(params)}
+    other = {"layers_7/up": PartitionSpec()}
+    plan = zerojax.plan(state, stage=3, mesh=zerojax.mesh(data=8), overrides=other)
+    rows = rows_of(plan)
+    assert rows["params/layers_{0..11}/norm"][:4] == [
+        "12 x float32[64]",
+        "()",
+        "3.0 KiB",
+        "3.0 KiB",
+    ]
+    moments = rows["opt_state/trace/layers_{0..11}/norm"]
+    assert moments[-1] == "follows params/layers_{0..11}/norm, which is replicated"
+    ups = {name: row[:3] for name, row in rows.items() if "params" in name and "up" in name}
+    assert ups == {
+        "params/layers_{0..6}/up": ["7 x float32[64, 32]", "(data)", "56.0 KiB"],
+        "params/layers_7/up": ["float32[64, 32]", "()", "8.0 KiB"],
+        "params/layers_{8..11}/up": ["4 x float32[64, 32]", "(data)", "32.0 KiB"],
+    }
+    assert rows["params/stage/{0..3}/{0..2}"][0] == "12 x float32[64, 8]"
+    assert "params/head_0" in rows and "params/head_1" in rows, "two are named"
+    assert list(rows).index("params/layers_{0..11}/norm") < list(rows).index("params/layers_7/up")
+    assert "<td>params/layers_{0..6}/up</td>" in plan._repr_html_()
+
+
+def test_what_is_sent_otherwise_has_its_own_row():
+    params = {f"w{n}": jnp.ones((64, 1024)) for n in range(6)}
+    precision = zerojax.Precision(gather={"w3": "int8"})
+    rows = rows_of(
+        zerojax.plan((params, ()), stage=3, precision=precision, mesh=zerojax.mesh(data=8))
+    )
+    assert [name for name in rows if name.startswith("0/")] == ["0/w{0..2}", "0/w3", "0/w4", "0/w5"]
+
+
 def padded(stage=3, **options):
     """Over eight devices `w` rests as [16, 17] and `even` as it is."""
     params = {"w": jnp.ones((9, 17)), "even": jnp.ones((64, 4))}

@@ -1,6 +1,11 @@
 """A plan as a picture, as a table, and one of its leaves as text."""
 
+import collections
+import dataclasses
+import itertools
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
@@ -30,6 +35,8 @@ TITLES = {
 }
 
 REASON = "why not sharded"  # the column that is wrapped first
+LEAST_ALIKE = 3  # leaves that share a row of the table
+NUMBER = re.compile(r"\d+(?=/|$)")
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34  # unless it takes more to tell two apart
 Bounds = tuple[int, int]  # along one dimension
@@ -209,14 +216,62 @@ def _rows(plan: Layout) -> list[Row]:
     pads, names_memory, sends_codes = _rests_padded(plan), _names_memory(plan), _sends_codes(plan)
     head, tail = ("padded to",) * pads, ("memory",) * names_memory + ("sent as",) * sends_codes
     rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", REASON, *tail)]
-    for leaf in plan.leaves:
+    for path, why, leaves in _alike(plan):
+        leaf, count = leaves[0], len(leaves)
         shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
+        shape = f"{count} x {shape}" if count > 1 else shape
         padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
-        size, part = human_bytes(leaf.nbytes), human_bytes(leaf.bytes_per_device(plan.mesh))
+        nbytes = leaf.nbytes, leaf.bytes_per_device(plan.mesh)
+        sizes = [human_bytes(count * each) for each in nbytes]
         memory = (leaf.memory or "",) * names_memory
-        why, sent = leaf.reason or "", (_sent_as(plan, leaf),) * sends_codes
-        rows.append((leaf.path, shape, *padded, f"({spec})", size, part, why, *memory, *sent))
+        sent = (_sent_as(plan, leaf),) * sends_codes
+        rows.append((path, shape, *padded, f"({spec})", *sizes, why, *memory, *sent))
     return rows
+
+
+class _Alike(NamedTuple):
+    """Leaves that share a row of the table: those of layers that are planned alike."""
+
+    path: str  # such as params/layers_{0..31}/up/kernel
+    reason: str
+    leaves: list[LeafPlan]
+
+    def named(self, number: re.Match[str], text: str) -> tuple[str, str]:
+        """Returns the path and the reason with other text for a number of the path."""
+        before, after = self.path[: number.start()], self.path[number.end() :]
+        name = before.rpartition("/")[2]
+        there = rf"(?<=/){re.escape(name + number[0])}(?=[/,]|$)"  # the reason may name a parameter
+        return f"{before}{text}{after}", re.sub(there, lambda _: name + text, self.reason)
+
+
+def _alike(plan: Layout) -> list[_Alike]:
+    rows = [_Alike(leaf.path, leaf.reason or "", [leaf]) for leaf in plan.leaves]
+    most = max((len(NUMBER.findall(row.path)) for row in rows), default=0)
+    for place in reversed(range(most)):  # the innermost loop first
+        rows = _joined(plan, rows, place)
+    return rows
+
+
+def _joined(plan: Layout, rows: list[_Alike], place: int) -> list[_Alike]:
+    """Joins rows in which nothing differs but one number of the path, as it counts layers."""
+    found: dict[tuple, list[tuple[re.Match[str], _Alike]]] = collections.defaultdict(list)
+    for row in rows:
+        for number in list(NUMBER.finditer(row.path))[place : place + 1]:
+            first = row.leaves[0]
+            same = dataclasses.replace(first, path="", reason=None), _sent_as(plan, first)
+            found[(*row.named(number, "{}"), same, len(row.leaves))].append((number, row))
+    joined = {row.path: row for row in rows}
+    for numbered in found.values():
+        by_number = enumerate(sorted(numbered, key=lambda pair: int(pair[0][0])))
+        for _, group in itertools.groupby(by_number, lambda at: int(at[1][0][0]) - at[0]):
+            run = [pair for _, pair in group]
+            if len(run) >= LEAST_ALIKE:
+                (number, first), (last, _) = run[0], run[-1]
+                named = first.named(number, f"{{{number[0]}..{last[0]}}}")
+                joined[first.path] = _Alike(*named, [leaf for _, row in run for leaf in row.leaves])
+                for _, row in run[1:]:
+                    del joined[row.path]
+    return list(joined.values())
 
 
 def _names_memory(plan: Layout) -> bool:
