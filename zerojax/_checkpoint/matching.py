@@ -69,7 +69,6 @@ def match(
     wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
-    absent = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
     extra = [n for n in saved if n not in names and not finds(ignore, n, "ignore=")]
     both = [(leaf, saved[leaf.name]) for leaf in wanted if leaf.name in saved]
     structs = {leaf.name: stored_struct(leaf.value) for leaf, _ in both}
@@ -80,7 +79,7 @@ def match(
         if found.shape != logical[leaf.name]
     ]
     reshaped = [f"{name}: {list(a)} saved, {list(b)} wanted" for name, a, b in different]
-    wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
+    hint = KEEP + WRAPPED * _is_inside(missing, saved) + BARE * _is_inside(extra, names)
     may_be_padding = any(_differ_in_length(have, want) for _, have, want in different)
     retyped = [
         f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
@@ -88,7 +87,7 @@ def match(
         if not _same_type(found, structs[leaf.name].dtype, cast)
     ]
     problems = [
-        _problem(absent, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
+        _problem(_beside(missing, theirs or {}), "not in the checkpoint", hint),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
@@ -96,6 +95,11 @@ def match(
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
     return {leaf.name: leaf.value for leaf, _ in both}
+
+
+def _beside(names: Iterable[str], theirs: Mapping[str, str]) -> list[str]:
+    """Returns names, with those in the files beside them."""
+    return [f"{name} (as {theirs[name]})" if name in theirs else name for name in names]
 
 
 def _is_inside(found: Iterable[str], others: Container[str]) -> bool:
