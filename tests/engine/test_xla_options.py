@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import zerojax
@@ -68,7 +70,7 @@ def test_what_a_loop_gathers_and_reduces_is_counted():
     loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
     mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
-    assert _xla_options.loops_of(jaxpr) == [_xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4)]
+    assert _xla_options.traffic_of(jaxpr).loops == [_xla_options.LoopBytes(64 * 4, 8 * 4, 64 * 4)]
 
 
 @pytest.mark.gpu_code
@@ -103,6 +105,71 @@ def test_rows_of_tables_are_no_weights():
     loss = lambda p, tokens: jnp.mean(p["table"][tokens] ** 2)
     grad = zerojax.value_and_grad(loss, plan, accumulate=2)
     jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], jnp.zeros(64, int)).jaxpr
-    (loop,) = _xla_options.loops_of(jaxpr)
+    (loop,) = _xla_options.traffic_of(jaxpr).loops
     assert "all_to_all" in str(jaxpr)
     assert loop == _xla_options.LoopBytes()
+
+
+def layers_in_line(remat):
+    layer = lambda x, w: jnp.tanh(x @ w)
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def loss(params, x):
+        for w in params["layers"]:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_layers_in_no_loop_are_counted_one_by_one(accumulate):
+    """A loop over microbatches is none over layers."""
+    params = {"layers": [jnp.ones((64, 64))] * 3}
+    plan = zerojax.plan({"params": params}, mesh=make_mesh())
+    whole, shard = 64 * 64 * 4, 64 * 64 * 4 // 8
+
+    def traffic(remat):
+        grad = zerojax.value_and_grad(layers_in_line(remat), plan, accumulate=accumulate)
+        jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], jnp.ones((32, 64))).jaxpr
+        return _xla_options.traffic_of(jaxpr, microbatches=accumulate)
+
+    found = traffic(remat=True)
+    layer = _xla_options.LoopBytes(whole, shard, whole, in_place=True)
+    assert found.layers == [layer] * 3 and not found.loops
+    found = traffic(remat=False)
+    assert not found.layers and not found.loops
+    assert (found.rest.scattered, found.rest.reduced) == (3 * shard, 3 * whole)
+
+
+def test_thresholds_of_layers_in_no_loop():
+    gathers, scatters = _xla_options.COMBINE_GATHERS, _xla_options.COMBINE_SCATTERS
+    size, bucket = 2**30, _xla_options.BUCKET
+    layer, small = (_xla_options.LoopBytes(n, n // 8, n) for n in (size, 2**20))
+    in_line = lambda *layers, rest=small: _xla_options.in_line(
+        _xla_options.Traffic(layers=list(layers), rest=rest)
+    )
+    assert in_line(layer, small) == {gathers: size + size // 16, scatters: (size + size // 16) // 8}
+    assert in_line(small, small) == {gathers: bucket, scatters: bucket // 8}
+    assert in_line(rest=layer) == {scatters: bucket // 8}
+    assert in_line(rest=_xla_options.LoopBytes(size)) == {}
+    looped = _xla_options.Traffic([_xla_options.LoopBytes(0, 1, 8)], rest=layer)
+    assert _xla_options.in_line(looped) == {}
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("remat", [True, False])
+def test_layers_in_no_loop_are_not_combined_into_one_collective(remat, accumulate):
+    dim, layers = 4096, 6
+    make = lambda: TrainState.create(
+        apply_fn=None, tx=optax.adam(1e-3),
+        params={"layers": [jnp.ones((dim, dim))] * layers},
+    )  # fmt: skip
+    plan = zerojax.plan(make, stage=3, mesh=zerojax.aot.mesh("16xH100"))
+    rows = jax.ShapeDtypeStruct((16 * 2048 * accumulate, dim), "float32")
+    step = zerojax.train_step(layers_in_line(remat), accumulate=accumulate)
+    report = zerojax.audit(step, plan.abstract(), zerojax.aot.batch(rows, plan)).check()
+    for kind in ("all-gather", "reduce-scatter"):
+        largest = max(one.wire_bytes for one in report.traffic if one.kind == kind)
+        assert largest <= dim * dim * 4, kind
