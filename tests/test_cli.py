@@ -146,6 +146,22 @@ def test_audit_and_forecast_of_a_users_module(run, module):
 
 
 @pytest.mark.gpu_code
+def test_a_users_module_computes_in_the_dtype_of_the_flag(run, module):
+    name = module("mymodel", MODEL) + ":model"
+
+    def cases(*flags):
+        code, out, err = run("forecast", name, "--stages", "3", "--json", *flags)
+        assert (code, err) == (OK, "")
+        return json.loads(out)["cases"]
+
+    (wide,), (narrow,) = cases(), cases("--compute", "bfloat16", "--reduce", "bfloat16")
+    assert (wide["matmuls"], narrow["matmuls"]) == (["float32"], ["bfloat16"])
+    assert narrow["link_bytes"] == pytest.approx(wide["link_bytes"] / 2, rel=1e-3)
+    code, out, _ = run("audit", name, "--compute", "bfloat16", "--json")
+    assert code == OK and json.loads(out)["wire_bytes"] < wide["link_bytes"]
+
+
+@pytest.mark.gpu_code
 def test_audit_of_a_users_module_on_several_hosts(run, module):
     model = (module("mymodel", MODEL) + ":model", "--gpus", "8xH100", "--nodes", "2x4", "--json")
 
@@ -206,6 +222,10 @@ def test_nodes_groups_and_network_are_passed_on(run, module, monkeypatch):
     narrow = {"compute": "bfloat16", "param": "bfloat16", "master": "float32"}
     assert given["regather"] is False
     assert given["precision"] == zerojax.Precision(gather="int8", **narrow)
+    run("forecast", *model, "--compute", "bfloat16", "--reduce", "float32")
+    assert given["precision"] == zerojax.Precision(compute="bfloat16", reduce="float32")
+    code, _, err = run("forecast", *model, "--compute", "int8")
+    assert code == BAD_INPUT and "Precision(compute='int8'): not a float dtype. Use one" in err
     run("forecast", *model, "--order", "microbatches", "layers")
     assert given["order"] == ["microbatches", "layers"]
     code, _, err = run("forecast", *model, "--gather", "int4")
@@ -450,6 +470,9 @@ BAD = {
     "links of none": (("audit", STEP, "--network", "9"), "links are those of a GPU. Name it, as"),
     "no argument": (("forecast", "mymodel:model", "--set", "n=1"), "mymodel:model(): got an unex"),
     "no field": (("forecast", "124m", "--set", "depth=1"), "--set depth: there is no 'depth' in"),
+    "compute of a size": (
+        ("forecast", "124m", "--compute", "float32"), "'124m' computes in the 16 bits of the GPU."
+    ),
     "config of a size": (("audit", "124m", "--config", "c.json"), "is for module:function, and '1"),
     "study of none": (("study", "3x", "--gpus", "8xH100"), "no preset '3x'. Name one of 124m"),
     "study nowhere": (

@@ -46,7 +46,7 @@ GB = 1e9
 DECIDED = ["stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce"]
 DECIDED += ["update", "activations"]  # by --choose
 OF_MODELS = {"--set": "settings", "--config": "config", "--groups": "groups", "--nodes": "nodes"}
-OF_MODELS |= {"--master": "master"}
+OF_MODELS |= {"--master": "master", "--compute": "compute"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -155,7 +155,7 @@ def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
             made = _models.of_function(name, arguments.config, arguments.settings)
             found[name] = made[:3] if made[3] is None else made  # type: ignore  # checked later
         else:
-            _refuse_config(arguments, name)
+            _refuse_own(arguments, name)
             changed = _models.changed_preset(name, arguments.settings)
             found[" ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])] = changed
     return found
@@ -175,11 +175,11 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
 
 
 def _precision(arguments: argparse.Namespace, master: bool = False) -> Precision | None:
-    """Returns the precision that flags name: codes on the wire, narrow parameters with copies."""
+    """Returns the precision that flags name: dtypes, codes on the wire, narrow parameters."""
     half = _gpu(arguments).half
     named = {"compute": half, "param": half, "master": "float32"} if master else {}
-    codes = _given(arguments, "gather", "reduce")
-    named |= {name: value for name, value in codes.items() if value is not None}
+    given = _given(arguments, "compute", "gather", "reduce")
+    named |= {name: value for name, value in given.items() if value is not None}
     return Precision(**named) if named else None
 
 
@@ -301,7 +301,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     name, settings = arguments.model, arguments.settings
     if ":" in name:
         return _models.of_function(name, arguments.config, settings)
-    _refuse_config(arguments, name)
+    _refuse_own(arguments, name)
     if odd := [count for count in each_once(arguments.accumulate) if arguments.rows % count]:
         raise ValueError(
             f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
@@ -311,9 +311,15 @@ def _model(arguments: argparse.Namespace) -> Model:
     return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
 
 
-def _refuse_config(arguments: argparse.Namespace, name: str) -> None:
+def _refuse_own(arguments: argparse.Namespace, name: str) -> None:
+    """Raises where a preset is given what is for models of the user's."""
     if arguments.config is not None:
         raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    if arguments.compute is not None:
+        raise ValueError(
+            f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
+            "Leave it out."
+        )
 
 
 def _show(arguments: argparse.Namespace, data: object, text: str) -> None:

@@ -100,7 +100,7 @@ def test_nothing_fits(made):
 
 def test_it_prints_and_exports(made):
     lines = str(made).splitlines()
-    assert lines[0].startswith("8xH100, 72.8 GiB usable of 79.1 GiB each; bytes per GPU")
+    assert lines[0].startswith("8xH100, 72.8 GiB usable of 79.1 GiB each; matmuls in bfloat16; ")
     assert lines[1].split()[:3] == ["stage", "accumulate", "remat"]
     assert len(lines) == 3 + len(made.cases) + 1 and lines[-1].startswith("Fastest that fits")
     found = json.loads(json.dumps(made.to_dict()))
@@ -302,10 +302,17 @@ def test_a_step_that_names_levels_is_compiled_for_hosts_and_their_gpus(options, 
     assert 0 < case.network_bytes < 0.9 * flat.network_bytes
 
 
+def test_matmuls_are_in_the_dtypes_of_most_flops():
+    flops = {"bf16": 99.0, "f32 highest": 2.0, "f32": 3.0, "f8e4m3fn": 0.5}
+    assert _progress._dtypes(flops) == ("bfloat16", "float32")
+    assert _progress._dtypes({}) == ()
+
+
 def test_the_title_has_what_the_cases_share():
     known = zerojax._hlo.known.GPUS["H100"]
     precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")
     given = {"regather": ("gpu",), "update": "auto", "offload": "opt_state", "tx": None}
+    given["activations"] = ()  # as a step has it that was given none
     assert _progress._settings(known, given | {"precision": precision}) == (
         "regather=('gpu',)", "offload='opt_state'", "gather int8", "reduce int4",
     )  # fmt: skip

@@ -13,7 +13,7 @@ def case(stage, peak):
     numbers = dict.fromkeys((field.name for field in dataclasses.fields(Case)), 0)
     gib = 2**30
     numbers |= {
-        "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib,
+        "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib, "matmuls": (),
         "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
         "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
     }  # fmt: skip
@@ -59,6 +59,15 @@ def test_groups_are_named_once_in_titles():
     figure = made.plot()
     assert figure.get_suptitle().endswith("64xH100, compiled; params over gpu")
     assert not overlapping(figure)
+
+
+def test_the_title_says_in_which_dtype_it_computes():
+    cases = [dataclasses.replace(case(3, 30), matmuls=(name,)) for name in ("bfloat16",) * 2]
+    title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
+    assert "; matmuls in bfloat16; bytes per GPU" in title
+    cases.append(dataclasses.replace(cases[0], matmuls=("bfloat16", "float32")))
+    title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
+    assert "; matmuls in bfloat16 or bfloat16 and float32; bytes" in title
 
 
 def test_notebooks_get_a_table():

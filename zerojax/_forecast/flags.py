@@ -219,7 +219,9 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--update", help="of parameters: backward, after or auto")
     text = "weights in backward: true, over all GPUs; false, not at all; gpu, inside hosts"
     parser.add_argument("--regather", type=regather, help=text)
+    text = "dtype that module:function computes in: bfloat16 (default: as its loss does)"
+    parser.add_argument("--compute", metavar="DTYPE", help=text)
     text = "as codes of few bits: int8 or float8_e4m3fn"
     parser.add_argument("--gather", metavar="CODES", help=f"weights travel {text}")
-    text = "between hosts as codes: int8, int4, float8_e4m3fn"
-    parser.add_argument("--reduce", metavar="CODES", help=f"gradients travel {text}")
+    text = "dtype that gradients are summed in, or codes between hosts: int8, int4, float8_e4m3fn"
+    parser.add_argument("--reduce", metavar="DTYPE", help=text)

@@ -24,7 +24,7 @@ from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import known as _known
-from zerojax._hlo.gpus import Gpu, Rates
+from zerojax._hlo.gpus import IN_FULL, Gpu, Rates
 from zerojax._loss import order as _order
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
@@ -36,6 +36,7 @@ from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 
+FEW = 0.01  # of the FLOPs of a step
 Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
 Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
@@ -118,7 +119,7 @@ def forecast(
 def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns, for the title, what a step is made with, and the network if it is the user's own."""
     found = {name: options.get(name) for name in ("regather", "update", "activations", "offload")}
-    shown = [f"{k}={v!r}" for k, v in found.items() if v not in (None, True, "auto")]
+    shown = [f"{k}={v!r}" for k, v in found.items() if v not in (None, True, "auto", ())]
     codes = {name: getattr(options.get("precision"), name, None) for name in ("gather", "reduce")}
     shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Blocks)]
     speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
@@ -258,6 +259,7 @@ class Workload:
             spare=self.gpu.usable - memory.peak,
             on_host=memory.on_host + memory.host_kept,
             pinned=report.pinned,
+            matmuls=_dtypes(replay.flops_by_dtype),
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
             compute_seconds=replay.compute,
@@ -270,6 +272,14 @@ class Workload:
             compile_seconds=seconds,
             report=report,
         )
+
+
+def _dtypes(flops: Mapping[str, float]) -> tuple[str, ...]:
+    """Names the dtypes that matmuls are in, but for those of few FLOPs."""
+    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", IN_FULL: "float32"}
+    most = max(flops.values(), default=0)
+    found = (known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW)
+    return tuple(dict.fromkeys(sorted(found)))
 
 
 def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:

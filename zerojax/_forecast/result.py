@@ -28,7 +28,7 @@ class Case:
     parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
     `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is what
     rests in host memory, `pinned` that of all GPUs of a host, `waited_seconds` the wait for its
-    copies.
+    copies. `matmuls` are the dtypes that the step computes in.
     """
 
     stage: int
@@ -46,6 +46,7 @@ class Case:
     spare: int
     on_host: int
     pinned: int
+    matmuls: tuple[str, ...]
     link_bytes: float
     network_bytes: float
     compute_seconds: float
@@ -196,6 +197,7 @@ class Forecast:
         return "; ".join(
             [
                 f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each",
+                *self._matmuls(),
                 *self._groups(),
                 *self.settings,
                 "bytes per GPU, grads and activations at the peak",
@@ -203,6 +205,11 @@ class Forecast:
                 "MFU of dense FLOP/s in 16 bits",
             ]
         )
+
+    def _matmuls(self) -> list[str]:
+        """Names the dtypes that each case computes in, mostly one."""
+        found = dict.fromkeys(" and ".join(case.matmuls) for case in self.cases if case.matmuls)
+        return [f"matmuls in {' or '.join(found)}"] if found else []
 
     def _groups(self) -> list[str]:
         return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
