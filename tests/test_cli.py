@@ -104,7 +104,7 @@ def test_audit_plots(run, tmp_path):
 
 
 MODEL = """
-    import jax, jax.numpy as jnp, optax
+    import jax, jax.numpy as jnp, optax, zerojax
     from flax.training.train_state import TrainState
 
     def loss(params, batch):
@@ -119,6 +119,15 @@ MODEL = """
 
     def six():
         return loss, state, jax.ShapeDtypeStruct((60, 256), jnp.float32)
+
+    def step():
+        return zerojax.train_step(loss, stage=2, accumulate=2), state, model()[2]
+
+    def bare():
+        tx = optax.adam(1e-3)
+        params = {"w": jnp.zeros((256, 256))}
+        made = {"params": params, "opt_state": tx.init(params)}
+        return zerojax.train_step(loss, tx=tx), lambda: made, model()[2]
 
     def untraceable():
         return lambda params, batch: float(batch.sum()), state, jnp.ones((64, 256))
@@ -143,6 +152,21 @@ def test_audit_and_forecast_of_a_users_module(run, module):
     (case,) = json.loads(out)["cases"]
     assert (code, err, case["stage"]) == (OK, "", 2) and case["fits"]
     assert case["parameters"] == 256 * 256 * 4
+
+
+@pytest.mark.gpu_code
+def test_audit_of_a_ready_step(run, module):
+    """As it was made: with its stage, its microbatches and its optimizer."""
+    name = module("mymodel", MODEL)
+    code, out, err = run("audit", f"{name}:step", "--json", "--compute", "bfloat16")
+    found = json.loads(out)
+    assert (code, err, found["stage"], found["findings"]) == (OK, "", 2, [])
+    assert found["memory"]["parameters"] == 256 * 256 * 4
+    assert {2} <= {one["trips"] for one in found["traffic"]}, "of two microbatches"
+    code, out, err = run("audit", f"{name}:bare", "--json", "--stage", "3")
+    found = json.loads(out)
+    assert (code, err, found["stage"], found["findings"]) == (OK, "", 3, [])
+    assert found["memory"]["optimizer"] == 2 * 256 * 256 * 4 // 8 + 4
 
 
 @pytest.mark.gpu_code
@@ -446,6 +470,7 @@ BAD = {
     "not three": (("forecast", "mymodel:list_of_three"), "returned list. Return (loss_fn, make_"),
     "failing": (("audit", "mymodel:failing"), "no data at all"),
     "syntax": (("forecast", "broken:model"), "broken:model cannot be imported: "),
+    "chosen step": (("forecast", "mymodel:step", "--choose"), "to --choose, return (loss_fn, mak"),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
     "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "--accumulate must be"),
     "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "or --per-host.\n"),

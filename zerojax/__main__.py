@@ -237,19 +237,18 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
     losses, make_state, batch, rng = _model(arguments)
-    options = _given(arguments, "accumulate", "order", "activations")
-    options |= {"update": arguments.update or "auto"}
-    options |= {} if arguments.regather is None else {"regather": arguments.regather}
-    precision = _precision(arguments, arguments.master)
+    options = _given(arguments, "accumulate", "order", "activations", "update", "regather")
+    loss, options, placed = _models.ingredients(losses, arguments.stage, options)
+    placed |= _given(arguments, "pad", "offload", "groups")
+    precision = _precision(arguments, arguments.master) or placed.pop("precision")
     levels = arguments.groups is not None or names_levels(options, precision)
     mesh = mesh_of(arguments.gpus, _per_host(arguments), levels)
-    placed = _given(arguments, "stage", "pad", "offload", "groups")
     _tell_of_network(arguments, _rates(arguments))
-    plan = zerojax.plan(make_state, mesh=mesh, axis=mesh.axis_names, precision=precision, **placed)
-    loss = losses if callable(losses) else next(iter(losses.values()))
-    step = zerojax.train_step(loss, **options)
-    with working(f"compiling stage {arguments.stage} for {arguments.gpus}"):
-        batch = zerojax.aot.batch(batch, plan)
+    placed |= {"mesh": mesh, "axis": mesh.axis_names, "precision": precision}
+    plan = zerojax.plan(make_state, **placed)
+    step = zerojax.train_step(loss, plan=plan, **options)
+    with working(f"compiling stage {plan.stage} for {arguments.gpus}"):
+        batch = zerojax.aot.batch(batch, plan, batch_specs=options.get("batch_specs"))
         made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
         gpu = _audited_gpu(arguments)
         return zerojax.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=gpu)

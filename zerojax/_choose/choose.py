@@ -20,7 +20,7 @@ from zerojax._loss.order import kept_bytes
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
-from zerojax._step.step import train_step
+from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 
 MOST_MICROBATCHES = 16
@@ -74,6 +74,12 @@ def choose(
         state = zerojax.shard_train_state(make_state, stage=3)
         step = zerojax.train_step(loss_fn)
     """
+    if isinstance(loss_fn, Step):
+        raise TypeError(
+            "choose finds what to make a step with, and got one that is made. Give it the loss, "
+            "with mutable= and tx= where the step has them; to --choose, return (loss_fn, "
+            "make_state, batch), with a TrainState from make_state."
+        )
     gpu = gpu_of(gpus, rates)
     check(make_state, batch, tokens)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}

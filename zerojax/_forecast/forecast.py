@@ -104,9 +104,9 @@ def forecast(
     stages = (STAGES if groups is None else 3) if stages is None else stages
     options = {"tx": tx, "mutable": mutable}
     if isinstance(loss_fn, Step):
-        recipe, options = loss_fn.recipe, _options_of(loss_fn, tx)
-        losses, how = {"": recipe.loss_fn}, recipe.options
-        accumulate, order, precision = how.accumulate, how.order, precision or how.precision
+        recipe, options = loss_fn.recipe, options_of(loss_fn, tx)
+        losses, precision = {"": recipe.loss_fn}, precision or recipe.options.precision
+        accumulate, order = options.pop("accumulate"), options.pop("order")
         stages = stages if recipe.stage is None else recipe.stage
     options |= _given(regather=regather, update=update, activations=activations)
     choices = _choices(losses, stages, accumulate, order)
@@ -154,10 +154,11 @@ def gpu_of(gpus: str, rates: object) -> Gpu:
     return dataclasses.replace(gpu, given_rates=rates)
 
 
-def _options_of(step: Step, tx: optax.GradientTransformation | None) -> dict[str, Any]:
-    """Returns the options of a step that its cases share."""
+def options_of(step: Step, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
+    """Returns the options that a step was made with, but for those that its state is placed by."""
     recipe = step.recipe
-    names = ("regather", "prefetch", "mutable", "update", "activations", "batch_specs")
+    names = ("accumulate", "order", "regather", "prefetch", "mutable", "update", "activations")
+    names += ("batch_specs",)
     return {name: getattr(recipe.options, name) for name in names} | {
         "tx": tx or recipe.tx,
         "skip_nonfinite": recipe.skip_nonfinite,

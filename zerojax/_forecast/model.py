@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax._forecast import presets as _presets
-from zerojax._forecast.forecast import Loss
+from zerojax._forecast.forecast import Loss, options_of
 from zerojax._forecast.presets import Gpt
 from zerojax._hlo import known as _known
+from zerojax._step.step import Step
 from zerojax._types import PyTree
 
 # The loss or several, make_state, the batch, and a key if the loss takes one.
@@ -61,6 +62,24 @@ def of_function(
         raise ValueError(f"{name} returned {type(made).__name__}{size}. Return {RETURNS}.")
     loss, make_state, batch, *rng = made
     return loss, make_state, batch, rng[0] if rng else None
+
+
+def ingredients(
+    losses: Loss | Mapping[str, Loss], stage: int, options: Mapping[str, PyTree]
+) -> tuple[Loss, dict[str, PyTree], dict[str, PyTree]]:
+    """Returns one loss, and what `train_step` and `plan` are given with it.
+
+    Of several losses that is the first. A ready step keeps its stage and its microbatches; other
+    options that are named here replace its own.
+    """
+    named = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(losses, Step):
+        loss = losses if callable(losses) else next(iter(losses.values()))
+        return loss, named, {"stage": stage, "precision": None}
+    recipe, own = losses.recipe, options_of(losses)
+    named |= {name: own[name] for name in ("accumulate", "order")}
+    placed = {"stage": stage if recipe.stage is None else recipe.stage, "tx": recipe.tx}
+    return recipe.loss_fn, own | named, placed | {"precision": recipe.options.precision}
 
 
 def _imported(name: str) -> Callable[..., Any]:
