@@ -155,6 +155,8 @@ def test_compiling_for_gpus_needs_the_same_line_everywhere():
     named = {page.name: page.read_text() for page in (*PAGES, *notebooks)}
     told = [name for name, text in named.items() if line in text]
     assert {"README.md", "gpus.md"} <= set(told)
+    for name in ("README.md", "gpus.md"):  # where there is no GPU, JAX still looks for one
+        assert "JAX_PLATFORMS=cpu" in named[name].split(line)[1][:500], name
     assert {name for name in told if name.endswith("ipynb")} == {
         "02_what_xla_compiled.ipynb", "03_know_before_you_rent.ipynb"
     }  # fmt: skip
