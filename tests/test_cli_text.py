@@ -45,7 +45,9 @@ def test_each_column_is_explained_in_a_sentence(command, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     code, out, err = run(command, "--explain")
     assert (code, err) == (0, "")
-    rows = [re.split("  +", line) for line in out.splitlines()]
+    legend, said = out.split("\n\n")
+    assert said == f"Nothing was run. For the table itself: zerojax {command} without --explain.\n"
+    rows = [re.split("  +", line) for line in legend.splitlines()]
     assert rows.pop(0) == ["column", "what it says"]
     sentences = dict(rows)
     shown = titles(str(PRINTED[command]()))

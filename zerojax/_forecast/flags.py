@@ -55,15 +55,17 @@ def parser(
 
 
 class _Explain(argparse.Action):
-    """Prints a sentence for each column of a command's table (`const`), and exits."""
+    """Prints a sentence for each column of a command's table (`const`), and exits: none of the
+    other arguments is read."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(explained(self.const or {}))
+        print(f"\nNothing was run. For the table itself: {parser.prog} without --explain.")
         parser.exit()
 
 
 def explains(parser: argparse.ArgumentParser, columns: Mapping[str, str]) -> None:
-    text = "say what each column of the table is"
+    text = "say what each column of the table is, and do nothing else"
     parser.add_argument("--explain", action=_Explain, nargs=0, const=columns, help=text)
     parser.set_defaults(hint=f"The columns: {parser.prog} --explain")
 
