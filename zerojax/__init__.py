@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from zerojax._forecast.memory_table import memory_table as memory_table
     from zerojax._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
     from zerojax._hlo.gpus import Rates as Rates
+    from zerojax._hlo.known import rates_of as rates_of
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
@@ -84,6 +85,7 @@ _EXPORTS = {
     "_forecast.memory_table": ["memory_table"],
     "_forecast.mfu": ["peak_flops", "step_flops"],
     "_hlo.gpus": ["Rates"],
+    "_hlo.known": ["rates_of"],
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],

@@ -7,7 +7,6 @@ with 2 on bad input.
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -200,9 +199,7 @@ def _rates(arguments: argparse.Namespace, gpu: Gpu | None = None) -> zerojax.Rat
     """Returns the GPU's rates with those of other links, where any is named."""
     links = {"network": arguments.network, "host": arguments.host_link}
     given = {name: speed * GB for name, speed in links.items() if speed is not None}
-    if "host" in given:  # what is named is what each GPU has
-        given["host_memory"] = math.inf
-    return dataclasses.replace((gpu or _gpu(arguments)).rates, **given) if given else None
+    return zerojax.rates_of((gpu or _gpu(arguments)).name, **given) if given else None
 
 
 def audit(arguments: argparse.Namespace) -> int:

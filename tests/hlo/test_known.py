@@ -1,10 +1,12 @@
 """The GPUs that are known: names, memory, rates, and what the guide says of them."""
 
+import dataclasses
 import pathlib
 import re
 
 import pytest
 
+import zerojax
 from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import CUDA_13
 
@@ -93,3 +95,19 @@ def test_the_guide_lists_every_gpu_with_its_numbers():
             ],
             rel=5e-3,
         ), name
+
+
+def test_rates_of_a_known_gpu_with_others_in_their_place():
+    """As the command line has them by --network and --host-link."""
+    known = _known.GPUS["H100"].rates
+    rates = zerojax.rates_of("h100", link_hop=1.5e-6, network=12.5e9)
+    assert rates == dataclasses.replace(known, link_hop=1.5e-6, network=12.5e9) != known
+    assert known.to_host(8) < zerojax.rates_of("H100", host=60e9).to_host(8) == 60e9
+    assert zerojax.rates_of("H100", host=60e9, host_memory=80e9).to_host(8) == 5e9
+
+
+def test_rates_in_other_units_or_of_unknown_gpus_are_refused():
+    with pytest.raises(ValueError, match=r"Pass network=12.5e9 for 12.5 GB/s"):
+        zerojax.rates_of("H100", network=12.5)
+    with pytest.raises(ValueError, match=r"no facts about a GPU 'H9'. Name one of"):
+        zerojax.rates_of("H9")

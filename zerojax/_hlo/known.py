@@ -1,10 +1,13 @@
 """The GPUs that are known by name. `docs/gpus.md` says where each number comes from."""
 
+import dataclasses
+import math
 import re
 
-from zerojax._hlo.gpus import Chip, Gpu, Machine
+from zerojax._hlo.gpus import Chip, Gpu, Machine, Rates
 
 MOST_GPUS = 100_000
+LEAST_RATE = 1e3  # less is meant as GB/s
 MB = 2**20
 PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes, in each direction
 C2C = 450e9  # NVLink-C2C of a Grace CPU, by NVIDIA's data sheets 900 GB/s both ways together
@@ -99,6 +102,27 @@ def named(name: str) -> Gpu:
     if name.upper() not in known:
         raise ValueError(f"no facts about a GPU {name!r}. Name one of {', '.join(GPUS)}.")
     return known[name.upper()]
+
+
+def rates_of(gpu: str, **others: float) -> Rates:
+    """Returns the rates of a known GPU, with others in the place of some.
+
+    A `host=` is what each GPU has, whatever the memory of its host allows, unless `host_memory=` is
+    given as well.
+
+    Example:
+        >>> rates = zerojax.rates_of("H100", network=12.5e9)  # bytes/s; all else as it is
+        >>> print(rates.network / 1e9, int(rates.link / 1e9))
+        12.5 350
+    """
+    for name in ("flops", "memory", "link", "network", "host"):
+        if (rate := others.get(name, math.inf)) < LEAST_RATE:
+            raise ValueError(
+                f"rates_of({gpu!r}, {name}={rate:g}): rates are in bytes/s, or in FLOP/s. Pass "
+                f"{name}={rate:g}e9 for {rate:g} GB/s."
+            )
+    free = {"host_memory": math.inf} if "host" in others else {}
+    return dataclasses.replace(named(gpu).rates, **free | others)
 
 
 def of_device_kind(kind: str) -> Gpu | None:
