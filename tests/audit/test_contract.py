@@ -320,7 +320,11 @@ def test_a_peak_above_the_limit():
     report = audits.plain("cpu", 3)
     assert report.findings(max_peak_bytes=report.memory.peak) == []
     line = broken(report, "the peak is", max_peak_bytes=report.memory.peak - 1)
-    assert "per device, above max_peak_bytes=" in line and "Use a higher stage" in line
+    assert "per device, above max_peak_bytes=" in line and "higher stage" not in line
+    assert line.endswith("accumulate=, the host's memory (offload=), or more devices.")
+    assert "Use a higher stage" in broken(audits.plain("cpu", 2), "the peak is", max_peak_bytes=1)
+    with pytest.raises(AssertionError, match=r"^the compiled program breaks the limits of this ch"):
+        report.check(max_peak_bytes=1)
 
 
 @pytest.mark.gpu_code
@@ -354,7 +358,7 @@ def test_all_findings_are_told_at_once():
     with pytest.raises(AssertionError) as raised:
         report.check(max_peak_bytes=1)
     lines = str(raised.value).splitlines()
-    assert lines[0] == "the compiled program breaks the contract of stage 3:"
+    assert lines[0].endswith(" breaks the contract of stage 3 and the limits of this check:")
     assert [line[:4] for line in lines[1:]] == ["  - ", "  - "]
 
 

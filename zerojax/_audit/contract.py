@@ -16,7 +16,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
-from zerojax._text import human_bytes, human_time
+from zerojax._text import human_bytes
 from zerojax._wire import messages as _messages, rows as _rows
 
 SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
@@ -243,27 +243,6 @@ def _warnings(report: Measured) -> Iterator[str]:
         yield (
             f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Give it "
             "the sharding it is used in, with a with_sharding_constraint where it is made."
-        )
-
-
-def over_limits(
-    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
-) -> Iterator[str]:
-    """Finds where a step exceeds the limits that a user gave."""
-    peak = report.memory.peak
-    if max_peak_bytes is not None and peak > max_peak_bytes:
-        yield (
-            f"the peak is {human_bytes(peak)} per device, above max_peak_bytes="
-            f"{human_bytes(max_peak_bytes)}. Use a higher stage, jax.checkpoint around layers, or "
-            "accumulate=."
-        )
-    if min_overlap is not None and report.overlap is None:
-        yield "min_overlap= needs modelled times. Pass gpu='H100' to audit, or compile for GPUs."
-    elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
-        yield (
-            f"compute is {report.overlap:.3f} of the modelled step, below min_overlap="
-            f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
-            "Use prefetch=1, or more tokens per device."
         )
 
 

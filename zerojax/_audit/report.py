@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from zerojax._audit import contract as _contract, timeline as _timeline, trace as _trace
 from zerojax._audit.measured import Measured, Traffic
@@ -47,6 +47,11 @@ COLUMNS: dict[str, tuple[Callable[[Traffic], str], str]] = {
 }
 EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
 TIMES = ("between", "exposed")  # of a GPU whose speed is known
+# What needs less memory, below stage 3 and at it.
+LESS_MEMORY = (
+    "a higher stage, jax.checkpoint around layers, or accumulate=",
+    "jax.checkpoint around layers, accumulate=, the host's memory (offload=), or more devices",
+)
 
 
 class Report(Measured):
@@ -61,7 +66,7 @@ class Report(Measured):
     ) -> list[str]:
         """Returns what breaks the stage's contract or these limits, a line each."""
         check_limits(max_peak_bytes, min_overlap)
-        return [*self._findings, *_contract.over_limits(self, max_peak_bytes, min_overlap)]
+        return [*self._findings, *_over_limits(self, max_peak_bytes, min_overlap)]
 
     @functools.cached_property
     def _findings(self) -> list[str]:
@@ -70,7 +75,7 @@ class Report(Measured):
     def check(
         self, *, max_peak_bytes: float | None = None, min_overlap: float | None = None
     ) -> "Report":
-        """Raises an `AssertionError` with all findings if the stage's contract is broken.
+        """Raises an `AssertionError` with all findings if the contract or a limit is broken.
 
         Arguments:
             max_peak_bytes: the most memory per device.
@@ -79,8 +84,11 @@ class Report(Measured):
         found = self.findings(max_peak_bytes=max_peak_bytes, min_overlap=min_overlap)
         if found:
             stage = "" if self.plan is None else f" of stage {self.plan.stage}"
+            broken = [f"the contract{stage}"] * bool(self._findings)
+            broken += ["the limits of this check"] * (len(found) > len(self._findings))
             lines = "\n".join(f"  - {line}" for line in found)
-            raise AssertionError(f"the compiled program breaks the contract{stage}:\n{lines}")
+            what = " and ".join(broken)
+            raise AssertionError(f"the compiled program breaks {what}:\n{lines}")
         return self
 
     def to_dict(self) -> dict[str, object]:
@@ -211,3 +219,23 @@ def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
             below = " between 0 and 1, a share of the step" if most == 1 else " of bytes"
             raise ValueError(f"{name}={value!r} must be a number{below}.")
+
+
+def _over_limits(
+    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
+) -> Iterator[str]:
+    """Finds where a step exceeds the limits that a user gave."""
+    peak, at_most = report.memory.peak, report.plan is not None and report.plan.stage == 3
+    if max_peak_bytes is not None and peak > max_peak_bytes:
+        yield (
+            f"the peak is {human_bytes(peak)} per device, above max_peak_bytes="
+            f"{human_bytes(max_peak_bytes)}. Use {LESS_MEMORY[at_most]}."
+        )
+    if min_overlap is not None and report.overlap is None:
+        yield "min_overlap= needs modelled times. Pass gpu='H100' to audit, or compile for GPUs."
+    elif min_overlap is not None and report.overlap is not None and report.overlap < min_overlap:
+        yield (
+            f"compute is {report.overlap:.3f} of the modelled step, below min_overlap="
+            f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
+            "Use prefetch=1, or more tokens per device."
+        )
