@@ -13,9 +13,10 @@ DISAGREE = {
     "stage": "placing a state: .*the stage: 2 in process 0, 3 in process 1",
     "seed": "placing a state: .*how it is made: .*random_seed 0 .*random_seed 1",
     "values": "placing a state: .*the values of params/w: float32.64, 16. of checksum",
-    "learning rate": "the step: .*the program: optimizer .* mul -0.01 .* mul -0.02",
+    "learning rate": "the step: .*a number in the optimizer's update, such as the learning rate: "
+                     "0.01 in process 0, 0.02 in process 1",
     "loss": r"the step: .*the program: .* 1\.0 in process 0.* 2\.0 in process 1",
-    "eval": r"the step: .*the program: .* 1\.0 in process 0.* 2\.0 in process 1",
+    "eval": r"eval_step: .*the program: .* 1\.0 in process 0.* 2\.0 in process 1",
     "table": "the step: .*the program: constant float32.64, 16. of checksum",
     "rows": r"shard_batch: .*the rows of one process: float32\[8, 64\] in process 0, .*16, 64",
     "last batch": "nothing",
@@ -46,6 +47,13 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
         assert re.match("ValueError: " * (pattern != "nothing") + pattern, first[case], re.S), (
             case, first[case],
         )  # fmt: skip
+
+
+def test_what_else_differs_in_an_update_is_shown_as_the_program():
+    line = "optimizer v3:float32[4] = {} v1 v2".format
+    told = _agreement._difference("the program", line("mul"), line("add"), 0, 1)
+    assert told.startswith("the program: optimizer v3:float32[4] = mul")
+    assert _agreement._numbers("mul 1e-05 v1", "mul 0.1 v1") == ("1e-05", "0.1")
 
 
 def test_of_long_texts_the_first_difference_is_shown():

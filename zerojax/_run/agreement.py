@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ WIDTH = 160  # characters of each
 BEATS = "zerojax/alive/"  # by process, where the run goes on without those that are lost
 LOST = 60  # seconds without a beat
 GONE = "lost"
+PROGRAM = "the program"  # of which one equation a line is compared
+NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
 
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
 
@@ -180,4 +183,15 @@ def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int)
     first = next(i for i, (x, y) in enumerate(zip_longest(*pair)) if x != y)
     alike = max(0, first - WIDTH // 2)
     x, y = ("..." * (alike > 0) + text[alike : alike + WIDTH].strip() for text in pair)
+    if name == PROGRAM and pair[0].lstrip().startswith("optimizer ") and (rates := _numbers(*pair)):
+        name, (x, y) = "a number in the optimizer's update, such as the learning rate", rates
     return f"{name}: {x} in process {a}, {y} in process {b}"
+
+
+def _numbers(ours: str, theirs: str) -> tuple[str, str] | None:
+    """Returns the numbers of two lines, without their signs, if they differ in nothing else."""
+    pairs = zip_longest(ours.split(), theirs.split(), fillvalue="")
+    found = [pair for pair in pairs if pair[0] != pair[1]]
+    if len(found) != 1 or not all(map(NUMBER.fullmatch, found[0])):
+        return None
+    return found[0][0].lstrip("-"), found[0][1].lstrip("-")  # updates subtract: -0.01 is 0.01

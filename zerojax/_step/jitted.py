@@ -182,7 +182,8 @@ class Step:
             }
 
         if not traced and (plan, shapes) not in self.agreed:
-            _agreement.agree("the step", items, plan.mesh)
+            trains = self.recipe.options.differentiate
+            _agreement.agree("the step" if trains else "eval_step", items, plan.mesh)
             self.agreed.add((plan, shapes))
 
 
