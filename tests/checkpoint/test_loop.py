@@ -72,12 +72,14 @@ def test_a_sigterm_saves_without_the_metrics_of_the_best(tmp_path):
 
 
 @pytest.mark.parametrize("offload", [None, zerojax.Offload(params=True, min_bytes=0)])
-def test_sigterm_saves_before_exiting(tmp_path, offload):
+def test_sigterm_saves_before_exiting(tmp_path, offload, capsys):
     """Wherever the state rests, the run ends as one that was left alone on the devices."""
     placed = functools.partial(place, offload=offload)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match=r"143|SIGTERM; step 3 is saved") as stopped:
         run(tmp_path, 9, every=100, stop_at=3, state=placed())
+    told = f"zerojax: after a SIGTERM, step 3 is saved in {tmp_path}\n"
+    assert told in capsys.readouterr().out
     assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
     assert signal.getsignal(signal.SIGTERM) is before
     assert zerojax.read_extras(tmp_path / "3").data == {"at": 3}

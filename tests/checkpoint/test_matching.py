@@ -65,6 +65,16 @@ def test_a_reshaped_leaf_is_an_error_that_names_it(tmp_path):
     assert_equal_bits(zerojax.restore(tmp_path / "c", like, keep="params/w"), like)
 
 
+def test_another_models_checkpoint_is_told_of(tmp_path):
+    zerojax.save(tmp_path / "c", {"params": {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}})
+    for like in ({"v": jnp.ones(3), "u": jnp.ones(3)}, {"w": jnp.ones((9, 9)), "b": jnp.ones(9)}):
+        with pytest.raises(ValueError, match=r"of another model do: give this run a dir.*import_s"):
+            zerojax.restore(tmp_path / "c", {"params": like})
+    with pytest.raises(ValueError, match="not in the checkpoint: params/v") as raised:
+        zerojax.restore(tmp_path / "c", {"params": {"w": jnp.ones((8, 4)), "v": jnp.ones(4)}})
+    assert "another model" not in str(raised.value)
+
+
 def test_a_retyped_leaf_is_an_error_that_names_it(tmp_path):
     zerojax.save(tmp_path / "c", {"params": {"w": jnp.full((8, 4), 1.5), "n": jnp.arange(3)}})
     like = {"params": {"w": jnp.zeros((8, 4), jnp.bfloat16), "n": jnp.arange(3)}}

@@ -17,6 +17,7 @@ from zerojax._checkpoint.goodput import Clock
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._run import processes as _processes
 from zerojax._types import PyTree
 
 
@@ -216,8 +217,12 @@ class Checkpoints:
         if due:
             self._clock.saved()
         if preempted:
-            raise Preempted(step)
+            raise self._told(step)
         return due
+
+    def _told(self, step: int) -> Preempted:
+        _processes.log(f"zerojax: after a SIGTERM, step {step} is saved in {self.directory}")
+        return Preempted(step)
 
     def _has(self, step: int) -> bool:
         """Whether a step is saved, or being written."""

@@ -26,6 +26,10 @@ WRAPPED = (
     "; or it was saved without Precision(master=) or Precision(moments=): restore it so, and place "
     "what is restored by shard_train_state(state, precision=)"
 )
+OTHER = (
+    "Most leaves differ, as those of another model do: give this run a directory of its own; "
+    "weights of one come over by zerojax.export_safetensors and import_safetensors(names=)."
+)
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
 
@@ -91,6 +95,7 @@ def match(
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
         _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
+        OTHER * (2 * len(missing + different) > len(wanted) and not wrapped and not bare),
     ]
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
