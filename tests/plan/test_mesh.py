@@ -1,6 +1,7 @@
 """Meshes: which are accepted, which axes ZeRO uses, and the order of devices in the default one."""
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -110,3 +111,14 @@ def test_the_mesh_goes_along_the_links_of_a_host_first(monkeypatch):
     gpus = [Gpu(n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: gpus)
     assert [gpu.id for gpu in default_mesh().devices] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_a_mesh_of_hsdp_is_told_of_groups():
+    mesh = jax.make_mesh((2, 4), ("replicate", "shard"), axis_types=(AxisType.Auto,) * 2)
+    state = {"params": {"w": jax.numpy.ones((64, 16))}}
+    remedy = "groups=dict.fromkeys(('params', 'grads', 'opt_state'), 'shard')"
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        zerojax.shard_train_state(state, stage=3, mesh=mesh)
+    groups = dict.fromkeys(("params", "grads", "opt_state"), "shard")
+    placed = zerojax.shard_train_state(state, stage=3, mesh=mesh, groups=groups)
+    assert placed["params"]["w"].sharding.spec == P("shard")

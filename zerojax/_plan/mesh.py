@@ -96,7 +96,10 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
         each = ", ".join(f"axis={name!r}" for name in names)
         raise ValueError(
             f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: pass "
-            f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}."
+            f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}. "
+            f"Parameters, gradients and optimizer state sharded over {names[-1]!r} alone (HSDP) "
+            f"are, in the call that places the state, "
+            f"groups=dict.fromkeys(('params', 'grads', 'opt_state'), {names[-1]!r})."
         )
     if axis is None:
         axis = names[0] if len(names) == 1 else DEFAULT_AXIS
