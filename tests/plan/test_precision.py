@@ -1,5 +1,7 @@
 """Dtypes: master copies, compute, and what the options refuse."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import zerojax
 from tests.conftest import make_mesh, mostly_slow
 from tests.models import gpt, mlp
 from tests.reference import assert_close, assert_equal_bits, make_state
+from zerojax._plan import planner as _planner
 
 BF16 = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
 
@@ -166,6 +169,28 @@ def test_tiny_updates_add_up_in_the_masters():
         for _ in range(40):
             state, _ = jax.block_until_ready(step(state, np.zeros((8, 1), np.float32)))
         assert bool(jnp.all(state.params["w"] < 254)) == moves
+
+
+def test_narrow_parameters_without_masters_are_warned_of_once():
+    def plan(**options):
+        state = make_state(mlp(False), optax.adam(1e-3))
+        return zerojax.plan(state, precision=zerojax.Precision(**options))
+
+    _planner._say_rounded.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(param="bfloat16", master="float32")
+        plan(compute="bfloat16")
+        plan(param="float32")
+    with pytest.warns(
+        UserWarning,
+        match=r"param='bfloat16'\) without master= rounds .*master='float"
+        r"32', .* FSDP2's .* does: Precision\(compute='bfloat16'",
+    ):
+        plan(param="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(param="bfloat16")
 
 
 def test_master_weights_is_an_optax_transformation_like_any_other():

@@ -122,7 +122,7 @@ def normalised(axis_name=None, rate=None):
     return Model(fields["params"], loss, X, rng=rng, fields=stats)
 
 
-@pytest.mark.parametrize("rate", [None, 0.1, 0.5])
+@pytest.mark.parametrize("rate", [None, pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_batchnorm_is_named_and_its_remedy_passes(rate):
     """Beside dropout too."""
     report = verified(normalised(rate=rate))

@@ -26,6 +26,7 @@ WRAPPED = (
     "; or it was saved without Precision(master=) or Precision(moments=): restore it so, and place "
     "what is restored by shard_train_state(state, precision=)"
 )
+CAST = "cast=True casts floats to like='s"
 OTHER = (
     "Most leaves differ, as those of another model do: give this run a directory of its own; "
     "weights of one come over by zerojax.export_safetensors and import_safetensors(names=)."
@@ -82,24 +83,34 @@ def match(
         for leaf, found in both
         if found.shape != logical[leaf.name]
     ]
-    reshaped = [f"{name}: {list(a)} saved, {list(b)} wanted" for name, a, b in different]
-    hint = KEEP + WRAPPED * _is_inside(missing, saved) + BARE * _is_inside(extra, names)
-    may_be_padding = any(_differ_in_length(have, want) for _, have, want in different)
-    retyped = [
-        f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
-        for leaf, found in both
-        if not _same_type(found, structs[leaf.name].dtype, cast)
-    ]
+    wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
+    hint = KEEP + WRAPPED * wrapped + BARE * bare
+    padded = KEEP + PADDED * any(_differ_in_length(have, want) for _, have, want in different)
+    is_other = 2 * len(missing + different) > len(wanted) and not wrapped and not bare
     problems = [
         _problem(_beside(missing, theirs or {}), "not in the checkpoint", hint),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
-        _problem(reshaped, "of another shape", KEEP + PADDED * may_be_padding),
-        _problem(retyped, "of another dtype", "cast=True casts floats to like='s"),
-        OTHER * (2 * len(missing + different) > len(wanted) and not wrapped and not bare),
+        _problem([_reshaped(*each) for each in different], "of another shape", padded),
+        _problem(_retyped(both, structs, cast), "of another dtype", CAST),
+        OTHER * is_other,
     ]
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
     return {leaf.name: leaf.value for leaf, _ in both}
+
+
+def _retyped(
+    both: list[tuple[Leaf, Saved]], structs: Mapping[str, jax.ShapeDtypeStruct], cast: bool
+) -> list[str]:
+    return [
+        f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
+        for leaf, found in both
+        if not _same_type(found, structs[leaf.name].dtype, cast)
+    ]
+
+
+def _reshaped(name: str, saved: Shape, wanted: Shape) -> str:
+    return f"{name}: {list(saved)} saved, {list(wanted)} wanted"
 
 
 def _beside(names: Iterable[str], theirs: Mapping[str, str]) -> list[str]:

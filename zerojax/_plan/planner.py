@@ -139,6 +139,8 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.stores:
+        if precision.param and not precision.master and jnp.finfo(precision.param).bits < 32:
+            _say_rounded(jnp.dtype(precision.param).name)
         state = stored_with(jax.tree.map(_struct, state), precision)
         leaves = _state.leaves_of(state)
     if not any(leaf.kind == PARAMS for leaf in leaves):
@@ -311,6 +313,16 @@ def _say_alone(platform: str) -> None:
         f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
         "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
         "so with mesh=.",
+        stacklevel=4,
+    )
+
+
+@functools.cache
+def _say_rounded(dtype: str) -> None:
+    warnings.warn(
+        f"Precision(param={dtype!r}) without master= rounds parameters after each update, and "
+        "loses small ones. Add master='float32', or store float32 and compute in "
+        f"{dtype}, as FSDP2's param_dtype does: Precision(compute={dtype!r}).",
         stacklevel=4,
     )
 
