@@ -13,6 +13,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import zerojax
@@ -345,3 +346,33 @@ def test_damage_to_a_loop_is_never_read(tmp_path, how):
     right = {file: right_or_named(tmp_path, resumed) for file in damaged}
     wrong = {file for file, is_right in right.items() if not is_right}
     assert wrong == noted | {state / _files.CHECKSUMS} and len(right) > len(wrong) >= 6
+
+
+def test_a_run_that_orbax_saved_goes_on_from_its_step(tmp_path):
+    state = zerojax.shard_train_state({"params": {"w": jnp.arange(64.0)}})
+    with ocp.CheckpointManager(tmp_path) as manager:
+        tree = ocp.args.StandardSave(jax.tree.map(np.asarray, state))
+        args = ocp.args.Composite(state=tree, data=ocp.args.JsonSave({"row": 7}))
+        manager.save(40, args=args)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(
+            UserWarning, match="40 is not zerojax's: its state is read, and data besi"
+        ):
+            found, saved = checkpoints.resume(state)
+        assert_equal_bits(found, state)
+        assert saved.step == 40 and saved.data is None
+        checkpoints.save(41, found)
+
+
+def test_several_processes_stay_close_to_their_devices(tmp_path, monkeypatch):
+    """No more than two steps: after a SIGTERM to one process, all save where the furthest is."""
+    waited = []
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(jax, "block_until_ready", waited.append)
+        for n in range(4):
+            state = {"large": jnp.ones((8, 8)), "key": jax.random.key(n), "step": jnp.int32(n)}
+            checkpoints._hold_back(state)
+            state["step"].delete()  # as a step that donates it does
+            assert len(waited) == max(0, n - 1)
+        monkeypatch.undo()
+    assert list(map(int, waited)) == [0, 1]

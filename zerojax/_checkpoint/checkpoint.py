@@ -296,6 +296,13 @@ def _tree_in(given: epath.Path) -> epath.Path | None:
     return None
 
 
+def other_items(path: str) -> list[str]:
+    """Names what an Orbax manager saved beside the tree that `restore` reads."""
+    given = epath.Path(path)
+    items = [entry for entry in given.iterdir() if entry.is_dir() and entry != _tree_in(given)]
+    return [] if _tree_in(given) == given else sorted(entry.name for entry in items)
+
+
 def is_complete(step: epath.Path) -> bool:
     """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
     return (step / _files.WRITTEN_LATER).exists() or _tree_in(step) is not None

@@ -1,14 +1,17 @@
 """The checkpoints of a training loop: when to save, what to keep, where to continue."""
 
+import collections
 import contextlib
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import SupportsFloat
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
@@ -18,7 +21,9 @@ from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import processes as _processes
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
+
+AHEAD = 2  # steps that several processes may have given to their devices
 
 
 class Preempted(SystemExit):
@@ -82,6 +87,7 @@ class Checkpoints:
         self._every, self._entered, self._closed = every, False, False
         self._ranking = Ranking(keep, best, mode)
         self._signalled = threading.Event()
+        self._given: collections.deque[jax.Array] = collections.deque()  # one of each step
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
@@ -163,7 +169,8 @@ class Checkpoints:
         if step is not None:
             path = self.path(step)
             state = _checkpoint.restore(path, like, keep=keep, ignore=ignore, cast=cast)
-            return state, _checkpoint.read_extras(path, data=data)
+            extras = _checkpoint.read_extras(path, data=data)
+            return state, extras if extras.step is not None else _of_orbax(path, step)
         if isinstance(like, Plan) and make_state is not None:
             return like.place(make_state), Extras()
         shapes = (isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
@@ -195,7 +202,7 @@ class Checkpoints:
         if plan is not None:
             check_plan(plan, "plan=")
         self._check_open(step)
-        preempted = self._preempted(step)
+        preempted = self._preempted(step, state)
         due = force or preempted or step % self._every == 0
         if due:
             _checkpoint.check_leaves(state)
@@ -219,6 +226,17 @@ class Checkpoints:
         if preempted:
             raise self._told(step)
         return due
+
+    def _hold_back(self, state: PyTree) -> None:
+        """Keeps a process close to its devices: after a SIGTERM to one, all save after the step
+        that the furthest has given to its own, and JAX lets it give 32."""
+        arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not is_key(x)]
+        if not arrays:
+            return
+        smallest = min(arrays, key=lambda array: array.size).addressable_data(0)
+        self._given.append(jnp.copy(smallest))  # the next step may donate the state
+        if len(self._given) > AHEAD:
+            jax.block_until_ready(self._given.popleft())
 
     def _told(self, step: int) -> Preempted:
         _processes.log(f"zerojax: after a SIGTERM, step {step} is saved in {self.directory}")
@@ -265,11 +283,24 @@ class Checkpoints:
             self._manager.reload()  # or Orbax counts what it failed to write as written
             raise
 
-    def _preempted(self, step: int) -> bool:
+    def _preempted(self, step: int, state: PyTree) -> bool:
         """Whether a SIGTERM came; under jax.distributed, all processes agree on the step."""
         if jax.distributed.is_initialized():
+            self._hold_back(state)
             return self._manager.reached_preemption(step)
         return self._signalled.is_set()
+
+
+def _of_orbax(path: str, step: int) -> Extras:
+    """Returns the extras of a checkpoint that another program saved: its step."""
+    others = _checkpoint.other_items(path)
+    if others:
+        warnings.warn(
+            f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
+            f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}.",
+            stacklevel=3,
+        )
+    return Extras(step)
 
 
 def _check_options(
