@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zerojax
 from tests import audits
@@ -77,3 +78,13 @@ def test_long_tables_say_how_much_is_left_out():
     report = zerojax.audit(run.lower(xs).compile())
     assert len(report.traffic) >= 41
     assert str(report).endswith(f"... and {len(report.traffic) - 40} smaller ones")
+
+
+@pytest.mark.parametrize("precision", [None, zerojax.Precision(compute="bfloat16")])
+def test_on_cpus_the_dtypes_that_gpus_send_are_told(precision):
+    plan = zerojax.plan({"params": {"w": jnp.ones((64, 64))}}, precision=precision)
+    grad = jax.jit(zerojax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan))
+    compiled = grad.lower(plan.abstract()["params"], jnp.ones((8, 64))).compile()
+    report = zerojax.audit(compiled, plan=plan)
+    told = "CPUs send bfloat16 as f32; GPUs do not."
+    assert str(report).endswith(told) == (precision is not None)

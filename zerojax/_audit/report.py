@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
+
 from zerojax._audit import contract as _contract, timeline as _timeline, trace as _trace
 from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
@@ -207,7 +209,12 @@ class Report(Measured):
 
     def _left_out(self) -> list[str]:
         left = len(self.traffic) - ROWS
-        return [f"... and {left} smaller ones"] if left > 0 else []
+        lines = [f"... and {left} smaller ones"] if left > 0 else []
+        precision = self.plan and self.plan.precision
+        narrow = precision and (precision.compute or precision.param)
+        if self.backend == "cpu" and narrow and jnp.finfo(narrow).bits < 32:
+            lines.append(f"CPUs send {jnp.dtype(narrow).name} as f32; GPUs do not.")
+        return lines
 
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:

@@ -155,7 +155,10 @@ def groups(text: str) -> dict[str, tuple[str, ...]]:
     found = [part.partition("=") for part in text.split(",")]
     kinds = {kind for kind, _, _ in found}
     if not all(sign for _, sign, _ in found) or len(kinds) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not kind=axis+axis for each of some kinds")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not kind=axis+axis for each of some kinds, such as "
+            "params=gpu,grads=gpu,opt_state=gpu+node"
+        )
     return {kind: tuple(filter(None, axes.split("+"))) for kind, _, axes in found}
 
 
