@@ -144,6 +144,7 @@ with zerojax.Watchdog(1) as dog:
 print("not ended")
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONUNBUFFERED", None)
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.stdout == "quiet while fed, and after its end\n" and ran.returncode, ran.stderr
     assert "process 0 of 1 was not alive for 1 s after step 7" in ran.stderr

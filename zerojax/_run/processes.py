@@ -293,6 +293,7 @@ class Watchdog:
             f"{self.seconds:g} s{after}. It, or one that it waits for, hangs. Its threads:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        sys.stdout.flush()  # if this hangs too, C code ends the process
         os._exit(1)
 
 
