@@ -376,3 +376,11 @@ def test_several_processes_stay_close_to_their_devices(tmp_path, monkeypatch):
             assert len(waited) == max(0, n - 1)
         monkeypatch.undo()
     assert list(map(int, waited)) == [0, 1]
+
+
+def test_a_plain_save_keeps_its_extras_and_takes_the_step_of_its_directory(tmp_path):
+    state = zerojax.shard_train_state({"params": {"w": jnp.arange(64.0)}})
+    zerojax.save(tmp_path / "40", state, metadata={"run": "first"})
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        _, saved = checkpoints.resume(state)
+    assert (saved.step, saved.metadata) == (40, {"run": "first"})

@@ -198,7 +198,10 @@ def test_a_field_returned_without_mutable_is_warned_of():
     assert not np.any(state.c["mean"])
 
 
-@pytest.mark.parametrize("aux", [{"c": jnp.zeros(3)}, {"d": jnp.zeros(8)}, {"step": jnp.int32(1)}])
+@pytest.mark.parametrize(
+    "aux",
+    [{"c": jnp.zeros(3)}, {"d": jnp.zeros(8)}, {"step": jnp.int32(1)}, {"replace": jnp.float32(1)}],
+)
 def test_metrics_are_not_warned_of(aux):
     """Warnings are errors here."""
     loss = lambda params, x: (errors(params, x), aux)

@@ -299,8 +299,9 @@ def _tree_in(given: epath.Path) -> epath.Path | None:
 def other_items(path: str) -> list[str]:
     """Names what an Orbax manager saved beside the tree that `restore` reads."""
     given = epath.Path(path)
-    items = [entry for entry in given.iterdir() if entry.is_dir() and entry != _tree_in(given)]
-    return [] if _tree_in(given) == given else sorted(entry.name for entry in items)
+    tree = _tree_in(given)
+    items = () if tree == given else given.iterdir()
+    return sorted(entry.name for entry in items if entry.is_dir() and entry != tree)
 
 
 def is_complete(step: epath.Path) -> bool:

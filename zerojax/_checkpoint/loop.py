@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -170,7 +171,10 @@ class Checkpoints:
             path = self.path(step)
             state = _checkpoint.restore(path, like, keep=keep, ignore=ignore, cast=cast)
             extras = _checkpoint.read_extras(path, data=data)
-            return state, extras if extras.step is not None else _of_orbax(path, step)
+            if extras.step is None:  # another program, or a plain `zerojax.save`, did not say
+                _warn_of_others(path, step)
+                extras = dataclasses.replace(extras, step=step)
+            return state, extras
         if isinstance(like, Plan) and make_state is not None:
             return like.place(make_state), Extras()
         shapes = (isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
@@ -231,9 +235,10 @@ class Checkpoints:
         """Keeps a process close to its devices: after a SIGTERM to one, all save after the step
         that the furthest has given to its own, and JAX lets it give 32."""
         arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not is_key(x)]
-        if not arrays:
+        mine = [array for array in arrays if array.sharding.addressable_devices]
+        if not mine:
             return
-        smallest = min(arrays, key=lambda array: array.size).addressable_data(0)
+        smallest = min(mine, key=lambda array: array.size).addressable_data(0)
         self._given.append(jnp.copy(smallest))  # the next step may donate the state
         if len(self._given) > AHEAD:
             jax.block_until_ready(self._given.popleft())
@@ -291,16 +296,14 @@ class Checkpoints:
         return self._signalled.is_set()
 
 
-def _of_orbax(path: str, step: int) -> Extras:
-    """Returns the extras of a checkpoint that another program saved: its step."""
-    others = _checkpoint.other_items(path)
-    if others:
+def _warn_of_others(path: str, step: int) -> None:
+    """Warns of what an Orbax manager saved beside the state."""
+    if others := _checkpoint.other_items(path):
         warnings.warn(
             f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
             f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}.",
             stacklevel=3,
         )
-    return Extras(step)
 
 
 def _check_options(

@@ -72,7 +72,7 @@ def without_fields(aux: PyTree, names: Sequence[str]) -> PyTree:
 
 def _warn_of_others(aux: PyTree, state: PyTree, names: Sequence[str]) -> None:
     """Warns where a loss returns what looks like a field of the state and is not in `mutable=`."""
-    shapes = functools.partial(jax.tree.map, jnp.shape)
+    shapes = functools.partial(jax.tree.map, lambda leaf: getattr(leaf, "shape", None))
     for name, new in aux.items() if isinstance(aux, dict) else ():
         old = state.get(name) if isinstance(state, dict) else getattr(state, str(name), None)
         if name in (*names, *UPDATED) or not jax.tree.leaves(new) or shapes(new) != shapes(old):

@@ -133,7 +133,8 @@ def called(
             raise  # the error comes from within the loss
         given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
         missing = re.search(r"missing \d+ required [\w-]+ arguments?: '(\w+)'", str(error))
-        name = missing[1] if missing else "batch_stats"
+        is_key = missing is None or missing[1] in ("key", "rng", "rngs")
+        name = "batch_stats" if is_key else missing[1]
         raise TypeError(
             f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
             "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
