@@ -414,6 +414,7 @@ TEXT = np.random.default_rng(0).integers(0, 256, (16, 9), np.int32)
 TINY = ["--layers", "2", "--dim", "32", "--tokens", "8"]
 
 
+@pytest.mark.slow
 def test_dpo_freezes_and_shards_its_reference(example):
     dpo, train_gpt = example("dpo"), example("train_gpt")
     model, args = train_gpt.GPT(2, 32, 8), dpo.parser.parse_args([*TINY, "--lr", "1e-2"])

@@ -79,6 +79,7 @@ def test_three_go_on_where_the_lost_one_was_to_save(tmp_path):
             ["--raise-at", 1],
             "ValueError: this process has seen enough",
             None,
+            marks=pytest.mark.slow,
             id="an error of the program",
         ),
         pytest.param(

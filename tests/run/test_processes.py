@@ -42,7 +42,8 @@ def arguments(directory, **more):
 
 @pytest.mark.parametrize(
     "count, devices, stage, where",
-    [(2, 2, 3, []), (2, 2, 3, OFFLOAD), pytest.param(4, 1, 3, [], marks=pytest.mark.slow),
+    [(2, 2, 3, []), pytest.param(2, 2, 3, OFFLOAD, marks=pytest.mark.slow),
+     pytest.param(4, 1, 3, [], marks=pytest.mark.slow),
      pytest.param(2, 2, 1, [], marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_several_processes_compute_what_one_does(

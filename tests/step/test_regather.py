@@ -27,9 +27,7 @@ LAYERS, DIM = 4, 64
     ("model", "optimizer", "accumulate", "prefetch"),
     mostly_slow(
         itertools.product(MODELS, OPTIMIZERS, (1, 4), (0, 1)),
-        lambda *case: (
-            case in [("gpt", "adamw", 1, 1), ("gpt", "adamw", 4, 1), ("mlp", "sgd", 1, 0)]
-        ),
+        lambda *case: case in [("gpt", "adamw", 4, 1), ("mlp", "sgd", 1, 0)],
     ),
 )
 def test_the_bits_are_those_of_gathering_over_all_axes_again(

@@ -53,7 +53,7 @@ CASES = [
     if case[0] not in STATELESS or case[3] != "opt_state"
 ]  # fmt: skip
 QUICK = {
-    ("lamb", 1, 4, "both"), ("multi_steps", 0, 1, "opt_state"), ("adamw", 3, 4, "activations"),
+    ("lamb", 1, 4, "both"), ("multi_steps", 0, 1, "opt_state"),
 }  # fmt: skip
 
 

@@ -54,8 +54,11 @@ def test_layer_loops_pass():
     assert report.ok, report
 
 
-@pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)], ids=["typed", "raw"])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(
+    ("accumulate", "key"),
+    [(1, jax.random.PRNGKey(7)), (4, jax.random.key(7))],
+    ids=["raw", "typed"],
+)
 def test_dropout_passes_and_is_compared_with_the_whole_batch(accumulate, key):
     """All random numbers alike, dropout by halves keeps everything: the loss without any."""
     step = zerojax.train_step(dropping, accumulate=accumulate)

@@ -15,6 +15,8 @@ from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
 
+KEYS = ("key", "rng", "rngs")  # what losses call the random key that they take
+
 
 def check_functional(state: object) -> None:
     """Raises for Flax modules: nnx ones are sharded in place, linen ones have no parameters."""
@@ -133,8 +135,7 @@ def called(
             raise  # the error comes from within the loss
         given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
         missing = re.search(r"missing \d+ required [\w-]+ arguments?: '(\w+)'", str(error))
-        is_key = missing is None or missing[1] in ("key", "rng", "rngs")
-        name = "batch_stats" if is_key else missing[1]
+        name = missing[1] if missing and missing[1] not in KEYS else "batch_stats"
         raise TypeError(
             f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
             "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
