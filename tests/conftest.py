@@ -1,5 +1,6 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -26,6 +27,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="zerojax-tests-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Tracing makes many objects, and at each collection JAX's own are gone through too: a twelfth of
+# the suite's time.
+gc.set_threshold(200_000, 10, 10)
 
 import jax
 import numpy as np

@@ -62,7 +62,6 @@ def test_optimizer_on_shards_matches_one_device(optimizer, stage):
 
 QUICK = {
     ("mlp", True, 4, 3), ("gpt", True, 4, 0), ("gpt", True, 4, 3), ("convnet", True, 4, 2),
-    ("transformer", True, 4, 3),
 }  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def test_repeated_runs_are_equal_to_the_bit(stage):
     assert_equal_bits(first[0], second[0])
 
 
-@pytest.mark.parametrize("stage", stages(1, 3))
+@pytest.mark.parametrize("stage", stages(3))
 @pytest.mark.parametrize("regather", [True, False])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_gradients_match_jax_grad(model, regather, stage):
@@ -119,7 +118,7 @@ def test_gradients_match_jax_grad(model, regather, stage):
     assert_close(grads, wanted, 2e-6)
 
 
-@pytest.mark.parametrize("stage", stages(0, 3))
+@pytest.mark.parametrize("stage", stages(3))
 def test_batchnorm_over_the_mesh_axis_matches_the_whole_batch(stage):
     made = convnet(False, axis_name="data")
     whole = convnet(False)
