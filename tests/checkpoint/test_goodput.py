@@ -70,6 +70,27 @@ def test_what_follows_the_last_step_is_no_saving(clock, tmp_path, steps):
     assert (times["productive"], times["saving"]) == (2 * (steps - 1) + 60, 13)
 
 
+def test_a_wait_of_the_loops_own_is_saving(clock, tmp_path, monkeypatch):
+    """Of 7 s; before the first step it is a part of the start, and after the end it is nothing."""
+
+    def wait(checkpoints):
+        with monkeypatch.context() as patched:
+            slowly = lambda: setattr(clock, "seconds", clock.seconds + 7)
+            patched.setattr(checkpoints._manager, "wait_until_finished", slowly)
+            checkpoints.wait()
+
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        wait(checkpoints)
+        clock.seconds += 2
+        checkpoints.save(1, STATE)
+        clock.seconds += 60
+        wait(checkpoints)
+        clock.seconds += 5
+    wait(checkpoints)
+    times = zerojax.Goodput(tmp_path).to_dict()
+    assert (times["starting"], times["productive"], times["saving"]) == (7 + 2, 60 + 5, 7)
+
+
 def test_steps_after_the_checkpoint_are_done_again(clock, tmp_path):
     """It fails after step 7, is down for 100 s, and goes on from step 4."""
     with pytest.raises(RuntimeError, match="of the program's own"):

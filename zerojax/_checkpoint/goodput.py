@@ -1,12 +1,13 @@
 """What became of a run's time: steps that counted, steps done again, saves, starts, and gaps."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
@@ -186,6 +187,19 @@ class Clock:
         self._passed("saving")
         self.write_at = 0.0
         self._write()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Notes that the loop waits for a save in its block; before the first step, it starts."""
+        if not self.start.has_stepped:
+            yield
+            return
+        self._passed("stepping")
+        try:
+            yield
+        finally:
+            self._passed("saving")
+            self._write()
 
     def closing(self, *, meant: bool) -> None:
         """Notes that the loop is over: as it was meant to, or it was cut off."""

@@ -122,6 +122,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
+        with contextlib.nullcontext() if self._closed else self._clock.waiting():
+            self._wait()
+
+    def _wait(self) -> None:
         with self._cleaned_up():
             self._manager.wait_until_finished()
 
@@ -163,7 +167,7 @@ class Checkpoints:
         yet, a state is returned as it is, and for a plan `make_state` makes one:
         `resume(plan, make_state)` never needs memory for two states.
         """
-        self.wait()
+        self._wait()
         self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step
         _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
@@ -215,7 +219,7 @@ class Checkpoints:
         if due:
             shapes = padded_shapes(state, plan)
             _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
-            self.wait()
+            self._wait()
         if due and not (preempted and self._has(step)):
             self._check_free(step)
             ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
@@ -224,7 +228,7 @@ class Checkpoints:
             with self._cleaned_up():
                 self._manager.save(step, args=args, metrics=ranked, force=True)
         if preempted or not self._entered:
-            self.wait()
+            self._wait()
         if due:
             self._clock.saved()
         if preempted:
