@@ -70,6 +70,13 @@ def test_pages_continue_from_the_readmes_program(page, tmp_path):
     run("\n".join([program, *blocks(page, "python")]), tmp_path)
 
 
+@pytest.mark.gpu_code
+def test_the_forecast_on_the_page_runs(tmp_path):
+    (code,) = [block for block in blocks(ROOT / "docs/gpus.md", "py") if "forecast(" in block]
+    printed = run("\n".join([blocks(README, "python")[1], code]), tmp_path)
+    assert printed.count("8xH100, ") == 2 and "Fastest that fits" in printed, printed
+
+
 FLAG = " + reduce_scatter_combine_threshold_bytes=1"
 MEASURED = {
     "zerojax, stage 3": "stage 3",

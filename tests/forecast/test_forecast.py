@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import time
 import types
@@ -220,6 +221,12 @@ def test_a_ready_step_is_forecast_with_all_its_options(options):
     batch = zerojax.aot.batch(BATCH, plan)
     report = zerojax.audit(step, plan.abstract(), batch, plan=plan)
     assert (case.peak, case.step_seconds) == (report.memory.peak, report.step_seconds)
+
+
+@pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])
+def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
+    given = inspect.signature(getattr(zerojax, name)).bind_partial("step", "state", "batch", "rng")
+    assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
 
 
 # -- progress

@@ -35,13 +35,13 @@ def choose(
     loss_fn: Loss | Mapping[str, Loss],
     make_state: Any,
     batch: PyTree,
+    rng: PyTree = None,
     *,
     gpus: str,
     precision: Precision | None = None,
     lossy: bool = True,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
-    rng: PyTree = None,
     tokens: int | None = None,
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
@@ -54,7 +54,7 @@ def choose(
     way is fastest with exact numbers, which with codes, and the Python to paste.
 
     Arguments:
-        loss_fn, make_state, batch, gpus, rng, tokens, rates, per_host, mutable, tx: as for
+        loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
             `zerojax.forecast`; of several losses, such as a model with and without
             `jax.checkpoint`, one is chosen too. The batch stays as it is, so more microbatches
             have fewer rows each.

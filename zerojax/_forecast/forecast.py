@@ -46,6 +46,7 @@ def forecast(
     loss_fn: Loss | Mapping[str, Loss] | Step,
     make_state: Callable[[], PyTree],
     batch: PyTree,
+    rng: PyTree = None,
     *,
     gpus: str,
     stages: Sequence[int] | int | None = None,
@@ -60,7 +61,6 @@ def forecast(
     activations: str | Sequence[str] | None = None,
     mutable: Sequence[str] = (),
     tx: optax.GradientTransformation | None = None,
-    rng: PyTree = None,
     tokens: int | None = None,
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
@@ -72,6 +72,7 @@ def forecast(
             `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of.
         make_state: a function without arguments that makes the state, or the state's shapes.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
+        rng: a key, if the loss takes one.
         gpus: such as "64xH100".
         stages, accumulate, order: what to try, one or several of each; default, all stages, with
             `groups` only 3, and microbatches one after another.
@@ -81,7 +82,6 @@ def forecast(
         precision, regather, update, mutable, tx: as for `zerojax.shard_train_state` and
             `zerojax.train_step`; regather="gpu" on axes as with `groups`.
         activations: "host", as for `zerojax.train_step`.
-        rng: a key, if the loss takes one.
         tokens: in a step, if not the size of the batch's first matrix of integers.
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
         per_host: GPUs of a host.
