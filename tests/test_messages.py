@@ -42,6 +42,10 @@ SAID = {
     "mutable, None": (lambda: zerojax.eval_step(loss, mutable=None), r"mutable=None does not name"),
     "mutable, numbers": (train(mutable=[1]), r"mutable=\[1\] does not name fields"),
     "mutable, params": (train(mutable="params"), r"names 'params', which the optimizer updates"),
+    "precision, FSDP2's": (
+        lambda: zerojax.Precision(param_dtype="bfloat16"),
+        r"has no param_dtype=. Pass compute= \(FSDP2's param_dtype, .* param= \(jmp's and Fl",
+    ),
     "regather": (train(regather=0), r"regather=0 must be True or False, or name the mesh axes"),
     "donate": (train(donate=None), r"donate=None must be True or False"),
     "skip": (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),

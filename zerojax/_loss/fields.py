@@ -1,5 +1,6 @@
 """Fields of a state, such as batch statistics, that a loss takes and returns updated."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -124,10 +125,37 @@ def _is_none(leaf: object) -> bool:
 
 def _field(state: PyTree, name: str) -> PyTree:
     if isinstance(state, dict) and name in state:
-        return state[name]
-    if not hasattr(state, name):
+        value = state[name]
+    elif hasattr(state, name):
+        value = getattr(state, name)
+    else:
         raise ValueError(
             f"mutable= names {name!r}, and a state of type {type(state).__name__} has no such "
-            "field. Name one it has."
+            f"field. Name one it has{_with_arrays(state)}."
         )
-    return getattr(state, name)
+    others = [leaf for leaf in jax.tree.leaves(value) if not _is_array(leaf)]
+    if others:
+        raise TypeError(
+            f"mutable= names {name!r}, which in a state of type {type(state).__name__} has a "
+            f"{type(others[0]).__name__}, and a loss updates arrays. Name a field that has "
+            f"arrays alone{_with_arrays(state)}."
+        )
+    return value
+
+
+def _is_array(leaf: object) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+
+
+def _with_arrays(state: PyTree) -> str:
+    """Returns, for a message, which fields of a state a loss may update."""
+    if isinstance(state, dict):
+        fields = dict(state)
+    else:
+        declared = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
+        fields = {field.name: getattr(state, field.name) for field in declared}
+    leaves = {name: jax.tree.leaves(v) for name, v in fields.items() if name not in UPDATED}
+    found = [repr(name) for name, of in leaves.items() if of and all(map(_is_array, of))]
+    if not found:
+        return ". This state has none that the optimizer does not update: add one to its class"
+    return f": {' or '.join(found)}"

@@ -19,6 +19,7 @@ from zerojax._wire.codecs import Blocks, Ways
 NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
 
+@_refusals.naming_dtypes
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """Dtypes of a training step; None leaves things as they are.

@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import flax.errors
 import jax
@@ -15,7 +16,10 @@ from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, Shape
 
-KEYS = ("key", "rng", "rngs")  # what losses call the random key that they take
+T = TypeVar("T")
+
+# What losses call the random key that they take: key, rngs, dropout_key.
+KEY = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
 
 
 def check_functional(state: object) -> None:
@@ -106,6 +110,25 @@ def _no_array(leaf: Leaf, name: str) -> TypeError:
     )
 
 
+def naming_dtypes(precision: type[T]) -> type[T]:
+    """Has `Precision` say what its dtypes are called where it is given other libraries' names."""
+    make = precision.__init__
+    known = inspect.signature(precision).parameters
+
+    @functools.wraps(make)
+    def checked(self: T, *args: object, **named: object) -> None:
+        for name in sorted(named.keys() - known):
+            raise TypeError(
+                f"Precision has no {name}=. Pass compute= (FSDP2's param_dtype, jmp's "
+                "compute_dtype), reduce= (FSDP2's reduce_dtype), param= (jmp's and Flax's "
+                "param_dtype: of what is stored), master=, moments= or gather=."
+            )
+        make(self, *args, **named)
+
+    precision.__init__ = checked
+    return precision
+
+
 def check_tx(tx: object) -> None:
     """Raises for what is not an optimizer, such as `optax.adam` for `optax.adam(1e-3)`."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -134,8 +157,20 @@ def called(
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
         given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
-        missing = re.search(r"missing \d+ required [\w-]+ arguments?: '(\w+)'", str(error))
-        name = missing[1] if missing and missing[1] not in KEYS else "batch_stats"
+        missing = re.search(r"missing \d+ required [\w-]+ arguments?: (.+)", str(error))
+        names = re.findall(r"'(\w+)'", missing[1]) if missing else []
+        others = [name for name in names if not KEY.search(name)]
+        if len(args) > 2 and _takes(loss_fn, args[:2], fields):
+            raise TypeError(
+                f"the step calls the loss with ({given}): {error}. This loss takes no random key: "
+                "leave it out, step(state, batch), or have the loss take it after the batch."
+            ) from error
+        if model != "params" or (names and not others):
+            raise TypeError(
+                f"the step calls the loss with ({given}): {error}. Give the step a random key "
+                "after the batch, jax.random.key(n): it passes that on to losses that take one."
+            ) from error
+        name = others[0] if others else "batch_stats"
         raise TypeError(
             f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
             "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
