@@ -152,6 +152,12 @@ def test_batch_leaves_that_disagree():
         zerojax.train_step(made.loss)(place(made), batch)
     with pytest.raises(ValueError, match=message):
         zerojax.shard_batch(batch)
+    grad = zerojax.value_and_grad(lambda params, batch, stats: 0.0, zerojax.plan(place(made)))
+    message = (
+        r"and argument 3 of the loss has 7.*argument alone; .*statistics, the loss closes over"
+    )
+    with pytest.raises(ValueError, match=message):
+        grad(made.params, made.batch, np.zeros(7))
 
 
 def test_two_labels_are_not_taken_for_a_key():

@@ -24,6 +24,10 @@ from zerojax._types import PyTree
 
 Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
+WHOLE = (  # of arguments after the batch
+    " batch_specs= is of the first argument alone; what all devices need whole, such as batch "
+    "statistics, the loss closes over: lambda params, batch: loss_fn(params, batch, stats)."
+)
 
 
 class Role(NamedTuple):
@@ -119,24 +123,25 @@ class Counted(NamedTuple):
     name: str
     rows: int
     dim: int
+    argument: int
 
 
 def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
     found = [
-        Counted(_name(path), jnp.shape(value)[role.dim], role.dim)
+        Counted(_name(path), jnp.shape(value)[role.dim], role.dim, path[0].idx)
         for (path, value), role in zip(leaves, roles, strict=True)
         if role.kind == BATCH
     ]
-    for leaf in found:
-        if leaf.rows != found[0].rows:
-            raise ValueError(
-                f"batch leaves disagree on their {_dim_name(max(leaf.dim, found[0].dim))}: "
-                f"{found[0].name} has {found[0].rows} and {leaf.name} has {leaf.rows}. Give every "
-                "leaf one row for each example; say with batch_specs= which have none, or have "
-                "them along another dimension, and make keys with jax.random.key."
-            )
+    for leaf in (leaf for leaf in found if leaf.rows != found[0].rows):
+        more = WHOLE if leaf.argument else ""
+        raise ValueError(
+            f"batch leaves disagree on their {_dim_name(max(leaf.dim, found[0].dim))}: "
+            f"{found[0].name} has {found[0].rows} and {leaf.name} has {leaf.rows}. Give every "
+            "leaf one row for each example; say with batch_specs= which have none, or have "
+            f"them along another dimension, and make keys with jax.random.key.{more}"
+        )
     return found[0] if found else None
 
 
