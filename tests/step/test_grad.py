@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.models import mlp
@@ -27,6 +28,20 @@ def test_drop_in_for_a_loop_of_ones_own():
         state, _ = train_step(state, made.batch)
     assert shardings(state) == before and train_step._cache_size() == 1
     assert_close(state.params, reference_run(made, optax.adam(1e-2, eps=1e-4), 3)[0].params)
+
+
+def test_a_loss_that_closes_over_its_batch_is_warned_of():
+    """Each of the 8 devices would compute all of it."""
+    params, x = {"w": jnp.ones((16, 8))}, jnp.ones((16, 16))
+    plan, key = zerojax.plan({"params": params}), jax.random.key(0)
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    grad = lambda loss, *args, **options: zerojax.value_and_grad(loss, plan, **options)(*args)
+    said = r"split over the 8 devices.*float32\[16, 16\]: .*pass it as an argument.*batch_specs=Par"
+    with pytest.warns(UserWarning, match=said):
+        grad(lambda params, key: loss(params, x), params, key)
+    grad(loss, params, x)
+    grad(lambda params: loss(params, x), params, batch_specs=PartitionSpec())
+    grad(lambda params: loss(params, jax.random.normal(key, (16, 16))), params)  # has no batch
 
 
 def test_value_and_grad_without_a_plan():

@@ -24,6 +24,7 @@ class TracedLoss(NamedTuple):
     jaxpr: Jaxpr
     closed_over: list[Array]
     aux: PyTree  # shapes, or None
+    closures: list[Array]  # of closed_over, what is no part of a `Partial`
 
 
 def trace_loss(
@@ -59,7 +60,7 @@ def trace_loss(
         invars = [*jaxpr.invars, *jaxpr.constvars]
         jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
-        return TracedLoss(_compat.without_unread(jaxpr), consts, aux)
+        return TracedLoss(_compat.without_unread(jaxpr), consts, aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)
 

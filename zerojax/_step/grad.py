@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -23,7 +24,7 @@ from zerojax._state.state import PARAMS
 from zerojax._step.backward import InBackward, NoGradientError, Updated, is_better_after
 from zerojax._step.options import Options, activation_names, precision_of, regathered
 from zerojax._step.program import Program
-from zerojax._types import PyTree
+from zerojax._types import PyTree, is_key
 
 
 def value_and_grad(
@@ -44,8 +45,9 @@ def value_and_grad(
     `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
     batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
     split along their first dimension, PRNG keys are folded with the device's index, scalars are
-    passed on. What the loss closes over is replicated. Old-style keys, uint32[2], count as keys;
-    with a batch of length 2, whose rows they may be, they are refused.
+    passed on. What the loss closes over is replicated: pass the batch, and close over statistics.
+    Old-style keys, uint32[2], count as keys; with a batch of length 2, whose rows they may be, they
+    are refused.
 
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -193,6 +195,8 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
+    if plan.size > 1 and options.differentiate and options.batch_specs is None:
+        _warn_of_whole(traced, roles, plan)
     # Backward runs all microbatches of a layer where it runs in layers.
     flops = matmul_flops(traced.jaxpr) * options.accumulate / options.rounds
     if backward and options.update == "auto" and is_better_after(plan, flops):
@@ -201,6 +205,26 @@ def _program(
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
+
+
+def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
+    """Warns of a loss that closes over its batch: every device would compute all of it.
+
+    Without a batch a loss may well be, such as a regularizer; it then closes over no array.
+    """
+    arrays = [x for x in traced.closures if np.ndim(x) and not is_key(x)]
+    if not arrays or any(role.kind == _batch.BATCH for role in roles):
+        return
+    largest = max(arrays, key=np.size)
+    rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
+    warnings.warn(
+        f"no argument of the loss is split over the {plan.size} devices, and it closes over "
+        f"{largest.dtype}{list(largest.shape)}{rest}: each device computes all of that. If it is "
+        "the batch, pass it as an argument: zerojax.value_and_grad(loss_fn, plan)(params, batch), "
+        "with loss_fn(params, batch). If all are to compute the same, say so: "
+        "batch_specs=PartitionSpec().",
+        stacklevel=2,
+    )
 
 
 def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
