@@ -1,6 +1,5 @@
 """Fields of a state, such as batch statistics, that a loss takes and returns updated."""
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -149,11 +148,9 @@ def _is_array(leaf: object) -> bool:
 
 def _with_arrays(state: PyTree) -> str:
     """Returns, for a message, which fields of a state a loss may update."""
-    if isinstance(state, dict):
-        fields = dict(state)
-    else:
-        declared = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
-        fields = {field.name: getattr(state, field.name) for field in declared}
+    fields = state if isinstance(state, dict) else getattr(state, "__dict__", {})
+    if names := getattr(state, "_fields", ()):  # of a named tuple
+        fields = {name: getattr(state, name) for name in names}
     leaves = {name: jax.tree.leaves(v) for name, v in fields.items() if name not in UPDATED}
     found = [repr(name) for name, of in leaves.items() if of and all(map(_is_array, of))]
     if not found:
