@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import zerojax
 from tests import audits
 from tests.audits import DIM, LAYERS, audited, loss, planned
+from tests.conftest import mostly_slow
 from tests.models import MODELS
 from tests.reference import make_state as model_state
 from zerojax._audit import contract as _contract
@@ -60,7 +61,7 @@ def test_layers_keep_the_contract(where, stage):
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", mostly_slow((1, 3), lambda stage: stage == 3))
 def test_padded_layers_keep_the_contract_on_gpus(stage):
     report = audits.plain("6xH100", stage)
     assert all(leaf.update.padding for leaf in report.plan.params)
@@ -217,7 +218,7 @@ def test_gradients_all_reduced_instead_of_scattered(where):
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("where", ["8xH100", "6xH100"])
+@pytest.mark.parametrize("where", mostly_slow(("8xH100", "6xH100"), lambda gpus: gpus[0] == "8"))
 def test_weights_kept_for_backward(where):
     save = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
     report = audited(planned(where, 3), functools.partial(loss, wrap=save), regather=False)

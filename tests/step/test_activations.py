@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from tests.conftest import make_mesh
+from tests.conftest import make_mesh, mostly_slow
 from tests.reference import assert_close
 from tests.step import tensor
 from tests.step.test_stream import BATCH, BOTH, loss, stacks
@@ -221,9 +221,17 @@ def test_a_loss_without_layers_is_refused():
         trained(unrolled, 3, activations="host")
 
 
+HOW = [(loss, "host"), (with_a_policy, None)]
+
+
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("gpus", ["1xH100", "8xH100"])
-@pytest.mark.parametrize(("loss", "where"), [(loss, "host"), (with_a_policy, None)])
+@pytest.mark.parametrize(
+    ("gpus", "loss", "where"),
+    mostly_slow(
+        [(gpus, *how) for gpus in ("1xH100", "8xH100") for how in HOW],
+        lambda gpus, loss, where: (gpus == "8xH100") == (where == "host"),
+    ),
+)
 def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     mesh, layers, dim, rows = zerojax.aot.mesh(gpus), 8, 512, 2048
     plan = zerojax.plan(lambda: stacks(dim=dim, layers=layers), stage=3, mesh=mesh)
