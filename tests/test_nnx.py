@@ -1,5 +1,7 @@
 """Flax nnx: loops keep their style; objects, with variables of every kind, change in place."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,36 @@ def test_optimizer_state_rests_in_host_memory(born):
         assert kinds == {"device" if offload is None else "pinned_host"}
         ends.append((metrics["loss"], params_of(model), nnx.as_pure(optimizer.opt_state)))
     assert_close(*ends, 1e-6)
+
+
+def test_a_placed_optimizer_prints_and_keeps_its_plan():
+    _, optimizer = zerojax.nnx.shard(*make())
+    assert f"wrt={nnx.Param.__name__}" in repr(optimizer)
+    assert jax.tree.map(lambda leaf: leaf, optimizer.tx) == optimizer.tx
+    assert copy.deepcopy(optimizer).tx == optimizer.tx
+
+
+def test_rows_of_a_table_without_a_dtype_have_that_of_the_table():
+    seen = []
+
+    class Rows(nnx.Module):
+        def __init__(self, rngs):
+            self.free = nnx.Embed(16, 8, rngs=rngs)
+            self.wide = nnx.Embed(16, 8, dtype=jnp.float32, rngs=rngs)
+
+    def loss(model, tokens):
+        rows = model.free(tokens), model.wide(tokens)
+        seen.append([str(r.dtype) for r in rows])
+        return sum(jnp.mean(r.astype(jnp.float32) ** 2) for r in rows)
+
+    model, optimizer = zerojax.nnx.shard(*make(Rows))
+    tokens = jnp.arange(16)
+    step = zerojax.nnx.train_step(loss, precision=zerojax.Precision(compute="bfloat16"))
+    step(model, optimizer, tokens)
+    assert seen.pop() == ["bfloat16", "float32"]
+    zerojax.nnx.eval_step(loss)(model, optimizer, tokens)
+    assert seen.pop() == ["float32"] * 2
+    assert model.free.dtype == jnp.float32
 
 
 def test_statistics_are_means_over_the_devices():

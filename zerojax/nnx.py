@@ -19,6 +19,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -191,7 +193,8 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
         options: `accumulate`, `order`, `precision`, `regather`, `prefetch`, `update`,
             `activations`, `skip_nonfinite`, `donate`, `batch_specs`, `compiler_options`: as in
-            `zerojax.train_step`.
+            `zerojax.train_step`. A `nnx.Embed` without `dtype` computes in that of its table, cast
+            by `precision` or not.
 
     Example:
         >>> import zerojax.nnx
@@ -243,6 +246,7 @@ def _call(
     """Returns the loss of a model made of `params` and `variables`, and these as it left them."""
     keys = keys or {}
     model = nnx.merge(variables.graphdef, params, variables.values)
+    _embed_as_stored(model)
     if "streams" in keys:
         _set_apart(model, keys["streams"])
     args = (model, batch, *([keys["loss"]] if "loss" in keys else []))
@@ -253,6 +257,20 @@ def _call(
         new = _values_of(model, variables.values, paths)
         found["variables"] = Variables(new, variables.graphdef)
     return loss, found
+
+
+def _embed_as_stored(model: nnx.Module) -> None:
+    """Has each `nnx.Embed` that was given no dtype return rows in its table's.
+
+    Where it is made, it takes the dtype that the table has then: rows of one that is cast later
+    would be widened again, and with them all that is computed from them.
+    """
+    for _, module in nnx.iter_modules(model):
+        if not isinstance(module, nnx.Embed):
+            continue
+        # An array's dtype is a np.dtype; users write jnp.float32, and that stays.
+        if isinstance(module.dtype, np.dtype) and module.dtype == jnp.dtype(module.param_dtype):
+            module.dtype = module.embedding.dtype
 
 
 def _values_of(model: nnx.Module, before: PyTree, params: set[tuple]) -> PyTree:

@@ -69,6 +69,11 @@ class PlannedTransformation(optax.GradientTransformationExtraArgs):
         return self.original.init, self.original.update, self.plan
 
 
+# JAX would rebuild a named tuple from its fields alone, without the plan: nnx maps over optimizers
+# to print them.
+jax.tree_util.register_static(PlannedTransformation)
+
+
 def _init(tx: optax.GradientTransformation, plan: Any, params: PyTree) -> PyTree:
     """Returns what `tx.init` makes of logical parameters, padded if `params` are."""
     logical = plan.logical_part(params, PARAMS)
