@@ -8,7 +8,18 @@ import pytest
 import zerojax
 from tests.models import ROWS, mlp
 from tests.reference import make_state
-from tests.verify.steps import ADAM, MASKED, W, X, check_by_hand, masked_loss, placed, roots
+from tests.verify.steps import (
+    ADAM,
+    MASKED,
+    W,
+    X,
+    check_by_hand,
+    masked_loss,
+    placed,
+    roots,
+    squares,
+)
+from zerojax._step import parameter as _parameter
 
 
 def attention(params, x):
@@ -40,6 +51,21 @@ def test_narrow_precision_widens_the_tolerance(options):
     assert "mean over the parts, in float32" in report.losses
     tight = zerojax.verify(step, state, made.batch, tolerance=1e-6)
     assert not tight.ok and tight.tolerance == 1e-6
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+def test_weights_cast_to_bfloat16_are_judged_so_where_the_loss_widens_them_again(
+    factor, monkeypatch
+):
+    reduced = _parameter.Parameter.reduced
+    monkeypatch.setattr(
+        _parameter.Parameter, "reduced", lambda self, grad: reduced(self, grad) * factor
+    )
+    loss = lambda p, x: squares({"w": p["w"].astype(jnp.float32)}, x.astype(jnp.float32)).mean()
+    step = zerojax.train_step(loss, precision=zerojax.Precision(compute="bfloat16"))
+    report = zerojax.verify(step, placed(W), X)
+    assert report.ok == (factor == 1), report
+    assert factor == 1 or "grads/w" in {check.path for check in report.wrong}
 
 
 def test_what_a_narrow_loss_means_is_judged_in_float32():

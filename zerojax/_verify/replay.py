@@ -37,11 +37,12 @@ class Replayed:
     aux: PyTree
     grads: PyTree  # None where nothing was differentiated
     jaxpr: Jaxpr  # of the loss on one part
+    compute: DTypeLike | None  # what its inputs are cast to
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
-        """The narrowest floats that the loss computes in."""
-        return narrowest(self.jaxpr)
+        """The narrowest floats that the loss computes in, or that its gradients come in."""
+        return narrowest(self.jaxpr, self.compute)
 
     @property
     def loss(self) -> float:
@@ -152,7 +153,7 @@ def evaluate(
         found = {i: grad * factor for i, grad in grads.items()}
         grads = treedef.unflatten([found.get(i, zero_gradient(v)) for i, v in enumerate(values)])
     aux = jax.tree.structure(traced.aux).unflatten(aux)
-    return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr)
+    return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr, compute)
 
 
 def _traced(
@@ -258,9 +259,14 @@ def check_fits(plan: Plan, device: Device) -> None:
         )
 
 
-def narrowest(jaxpr: Jaxpr) -> np.dtype:
-    """Returns the least precise float dtype that a jaxpr computes, at any depth."""
+def narrowest(jaxpr: Jaxpr, compute: DTypeLike | None) -> np.dtype:
+    """Returns the least precise float dtype that a jaxpr computes, at any depth.
+
+    Where its inputs are cast to `compute`, it may widen them again and have all in float32: their
+    gradients are rounded all the same, before a step sums them.
+    """
     made = [v.aval for eqn in _compat.every_eqn(jaxpr) for v in eqn.outvars]
     dtypes = [getattr(aval, "dtype", jnp.int32) for aval in made]
+    dtypes += [] if compute is None else [compute]
     floats = [jnp.dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return max([jnp.dtype(jnp.float64), *floats], key=lambda dtype: float(jnp.finfo(dtype).eps))

@@ -78,7 +78,8 @@ def verify(
             other steps.
         whole_batch: whether the loss should be that of the whole batch too. With a key, the two
             are compared with all random numbers alike: dropout keeps everything.
-        tolerance: relative; default, by the narrowest dtype that the loss computes in.
+        tolerance: relative; default, by the narrowest dtype that the loss, its `precision` and the
+            parameters have.
         device: where to replay; default, the first one of the mesh.
 
     Returns:
