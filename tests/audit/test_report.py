@@ -21,6 +21,41 @@ def test_audits_in_notebooks_name_cells_by_their_lines():
     assert one.serves == "cell line 5"
 
 
+MATMULS = """HloModule mixed, is_scheduled=true
+
+FileNames
+1 "/home/me/model.py"
+2 "/lib/site-packages/flax/linen/linear.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=422 end_line=422 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (a: bf16[64,64], b: f32[32,64]) -> f32[32,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  %b = f32[32,64]{1,0} parameter(1)
+  %c = f32[64,64]{1,0} constant({...})
+  %most = bf16[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={1}
+  %d = f32[1,64]{1,0} constant({...})
+  %few = f32[1,64]{1,0} dot(%d, %c), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot"}
+  ROOT %some = f32[32,64]{1,0} dot(%b, %c), lhs_contracting_dims={1}, metadata={stack_frame_id=2}
+}
+"""
+
+
+def test_matmuls_in_float32_beside_narrower_ones_are_named_by_their_line():
+    report = zerojax.audit(MATMULS)
+    assert report.matmuls == ("bfloat16", "float32")
+    assert report.wide_matmuls == "34% of FLOPs in float32, most at model.py:12"
+    assert "in bfloat16 and float32: 34% of FLOPs in float32, most at mod" in str(report)
+    alone = MATMULS.replace("bf16", "f32")
+    assert zerojax.audit(alone).matmuls == ("float32",) and not zerojax.audit(alone).wide_matmuls
+
+
 def test_to_dict_is_plain_and_complete():
     report = audited("gpt", 3)[0]
     found = json.loads(json.dumps(report.to_dict()))

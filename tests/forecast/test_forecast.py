@@ -309,12 +309,6 @@ def test_a_step_that_names_levels_is_compiled_for_hosts_and_their_gpus(options, 
     assert 0 < case.network_bytes < 0.9 * flat.network_bytes
 
 
-def test_matmuls_are_in_the_dtypes_of_most_flops():
-    flops = {"bf16": 99.0, "f32 highest": 2.0, "f32": 3.0, "f8e4m3fn": 0.5}
-    assert _progress._dtypes(flops) == ("bfloat16", "float32")
-    assert _progress._dtypes({}) == ()
-
-
 def test_the_title_has_what_the_cases_share():
     known = zerojax._hlo.known.GPUS["H100"]
     precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")

@@ -14,6 +14,7 @@ def case(stage, peak):
     gib = 2**30
     numbers |= {
         "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib, "matmuls": (),
+        "wide_matmuls": "",
         "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
         "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
     }  # fmt: skip
@@ -65,9 +66,10 @@ def test_the_title_says_in_which_dtype_it_computes():
     cases = [dataclasses.replace(case(3, 30), matmuls=(name,)) for name in ("bfloat16",) * 2]
     title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
     assert "; matmuls in bfloat16; bytes per GPU" in title
-    cases.append(dataclasses.replace(cases[0], matmuls=("bfloat16", "float32")))
+    wide = "3% of FLOPs in float32, most at model.py:12"
+    cases.append(dataclasses.replace(cases[0], matmuls=("bfloat16", "float32"), wide_matmuls=wide))
     title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
-    assert "; matmuls in bfloat16 or bfloat16 and float32; bytes" in title
+    assert f"; matmuls in bfloat16 or bfloat16 and float32 ({wide}); bytes" in title
 
 
 def test_notebooks_get_a_table():

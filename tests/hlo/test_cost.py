@@ -55,8 +55,8 @@ def test_bytes_touched(instruction, touched):
 def test_flops_of_an_instruction(instruction, flops):
     more = "  %x = f32[4,8,8,16]{3,2,1,0} parameter(3)\n  %k = f32[3,3,16,32]{3,2,1,0} parameter(4)"
     made = module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")
-    found = CostModel(made, RATES).flops_by_dtype("main", made.root("main"))
-    assert found == ({"f32": flops} if flops else {})
+    found = CostModel(made, RATES).matmuls("main", made.root("main"))
+    assert [(one.dtype, one.flops) for one in found] == ([("f32", flops)] if flops else [])
 
 
 def attention(target, mask="CAUSAL"):
@@ -88,7 +88,7 @@ SCORES = 2 * 16 * 2048 * 2048
 def test_attention_of_cudnn_costs_its_flops(made, flops):
     rates = dataclasses.replace(RATES, attention=1e13)
     cost = CostModel(made, rates)
-    assert cost.flops_by_dtype("main", made.root("main")).total() == flops
+    assert sum(one.flops for one in cost.matmuls("main", made.root("main"))) == flops
     memory = cost.touched("main", made.root("main")) / rates.memory
     assert cost.seconds("main", made.root("main")) == max(flops / 1e13, memory)
     faster = CostModel(made, dataclasses.replace(rates, attention=1e20))

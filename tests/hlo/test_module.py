@@ -1,5 +1,10 @@
 """The text of HLO modules: types and sizes, and damage that is refused in a line."""
 
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
 import zerojax
@@ -72,3 +77,20 @@ def test_lines_lost_anywhere_are_no_internal_error():
             assert "HLO text" in str(error)
             refused += 1
     assert refused > 10
+
+
+def test_an_instruction_comes_from_the_innermost_line_outside_of_libraries():
+    layer, x = nn.Dense(8), jnp.ones((4, 16))
+    params = layer.init(jax.random.key(0), x)
+
+    def loss(params):
+        return layer.apply(params, x).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    made = _module.Module(text)
+    found = [i for each in made.computations.values() for i in each.values() if i.opcode == "dot"]
+    line = inspect.getsourcelines(loss)[1] + 1
+    for dot in found:
+        assert "/linear.py:" in made.source(dot)
+        assert made.source(dot, ("/flax/",)) == f"{__file__}:{line}"
+    assert found

@@ -4,15 +4,28 @@ import collections
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 
-from zerojax._hlo.gpus import Gpu
+from zerojax._hlo.gpus import IN_FULL, Gpu
 from zerojax._hlo.module import Module
 from zerojax._hlo.schedule import Replay
 from zerojax._plan.plan import Plan
 from zerojax._text import human_bytes, shortened
 
 LONGEST_NAME = 60
+FEW = 0.01  # of the FLOPs of a step
+# Files that have no source lines of a user's.
+OURS = (
+    "/zerojax/_",
+    "/zerojax/nnx.py",
+    "/zerojax/aot.py",
+    "/jax/",
+    "/flax/",
+    "/optax/",
+    "/jaxlib/",
+)
+WIDE = ("f32", IN_FULL, "f64")
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 
 
@@ -70,8 +83,12 @@ class Traffic:
         if self.paths:
             named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
             return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        place = NOTEBOOK.sub("cell line ", self.source or self.scope)
-        return shortened([place], LONGEST_NAME)[0]
+        return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
+
+
+def place_of(source: str | None, scope: str) -> str:
+    """Returns where something is in the user's code: its line, else JAX's scope."""
+    return NOTEBOOK.sub("cell line ", source or scope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +181,30 @@ class Measured:
         """What is to be known of the modelled times, if anything."""
         on_cpu = self.gpu is not None and self.backend == "cpu"
         return "compiled for CPUs, where no collective runs beside compute" if on_cpu else ""
+
+    @property
+    def matmuls(self) -> tuple[str, ...]:
+        """The dtypes that matmuls are in, but for those of few FLOPs."""
+        known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", IN_FULL: "float32"}
+        flops = self.replay.flops_by_dtype
+        most = max(flops.values(), default=0)
+        found = (known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW)
+        return tuple(dict.fromkeys(sorted(found)))
+
+    @property
+    def wide_matmuls(self) -> str:
+        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them."""
+        if len(self.matmuls) < 2 or "float32" not in self.matmuls:
+            return ""
+        places: Counter[str] = Counter()
+        for one in self.replay.matmuls:
+            if one.dtype in WIDE:
+                source = self.module.source(one.instruction, OURS)
+                place = place_of(source, one.instruction.op_name)
+                places[place.rsplit("/", 1)[-1] if source else place] += one.flops
+        ((most, _),) = places.most_common(1)
+        share = places.total() / self.replay.flops
+        return f"{share:.0%} of FLOPs in float32, most at {shortened([most], LONGEST_NAME)[0]}"
 
     @property
     def pinned(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from zerojax._audit.measured import Part, Traffic
+from zerojax._audit.measured import OURS, Part, Traffic
 from zerojax._hlo.groups import Group
 from zerojax._hlo.lineage import NONE, Lineage
 from zerojax._hlo.module import Instruction, Module
@@ -22,16 +22,6 @@ from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state import state as _state
 from zerojax._wire import codecs as _codecs, rows as _rows
 
-# Files that have no source lines of a user's.
-OURS = (
-    "/zerojax/_",
-    "/zerojax/nnx.py",
-    "/zerojax/aot.py",
-    "/jax/",
-    "/flax/",
-    "/optax/",
-    "/jaxlib/",
-)
 STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 Made = tuple[str, int]  # an array that a collective makes: its name, and which of its results
 

@@ -185,6 +185,8 @@ class Report(Measured):
                 f"{human_time(self.replay.exposed)}{waits if self.replay.transfers else ''} "
                 f"(overlap {self.overlap or 0:.3f}{self.caveat and f'; {self.caveat}'})"
             )
+        if self.wide_matmuls:
+            lines.append(f"matmuls            in {' and '.join(self.matmuls)}: {self.wide_matmuls}")
         if self.replay.unknown_loops:
             names = ", ".join(self.replay.unknown_loops[:3])
             lines.append(f"loops of unknown length are counted once: {names}")

@@ -24,7 +24,7 @@ from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
 from zerojax._hlo import known as _known
-from zerojax._hlo.gpus import IN_FULL, Gpu, Rates
+from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss import order as _order
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
@@ -36,7 +36,6 @@ from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 
-FEW = 0.01  # of the FLOPs of a step
 Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
 Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
@@ -260,7 +259,8 @@ class Workload:
             spare=self.gpu.usable - memory.peak,
             on_host=memory.on_host + memory.host_kept,
             pinned=report.pinned,
-            matmuls=_dtypes(replay.flops_by_dtype),
+            matmuls=report.matmuls,
+            wide_matmuls=report.wide_matmuls,
             link_bytes=report.wire_bytes - report.network_bytes,
             network_bytes=report.network_bytes,
             compute_seconds=replay.compute,
@@ -273,14 +273,6 @@ class Workload:
             compile_seconds=seconds,
             report=report,
         )
-
-
-def _dtypes(flops: Mapping[str, float]) -> tuple[str, ...]:
-    """Names the dtypes that matmuls are in, but for those of few FLOPs."""
-    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", IN_FULL: "float32"}
-    most = max(flops.values(), default=0)
-    found = (known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW)
-    return tuple(dict.fromkeys(sorted(found)))
 
 
 def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:

@@ -28,7 +28,8 @@ class Case:
     parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
     `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is what
     rests in host memory, `pinned` that of all GPUs of a host, `waited_seconds` the wait for its
-    copies. `matmuls` are the dtypes that the step computes in.
+    copies. `matmuls` are the dtypes that the step computes in; `wide_matmuls` says how many are in
+    float32 beside narrower ones, and where most of these are.
     """
 
     stage: int
@@ -47,6 +48,7 @@ class Case:
     on_host: int
     pinned: int
     matmuls: tuple[str, ...]
+    wide_matmuls: str
     link_bytes: float
     network_bytes: float
     compute_seconds: float
@@ -209,7 +211,9 @@ class Forecast:
     def _matmuls(self) -> list[str]:
         """Names the dtypes that each case computes in, mostly one."""
         found = dict.fromkeys(" and ".join(case.matmuls) for case in self.cases if case.matmuls)
-        return [f"matmuls in {' or '.join(found)}"] if found else []
+        wide = next((case.wide_matmuls for case in self.cases if case.wide_matmuls), "")
+        more = f" ({wide})" if wide else ""
+        return [f"matmuls in {' or '.join(found)}{more}"] if found else []
 
     def _groups(self) -> list[str]:
         return list(dict.fromkeys(case.groups for case in self.cases if case.groups))

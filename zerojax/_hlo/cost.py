@@ -8,7 +8,8 @@ buffer costs the slice, an update in place costs the update.
 import functools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
+from typing import NamedTuple
 
 from zerojax._hlo.gpus import IN_FULL, Rates
 from zerojax._hlo.module import Instruction, Module, dtype_bytes
@@ -32,41 +33,48 @@ _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
 
 
+class Matmul(NamedTuple):
+    """A matmul of one run of a computation; `dtype` is that of its operands, or `IN_FULL`."""
+
+    instruction: Instruction
+    dtype: str
+    flops: int
+
+
 class CostModel:
     """The costs of one module's instructions on a GPU of these `rates`."""
 
     def __init__(self, module: Module, rates: Rates) -> None:
         self.module, self.rates = module, rates
         self.fusion_bytes = functools.cache(self._fusion_bytes)
-        self.computation_flops = functools.cache(self._computation_flops)
+        self.matmuls_of = functools.cache(self._matmuls_of)
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        flops = self.flops_by_dtype(computation, instruction)
         most = self.rates.attention if _is_attention(instruction) else math.inf
-        computed = sum(n / min(most, self.rates.of_matmuls(dtype)) for dtype, n in flops.items())
+        computed = sum(
+            one.flops / min(most, self.rates.of_matmuls(one.dtype))
+            for one in self.matmuls(computation, instruction)
+        )
         return max(computed, self.touched(computation, instruction) / self.rates.memory)
 
     # -- arithmetic
 
-    def flops_by_dtype(self, computation: str, instruction: Instruction) -> Counter[str]:
-        """Counts the FLOPs of its matmuls, those in fusions and called computations included, by
-        the dtype of their operands: float32 is rounded to TF32, or `IN_FULL`."""
-        found: Counter[str] = Counter()
+    def matmuls(self, computation: str, instruction: Instruction) -> list[Matmul]:
+        """Returns its matmuls, those in fusions and called computations included: float32 is
+        rounded to TF32, or `IN_FULL`."""
         if instruction.fuses or instruction.opcode == "call":
-            for name in instruction.called:
-                found.update(self.computation_flops(name))
-        elif count := self._matmul_flops(computation, instruction):
-            left = self.module.computations[computation][instruction.operands[0]]
-            dtype = left.arrays[0].dtype
-            in_full = dtype == "f32" and _NOT_TF32.search(instruction.attributes)
-            found[IN_FULL if in_full else dtype] = count
-        return found
+            return [one for name in instruction.called for one in self.matmuls_of(name)]
+        count = self._matmul_flops(computation, instruction)
+        if not count:
+            return []
+        left = self.module.computations[computation][instruction.operands[0]]
+        dtype = left.arrays[0].dtype
+        in_full = dtype == "f32" and _NOT_TF32.search(instruction.attributes)
+        return [Matmul(instruction, IN_FULL if in_full else dtype, count)]
 
-    def _computation_flops(self, name: str) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for instruction in self.module.computations[name].values():
-            found.update(self.flops_by_dtype(name, instruction))
-        return found
+    def _matmuls_of(self, name: str) -> list[Matmul]:
+        instructions = self.module.computations[name].values()
+        return [one for instruction in instructions for one in self.matmuls(name, instruction)]
 
     def _matmul_flops(self, computation: str, instruction: Instruction) -> int:
         opcode, attributes = instruction.opcode, instruction.attributes

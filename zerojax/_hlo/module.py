@@ -322,10 +322,8 @@ class Module:
             where = dict(re.findall(r"(\w+)=(\d+)", place))
             name = self._frames["FileNames"].get(int(where.get("file_name_id", 0)), '""')
             found.append((name.strip('"'), where.get("line", "?")))
-            parent = ids.get("parent_frame_id", 0)
-            if parent == frame:  # the outermost frame is its own parent
-                break
-            frame = parent
+            # XLA writes one more than the number of the parent's row, and 1 where there is none.
+            frame = ids.get("parent_frame_id", 1) - 1
         return found
 
 

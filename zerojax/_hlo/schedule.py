@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 
 from zerojax._hlo import groups as _groups, module as _module, transfers as _transfers
-from zerojax._hlo.cost import CostModel
+from zerojax._hlo.cost import CostModel, Matmul
 from zerojax._hlo.gpus import Rates, network_share
 from zerojax._hlo.module import Instruction, Module
 from zerojax._hlo.transfers import Transfer
@@ -68,13 +68,20 @@ class Replay:
     waited: float = 0.0  # for copies to and from the host
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
-    flops_by_dtype: Counter[str] = dataclasses.field(default_factory=Counter)
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)  # with all their runs
     spans: list[Span] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def flops_by_dtype(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for one in self.matmuls:
+            found[one.dtype] += one.flops
+        return found
+
+    @property
     def flops(self) -> float:
-        return float(self.flops_by_dtype.total())
+        return float(sum(one.flops for one in self.matmuls))
 
     def add(self, part: "Replay") -> None:
         """Adds what happened inside a called computation, except for its time."""
@@ -84,7 +91,7 @@ class Replay:
         self.transfers += part.transfers
         self.spans += part.spans
         self.unknown_loops += part.unknown_loops
-        self.flops_by_dtype.update(part.flops_by_dtype)
+        self.matmuls += part.matmuls
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
@@ -189,8 +196,8 @@ class _Player:
 
     def compute(self, name: str, instruction: Instruction, trips: int, at: float) -> float:
         seconds = self.cost.seconds(name, instruction)
-        for dtype, flops in self.cost.flops_by_dtype(name, instruction).items():
-            self.result.flops_by_dtype[dtype] += flops * trips
+        found = self.cost.matmuls(name, instruction)
+        self.result.matmuls += [one._replace(flops=one.flops * trips) for one in found]
         self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
         return seconds
 
