@@ -12,7 +12,8 @@
 What `zerojax.save` and `zerojax.restore` take is a state without objects:
 `zerojax.nnx.state(model, optimizer)` takes it out, and `zerojax.nnx.update` puts one back in.
 `step.pure` returns what `zerojax.verify` and `zerojax.audit` take:
-`zerojax.verify(*step.pure(model, optimizer, batch))`.
+`zerojax.verify(*step.pure(model, optimizer, batch))`. `zerojax.forecast` takes the step itself,
+with a function that returns a model and its optimizer.
 """
 
 import functools
@@ -149,7 +150,8 @@ class Step:
     """A step that takes a model and its optimizer.
 
     `pure(model, optimizer, batch)` returns what `zerojax.verify` and `zerojax.audit` take: a step
-    of states without objects, and its arguments.
+    of states without objects, and its arguments. `zerojax.forecast` takes the step as it is, with a
+    function that makes the model and its optimizer.
     """
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
@@ -164,10 +166,13 @@ class Step:
                 "the model and its optimizer are not placed. First: "
                 "zerojax.nnx.shard(model, optimizer, stage=3)."
             )
-        keys = {} if rng is None else {"loss": rng}
-        if any(map(is_key, jax.tree.leaves(placed.variables))):
-            keys["streams"] = _device_key()
-        return self.functional, placed, batch, *([keys] if keys else [])
+        keys = _keys(placed, rng)
+        return self.functional, placed, batch, *([] if keys is None else [keys])
+
+    def unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
+        """Returns what forecasts take: a step of states, a function that makes one, and keys."""
+        source = functools.partial(_made_state, make)
+        return self.functional, source, _keys(jax.eval_shape(source), rng)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
@@ -178,6 +183,14 @@ class Step:
             new, metrics = metrics
             update(model, optimizer, new)
         return metrics | metrics.pop("aux", {})
+
+
+def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
+    """Returns the keys that a step is given: the loss's own, and one that streams are folded by."""
+    keys = {} if rng is None else {"loss": rng}
+    if any(map(is_key, jax.tree.leaves(placed.variables))):
+        keys["streams"] = _device_key()
+    return keys or None
 
 
 def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:

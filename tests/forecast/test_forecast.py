@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import audits
+import zerojax.nnx
+from tests import audits, nnx_models
 from zerojax._audit.audit import heard
 from zerojax._forecast import forecast as _progress
 from zerojax._forecast.forecast import Forecast
@@ -307,6 +308,19 @@ def test_a_step_that_names_levels_is_compiled_for_hosts_and_their_gpus(options, 
         zerojax.train_step(audits.loss, stage=3), audits.make_state, BATCH, gpus="16xH100"
     ).cases
     assert 0 < case.network_bytes < 0.9 * flat.network_bytes
+
+
+@pytest.mark.gpu_code
+def test_a_step_of_nnx_is_forecast_with_the_function_that_makes_its_model():
+    """Dropout's stream is given a key; the batch statistics are updated."""
+    make = functools.partial(nnx_models.make, rate=0.1)
+    step = zerojax.nnx.train_step(nnx_models.loss_fn)
+    batch = jax.ShapeDtypeStruct(nnx_models.BATCH.shape, jnp.float32)
+    (case,) = zerojax.forecast(step, make, batch, gpus="8xH100", stages=3).cases
+    case.report.check()
+    model, optimizer = zerojax.nnx.shard(make, stage=3)
+    plan = zerojax.nnx.state(model, optimizer).tx.plan
+    assert case.parameters == plan.bytes_per_device()["params"]
 
 
 def test_the_title_has_what_the_cases_share():

@@ -121,7 +121,9 @@ def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Com
         if hasattr(step, "pure"):
             raise TypeError(
                 "a step of zerojax.nnx is audited without its objects: "
-                "zerojax.audit(*step.pure(model, optimizer, batch))."
+                "zerojax.audit(*step.pure(model, optimizer, batch)). On GPUs that are not there: "
+                "zerojax.forecast(step, make, batch, gpus='8xH100', stages=3).cases[0].report, "
+                "where make() returns a model and its optimizer."
             )
         raise TypeError(
             f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass what "

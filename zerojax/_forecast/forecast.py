@@ -68,8 +68,10 @@ def forecast(
 
     Arguments:
         loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
-            `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of.
-        make_state: a function without arguments that makes the state, or the state's shapes.
+            `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of; or
+            one of `zerojax.nnx.train_step`.
+        make_state: a function without arguments that makes the state, or the state's shapes. With a
+            step of nnx, a function that returns a model and its optimizer.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         rng: a key, if the loss takes one.
         gpus: such as "64xH100".
@@ -99,6 +101,7 @@ def forecast(
     """
     gpu = gpu_of(gpus, rates)
     check(make_state, batch, tokens)
+    loss_fn, make_state, rng = functional(loss_fn, make_state, rng)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     stages = (STAGES if groups is None else 3) if stages is None else stages
     options = {"tx": tx, "mutable": mutable}
@@ -127,6 +130,12 @@ def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _given(**options: PyTree) -> dict[str, PyTree]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
+    """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
+    unmade = getattr(loss_fn, "unmade", None)
+    return (loss_fn, make_state, rng) if unmade is None else unmade(make_state, rng)
 
 
 def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:

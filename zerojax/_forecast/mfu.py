@@ -36,7 +36,8 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
     if not isinstance(step, Step):
         raise TypeError(
             f"step_flops takes a step of zerojax.train_step, got a {type(step).__name__}: "
-            "step_flops(step, state, batch)."
+            "step_flops(step, state, batch); with nnx "
+            "step_flops(*step.pure(model, optimizer, batch))."
         )
     plan = find_plan(state, step.recipe.plan, step.recipe.stage)
     return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)

@@ -32,7 +32,8 @@ def check_functional(state: object) -> None:
         raise TypeError(
             "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
             "zerojax.nnx.shard(model, optimizer, stage=3), or a function that makes both; steps "
-            "are then those of zerojax.nnx.train_step."
+            "are then those of zerojax.nnx.train_step, and zerojax.forecast takes one with that "
+            "function. What is to be planned or saved is zerojax.nnx.state(model, optimizer)."
         )
     if linen is not None and isinstance(state, linen.Module):
         raise TypeError(
