@@ -35,15 +35,21 @@ def test_memory_is_the_plans_and_the_compilers(model, stage):
     assert memory.peak == memory.state + memory.batch + memory.temporary + 8
 
 
-def test_gradients_are_full_at_stage_1_and_shards_at_3():
-    """At the fullest moment; stage 1 sums those of microbatches whole."""
+def test_gradients_of_microbatches_are_summed_whole_at_stage_1_and_in_shards_at_3():
+    """At the fullest moment: at stage 1 the sums, and those of a microbatch that are added next."""
     options = {"accumulate": 2, "compiler_options": FUSED_AS_USERS}
-    gradients = {
-        stage: audits.audited(audits.planned("cpu", stage), **options).memory.gradients
-        for stage in (1, 3)
+    memory = {
+        stage: audits.audited(audits.planned("cpu", stage), **options).memory for stage in (1, 3)
     }
     stack = audits.LAYERS * audits.DIM**2 * 4
-    assert gradients[1] > stack > gradients[3] > 0
+    assert memory[1].gradients == 2 * memory[1].parameters
+    assert memory[1].activations < stack > memory[3].gradients > 0
+
+
+@pytest.mark.gpu_code
+def test_sums_that_are_reduced_as_one_array_are_gradients():
+    memory = audits.audited(audits.planned("8xH100", 0), accumulate=2).memory
+    assert memory.gradients == 2 * memory.parameters and memory.activations < 2**16
 
 
 def test_it_prints_in_units():

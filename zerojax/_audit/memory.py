@@ -2,14 +2,14 @@
 
 import collections
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from jax.stages import Compiled
 
 from zerojax._audit.measured import MemoryUse
 from zerojax._audit.reading import Reading
 from zerojax._hlo import liveness as _liveness
-from zerojax._hlo.module import Instruction
+from zerojax._hlo.lineage import Value, summed_in
 from zerojax._hlo.schedule import REDUCING, Collective
 from zerojax._state import state as _state
 
@@ -61,29 +61,20 @@ def _most_gradients(reading: Reading, temporary: int) -> int:
 def _temporary(reading: Reading, collectives: list[Collective]) -> collections.Counter[str]:
     """Counts the bytes of the buffers alive at the schedule's peak, by use."""
     reduced = {
-        (c.computation, name)
+        (c.computation, operand, 0)
         for c in collectives
         if c.kind in REDUCING
         for operand in c.instruction.operands
-        for name in _copied_from(reading.module.computations[c.computation], operand)
     }
+    # Those of microbatches are summed before they are reduced: the sums, and what is added to them.
+    reduced = summed_in(reading.module, reduced)
     kept: collections.Counter[str] = collections.Counter()
     for buffer, holders in _liveness.peak(reading.module).items():
         kept[_use(reading, holders, reduced)] += int(buffer.nbytes)
     return kept
 
 
-def _copied_from(instructions: dict[str, Instruction], name: str) -> Iterator[str]:
-    """Yields `name` and what it is a copy of: gradients change their layout to be reduced."""
-    yield name
-    while len(operands := instructions[name].operands) == 1 and (
-        instructions[operands[0]].nbytes == instructions[name].nbytes
-    ):
-        name = operands[0]
-        yield name
-
-
-def _use(reading: Reading, holders: list[_liveness.Holder], reduced: set[tuple[str, str]]) -> str:
+def _use(reading: Reading, holders: list[_liveness.Holder], reduced: set[Value]) -> str:
     """Names a buffer after the values that are stored in it over its life."""
 
     def labelled(values: dict[tuple[str, str], list[frozenset]], wanted: Set | None = None) -> bool:
@@ -91,7 +82,7 @@ def _use(reading: Reading, holders: list[_liveness.Holder], reduced: set[tuple[s
         found = (labels[at] for labels, at in sets if at < len(labels))
         return any(labels and (wanted is None or labels & wanted) for labels in found)
 
-    if any(holder[:2] in reduced for holder in holders) or labelled(reading.gradients.values):
+    if not reduced.isdisjoint(holders) or labelled(reading.gradients.values):
         return "gradients"
     is_weight = labelled(reading.weights.values, reading.of_weights)  # a batch is copied, too
     return "gathered" if is_weight else "activations"

@@ -1,11 +1,12 @@
-"""Carries labels through a module: from parameters to values, from gradients to outputs.
+"""Carries labels through a module: from parameters to values, from gradients to outputs; and finds
+the sums that a value is made of.
 
 Labels run forward through tuples, loops and fusions. A weight keeps its label while it is only
 moved (sliced, cast, gathered). A gradient keeps its label through arithmetic between arrays of one
 size as well, which is what optimizers do with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, Never, TypeVar
 
 from zerojax._hlo.module import Instruction, Module
@@ -28,6 +29,11 @@ _MOVES = {
     "reverse",
     "custom-call",
 }
+# The operands that what these make is moved from, or is a sum of.
+_SUMMANDS = dict.fromkeys(_MOVES - {"all-gather", "broadcast", "custom-call"}, 1)
+_SUMMANDS |= {"add": 2, "concatenate": None, "dynamic-update-slice": 2}
+Value = tuple[str, str, int]  # computation, instruction, which of its arrays
+Callers = dict[str, list[tuple[str, Instruction]]]  # computation: where it is called
 MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 
 
@@ -153,3 +159,54 @@ class Lineage(Generic[L]):
 
 def _union(sets: list[Labels[L]]) -> Labels[L]:
     return frozenset().union(*sets) if sets else NONE
+
+
+def summed_in(module: Module, values: Iterable[Value]) -> set[Value]:
+    """Finds what ends up in one of `values` by being moved or added: backward, into fusions, and
+    around loops, whose iterations add to what they carry."""
+    callers: Callers = {}
+    for name, instructions in module.computations.items():
+        for instruction in instructions.values():
+            for called in instruction.called:
+                callers.setdefault(called, []).append((name, instruction))
+    found: set[Value] = set()
+    left = list(values)
+    while left:
+        if (value := left.pop()) not in found:
+            found.add(value)
+            left += _summands(module, value, callers)
+    return found
+
+
+def _summands(module: Module, value: Value, callers: Callers) -> list[Value]:
+    """Returns what a value was one step before: one that is moved, several that are added."""
+    computation, name, at = value
+    instructions = module.computations[computation]
+    instruction = instructions[name]
+    opcode, called = instruction.opcode, instruction.called
+    if opcode == "parameter":
+        number, calls = int(instruction.inside), callers.get(computation, [])
+        return [(caller, _passed_in(call, computation, number), at) for caller, call in calls]
+    operands = [
+        [(computation, one, i) for i in range(len(instructions[one].arrays))]
+        for one in instruction.operands
+    ]
+    passed_on = module.passed_on(computation, instruction, operands, [])
+    if passed_on is not None:
+        return passed_on[at : at + 1]
+    if opcode == "while":
+        return [operands[0][at], (instruction.body, module.root(instruction.body).name, at)]
+    if instruction.fuses or opcode in ("call", "conditional"):
+        if opcode.endswith("-start"):  # its type lists its operands before its results
+            at -= sum(map(len, operands))
+        return [(inside, module.root(inside).name, at) for inside in called if at >= 0]
+    return [one for operand in operands[: _SUMMANDS.get(opcode, 0)] for one in operand[:1]]
+
+
+def _passed_in(call: Instruction, computation: str, number: int) -> str:
+    """Names what a computation's parameter is given: by a loop its own value, which it carries."""
+    if call.opcode == "while":
+        return call.name
+    if call.opcode == "conditional":
+        return call.operands[1 + call.called.index(computation)]
+    return call.operands[number]
