@@ -19,7 +19,9 @@ EXACT, CODES = Way("full"), Way("full", gather="int8", reduce="int8", regather="
 
 
 def tried(way, seconds, peak=30):
-    made = dataclasses.replace(case(3, peak), step_seconds=seconds, report=None)
+    made = dataclasses.replace(
+        case(3, peak), step_seconds=seconds, report=None, tokens_per_second=None
+    )
     return Compiled(way, seconds, peak * 2**30, made)
 
 
@@ -40,12 +42,26 @@ def test_the_fastest_that_fits_is_best_and_codes_must_pay():
 
 
 def test_it_prints_what_was_compiled_and_the_python():
-    text = str(choice(tried(EXACT, 1.5), tried(CODES, 1.4), Tried(Way(), 0.1, 1)))
-    assert "3 ways ranked by a formula, 2 compiled" in text
+    others = [Tried(Way(accumulate=count), 0.1, 1) for count in (4, 2)]
+    text = str(choice(tried(EXACT, 1.5), tried(CODES, 1.4), *others))
+    assert "4 ways ranked by a formula, of 1, 2 or 4 microbatches; 2 compiled" in " ".join(
+        text.split()
+    )
     assert 'stage=3, regather="gpu", gather="int8", reduce="int8"; full' in text
-    assert "Fastest with exact numbers, 1.5 s:\n\nstate = zerojax.shard_train_state(" in text
-    assert "Faster with codes, 1.4 s:" in text and 'losses["full"], regather="gpu")' in text
+    assert "exact numbers, 1.5 s, 0.0% MFU, 1 microbatch:\n\nstate = zerojax.shard_train" in text
+    assert (
+        "Faster with codes, 1.4 s, 0.0% MFU" in text and 'losses["full"], regather="gpu")' in text
+    )
     assert "Nothing fits. The least is 90.0 GiB" in str(choice(tried(EXACT, 1.0, peak=90)))
+
+
+def test_it_prints_tokens_mfu_and_microbatches():
+    one = tried(Way("full", accumulate=4), 1.5)
+    known = dataclasses.replace(one.case, tokens_per_second=43690.7, mfu=0.512)
+    text = str(choice(dataclasses.replace(one, case=known)))
+    assert "1.5 s, 43,691 tokens/s, 51.2% MFU, 4 microbatches:" in text
+    assert " tokens/s    MFU " in text.splitlines()[1] and " 43,691  51.2% " in text
+    assert "1.5 s, 0.0% MFU, 4 microbatches:" in str(choice(one)), "where no tokens are known"
 
 
 def test_it_says_what_hosts_need(monkeypatch):
@@ -55,7 +71,7 @@ def test_it_says_what_hosts_need(monkeypatch):
     across = tried(CODES, 1.5)
     across = dataclasses.replace(across, case=dataclasses.replace(across.case, network_bytes=1))
     text = str(dataclasses.replace(choice(across), gpu=slow))
-    assert "Fastest with codes, 1.5 s:" in text and "before Python starts" in text
+    assert "Fastest with codes, 1.5 s, 0.0% MFU" in text and "before Python starts" in text
     assert "XLA_FLAGS" not in str(dataclasses.replace(choice(tried(EXACT, 1.5)), gpu=slow))
     pinned = dataclasses.replace(across.case, pinned=96 * 2**30)
     assert "XLA pins" in str(choice(dataclasses.replace(across, case=pinned)))

@@ -48,6 +48,10 @@ COLUMNS: dict[str, tuple[Callable[[Traffic], str], str]] = {
     ),
 }
 EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
+ON_CPUS = (
+    "Gathered weights and the order of collectives are those of CPU code; "
+    "zerojax.aot.mesh('8xH100') compiles for GPUs."
+)
 TIMES = ("between", "exposed")  # of a GPU whose speed is known
 # What needs less memory, below stage 3 and at it.
 LESS_MEMORY = (
@@ -148,7 +152,9 @@ class Report(Measured):
             flexible=(at["serves"],),
             optional=[at[title] for title in ("loops", "between", "group") if title in at],
         )
-        return "\n".join([paragraphs(self._summary()), "", table, *self._left_out()])
+        return "\n".join(
+            [paragraphs(self._summary()), "", table, *map(_paragraph, self._left_out())]
+        )
 
     __repr__ = __str__
 
@@ -212,11 +218,17 @@ class Report(Measured):
     def _left_out(self) -> list[str]:
         left = len(self.traffic) - ROWS
         lines = [f"... and {left} smaller ones"] if left > 0 else []
+        if self.backend == "cpu" and self.traffic:
+            lines.append(ON_CPUS)
         precision = self.plan and self.plan.precision
         narrow = precision and (precision.compute or precision.param)
         if self.backend == "cpu" and narrow and jnp.finfo(narrow).bits < 32:
             lines.append(f"CPUs send {jnp.dtype(narrow).name} as f32; GPUs do not.")
         return lines
+
+
+def _paragraph(line: str) -> str:
+    return paragraphs([line])
 
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:

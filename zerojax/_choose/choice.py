@@ -8,15 +8,16 @@ import jax.numpy as jnp
 
 from zerojax._choose.ways import Way, shown
 from zerojax._forecast import network as _network
-from zerojax._forecast.result import Case
+from zerojax._forecast.result import COLUMNS, Case
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan.precision import Precision
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 
+SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
 FASTER = 0.99  # codes must pay for what they change
-HEADER = ("", "by the formula", "compiled", "waits", "peak", "fits", "numbers")
+HEADER = ("", "by the formula", "compiled", "waits", *SPEEDS, "peak", "fits", "numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Choice:
                 {
                     "way": dataclasses.asdict(one.way),
                     "step_seconds": one.case.step_seconds,
+                    "tokens_per_second": one.case.tokens_per_second,
+                    "mfu": one.case.mfu,
                     "peak": one.case.peak,
                     "fits": one.case.fits,
                 }
@@ -112,7 +115,7 @@ class Choice:
         }
 
     def __str__(self) -> str:
-        table = text_table(self._rows(), right=(1, 2, 3, 4), flexible=(0,))
+        table = text_table(self._rows(), right=range(1, 7), flexible=(0,), optional=(4, 5))
         return "\n".join([paragraphs([self._title()]), table, *self._advice()])
 
     __repr__ = __str__
@@ -122,9 +125,12 @@ class Choice:
 
     def _title(self) -> str:
         usable = human_bytes(self.gpu.usable)
+        *few, most = map(str, sorted({one.way.accumulate for one in self.tried}))
+        counts = " or ".join(filter(None, (", ".join(few), most)))
         return (
             f"{self.gpus}, {usable} usable of each; {len(self.tried)} ways ranked by a formula, "
-            f"{len(self.compiled)} compiled; times modelled"
+            f"of {counts} microbatch{'es' * (counts != '1')}; {len(self.compiled)} compiled; times "
+            "modelled; MFU of dense FLOP/s in 16 bits"
         )
 
     def _rows(self) -> list[Row]:
@@ -137,6 +143,7 @@ class Choice:
             human_time(one.estimate),
             human_time(case.step_seconds),
             human_time(case.exposed_seconds + case.waited_seconds),
+            *(COLUMNS[title][0](case) for title in SPEEDS),
             human_bytes(case.peak),
             "yes" if case.fits else "no",
             "exact" if one.way.is_exact else "codes",
@@ -149,11 +156,11 @@ class Choice:
             how = "use more GPUs or a smaller batch"
             yield paragraphs([f"Nothing fits. The least is {least} by the formula: {how}."])
         if best is not None:
-            yield f"\nFastest with exact numbers, {human_time(best.case.step_seconds)}:"
+            yield f"\nFastest with exact numbers, {_costs(best)}:"
             yield f"\n{self.python(best.way)}"
         if coded is not None:
             how = "Faster" if best else "Fastest"
-            yield f"\n{how} with codes, {human_time(coded.case.step_seconds)}:"
+            yield f"\n{how} with codes, {_costs(coded)}:"
             yield f"\n{self.python(coded.way)}"
         told = self._told([one.case for one in (best, coded) if one])
         yield from (f"\n{paragraphs([line])}" for line in told)
@@ -163,6 +170,15 @@ class Choice:
         if any(case.network_bytes for case in cases):
             yield from filter(None, [_network.advice(self.gpu, os.environ)])
         yield from _offload.told_of_pool(max((case.pinned for case in cases), default=0))
+
+
+def _costs(one: Compiled) -> str:
+    """Returns what is chosen by, and for how many microbatches."""
+    case, count = one.case, one.way.accumulate
+    known = SPEEDS if case.tokens_per_second is not None else SPEEDS[1:]
+    speeds = (f"{COLUMNS[title][0](case)} {title}" for title in known)
+    parts = f"{count} microbatch{'es' * (count > 1)}"
+    return ", ".join([human_time(case.step_seconds), *speeds, parts])
 
 
 def _shown_precision(precision: Precision) -> str:
