@@ -18,6 +18,8 @@ PROGRAM = f"""??? example "The program that this page's code continues from"
     {SNIPPET}
 
 """
+# Text of the README that a page has too: a link on GitHub, the text itself on the site.
+INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- (README\.md:\w+) -->$", re.MULTILINE)
 HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
 
@@ -32,7 +34,9 @@ def on_config(config):
 def on_page_markdown(markdown, page, **_):
     """Adds what a page's code continues from, before the first of it, and the messages."""
     markdown = markdown.replace("<!-- messages -->", errors.markdown())
-    if SNIPPET in markdown:
+    markdown = INCLUDED.sub(r'--8<-- "\1"', markdown)
+    first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
+    if SNIPPET in markdown or first is None or "import jax\n" in first[1]:  # a program of its own
         return markdown
     return re.sub(r"^```python$", rf"{PROGRAM}\g<0>", markdown, count=1, flags=re.MULTILINE)
 

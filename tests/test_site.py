@@ -94,8 +94,16 @@ def test_a_page_with_code_has_the_program_that_it_continues_from():
     assert made.index("# A") < made.index(hooks.SNIPPET) < made.index("```python\n1")
     text = "```bash\nls\n```\n"
     assert hooks.on_page_markdown(text, page=None) == text
-    index = (DOCS / "index.md").read_text()
-    assert hooks.on_page_markdown(index, page=None) == index
+    whole = "```python\nimport jax\n```\n"
+    assert hooks.on_page_markdown(whole, page=None) == whole
+
+
+def test_pages_link_to_what_they_have_of_the_readme_and_the_site_shows_it():
+    texts = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
+    assert not [name for name, text in texts.items() if "--8<--" in text], "GitHub shows these"
+    index = hooks.on_page_markdown(texts["index"], page=None)
+    assert "../README.md" not in index and index.count(hooks.SNIPPET) == 1
+    assert '--8<-- "README.md:stages"\n' in hooks.on_page_markdown(texts["stages"], page=None)
 
 
 def test_the_version_is_in_the_header():
