@@ -88,10 +88,10 @@ def test_integers_booleans_and_keys_are_those_of_one_device(stage, accumulate, d
     assert report.ok, report
 
 
-@pytest.mark.parametrize(("name", "has"), [("tx", "function"), ("replace", "method")])
+@pytest.mark.parametrize(("name", "has"), [("tx", "an optimizer"), ("replace", "a method")])
 def test_what_has_no_arrays_is_no_field_to_update(name, has):
     step = zerojax.train_step(lambda params, x, **named: errors(params, x), mutable=name)
-    with pytest.raises(TypeError, match=rf"names '{name}', .* has a {has}.*arrays alone: 'c'\."):
+    with pytest.raises(TypeError, match=rf"names '{name}', .* has {has},.*arrays alone: 'c'\."):
         step(placed(exact_fields()), X)
     with pytest.raises(TypeError, match=r"This state has none .*: add one to its class"):
         step(placed(None), X)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import DictKey
 
 from zerojax._state import refusals as _refusals, state as _state
@@ -132,14 +133,19 @@ def _field(state: PyTree, name: str) -> PyTree:
             f"mutable= names {name!r}, and a state of type {type(state).__name__} has no such "
             f"field. Name one it has{_with_arrays(state)}."
         )
-    others = [leaf for leaf in jax.tree.leaves(value) if not _is_array(leaf)]
-    if others:
+    # A placed optimizer is static to JAX, which finds no leaves in it.
+    leaves = jax.tree.leaves(value, is_leaf=_is_optimizer)
+    if others := [leaf for leaf in leaves if not _is_array(leaf)]:
+        what = "an optimizer" if _is_optimizer(others[0]) else f"a {type(others[0]).__name__}"
         raise TypeError(
-            f"mutable= names {name!r}, which in a state of type {type(state).__name__} has a "
-            f"{type(others[0]).__name__}, and a loss updates arrays. Name a field that has "
-            f"arrays alone{_with_arrays(state)}."
+            f"mutable= names {name!r}, which in a state of type {type(state).__name__} has {what}, "
+            f"and a loss updates arrays. Name a field that has arrays alone{_with_arrays(state)}."
         )
     return value
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, optax.GradientTransformation)
 
 
 def _is_array(leaf: object) -> bool:
