@@ -43,7 +43,8 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/train_vit.py --steps 3 --layers 2 --dim 32
 	$(BIN)/python examples/diffusion.py --steps 3 --layers 2 --dim 32 --times 3
 	$(BIN)/python examples/dpo.py $(SMALL) --base $(VENV)/runs/base_gpt
-	$(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt --restart-every 2
+	for steps in 3 5; do $(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt \
+	  --restart-every 2 --checkpoints $(VENV)/runs/relora --steps $$steps || exit 1; done
 	$(BIN)/python examples/mezo.py $(SMALL) --base $(VENV)/runs/base_gpt
 	$(BIN)/python examples/muon.py $(SMALL)
 	$(BIN)/python examples/nnx_loop.py $(SMALL)
@@ -52,6 +53,7 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/tensor_parallel.py $(SMALL)
 	$(BIN)/python examples/mixture_of_experts.py $(SMALL)
 	$(BIN)/python examples/context_parallel.py $(SMALL)
+	$(BIN)/python examples/context_parallel.py $(SMALL) --attention ring --sequence 4
 	$(BIN)/python examples/pipeline.py $(SMALL)
 	$(BIN)/python examples/one_gpu.py --steps 3 --layers 12 --dim 768
 

@@ -32,7 +32,7 @@ def compiled() -> str:
     for path in sorted(HERE.glob("rivals_*.json")):
         _put_beside(newest["rows"], json.loads(path.read_text())["rows"])
     others = [{row["row"]: row for row in result["rows"]} for result in older]
-    header = ["program", "step", "waiting", "efficiency", "sent", "peak"]
+    header = ["program", "step", "exposed", "efficiency", "sent", "peak"]
     header += [f"step, {result['jax']}" for result in older]
     for model, rows in itertools.groupby(newest["rows"], lambda row: row["row"].split()[0]):
         lines += [f"**{model}**", "", _line(header), "|---|" + "---:|" * (len(header) - 1)]

@@ -1,4 +1,4 @@
-"""The messages that zerojax raises, found in its source, as Markdown: `python docs/errors.py`."""
+"""The errors and warnings of zerojax, found in its source, as Markdown: `python docs/errors.py`."""
 
 import ast
 import dataclasses
@@ -81,16 +81,16 @@ def markdown() -> str:
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """Yields the first argument of each exception, raised here or by a caller."""
+    """Yields the first argument of each warning, and of exceptions, wherever they are raised."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and _is_exception(node.func):
+        if isinstance(node, ast.Call) and node.args and _takes_message(node.func):
             text = _pattern(node.args[0])
             if text is not None:
                 yield text
 
 
-def _is_exception(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and re.fullmatch(r"\w+Error", function.id) is not None
+def _takes_message(function: ast.expr) -> bool:
+    return re.fullmatch(r"\w+Error|warnings\.warn", ast.unparse(function)) is not None
 
 
 def _pattern(node: ast.expr) -> str | None:

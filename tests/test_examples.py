@@ -586,10 +586,10 @@ def test_on_two_axes_the_step_is_that_of_one_device(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("script", ON_TWO_AXES)
 def test_on_two_axes_they_reach_their_stated_loss(script):
     said, _ = run(f"examples/{script}.py", timeout=3600)
-    assert losses(said)[-1] < 2.4
+    assert losses(said)[-1] < (2.6 if script == "mixture_of_experts" else 2.4)
 
 
 @pytest.mark.slow
@@ -616,6 +616,18 @@ def test_convnet_reaches_its_stated_accuracy():
 def test_methods_reach_what_they_state(script, pattern, least):
     said, _ = run(f"examples/{script}.py", timeout=3600)
     assert figures(pattern, said)[-1] > least
+
+
+@pytest.mark.slow
+def test_relora_resumes_and_restarts_as_if_undisturbed(tmp_path):
+    args = ["examples/relora.py", *SMALL, "--base", tmp_path / "base", "--restart-every", 2]
+    saving = [*args, "--checkpoints", tmp_path / "run"]
+    whole, _ = run(*args, "--steps", 5)
+    run(*saving, "--steps", 3)
+    resumed, _ = run(*saving, "--steps", 5)
+    assert "goes on from step 3" in resumed
+    # Before the restart at step 4, after its merge, and at the end.
+    assert losses(resumed) == losses(whole)[-3:]
 
 
 @pytest.mark.slow

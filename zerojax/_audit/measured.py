@@ -25,7 +25,7 @@ OURS = (
     "/optax/",
     "/jaxlib/",
 )
-WIDE = ("f32", IN_FULL, "f64")
+WIDE = ("f32", IN_FULL)
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 
 

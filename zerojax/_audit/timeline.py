@@ -22,7 +22,7 @@ COLOURS = {
     "other": "#777777",
     "exposed": _figures.EXPOSED,
 }
-LANES = {"compute": 2, "collectives": 1, "waiting": 0}
+LANES = {"compute": 2, "collectives": 1, "waiting": 0}  # of the schedule's streams
 COPIES = {TO_DEVICE: -1, TO_HOST: -2}  # lanes of programs that have them
 
 
@@ -46,7 +46,7 @@ def plot(report: Measured, path: str | None) -> Figure:
         line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
         axes.broken_barh(bars, place, facecolor=COLOURS[what], label=what, **line)
     _mark_loops(spans, axes)
-    axes.set_yticks(list(lanes.values()), lanes)
+    axes.set_yticks(list(lanes.values()), [_shown(stream) for stream in lanes])
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     looped = any(span.trips > 1 for span in spans)
     axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
@@ -88,4 +88,8 @@ def _what(span: Span) -> str:
     """Returns the key of a span's colour."""
     if span.stream == "collectives":
         return span.kind if span.kind in COLOURS else "other"
-    return "exposed" if span.stream == "waiting" else span.stream
+    return _shown(span.stream)
+
+
+def _shown(stream: str) -> str:
+    return "exposed" if stream == "waiting" else stream

@@ -267,6 +267,8 @@ def draw_memory(
     ]
     left = [0.0] * len(cases)
     for use, nbytes in uses.items():
+        if not any(nbytes):
+            continue
         widths = [count / GIB for count in nbytes]
         style = {"color": colours[use], "edgecolor": "white", "linewidth": 0.5}
         axes.barh(range(len(cases)), widths, left=left, label=TITLES[use], **style)
@@ -286,8 +288,9 @@ def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
     exposed = [case.exposed_seconds / MS for case in cases]
     rows = range(len(cases))
     axes.barh(rows, compute, color="0.75", label="compute")
-    label = "waiting for communication"
-    axes.barh(rows, exposed, left=compute, color=_figures.EXPOSED, label=label)
+    if any(exposed):
+        label = "exposed communication"
+        axes.barh(rows, exposed, left=compute, color=_figures.EXPOSED, label=label)
     if any(case.on_host for case in cases):
         left = [a + b for a, b in zip(compute, exposed, strict=True)]
         waited = [case.waited_seconds / MS for case in cases]

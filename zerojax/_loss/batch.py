@@ -25,7 +25,7 @@ from zerojax._types import PyTree
 Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 WHOLE = (  # of arguments after the batch
-    " batch_specs= is of the first argument alone; what all devices need whole, such as batch "
+    " batch_specs= applies to the first argument alone; what all devices need whole, such as batch "
     "statistics, the loss closes over: lambda params, batch: loss_fn(params, batch, stats)."
 )
 
