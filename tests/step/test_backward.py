@@ -69,7 +69,7 @@ def carried_by_loops(step, *args):
 
 
 CASES = list(itertools.product(sorted(OPTIMIZERS.keys() - MIXED), (0, 1, 2, 3), (0, 1)))
-QUICK = {("adamw", 3, 1), ("adamw", 1, 0), ("momentum", 2, 1), ("inject_hyperparams", 0, 0)}
+QUICK = {("adamw", 3, 1), ("inject_hyperparams", 1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_one_device():
     same(devices=1, stage=0)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", mostly_slow([1, 3], lambda stage: stage == 3))
 def test_state_in_host_memory(stage):
     state, *_ = same(stage=stage, offload=ALL, prefetch=1)
     assert all(map(is_on_host, jax.tree.leaves(state.opt_state[0].mu)))
@@ -146,7 +146,7 @@ def test_groups():
     same(mesh=mesh, groups={"params": "gpu", "grads": "gpu", "opt_state": "gpu"})
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", mostly_slow([1, 3], lambda stage: stage == 3))
 def test_a_tensor_axis(stage):
     mesh = tensor.cpu_mesh()
     ends = []
@@ -252,7 +252,7 @@ def floored(params, batch):
     ("loss", "prefetch"),
     mostly_slow(
         itertools.product((distilled, probed, floored), (0, 1)),
-        lambda loss, prefetch: prefetch == (loss is not floored),
+        lambda loss, prefetch: loss is not distilled and prefetch == (loss is probed),
     ),
 )
 def test_stacks_that_no_gradient_leads_to(loss, prefetch):
@@ -385,7 +385,9 @@ def test_what_is_not_known():
         zerojax.train_step(loss, update="later")
 
 
-@pytest.mark.parametrize("optimizer", sorted(MIXED))
+@pytest.mark.parametrize(
+    "optimizer", mostly_slow(sorted(MIXED), lambda name: name in ("adafactor", "clip_schedule"))
+)
 def test_optimizers_that_mix_layers_are_refused(optimizer):
     make = functools.partial(stacks, OPTIMIZERS[optimizer]())
     with pytest.raises(ValueError, match=r"no parameter can be updated there \(params/blocks/"):

@@ -1,6 +1,7 @@
 """Weights and gradients that travel as codes: how far off gradients are, and what is sent."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codes", BOUNDS)
+@pytest.mark.parametrize(
+    ("codes", "way"),
+    mostly_slow(
+        itertools.product(BOUNDS, WAYS),
+        lambda codes, way: codes == "both" or way == "kept in the node",
+    ),
+)
 def test_gradients_are_as_far_off_as_the_codes_say(codes, way):
     precision, most = BOUNDS[codes]
     found = grads_with(precision, **WAYS[way])
@@ -94,7 +100,9 @@ def test_gradients_are_as_far_off_as_the_codes_say(codes, way):
     assert most / 10 < worst < most
 
 
-@pytest.mark.parametrize("codes", ["gather int8", "both"])
+@pytest.mark.parametrize(
+    "codes", mostly_slow(["gather int8", "both"], lambda codes: codes == "both")
+)
 def test_how_weights_are_gathered_changes_no_bit(codes):
     """Blocks lie within shards, so that codes are the same over one axis or two, kept or not."""
     ways = [grads_with(BOUNDS[codes][0], **WAYS[way]) for way in list(WAYS)[:3]]
@@ -227,7 +235,9 @@ def test_codes_by_path_are_for_some_weights_alone():
     assert line.endswith("weight bfloat16")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", mostly_slow(WAYS, lambda way: way in ("kept in the node", "microbatches"))
+)
 def test_gradients_are_off_by_the_codes_of_the_weights_that_have_them(way):
     found = grads_with({"gather": {"layers/w": "int8"}}, **WAYS[way])
     exact, coded = (grads_with({"gather": x}, **WAYS[way]) for x in (None, "int8"))
