@@ -43,8 +43,8 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/train_vit.py --steps 3 --layers 2 --dim 32
 	$(BIN)/python examples/diffusion.py --steps 3 --layers 2 --dim 32 --times 3
 	$(BIN)/python examples/dpo.py $(SMALL) --base $(VENV)/runs/base_gpt
-	for steps in 3 5; do $(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt \
-	  --restart-every 2 --checkpoints $(VENV)/runs/relora --steps $$steps || exit 1; done
+	for run in first resumed; do $(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt \
+	  --restart-every 2 --checkpoints $(VENV)/runs/relora --save-every 3 --steps 5 || exit 1; done
 	$(BIN)/python examples/mezo.py $(SMALL) --base $(VENV)/runs/base_gpt
 	$(BIN)/python examples/muon.py $(SMALL)
 	$(BIN)/python examples/nnx_loop.py $(SMALL)

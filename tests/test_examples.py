@@ -621,10 +621,9 @@ def test_methods_reach_what_they_state(script, pattern, least):
 @pytest.mark.slow
 def test_relora_resumes_and_restarts_as_if_undisturbed(tmp_path):
     args = ["examples/relora.py", *SMALL, "--base", tmp_path / "base", "--restart-every", 2]
-    saving = [*args, "--checkpoints", tmp_path / "run"]
-    whole, _ = run(*args, "--steps", 5)
-    run(*saving, "--steps", 3)
-    resumed, _ = run(*saving, "--steps", 5)
+    saving = ["--checkpoints", tmp_path / "run", "--save-every", 3, "--steps", 5]
+    whole, _ = run(*args, *saving)
+    resumed, _ = run(*args, *saving)
     assert "goes on from step 3" in resumed
     # Before the restart at step 4, after its merge, and at the end.
     assert losses(resumed) == losses(whole)[-3:]
