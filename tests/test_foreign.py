@@ -13,6 +13,7 @@ import zerojax
 from examples import models_hf
 from tests.foreign import HEAVY, LIGHT, program
 from tests.reference import assert_close, tree_bytes
+from tests.test_readme import ENV, README, ROOT, blocks, run
 
 STEPS, DEVICES = 2, 8
 QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed
@@ -116,3 +117,41 @@ def test_transformers_reads_what_names_have_written(tmp_path):
     theirs = transformers.FlaxGPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
     tokens = jax.numpy.arange(32).reshape(2, 16)
     assert_close(theirs(tokens).logits, model(params, tokens), 1e-4)
+
+
+LOOP = """
+for n in meter:
+    state, metrics = step(state, batch)
+    meter.update(metrics)
+"""
+TENSORBOARD = """
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+writer.flush()
+events = EventAccumulator("runs/a", {"tensors": 0}).Reload()
+read = events.Tensors if events.Tags()["tensors"] else events.Scalars
+print("steps", *(event.step for event in read("grad_norm")))
+"""
+WANDB = """
+wandb.log({}, commit=True)  # as when a program ends; until then it holds the last step back
+assert wandb.run.summary["grad_norm"] == float(metrics["grad_norm"])
+print("steps", wandb.run.summary["_step"])
+"""
+LOGS = {
+    "clu": (TENSORBOARD, [1, *range(10, 101, 10)]),
+    "tensorboardX": (TENSORBOARD, [1, *range(10, 101, 10)]),
+    "wandb": (WANDB, [100]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LOGS)
+def test_the_page_on_logging_writes_what_the_library_reads(library, tmp_path, monkeypatch):
+    pytest.importorskip(library)
+    monkeypatch.setitem(ENV, "WANDB_MODE", "offline")
+    reading, steps = LOGS[library]
+    (lines,) = [code for code in blocks(ROOT / "docs/logging.md", "py") if library in code]
+    meter = "" if "Meter" in lines else "meter = zerojax.Meter(100, on_log=on_log)"
+    program = blocks(README, "python")[1]
+    printed = run("\n".join([program, lines, meter, LOOP, reading]), tmp_path)
+    assert f"steps {' '.join(map(str, steps))}\n" in printed

@@ -177,11 +177,11 @@ def test_all_notebooks_install_in_the_same_way():
 @pytest.mark.parametrize(
     ("source", "driver", "found", "wanted"),
     [
-        ("..", None, (), "..[plot]"),
+        ("..", None, (), "..[plot,gpu-compile]"),
         ("..", "550.54.15", (), "..[plot,cuda12]"),
         ("./zerojax", "580.65.06", (), "./zerojax[plot,gpu]"),
         ("zerojax", "590.1", ("jax_cuda12_plugin",), "zerojax[plot,cuda12]"),
-        ("https://x/zerojax.whl", None, (), "zerojax[plot] @ https://x/zerojax.whl"),
+        ("https://x/z.whl", None, (), "zerojax[plot,gpu-compile] @ https://x/z.whl"),
         ("..", "550.54.15", ("zerojax",), None),
     ],
 )
