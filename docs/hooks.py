@@ -20,6 +20,14 @@ PROGRAM = f"""??? example "The program that this page's code continues from"
 """
 # Text of the README that a page has too: a link on GitHub, the text itself on the site.
 INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- (README\.md:\w+) -->$", re.MULTILINE)
+# Of two pictures the browser's setting chooses one on GitHub; on the site a button does too.
+PICTURE = re.compile(
+    r"""<picture>
+  <source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>.+)">
+  <img alt="(?P<alt>.+)" src="(?P<light>.+)">
+</picture>"""
+)
+IMAGES = r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)"
 HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
 
@@ -32,9 +40,9 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Adds what a page's code continues from, before the first of it, and the messages."""
-    markdown = markdown.replace("<!-- messages -->", errors.markdown())
-    markdown = INCLUDED.sub(r'--8<-- "\1"', markdown)
+    """Adds the program that a page's code continues from, messages, and both pictures of two."""
+    markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
+    markdown = PICTURE.sub(IMAGES, INCLUDED.sub(r'--8<-- "\1"', markdown))
     first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
     if SNIPPET in markdown or first is None or "import jax\n" in first[1]:  # a program of its own
         return markdown
