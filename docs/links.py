@@ -18,6 +18,8 @@ class _Page(html.parser.HTMLParser):
                 self.anchors.add(value)
             elif name in ("href", "src") and value is not None:
                 self.links.append(value)
+            elif name == "srcset" and value is not None:  # "a.svg, b.svg 2x"
+                self.links += [one.split()[0] for one in value.split(",") if one.strip()]
 
 
 def broken(site: pathlib.Path) -> list[str]:

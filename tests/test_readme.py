@@ -1,5 +1,6 @@
 """Every block of the README and of the guide runs: Python, in order, and commands."""
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -17,6 +18,10 @@ import zerojax
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [
+    *PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]  # fmt: skip
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
 
 # Commands that other parts of CI run, with the file that does.
@@ -141,7 +146,7 @@ def test_commands_run(command, tmp_path):
 
 TARGET = r"`(?:PYTHON=\S+ )?make ([\w-]+)`"
 EXTRA = r"pip install '\.\[(\w+)\]'"
-LINK = r"\]\((?!http)([^)#]+)"
+LINK = r"\]\((?!http)([^)]+)\)"
 FILE = r"`((?:tests|examples|benchmarks|zerojax|docs)/[\w/.]+)`"
 
 
@@ -183,12 +188,29 @@ def test_commands_in_the_text_exist(page):
         assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(), extra
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def without_code(page):
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def anchors(page):
+    """Those that GitHub gives the headings; of those alike, all but the first have a number."""
+    slugs = []
+    for heading in re.findall(r"^#+ (.+)", without_code(page), flags=re.MULTILINE):
+        shown = re.sub(r"\[(.+?)\]\(.*?\)", r"\1", heading)
+        slugs.append(re.sub(r"[^\w -]", "", shown.strip().lower()).replace(" ", "-"))
+    before = [slugs[:at].count(slug) for at, slug in enumerate(slugs)]
+    return [f"{slug}-{n}" if n else slug for slug, n in zip(slugs, before, strict=True)]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    text = page.read_text()
-    links = re.findall(LINK, text) + re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
-    for target in links:
-        assert (page.parent / target).exists(), target
+    text = without_code(page)
+    for link in re.findall(LINK, text) + re.findall(r'\b(?:src|srcset)="([^"]+)"', text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
     for file in re.findall(FILE, text):
         assert (ROOT / file).exists(), file
 

@@ -50,12 +50,13 @@ def test_links_to_missing_files_and_anchors_are_found(tmp_path):
         a='<h1 id="top-of-a">A</h1> <a href="../b/#there">b</a> <a href="#top-of-a">a</a> '
         '<a href="https://example.com/#x">elsewhere</a> <img src="../b/">',
         b='<h2 id="there"></h2> <a href="../a/#nowhere">a</a> <a href="../c/">c</a> '
-        '<a href="02.ipynb">notebook</a>',
+        '<a href="02.ipynb">notebook</a> <source srcset="../a/ 1x, dark.svg 2x">',
     )
     assert links.broken(site) == [
         "b/index.html links to ../a/#nowhere: there is no such anchor",
         "b/index.html links to ../c/: there is no such file",
         "b/index.html links to 02.ipynb: there is no such file",
+        "b/index.html links to dark.svg: there is no such file",
     ]
 
 
@@ -104,6 +105,20 @@ def test_pages_link_to_what_they_have_of_the_readme_and_the_site_shows_it():
     index = hooks.on_page_markdown(texts["index"], page=None)
     assert "../README.md" not in index and index.count(hooks.SNIPPET) == 1
     assert '--8<-- "README.md:stages"\n' in hooks.on_page_markdown(texts["stages"], page=None)
+
+
+def test_pages_with_a_light_and_a_dark_picture_show_one():
+    """On GitHub by <picture>, on the site by the fragments that the theme's button switches."""
+    for name in ("index", "groups"):
+        text = (DOCS / f"{name}.md").read_text()
+        alt, light = re.search(r'<img alt="(.+)" src="(.+)">', text).groups()
+        made = hooks.on_page_markdown(text, page=None)
+        assert f"![{alt}]({light}#only-light)\n" in made, name
+        assert f"![{alt}]({light.replace('light', 'dark')}#only-dark)\n" in made, name
+    for path in DOCS.glob("*.md"):
+        text = path.read_text()
+        assert not re.search(r"#only-|\){ ", text), f"GitHub shows both, or attributes: {path.name}"
+        assert "<picture" not in hooks.PICTURE.sub("", text), path.name
 
 
 def test_the_version_is_in_the_header():
