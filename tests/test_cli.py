@@ -334,13 +334,13 @@ def test_what_is_chosen_is_printed(run, monkeypatch):
         return test_choice.choice(test_choice.tried(test_choice.EXACT, 1.5, given["peaks"].pop()))
 
     monkeypatch.setattr(zerojax, "choose", choose)
+    documented = "forecast 124m --gpus 16xH100 --network 12.5 --choose"
     for wanted in (OK, NOT_OK):
-        arguments = ("124m", "--gpus", "8xH100", "--rows", "2", "--network", "12.5", "--choose")
-        code, out, err = run("forecast", *arguments)
+        code, out, err = run(*documented.split(), "--rows", "2")
         assert (code, err) == (wanted, "") and "1 ways ranked" in out
         assert ("zerojax.train_step(losses" in out) == (wanted == OK)
-    assert list(given["losses"]) == ["none", "dots", "full"] and given["rows"] == 16
-    assert given["rates"].network == 12.5e9 and given["gpus"] == "8xH100"
+    assert list(given["losses"]) == ["none", "dots", "full"] and given["rows"] == 32
+    assert given["rates"].network == 12.5e9 and given["gpus"] == "16xH100"
 
 
 def test_what_chooses_is_not_told(run):
@@ -427,6 +427,12 @@ def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
     assert (given["accumulate"], given["order"]) == (2, "layers")
     assert (given["offload"], given["regather"]) == (["opt_state"], ("gpu",))
     assert given["models"]["7.5b tokens=4096"].tokens == 4096
+    documented = (
+        "study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 --out study.json --plot study.png"
+    )
+    run(*documented.split())
+    assert given["gpus"] == ["64xH100", "128xH100", "400xH100"] and given["stages"] == [3]
+    assert given["rows"] == ["largest"] and str(given["out"]) == "study.json"
     assert "nic_speed_gbps" in os.environ["XLA_FLAGS"], "XLA is told of the slow network"
 
 

@@ -24,24 +24,24 @@ LINKING = [
 ]  # fmt: skip
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
 
-# Commands that other parts of CI run, with the file that does.
-FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
-GRAPHS = "--xla_gpu_enable_command_buffer="
-STUDY = "zerojax study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 "
-STUDY += "--out study.json --plot study.png"
+# Commands that other parts of CI run: in which file, and how they are written there.
+XLA_FLAG = "XLA_FLAGS=--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
+GRAPHS = "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+INSTALL = zerojax.aot.install_command()
+CHOOSE = "forecast 124m --gpus 16xH100 --network 12.5 --choose"
+STUDY = "study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 --out study.json --plot study.png"
 ELSEWHERE = {
-    "make demo": ".ci/run",
-    "make test": ".ci/run",
-    "make gpu-compile": ".ci/run",
-    "make docs": ".ci/run",
-    zerojax.aot.install_command(): "Makefile",
-    "pip install .": "Makefile",  # make wheel
-    "pip install '.[gpu]'": "pyproject.toml",  # needs the GPU that it is for
-    f"export XLA_FLAGS={FLAG}": "tests/forecast/test_network.py",
-    f"export XLA_FLAGS={GRAPHS}": "zerojax/_audit/trace.py",
-    # Takes minutes; tests/choose compiles a small model.
-    "zerojax forecast 124m --gpus 16xH100 --network 12.5 --choose": "tests/test_cli.py",
-    STUDY: "tests/test_cli.py",
+    "make demo": (".ci/run", 'make -C "$clone" demo PYTHON="$python"\n'),
+    "make test": (".ci/run", 'make -C "$clone" test PYTHON="$python"\n'),
+    INSTALL: (
+        "Makefile",
+        f"{INSTALL.replace('install', 'install --quiet --disable-pip-version-check')}\n",
+    ),
+    f"export {XLA_FLAG}": ("tests/forecast/test_network.py", f'"{XLA_FLAG}"\n'),
+    f"export {GRAPHS}": ("zerojax/_audit/trace.py", f"{GRAPHS} (nothing after it)"),
+    # Take minutes, and are given there to what compiles nothing.
+    f"zerojax {CHOOSE}": ("tests/test_cli.py", f'"{CHOOSE}"'),
+    f"zerojax {STUDY}": ("tests/test_cli.py", f'"{STUDY}"'),
 }
 
 
@@ -127,7 +127,8 @@ def commands():
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command, tmp_path):
     if command in ELSEWHERE:
-        assert command.split()[-1] in (ROOT / ELSEWHERE[command]).read_text()
+        file, written = ELSEWHERE[command]
+        assert written in (ROOT / file).read_text()
         return
     program, *arguments = shlex.split(command)
     assert program == "zerojax", f"say in ELSEWHERE what runs {command!r}"
@@ -154,6 +155,7 @@ def test_the_pages_have_some_of_all_that_is_checked():
     text = "\n".join(page.read_text() for page in PAGES)
     assert [p for p in (TARGET, EXTRA, LINK, FILE) if len(re.findall(p, text)) < 2] == []
     assert sum(len(list(options_named(page))) for page in PAGES) > 20
+    assert set(ELSEWHERE) <= set(commands())
 
 
 def test_compiling_for_gpus_needs_the_same_line_everywhere():
