@@ -40,6 +40,10 @@ def arguments(directory, **more):
     return [str(x) for pair in pairs for x in pair]
 
 
+def folder_bytes(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 @pytest.mark.parametrize(
     "count, devices, stage, where",
     [(2, 2, 3, []), pytest.param(2, 2, 3, OFFLOAD, marks=pytest.mark.slow),
@@ -59,6 +63,9 @@ def test_several_processes_compute_what_one_does(
     assert run.said(r"zerojax: (.*)") == f"{count} processes, 4 devices"
     assert all("step" not in log.read_text() for log in run.logs[1:])  # process 0 alone speaks
     assert all(f"digest {run.digest()}" in log.read_text() for log in run.logs)
+    saved = tmp_path / "c" / str(STEPS) / "default"  # stage 1: copies of the parameters too
+    written = [folder_bytes(saved / f"ocdbt.process_{n}") for n in range(count)]
+    assert max(written) < 1.1 * min(written), "each process writes as much as the others"
     if stage == 3:
         assert run.digest() == one.digest()
     for file in weights.glob("*.safetensors"):
