@@ -77,10 +77,13 @@ def test_pages_continue_from_the_readmes_program(page, tmp_path):
 
 
 @pytest.mark.gpu_code
-def test_the_forecast_on_the_page_runs(tmp_path):
+def test_the_forecasts_on_the_pages_run(tmp_path):
     (code,) = [block for block in blocks(ROOT / "docs/gpus.md", "py") if "forecast(" in block]
-    printed = run("\n".join([blocks(README, "python")[1], code]), tmp_path)
-    assert printed.count("8xH100, ") == 2 and "Fastest that fits" in printed, printed
+    (nnx,) = [block for block in blocks(ROOT / "docs/models.md", "python") if "nnx_step =" in block]
+    (of_nnx,) = blocks(ROOT / "docs/models.md", "py")
+    printed = run("\n".join([blocks(README, "python")[1], code, nnx, of_nnx]), tmp_path)
+    assert printed.count("8xH100, ") == 3 and "Fastest that fits" in printed, printed
+    assert printed.count("all-gather") > 0, printed
 
 
 FLAG = " + reduce_scatter_combine_threshold_bytes=1"

@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import itertools
+import pathlib
 import re
+import sys
 import types
 
 import jax
@@ -226,3 +228,38 @@ def test_what_a_device_holds():
 def test_counts_that_cannot_be(arguments):
     with pytest.raises(ValueError, match="steps and start count from 0, every from 1"):
         zerojax.Meter(**arguments)
+
+
+def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
+    """CLU's, tensorboardX's and wandb's functions, with the arguments that theirs have."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "logging.md").read_text()
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, logdir):
+            pass
+
+        def add_scalar(self, tag, scalar_value, global_step):
+            written.append((global_step, tag, scalar_value))
+
+    def create_default_writer(logdir, *, just_logging):
+        scalars = lambda step, scalars: written.extend((step, *item) for item in scalars.items())
+        return types.SimpleNamespace(write_scalars=scalars)
+
+    def log(data, *, step):
+        written.extend((step, *item) for item in data.items())
+
+    clu = types.SimpleNamespace(create_default_writer=create_default_writer)
+    wandb = types.SimpleNamespace(init=lambda *, project, resume, id: None, log=log)
+    tensorboard = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    fakes = {"clu": types.SimpleNamespace(metric_writers=clu), "wandb": wandb}
+    for name, module in (fakes | {"tensorboardX": tensorboard}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    blocks = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names := {"jax": jax, "zerojax": zerojax})
+        meter = names.get("meter") or zerojax.Meter(1, on_log=names["on_log"])
+        written.clear()
+        meter.log({"loss": 0.5})
+        assert written == [(0, "loss", 0.5)], block

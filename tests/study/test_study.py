@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +202,17 @@ def test_a_broken_model_is_refused_before_anything_compiles(compiled):
     with pytest.raises(KeyError, match="nosuch"):
         made(models=fakes.MINE | {"broken": broken})
     assert not compiled
+
+
+def test_the_page_on_studies_runs(compiled, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "study.md").read_text()
+    (code,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
+    exec(code, names := {"zerojax": zerojax})
+    assert [cell.gpus for cell in names["study"].cells] == ["64xH100", "128xH100", "400xH100"]
+    assert {count for _, count, _ in compiled} == {64, 128, 400}
+    assert (tmp_path / "study.json").exists() and (tmp_path / "study.png").stat().st_size > 5000
 
 
 # -- with a compiler
