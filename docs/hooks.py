@@ -9,6 +9,7 @@ import re
 
 import errors
 import links
+import packaging.version
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs: --strict fails for its warnings
@@ -75,9 +76,7 @@ def on_post_build(config):
 def list_versions(folder):
     """Writes what the theme's menu of versions reads, and has the folder open the newest."""
     found = [path.parent.name for path in folder.glob("*/index.html")]
-    newest_first = sorted(
-        found, key=lambda name: [*map(int, re.findall(r"\d+", name))], reverse=True
-    )
+    newest_first = sorted(found, key=packaging.version.Version, reverse=True)
     listed = [{"version": name, "title": name, "aliases": []} for name in newest_first]
     (folder / "versions.json").write_text(json.dumps(listed))
     to_newest = f'<meta http-equiv="refresh" content="0; url={newest_first[0]}/">'
