@@ -90,7 +90,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 
 def _takes_message(function: ast.expr) -> bool:
-    return re.fullmatch(r"\w+Error|warnings\.warn", ast.unparse(function)) is not None
+    return re.fullmatch(r"\w+Error|warn", ast.unparse(function)) is not None
 
 
 def _pattern(node: ast.expr) -> str | None:

@@ -143,7 +143,7 @@ def test_messages_are_read_from_the_source(tmp_path):
         '    raise ValueError(f"{a.name} has {type(a).__name__} of <{len(a)}> rows. "\n'
         '        "Pass a_multiple.")\n'
         "def g():\n    return TypeError('no remedy')\n"
-        "def h():\n    warnings.warn(f'{a} is slow. Use b.', stacklevel=2)\n"
+        "def h():\n    warn(f'{a} is slow. Use b.')\n"
     )
     message, warning = sorted(errors.messages(tmp_path), key=lambda one: one.remedy)
     assert warning == errors.Message("_loss/batch", "‹a› is slow.", "Use b.")

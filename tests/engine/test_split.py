@@ -53,6 +53,7 @@ def test_stack_sharded_along_its_layers_is_gathered_at_once_with_a_warning():
     placed = plan.place({"params": params})["params"]
     with pytest.warns(UserWarning, match=r"^params/w, a stack of shape") as warned:
         _, grads = zerojax.value_and_grad(loss, plan)(placed, BATCH)
+    assert warned[0].filename == __file__
     assert_close(grads, jax.grad(loss)(params, BATCH), 1e-6)
     named = zerojax.plan({"params": params}, stage=3, mesh=make_mesh(), stacked=named_in(warned))
     assert named.leaves[0].dim == 1

@@ -202,8 +202,11 @@ def test_a_field_returned_without_mutable_is_warned_of():
     """As Flax's BatchNorm trains where its loss closes over the state's statistics."""
     old = {"mean": jnp.zeros(8)}
     loss = lambda params, x: (errors(params, x), {"c": {"mean": (x @ params["w"]).mean(0)}})
-    with pytest.warns(UserWarning, match=r"returns 'c' in aux.*With mutable=\('c',\) the step"):
+    with pytest.warns(
+        UserWarning, match=r"returns 'c' in aux.*With mutable=\('c',\) the step"
+    ) as seen:
         state, _ = zerojax.train_step(loss)(placed(old), X)
+    assert seen[0].filename == __file__
     assert not np.any(state.c["mean"])
 
 

@@ -83,3 +83,4 @@ def test_one_device_by_default_is_said_once(monkeypatch):
     (said,) = caught
     remedy = r"one cpu device, so a stage shards nothing.*'jax_num_cpu_devices', 8\).*mesh="
     assert said.category is UserWarning and re.search(remedy, str(said.message))
+    assert said.filename == __file__

@@ -37,8 +37,9 @@ def test_a_loss_that_closes_over_its_batch_is_warned_of():
     loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
     grad = lambda loss, *args, **options: zerojax.value_and_grad(loss, plan, **options)(*args)
     said = r"split over the 8 devices.*float32\[16, 16\]: .*pass it as an argument.*batch_specs=Par"
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said) as warned:
         grad(lambda params, key: loss(params, x), params, key)
+    assert warned[0].filename == __file__, "the user's line, not zerojax's or JAX's"
     grad(loss, params, x)
     grad(lambda params: loss(params, x), params, batch_specs=PartitionSpec())
     grad(lambda params: loss(params, jax.random.normal(key, (16, 16))), params)  # has no batch

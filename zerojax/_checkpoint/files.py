@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -18,6 +17,7 @@ from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
 
 from zerojax._run import processes as _processes
+from zerojax._warn import warn
 
 T = TypeVar("T")
 
@@ -188,10 +188,9 @@ def _lock(name: str) -> int | None:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            warnings.warn(
+            warn(
                 f"{name} cannot be locked ({error.strerror}): make sure that nothing else writes "
-                "there.",
-                stacklevel=2,
+                "there."
             )
             return file
         with contextlib.suppress(FileNotFoundError):

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -14,6 +13,7 @@ from etils import epath
 
 from zerojax import _text
 from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
+from zerojax._warn import warn
 
 FILE = "goodput.json"  # beside the checkpoints
 RARELY = 100  # writing it takes at most this part of the time, where nothing was saved
@@ -244,7 +244,7 @@ class Clock:
             new.write_text(json.dumps([dataclasses.asdict(start) for start in history]))
             new.replace(self.file)  # at once, for one who reads it, or if the program ends here
         except OSError as error:
-            warnings.warn(f"{self.file} cannot be written ({error}).", stacklevel=2)
+            warn(f"{self.file} cannot be written ({error}).")
 
 
 def _history_at(file: epath.Path) -> list[Start]:
@@ -254,7 +254,7 @@ def _history_at(file: epath.Path) -> list[Start]:
     try:
         return _read(file)
     except (ValueError, OSError) as error:
-        warnings.warn(f"{error} Its times are left out of this run's.", stacklevel=2)
+        warn(f"{error} Its times are left out of this run's.")
         return []
 
 

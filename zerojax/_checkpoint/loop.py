@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import SupportsFloat
@@ -23,6 +22,7 @@ from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import processes as _processes
 from zerojax._types import PyTree, is_key
+from zerojax._warn import warn
 
 AHEAD = 2  # steps that several processes may have given to their devices
 
@@ -303,10 +303,9 @@ class Checkpoints:
 def _warn_of_others(path: str, step: int) -> None:
     """Warns of what an Orbax manager saved beside the state."""
     if others := _checkpoint.other_items(path):
-        warnings.warn(
+        warn(
             f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
-            f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}.",
-            stacklevel=3,
+            f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}."
         )
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
@@ -13,6 +12,7 @@ from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, Preservat
 
 from zerojax._checkpoint import checkpoint as _checkpoint
 from zerojax._run import agreement as _agreement, processes as _processes
+from zerojax._warn import warn
 
 METRICS = "metrics"  # Orbax's name of the item of a step, and of the file in it
 STEPS = ocp.path.step.standard_name_format()
@@ -65,10 +65,9 @@ class Ranking:
             return {self.best: float(metrics[self.best])} if self.best in metrics else None
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             self.unreadable.add(step)
-            warnings.warn(
+            warn(
                 f"{file} cannot be read ({error}): step {step} has no rank, and is kept until "
-                f"you remove {path}.",
-                stacklevel=2,
+                f"you remove {path}."
             )
             return None
 

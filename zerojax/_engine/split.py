@@ -7,7 +7,6 @@ the main part reads of it is the *frontier*.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from zerojax._engine.ir import (
 )
 from zerojax._engine.views import Readers, is_cast
 from zerojax._jaxpr import Atom, Code, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._warn import warn
 from zerojax._wire.routes import Cut
 
 
@@ -330,10 +330,9 @@ def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]
 
 
 def _warn_sharded_layers(path: str, shape: Sequence[int]) -> None:
-    warnings.warn(
+    warn(
         f"{path}, a stack of shape {tuple(shape)}, is scanned along dimension 0 and sharded along "
         "it too, so the full stack is gathered before the loop. Name it to the plan: "
         f"zerojax.plan(..., stacked={path!r}) shards the dimension after the layers. For loops "
-        f"within loops, pass overrides={{{path!r}: PartitionSpec(None, None, 'data')}}.",
-        stacklevel=2,
+        f"within loops, pass overrides={{{path!r}: PartitionSpec(None, None, 'data')}}."
     )

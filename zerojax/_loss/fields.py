@@ -1,7 +1,6 @@
 """Fields of a state, such as batch statistics, that a loss takes and returns updated."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,6 +10,7 @@ from jax.tree_util import DictKey
 
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree, is_key
+from zerojax._warn import warn
 
 UPDATED = ("step", _state.PARAMS, _state.OPT_STATE)  # by the optimizer
 
@@ -78,11 +78,10 @@ def _warn_of_others(aux: PyTree, state: PyTree, names: Sequence[str]) -> None:
         old = state.get(name) if isinstance(state, dict) else getattr(state, str(name), None)
         if name in (*names, *UPDATED) or not jax.tree.leaves(new) or shapes(new) != shapes(old):
             continue
-        warnings.warn(
+        warn(
             f"the loss returns {name!r} in aux, which is a field of the state too: the step leaves "
             f"that as it was. With mutable=({name!r},) the step passes it to the loss as {name}= "
-            "and keeps what the loss returns. For a metric, take another name.",
-            stacklevel=2,
+            "and keeps what the loss returns. For a metric, take another name."
         )
 
 

@@ -10,7 +10,6 @@ depend on them.
 """
 
 import functools
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -24,6 +23,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree, Shape
+from zerojax._warn import warn
 
 _WARNED: list[str] = []  # what a user was warned of: once in a process
 
@@ -152,14 +152,13 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     leaf, more = longer[0], len(longer) - 1
     others = f"{more} more parameter{'s' * (more > 1)}"
     given = "state" if _carried.carried_plan(state) is not None else "state, plan"
-    warnings.warn(
+    warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
         f"{plan.size} devices do not divide it"
         + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
         + "Steps, checkpoints and gather_params show the first shape. Where you apply the model "
         f"yourself, take the parameters from zerojax.logical({given}), or place the state with "
-        "pad=False.",
-        stacklevel=3,
+        "pad=False."
     )
 
 

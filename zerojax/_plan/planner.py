@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -23,6 +22,7 @@ from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
 from zerojax._update.offload import HOST, Offload, as_offload
+from zerojax._warn import warn
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.routes import names_in
 
@@ -309,21 +309,19 @@ def _typed_spec(
 
 @functools.cache  # once in a process
 def _say_alone(platform: str) -> None:
-    warnings.warn(
+    warn(
         f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
         "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
-        "so with mesh=.",
-        stacklevel=4,
+        "so with mesh=."
     )
 
 
 @functools.cache
 def _say_rounded(dtype: str) -> None:
-    warnings.warn(
+    warn(
         f"Precision(param={dtype!r}) without master= rounds parameters after each update, and "
         "loses small ones. Add master='float32', or store float32 and compute in "
-        f"{dtype}, as FSDP2's param_dtype does: Precision(compute={dtype!r}).",
-        stacklevel=4,
+        f"{dtype}, as FSDP2's param_dtype does: Precision(compute={dtype!r})."
     )
 
 
@@ -342,8 +340,7 @@ def _check_worth(made: Plan) -> None:
         return
     named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in replicated[:3])
     more = f"; and {len(replicated) - 3} more" if len(replicated) > 3 else ""
-    warnings.warn(
+    warn(
         f"{share:.0%} of the parameter bytes are replicated on every device ({named}{more}). "
-        "Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=.",
-        stacklevel=3,
+        "Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=."
     )

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ import jax
 
 from zerojax import _compat
 from zerojax._run import agreement as _agreement
+from zerojax._warn import warn
 
 FAILED = "zerojax/failed"  # the key under which a process that raised tells the others
 _AGAIN: dict[str, Any] = {}  # arguments with which a process joins another run as it did the first
@@ -104,7 +104,7 @@ def not_joined() -> str:
 def warn_if_not_joined() -> None:
     """Warns of it, once."""
     if text := not_joined():
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def join_again(address: str, count: int, me: int) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -25,6 +24,7 @@ from zerojax._step.backward import InBackward, NoGradientError, Updated, is_bett
 from zerojax._step.options import Options, activation_names, precision_of, regathered
 from zerojax._step.program import Program
 from zerojax._types import PyTree, is_key
+from zerojax._warn import warn
 
 
 def value_and_grad(
@@ -217,13 +217,12 @@ def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan)
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
-    warnings.warn(
+    warn(
         f"no argument of the loss is split over the {plan.size} devices, and it closes over "
         f"{largest.dtype}{list(largest.shape)}{rest}: each device computes all of that. If it is "
         "the batch, pass it as an argument: zerojax.value_and_grad(loss_fn, plan)(params, batch), "
         "with loss_fn(params, batch). If all are to compute the same, say so: "
-        "batch_specs=PartitionSpec().",
-        stacklevel=2,
+        "batch_specs=PartitionSpec()."
     )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import warnings
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from zerojax._plan.placement import Placement
 from zerojax._types import Device
 from zerojax._update.offload import HOST
 from zerojax._update.stacks import sliced, written
+from zerojax._warn import warn
 
 # [Note: slices of host memory]
 # The GPU's engines copy a slice of a stack in host memory, beside its kernels, only where XLA sees
@@ -48,12 +48,11 @@ def are_found(device: Device) -> bool:
     found = {(int(a), int(b)) for a, b in _ADDRESS.findall(program.compile().as_text() or "")}
     right = all(b == 2 * nbytes for _, b in found)
     if not right:
-        warnings.warn(
+        warn(
             f"JAX {jax.__version__} does not find slices of host memory in loops that it doubles, "
             "nor other layers than that of the turn. Steps with state there run without the one, "
             "which copies gathered weights from layer to layer, and read parameters there by "
-            "kernels. A newer JAX needs neither.",
-            stacklevel=2,
+            "kernels. A newer JAX needs neither."
         )
     return right
 

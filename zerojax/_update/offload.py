@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from zerojax._text import human_bytes
+from zerojax._warn import warn
 
 POOL_LIMIT, POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64  # XLA's variable, its default
 KINDS = ("opt_state", "params")
@@ -82,11 +82,10 @@ class Offload:
 
 def warn_where_nothing_goes(on_host: Sequence[bool], offload: Offload) -> None:
     if not any(on_host) and any(getattr(offload, kind) for kind in KINDS):
-        warnings.warn(
+        warn(
             f"{offload} puts nothing in host memory: the state has none of that kind, or all of "
             "it is too small for min_bytes= or too large for max_bytes=. print(plan) says why, "
-            "leaf by leaf.",
-            stacklevel=4,
+            "leaf by leaf."
         )
 
 
