@@ -140,6 +140,8 @@ def loss_and_grads(
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
+    if options.batch_specs is not None:
+        _check_later(args, roles)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     state = backward.state_of(program.updated) if backward else []
     sharded = program.on_all_devices()
@@ -205,6 +207,18 @@ def _program(
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
+
+
+def _check_later(args: Sequence[PyTree], roles: Sequence[_batch.Role]) -> None:
+    """Raises where batch_specs= has the batch whole, and a later argument would be split."""
+    leaf = _batch.counted(args, roles)
+    if leaf is not None and leaf.argument:
+        raise ValueError(
+            "batch_specs= leaves the batch whole on each device, and applies to it alone: "
+            f"{leaf.name} would be split. Pass both as one batch, with a spec of each: "
+            "batch_specs=(PartitionSpec(), PartitionSpec('data')) splits the second, "
+            "(PartitionSpec(), PartitionSpec()) neither."
+        )
 
 
 def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
