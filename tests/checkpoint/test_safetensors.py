@@ -6,11 +6,13 @@ import resource
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors
 import safetensors.flax
 import safetensors.numpy
 from etils import epath
+from flax.training.train_state import TrainState
 
 import zerojax
 from tests.checkpoint.damage import right_or_named
@@ -82,6 +84,21 @@ def test_names_of_others_are_renamed(tmp_path):
         assert first.addressable_shards[0].data.shape == (512,)
     with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
         zerojax.import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
+
+
+def test_master_copies_would_write_old_parameters_back(tmp_path):
+    params = {"frozen": jnp.ones((16, 8)), "w": jnp.ones((16, 8))}
+    labels = {"frozen": "no", "w": "yes"}
+    tx = optax.multi_transform({"yes": optax.adam(1e-3), "no": optax.set_to_zero()}, labels)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    precision = zerojax.Precision(param="bfloat16", master="float32")
+    state = zerojax.shard_train_state(state, stage=3, precision=precision)
+    zerojax.export_safetensors(tmp_path / "w", params)
+    with pytest.raises(ValueError, match=r"copies of w, from.*before the state is placed"):
+        zerojax.import_safetensors(tmp_path / "w", like=state, cast=True)
+    options = {"cast": True, "keep": "w$", "ignore": "w$"}
+    zerojax.import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
+    zerojax.import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
 
 
 def test_differences_are_errors_that_say_what_to_do(tmp_path):

@@ -1,7 +1,7 @@
 """Parameters to safetensors files and back, under one's own names or another library's."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from zerojax._checkpoint.tensor_files import DTYPES, Tensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.precision import MasterState
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
@@ -128,6 +129,8 @@ def import_safetensors(
     found = _names.sources(names or {}, sizes)
     stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
+    if not isinstance(like, Plan):
+        _check_masters(like, sizes.keys() - kept)
     _check_namesakes(stored, found, path, ignore)
     tensors = _names.arranged(stored, found, sizes, kept)
     saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
@@ -166,6 +169,21 @@ def _tensors(
                 )
             tensors[ours] = value
     return tensors
+
+
+def _check_masters(like: PyTree, wanted: Set[str]) -> None:
+    """Raises where the next step would write the copies of old parameters over those read."""
+    opt_state = _state.get_opt_state(like)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MasterState))
+    masters = [node.master for node in nodes if isinstance(node, MasterState)]
+    copied = wanted & {leaf.name for tree in masters for leaf in _state.named_leaves(tree)}
+    if copied:
+        raise ValueError(
+            f"like= is a state with master copies of {some(copied)}, from which its next "
+            "step would make the parameters again, as they were. Read them before the state is "
+            "placed, with like=zerojax.plan(make_state, stage=3), make the state with them, and "
+            "place it with precision=. To read them without training, like=zerojax.plan(state)."
+        )
 
 
 def _check_namesakes(
