@@ -32,6 +32,7 @@ from zerojax._forecast import (
 from zerojax._forecast.forecast import mesh_of, names_levels, working
 from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.model import Model
+from zerojax._forecast.steps import functional
 from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import ORDERS
@@ -234,6 +235,7 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     """Audits a model, given as module:function or as a preset, compiled for GPUs."""
     jax.config.update("jax_platforms", "cpu")
     losses, make_state, batch, rng = _model(arguments)
+    losses, make_state, rng = functional(losses, make_state, rng)
     options = _given(arguments, "accumulate", "order", "activations", "update", "regather")
     loss, options, placed = _models.ingredients(losses, arguments.stage, options)
     placed |= _given(arguments, "pad", "offload", "groups")

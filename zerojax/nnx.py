@@ -12,8 +12,8 @@
 What `zerojax.save` and `zerojax.restore` take is a state without objects:
 `zerojax.nnx.state(model, optimizer)` takes it out, and `zerojax.nnx.update` puts one back in.
 `step.pure` returns what `zerojax.verify` and `zerojax.audit` take:
-`zerojax.verify(*step.pure(model, optimizer, batch))`. `zerojax.forecast` takes the step itself,
-with a function that returns a model and its optimizer.
+`zerojax.verify(*step.pure(model, optimizer, batch))`. `zerojax.forecast`, `choose` and `study` take
+the step itself, with a function that returns a model and its optimizer.
 """
 
 import functools
@@ -150,8 +150,8 @@ class Step:
     """A step that takes a model and its optimizer.
 
     `pure(model, optimizer, batch)` returns what `zerojax.verify` and `zerojax.audit` take: a step
-    of states without objects, and its arguments. `zerojax.forecast` takes the step as it is, with a
-    function that makes the model and its optimizer.
+    of states without objects, and its arguments. `zerojax.forecast`, `choose` and `study` take the
+    step as it is, with a function that makes the model and its optimizer.
     """
 
     def __init__(self, functional: Callable[..., PyTree]) -> None:
@@ -169,7 +169,7 @@ class Step:
         keys = _keys(placed, rng)
         return self.functional, placed, batch, *([] if keys is None else [keys])
 
-    def unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
+    def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns what forecasts take: a step of states, a function that makes one, and keys."""
         source = functools.partial(_made_state, make)
         return self.functional, source, _keys(jax.eval_shape(source), rng)

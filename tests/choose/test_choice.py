@@ -10,6 +10,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+import zerojax.nnx
+from tests import nnx_models
 from tests.forecast.test_result import case
 from zerojax._choose.choice import Choice, Compiled, Tried
 from zerojax._choose.ways import AMSP, HSDP, Way
@@ -112,3 +114,13 @@ def test_its_python_runs(way):
     assert (options.accumulate, options.order) == (way.accumulate, way.order)
     assert options.regather == (True if way.regather is True else ("gpu",))
     assert ("mesh" in scope) == way.names_levels
+
+
+@pytest.mark.slow
+def test_its_python_for_nnx_runs():
+    made = dataclasses.replace(choice(), is_nnx=True)
+    scope = {"zerojax": zerojax, "make": nnx_models.make, "loss_fn": nnx_models.loss_fn}
+    exec(made.python(Way(stage=2, accumulate=2)), scope)
+    metrics = scope["step"](scope["model"], scope["optimizer"], nnx_models.BATCH)
+    assert np.isfinite(metrics["loss"])
+    assert scope["step"].functional.recipe.options.accumulate == 2

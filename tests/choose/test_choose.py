@@ -9,6 +9,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+import zerojax.nnx
+from tests import nnx_models
 from zerojax._choose import choose as _choose
 from zerojax._choose.ways import Facts, Way
 from zerojax._hlo import known as _known
@@ -66,6 +68,24 @@ def test_by_the_formula_state_in_host_memory_keeps_no_gradients():
 def test_it_refuses_what_a_forecast_refuses():
     with pytest.raises(ValueError, match="the batch has no arrays"):
         zerojax.choose(loss, make_state, None, gpus="8xH100")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*puts nothing in host memory")
+def test_a_step_of_nnx_stands_for_its_loss():
+    bf16 = zerojax.Precision(compute="bfloat16")
+    step = zerojax.nnx.train_step(nnx_models.loss_fn, precision=bf16)
+    given = {"batch": nnx_models.BATCH, "gpus": "8xH100", "lossy": False}
+    found = zerojax.choose(step, nnx_models.make, **given)
+    lines = found.python(found.best.way)
+    assert lines.startswith("model, optimizer = zerojax.nnx.shard(make, stage=")
+    assert 'precision=zerojax.Precision(compute="bfloat16"' in lines
+
+
+def test_a_step_of_nnx_has_nothing_that_is_to_be_found():
+    fixed = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, regather=False)
+    with pytest.raises(ValueError, match=r"finds accumulate=, regather= itself.*Leave out"):
+        zerojax.choose(fixed, nnx_models.make, nnx_models.BATCH, gpus="8xH100")
 
 
 def test_what_does_not_fit_gives_way(monkeypatch):

@@ -8,7 +8,6 @@ import shlex
 import textwrap
 import types
 
-import jax
 import pytest
 
 from zerojax._forecast import flags as _flags, model as _model
@@ -68,22 +67,6 @@ def test_settings_are_arguments(name, module):
     module("train", TRAIN)
     assert made(name, layers=3) == (("loss", 3), ("state", 256), "gpt", None)
     assert made(name, layers=3, width=8, name="x") == (("loss", 3), ("state", 8), "x", None)
-
-
-NNX = """
-    import zerojax.nnx
-    from tests import nnx_models
-
-    def model():
-        return zerojax.nnx.train_step(nnx_models.loss_fn), nnx_models.make, nnx_models.BATCH
-"""
-
-
-def test_a_step_of_nnx_becomes_one_of_states(module):
-    module("train", NNX)
-    step, make_state, _, rng = made("train:model")
-    assert step.recipe.mutable == ("variables",) and rng.keys() == {"streams"}
-    assert jax.eval_shape(make_state).params["layers"][0]["kernel"].shape == (16, 32)
 
 
 def test_a_file_elsewhere_imports_what_is_beside_it(module, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import audits
+import zerojax.nnx
+from tests import audits, nnx_models
 from tests.study import fakes
 from zerojax._forecast import cache as _cache
 from zerojax._hlo import known as _known
@@ -49,6 +50,28 @@ def test_the_largest_rows_fit_and_share_what_is_compiled(compiled):
     assert len(compiled) == len(set(compiled)), "2 rows at stage 1 were tried for the largest"
     found = made("8xH100", stages=3, rows="largest", accumulate=3)
     assert found.cells[0].figures.rows == 42 and found.cells[0].settings == "accumulate=3"
+
+
+@pytest.mark.slow
+def test_a_step_of_nnx_costs_what_its_forecast_says(gpu_code):
+    step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, skip_nonfinite=True)
+    batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    mine = {"net": (step, nnx_models.make, batch)}
+    (cell,) = made("8xH100", mine, stages=3, rows=4, cache=False).cells
+    assert not cell.failed
+    given = {"gpus": "8xH100", "stages": 3}
+    (case,) = zerojax.forecast(step, nnx_models.make, batch(32), **given).cases
+    assert (cell.figures.peak, cell.figures.mfu) == (case.peak, case.mfu)
+
+
+def test_a_step_of_nnx_keeps_its_options(compiled):
+    step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, skip_nonfinite=True)
+    batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    mine = {"net": (step, nnx_models.make, batch)}
+    (cell,) = made("8xH100", mine, stages=3, rows="largest").cells
+    assert cell.settings == "accumulate=2, skip_nonfinite=True" and cell.figures.rows % 2 == 0
+    (cell,) = made("8xH100", mine, stages=3, accumulate=4).cells
+    assert cell.settings == "accumulate=4, skip_nonfinite=True"
 
 
 # -- the file

@@ -17,6 +17,7 @@ from zerojax._wire.codecs import Blocks
 
 SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
 FASTER = 0.99  # codes must pay for what they change
+MADE = "state = zerojax.shard_train_state(make_state"
 HEADER = ("", "by the formula", "compiled", "waits", *SPEEDS, "peak", "fits", "numbers")
 
 
@@ -48,6 +49,7 @@ class Choice:
     local: int
     tried: tuple[Tried, ...]
     cases: Mapping[Way, Case]
+    is_nnx: bool = False
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -89,11 +91,13 @@ class Choice:
         precision = way.precision(self.precision)
         if precision is not None:
             state.append(f"precision={_shown_precision(precision)}")
-        arguments = ", ".join(["make_state", *placed, *state])
+        package = "zerojax.nnx" if self.is_nnx else "zerojax"
+        made = f"model, optimizer = {package}.shard(make" if self.is_nnx else MADE
+        arguments = ", ".join([made, *placed, *state])
         stepped = "".join(f", {name}={shown(value)}" for name, value in way.stepped().items())
         loss = f"losses[{shown(way.variant)}]" if way.variant else "loss_fn"
-        lines.append(f"state = zerojax.shard_train_state({arguments})")
-        return "\n".join([*lines, f"step = zerojax.train_step({loss}{stepped})"])
+        lines.append(f"{arguments})")
+        return "\n".join([*lines, f"step = {package}.train_step({loss}{stepped})"])
 
     def to_dict(self) -> dict[str, object]:
         best = [one.way for one in (self.best, self.best_with_codes) if one]

@@ -15,6 +15,7 @@ from zerojax._choose.choice import FASTER, Choice, Tried
 from zerojax._choose.ways import Facts, Way
 from zerojax._forecast.forecast import Loss, Workload, check, gpu_of, mesh_of, working
 from zerojax._forecast.result import Case
+from zerojax._forecast.steps import is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Rates
 from zerojax._loss.order import kept_bytes
 from zerojax._plan import planner as _planner
@@ -24,6 +25,7 @@ from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 
 MOST_MICROBATCHES = 16
+DECIDED = ("accumulate", "order", "regather", "update", "activations", "batch_specs")
 EXACT, LOSSY = 4, 2  # how many ways of each kind are compiled
 SLOWER = 1.07  # than the best so far, by the formula: what may be faster after all
 MOST_COMPILED = 9
@@ -56,8 +58,9 @@ def choose(
     Arguments:
         loss_fn, make_state, batch, rng, gpus, tokens, rates, per_host, mutable, tx: as for
             `zerojax.forecast`; of several losses, such as a model with and without
-            `jax.checkpoint`, one is chosen too. The batch stays as it is, so more microbatches
-            have fewer rows each.
+            `jax.checkpoint`, one is chosen too. A step of `zerojax.nnx.train_step` stands for its
+            loss, with a function that returns a model and its optimizer. The batch stays as it is,
+            so more microbatches have fewer rows each.
         precision: as for `zerojax.shard_train_state`; codes are added to it.
         lossy: whether to look at codes, which change the numbers a little.
 
@@ -82,11 +85,27 @@ def choose(
         )
     gpu = gpu_of(gpus, rates)
     check(make_state, batch, tokens)
+    options, is_nnx = {"tx": tx, "mutable": mutable}, is_of_nnx(loss_fn)
+    if is_nnx:
+        loss_fn, make_state, rng, made = parts_of_nnx(loss_fn, make_state, rng)
+        _check_open(made)
+        own = made.pop("precision", None)
+        precision = own if precision is None else precision
+        options |= made if tx is None else made | {"tx": tx}
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     given = dict(make_state=make_state, batch=batch, rng=rng, tokens=tokens, gpu=gpu)
-    options = {"tx": tx, "mutable": mutable}
-    search = _Search(gpus, per_host, losses, precision, given, options)
+    search = _Search(gpus, per_host, losses, precision, given, options, is_nnx)
     return search.run(lossy)
+
+
+def _check_open(made: Mapping[str, Any]) -> None:
+    """Raises where a step of nnx has what is to be found."""
+    if named := [f"{name}=" for name in DECIDED if name in made]:
+        raise ValueError(
+            f"choose finds {', '.join(named)} itself, for batches whose first dimension counts "
+            "examples. Leave out of the step what is not its loss or precision=: "
+            "zerojax.nnx.train_step(loss_fn)."
+        )
 
 
 @dataclasses.dataclass
@@ -97,6 +116,7 @@ class _Search:
     precision: Precision | None
     given: dict[str, Any]  # of a `Workload`
     options: dict[str, Any]
+    is_nnx: bool = False
 
     def __post_init__(self) -> None:
         self.usable = self.given["gpu"].usable
@@ -113,7 +133,7 @@ class _Search:
         tried = [self.estimated(way, facts) for way in every]
         self.compile_best(sorted(tried, key=_rank))
         made = self.gpus, self.given["gpu"], self.precision, flat.size, local
-        return Choice(*made, tuple(tried), self.compiled)
+        return Choice(*made, tuple(tried), self.compiled, self.is_nnx)
 
     def counts(self, devices: int) -> list[int]:
         """Returns the numbers of microbatches that the batch divides into."""

@@ -23,6 +23,7 @@ from zerojax._forecast import cache as _cache
 from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
+from zerojax._forecast.steps import functional, options_of
 from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss import order as _order
@@ -132,12 +133,6 @@ def _given(**options: PyTree) -> dict[str, PyTree]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
-    """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
-    unmade = getattr(loss_fn, "unmade", None)
-    return (loss_fn, make_state, rng) if unmade is None else unmade(make_state, rng)
-
-
 def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
     _refusals.check_state_function(
         make_state,
@@ -160,19 +155,6 @@ def gpu_of(gpus: str, rates: object) -> Gpu:
     if not isinstance(rates, Rates):
         raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
     return dataclasses.replace(gpu, given_rates=rates)
-
-
-def options_of(step: Step, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
-    """Returns the options that a step was made with, but for those that its state is placed by."""
-    recipe = step.recipe
-    names = ("accumulate", "order", "regather", "prefetch", "mutable", "update", "activations")
-    names += ("batch_specs",)
-    return {name: getattr(recipe.options, name) for name in names} | {
-        "tx": tx or recipe.tx,
-        "skip_nonfinite": recipe.skip_nonfinite,
-        "donate": step.donate,
-        "compiler_options": step.compiler_options,
-    }
 
 
 def names_levels(options: Mapping[str, Any], precision: Precision | None) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zerojax._forecast import presets as _presets
-from zerojax._forecast.forecast import Loss, functional, options_of
+from zerojax._forecast.forecast import Loss
 from zerojax._forecast.presets import Gpt
+from zerojax._forecast.steps import options_of
 from zerojax._hlo import known as _known
 from zerojax._step.step import Step
 from zerojax._types import PyTree
@@ -61,8 +62,7 @@ def of_function(
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise ValueError(f"{name} returned {type(made).__name__}{size}. Return {RETURNS}.")
     loss, make_state, batch, *rng = made
-    loss, make_state, key = functional(loss, make_state, rng[0] if rng else None)
-    return loss, make_state, batch, key
+    return loss, make_state, batch, rng[0] if rng else None
 
 
 def ingredients(

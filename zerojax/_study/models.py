@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from zerojax import _fingerprint, aot
 from zerojax._forecast import presets as _presets
 from zerojax._forecast.forecast import Loss
 from zerojax._forecast.presets import Gpt
+from zerojax._forecast.steps import is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan import planner as _planner
 from zerojax._state import refusals as _refusals
@@ -34,6 +35,8 @@ class Model:
     make_state: Callable[[], PyTree]
     make_batch: Callable[[int], PyTree]
     remat: str = ""  # of a preset
+    rng: PyTree = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a step of nnx
 
     def batch(self, rows: int) -> PyTree:
         """Returns the shapes of a global batch."""
@@ -52,7 +55,8 @@ class Model:
         mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
         plan = _planner.plan(self.make_state, stage=0, mesh=mesh, tx=tx)
         step = train_step(self.loss, plan=plan, tx=tx, mutable=mutable)
-        args = plan.abstract(), aot.batch(self.batch(1), plan)
+        args = [plan.abstract(), aot.batch(self.batch(1), plan)]
+        args += [] if self.rng is None else [aot.batch(self.rng, plan)]
         program = _fingerprint.of_program(step.without_options.trace(*args).jaxpr)
         return hashlib.sha256(f"{_fingerprint.of_shapes(args)}\n{program}".encode()).hexdigest()
 
@@ -78,6 +82,9 @@ def _checked(name: str, one: Given) -> Given:
 
 def model(name: str, one: Given, gpu: Gpu, remat: str) -> Model:
     """Returns a model that computes in the 16 bits of a GPU, if it is a preset."""
+    if isinstance(one, tuple) and is_of_nnx(one[0]):
+        loss, make_state, rng, options = parts_of_nnx(*one[:2], None)
+        return Model(name, loss, make_state, one[2], rng=rng, options=options)
     if isinstance(one, tuple):
         return Model(name, *one)
     assert isinstance(one, Gpt), "`given` has looked up names"

@@ -23,7 +23,8 @@ from zerojax._study.stored import Stored
 
 PLANNED = ("groups", "pad", "precision", "offload")
 STEPPED = ("tx", "mutable", "regather", "update", "activations")
-OPTIONS = ("accumulate", "order", *PLANNED, *STEPPED)
+HOW = ("accumulate", "order")
+OPTIONS = (*HOW, *PLANNED, *STEPPED)
 DEFAULTS = {"accumulate": 1, "order": MICROBATCHES, "pad": True, "mutable": ()}
 
 
@@ -47,7 +48,9 @@ def study(
 
     Arguments:
         models: presets by name, or a dict of models of your own: a name for each, and `(loss_fn,
-            make_state, batch)`, where `batch(rows)` returns a global batch of so many rows.
+            make_state, batch)`, where `batch(rows)` returns a global batch of so many rows. A step
+            of `zerojax.nnx.train_step` and the function that makes its model and optimizer stand in
+            for the first two.
         gpus: such as "64xH100", one or several.
         stages: one or several.
         rows: of each GPU, one or several numbers, or "largest": as many as fit, all numbers up to
@@ -138,7 +141,12 @@ class _Run:
     def _model(self, name: str, kind: Gpu) -> tuple[Model, str]:
         """Returns a model as a kind of GPU computes it, and its digest."""
         found = _models.model(name, self.models[name], kind, self.remat)
-        return found, found.digest(self.options.get("tx"), self.options.get("mutable", ()))
+        given = self.given(found)
+        return found, found.digest(given.get("tx"), given.get("mutable", ()))
+
+    def given(self, model: Model) -> dict[str, Any]:
+        """Returns the options of a study's steps; those of a model's own give way."""
+        return model.options | self.options
 
     def asked(self, name: str, gpus: str, stage: int, rows: int | str) -> Cell:
         gpu = gpu_of(gpus, self.rates)
@@ -149,9 +157,11 @@ class _Run:
         return Cell(name, gpus, stage, rows, self._settings(model, gpu), key)
 
     def _settings(self, model: Model, gpu: Gpu) -> str:
-        named = {name: self.options.get(name) for name in OPTIONS if name != "tx"}
+        given = self.given(model)
+        named = {name: given.get(name) for name in (*OPTIONS, *given) if name != "tx"}
         named |= {"per_host": self.per_host}
         usual = DEFAULTS | {"per_host": aot.PER_HOST}
+        usual["mutable"] = model.options.get("mutable", ())
         shown = [f"{k}={v!r}" for k, v in named.items() if v not in (None, usual.get(k))]
         speed = [f"network cards of {gpu.rates.network / 1e9:g} GB/s"] if gpu.given_rates else []
         return ", ".join([*([f"remat {model.remat}"] if model.remat else []), *shown, *speed])
@@ -161,7 +171,8 @@ class _Run:
         figures = functools.partial(self.figures, cell.model, cell.gpus, cell.stage)
         try:
             if cell.asked == LARGEST:
-                found = _rows.largest(figures, self.options.get("accumulate", 1))
+                model, _ = self.model(cell.model, gpu_of(cell.gpus, self.rates))
+                found = _rows.largest(figures, self.given(model).get("accumulate", 1))
             else:
                 found = figures(int(cell.asked))
         except Exception as error:  # of one of many: the others go on
@@ -174,16 +185,17 @@ class _Run:
         """Compiles a step with so many rows on each GPU, once."""
         key = name, gpus, stage, rows
         if key not in self.compiled:
-            gpu, given = gpu_of(gpus, self.rates), self.options
+            gpu = gpu_of(gpus, self.rates)
             model, _ = self.model(name, gpu)
+            given = self.given(model)
             levels = given.get("groups") is not None
             levels = levels or names_levels(given, given.get("precision"))
             mesh = mesh_of(gpus, self.per_host, levels)
             planned = {"mesh": mesh} | {k: v for k, v in given.items() if k in PLANNED}
             options = {"tx": None, "mutable": ()}
-            options |= {k: v for k, v in given.items() if k in STEPPED}
+            options |= {k: v for k, v in given.items() if k not in (*PLANNED, *HOW)}
             batch = model.batch(rows * mesh.size)
-            work = Workload(model.make_state, batch, None, None, gpu, planned, options)
+            work = Workload(model.make_state, batch, model.rng, None, gpu, planned, options)
             how = given.get("accumulate", 1), given.get("order", MICROBATCHES)
             self.compiled[key] = Figures.of(work.case("", model.loss, stage, *how), rows, gpu)
         return self.compiled[key]
