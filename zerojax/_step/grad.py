@@ -140,8 +140,7 @@ def loss_and_grads(
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
-    if options.batch_specs is not None:
-        _check_later(args, roles)
+    _check_later(args, roles, options.batch_specs)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     state = backward.state_of(program.updated) if backward else []
     sharded = program.on_all_devices()
@@ -209,9 +208,9 @@ def _program(
     return Program(plan, options, traced, roles, per_example, backward)
 
 
-def _check_later(args: Sequence[PyTree], roles: Sequence[_batch.Role]) -> None:
+def _check_later(args: Sequence[PyTree], roles: Sequence[_batch.Role], specs: PyTree) -> None:
     """Raises where batch_specs= has the batch whole, and a later argument would be split."""
-    leaf = _batch.counted(args, roles)
+    leaf = None if specs is None else _batch.counted(args, roles)
     if leaf is not None and leaf.argument:
         raise ValueError(
             "batch_specs= leaves the batch whole on each device, and applies to it alone: "
