@@ -83,7 +83,7 @@ def signal(times):
 def noise_loss(model):
     def loss_fn(params, batch, rng):
         for_times, for_noise = jax.random.split(rng)
-        images = 2 * batch["image"] - 1
+        images = 2 * batch["image"][..., 0] - 1
         times = jax.random.uniform(for_times, images.shape[:1])
         noise = jax.random.normal(for_noise, images.shape)
         share = signal(times)[:, None, None]

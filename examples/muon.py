@@ -11,7 +11,8 @@ numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts 
 
 With the defaults on 8 devices, a step takes 5.2 GFLOP on each in data parallelism, 0.5 of them not
 Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB; by layer it is 1.1, and 19 MiB, 16 of
-them as with Adam.
+them as with Adam. The validation loss ends below 2.4 nats per byte after 100 steps, on text that it
+has not seen, in 2 minutes of one CPU core.
 """
 
 import argparse

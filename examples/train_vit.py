@@ -3,6 +3,7 @@
     python examples/train_vit.py                        # 8 emulated CPU devices, or your GPUs
     python examples/train_vit.py --stage 1 --accumulate 2
     python examples/train_vit.py --checkpoints runs/vit # run again to resume
+    python examples/train_vit.py --cifar cifar-10-batches-bin --patch 4 --dim 192
 
 The digits, their pipeline and the exact accuracy on batches that the devices do not divide are
 those of train_convnet.py. The layers are one `nn.scan`, so that stage 3 all-gathers one at a time;
@@ -10,6 +11,10 @@ the step's key, which differs between devices, is split over the layers for thei
 
 With the defaults the validation accuracy ends above 97%, on 320 digits that it has not seen, after
 a minute of one CPU core.
+
+`--cifar` trains on CIFAR-10's binary version, for which no accuracy is stated: it was not run. In
+files of that format with 2300 crops of scikit-learn's two photographs, it tells in 100 steps with
+`--patch 8` which of the two a crop is from, above 90% on 300 from parts that it has not seen.
 """
 
 import argparse
@@ -28,10 +33,11 @@ import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
+parser.add_argument("--cifar", help="a directory with CIFAR-10's binary version")
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--dim", type=int, default=64, help="a multiple of 16")
-parser.add_argument("--patch", type=int, default=2, help="pixels of a patch's side: 1, 2 or 4")
+parser.add_argument("--patch", type=int, default=2, help="pixels of a patch's side, 1, 2, 4 or 8")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--batch", type=int, default=128, help="images per step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
@@ -69,7 +75,7 @@ class ViT(nn.Module):
     @nn.compact
     def __call__(self, images, train):
         patches = nn.Conv(self.dim, (self.patch,) * 2, self.patch, name="patches")
-        x = patches(images[..., None]).reshape(len(images), -1, self.dim)
+        x = patches(images).reshape(len(images), -1, self.dim)
         x = x + self.param("positions", nn.initializers.normal(0.5), x.shape[1:])
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
@@ -95,11 +101,11 @@ def losses_of(model):
     return train_loss, eval_loss
 
 
-def state_maker(model, args):
-    """Returns a function that makes the state."""
+def state_maker(model, images, args):
+    """Returns a function that makes the state, for images of this shape."""
 
     def make_state():
-        params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8)), train=False)["params"]
+        params = model.init(jax.random.key(0), images, train=False)["params"]
         schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 20, max(args.steps, 21))
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.05))
         return TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -113,13 +119,12 @@ def state_maker(model, args):
 def main():
     args = parser.parse_args()
     zerojax.initialize()
-    training, validation = train_convnet.read_digits()
+    training, validation = train_convnet.read_images(args)
     model = ViT(args.layers, args.dim, args.patch, args.dropout)
     train_loss, eval_loss = losses_of(model)
     precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None
-    state = zerojax.shard_train_state(
-        state_maker(model, args), stage=args.stage, precision=precision
-    )
+    make_state = state_maker(model, training["image"][:1], args)
+    state = zerojax.shard_train_state(make_state, stage=args.stage, precision=precision)
     step = zerojax.train_step(train_loss, accumulate=args.accumulate)
     eval_step = zerojax.eval_step(eval_loss)
     data = train_convnet.batches(training, args.batch)

@@ -19,6 +19,7 @@ import yaml
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from safetensors import safe_open
+from sklearn.datasets import load_sample_images
 
 import zerojax
 from tests.processes import free_port
@@ -396,6 +397,68 @@ def test_convnet_learns():
     assert start < 0.3 and end > 0.85
 
 
+@pytest.fixture(scope="module")
+def crops(tmp_path_factory):
+    """A directory as of CIFAR-10, with crops of two photographs: which one is the class.
+
+    Those for validation are of columns that those for training do not touch, and are too few for
+    the last batch.
+    """
+    directory, draw = tmp_path_factory.mktemp("crops"), np.random.default_rng(0)
+    photographs = load_sample_images().images
+
+    def write(name, count, columns):
+        records = []
+        for label in draw.integers(len(photographs), size=count):
+            seen = photographs[label][:, columns]
+            top, left = draw.integers(seen.shape[0] - 31), draw.integers(seen.shape[1] - 31)
+            crop = seen[top : top + 32, left : left + 32]
+            records.append(bytes([label]) + crop.transpose(2, 0, 1).tobytes())
+        (directory / name).write_bytes(b"".join(records))
+
+    for n in range(1, 6):
+        write(f"data_batch_{n}.bin", 400, slice(448))
+    write("test_batch.bin", 300, slice(448, None))
+    return directory
+
+
+def test_cifar_10_is_read_and_all_of_its_images_are_scored(example, crops):
+    convnet, vit = example("train_convnet"), example("train_vit")
+    args = vit.parser.parse_args(["--cifar", str(crops), "--patch", "8"])
+    training, validation = convnet.read_images(args)
+    assert len(training["label"]) == 2000 and len(validation["label"]) == 300
+    record = np.fromfile(crops / "data_batch_3.bin", np.uint8)[7 * 3073 : 8 * 3073]
+    image, label = training["image"][807], training["label"][807]
+    assert label == record[0] and (image.shape, image.dtype) == ((32, 32, 3), np.float32)
+    assert image[5, 9, 2] * 255 == pytest.approx(record[1 + 2 * 1024 + 5 * 32 + 9])
+
+    model = vit.ViT(args.layers, args.dim, args.patch, args.dropout)
+    make_state = vit.state_maker(model, validation["image"][:1], args)
+    params = jax.eval_shape(make_state).params
+    assert params["positions"].shape == (16, args.dim)
+    train_loss, _ = vit.losses_of(model)
+    batch = next(convnet.batches(training, 8))
+    assert jax.eval_shape(train_loss, params, batch, jax.random.key(0))[0].shape == ()
+
+    def eval_loss(params, batch):  # of a model that compiles sooner
+        logits = (batch["image"] - 0.4).sum((1, 2)) @ params["w"]
+        loss, aux = convnet.scores(logits, batch["label"], batch["real"])
+        return loss, {**aux, "real": jnp.mean(batch["real"])}
+
+    params = {"w": np.eye(3, 10, dtype=np.float32)}
+    plan = zerojax.plan({"params": params}, stage=3)
+    eval_step, state = zerojax.eval_step(eval_loss, plan=plan), plan.place({"params": params})
+    accuracy = convnet.accuracy_of(eval_step, state, validation, 128)
+    logits = (validation["image"] - 0.4).sum((1, 2)) @ params["w"]
+    assert accuracy == pytest.approx(np.mean(logits.argmax(-1) == validation["label"]), abs=1e-6)
+    assert 0 < accuracy < 1
+
+
+def test_a_directory_without_cifar_10_says_where_to_download_it(example, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_\*.bin. Download .*kriz/cifar.html"):
+        example("train_convnet").read_cifar(tmp_path)
+
+
 def size(tree):
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
@@ -606,6 +669,20 @@ def test_convnet_reaches_its_stated_accuracy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("train_vit", ["--steps", 100, "--patch", 8]),
+        ("train_convnet", ["--steps", 60, "--width", 8]),
+    ],
+)
+def test_they_tell_photographs_apart_as_of_cifar_10(script, options, crops):
+    said, _ = run(f"examples/{script}.py", "--cifar", crops, *options, timeout=3600)
+    found = figures(r"accuracy (\d+\.\d+)", said)[-1]
+    assert found > {"train_vit": 90, "train_convnet": 0.9}[script]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("script", "pattern", "least"),
     [
         ("train_vit", r"accuracy (\d+\.\d+)%", 97),
@@ -630,10 +707,27 @@ def test_relora_resumes_and_restarts_as_if_undisturbed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "stated"), [("relora", 2.05), ("mezo", 2.3)])
+@pytest.mark.parametrize(("script", "stated"), [("relora", 2.05), ("muon", 2.4)])
 def test_methods_reach_their_stated_losses(script, stated):
     said, _ = run(f"examples/{script}.py", timeout=3600)
     assert losses(said)[-1] < stated
+
+
+@pytest.mark.slow
+def test_mezo_reaches_its_stated_loss_with_the_memory_of_evaluation():
+    said, _ = run("examples/mezo.py", timeout=3600)
+    assert losses(said)[-1] < 2.3
+    (evaluation,) = figures(r"evaluation (\d+\.\d+) MiB", said)
+    mezo, adam = figures(r"(?:MeZO|Adam) (\d+\.\d+)", said)
+    assert mezo == pytest.approx(evaluation, rel=0.02)
+    assert mezo == pytest.approx(3.6, rel=0.05) and adam == pytest.approx(14.9, rel=0.05)
+
+
+@pytest.mark.slow
+def test_hugging_face_s_gpt_2_reaches_its_stated_loss(tmp_path):
+    said, _ = run("examples/finetune_hf.py", "--base", tmp_path / "base", timeout=3600)
+    start, *_, end = losses(said)
+    assert start > 5.5 and end < 2.4
 
 
 @pytest.mark.slow
