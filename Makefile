@@ -52,6 +52,7 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/compare_stages.py $(SMALL)
 	$(BIN)/python examples/tensor_parallel.py $(SMALL)
 	$(BIN)/python examples/mixture_of_experts.py $(SMALL)
+	$(BIN)/python examples/mixture_of_experts.py $(SMALL) --ragged
 	$(BIN)/python examples/context_parallel.py $(SMALL)
 	$(BIN)/python examples/context_parallel.py $(SMALL) --attention ring --sequence 4
 	$(BIN)/python examples/pipeline.py $(SMALL)

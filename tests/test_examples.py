@@ -1,5 +1,6 @@
 """The examples: what they promise in small, in full with `-m slow`; what starts them on hosts."""
 
+import functools
 import importlib
 import json
 import os
@@ -646,6 +647,37 @@ def test_on_two_axes_the_step_is_that_of_one_device(script):
     said, _ = run(f"examples/{script}.py", *SMALL, "--batch", 16, "--steps", 1)
     assert "as on one device" in said
     assert ON_TWO_AXES[script] <= set(re.findall(r"[a-z-]+ over \w+", said))
+
+
+@pytest.mark.slow
+def test_ragged_experts_with_rooms_for_all_are_the_batched_ones(example):
+    """Losses and gradients, with two experts a device, whose weights stay there."""
+    moe = example("mixture_of_experts")
+    small = [*TINY, "--experts", "4", "--room", "4"]
+    text = np.random.default_rng(0).integers(0, 256, (16, 9), np.int32)
+    mesh = zerojax.mesh(data=-1, expert=2)
+
+    def stepped(*options):
+        args = moe.parser.parse_args([*small, *options])
+
+        def make_state():
+            params = moe.init_experts(jax.random.key(0), args)
+            return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+        plan = zerojax.plan(make_state, stage=3, mesh=mesh, overrides=moe.OVERRIDES)
+        state, batch = plan.place(make_state), zerojax.shard_batch(text, plan=plan)
+        step = zerojax.train_step(functools.partial(moe.loss_fn, args=args))
+        compiled = step.lower(state, batch).compile()
+        traffic = zerojax.audit(compiled, plan=plan).traffic
+        sent = [(one.kind, one.axes) for one in traffic if "params/blocks/up" in one.paths]
+        return *compiled(state, batch), sent
+
+    (batched, metrics, sent), (ragged, its, its_sent) = stepped(), stepped("--ragged")
+    assert metrics["aux"]["seated"] == its["aux"]["seated"] == 1
+    assert float(metrics["loss"]) == pytest.approx(float(its["loss"]), abs=1e-6)
+    assert same(batched.params, ragged.params, atol=1e-6)
+    assert sorted(sent) == sorted(its_sent)
+    assert all(axes == ("data",) for kind, axes in its_sent if kind == "all-gather")
 
 
 @pytest.mark.slow
