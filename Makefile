@@ -12,8 +12,8 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test gpu-code foreign lint examples notebooks docs wheel gpu-compile regressions \
-  clean
+.PHONY: demo test gpu-code foreign lint examples full-examples notebooks docs wheel gpu-compile \
+  regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -57,6 +57,10 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/context_parallel.py $(SMALL) --attention ring --sequence 4
 	$(BIN)/python examples/pipeline.py $(SMALL)
 	$(BIN)/python examples/one_gpu.py --steps 3 --layers 12 --dim 768
+
+# In full, against what their docstrings say that they reach.
+full-examples: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow --no-skips tests/test_examples.py
 
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python notebooks/run.py

@@ -76,7 +76,8 @@ def on_post_build(config):
 def list_versions(folder):
     """Writes what the theme's menu of versions reads, and has the folder open the newest."""
     found = [path.parent.name for path in folder.glob("*/index.html")]
-    newest_first = sorted(found, key=packaging.version.Version, reverse=True)
+    releases = [name for name in found if name[0].isdigit()]  # others' folders may be beside them
+    newest_first = sorted(releases, key=packaging.version.Version, reverse=True)
     listed = [{"version": name, "title": name, "aliases": []} for name in newest_first]
     (folder / "versions.json").write_text(json.dumps(listed))
     to_newest = f'<meta http-equiv="refresh" content="0; url={newest_first[0]}/">'

@@ -13,10 +13,10 @@ are fixed, whatever the router chooses: those of the all-to-alls, and those of t
 each expert.
 
 With `--ragged` a device's experts share its room, so that fewer tokens pass by, and multiply their
-seats by `jax.lax.ragged_dot`. But XLA multiplies every seat by every expert of a device. With 8 of
-them, no seat to spare and bfloat16, it is 4 times the FLOPs of rooms of 2.0, forward and
-backward, and 4 times their time as modelled: compiled for an H100 by JAX 0.10 and 0.12, whatever
-their flags on ragged products.
+seats by `jax.lax.ragged_dot`; with two devices along `expert`, rooms of 2.0 have a seat for each
+token. But on GPUs XLA multiplies every seat by every expert of a device. With 8 of them, no seat to
+spare and bfloat16 that is 4 times the FLOPs of the batched matmuls with rooms of 2.0, forward and
+backward, and 4 times their modelled time.
 
 A loss keeps the experts equally busy: for each, the share of tokens that choose it times the mean
 of its probability. `zerojax.mean` makes both means over the whole batch, as on one device. A
@@ -88,7 +88,7 @@ def ragged(x, p, which):
     `which` of them has each seat; a free seat has the number after the last one's.
     """
     rows, devices, seats, dim = x.shape
-    by_device = lambda seats: seats.swapaxes(0, 1).reshape(devices, rows * seats.shape[2], -1)
+    by_device = lambda x: x.swapaxes(0, 1).reshape(devices, rows * seats, -1)
 
     def on_one(x, which, up, down):
         order = which.argsort()  # one expert's seats after another's, free ones last

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import zerojax
@@ -71,16 +72,21 @@ def test_the_readme_is_a_program(tmp_path):
 @pytest.mark.parametrize(
     "page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem
 )
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("default")  # as for a user
-def test_pages_continue_from_the_readmes_program(page, tmp_path, monkeypatch):
-    """In this process, which has imported and compiled much of what the pages share."""
+def test_pages_continue_from_the_readmes_program(page, alone, tmp_path, monkeypatch):
+    """Usually in this process, which has imported and compiled much of what the pages share."""
     code = "\n".join(blocks(page, "python"))
-    if DEVICES in code:
-        run(code, tmp_path)  # a program of its own
-    else:
-        monkeypatch.chdir(tmp_path)
-        program = blocks(README, "python")[1].replace(DEVICES, "")
-        exec(compile(f"{program}\n{code}", page.name, "exec"), {"__name__": "__main__"})
+    is_whole = DEVICES in code  # a program of its own
+    code = code if is_whole else f"{blocks(README, 'python')[1]}\n{code}"
+    if alone or is_whole:
+        run(code, tmp_path)
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    before = dict(jax.config.values)
+    exec(compile(code.replace(DEVICES, ""), page.name, "exec"), {"__name__": "__main__"})
+    assert dict(jax.config.values) == before, "it would change the tests that follow"
 
 
 @pytest.mark.gpu_code
@@ -130,8 +136,9 @@ def test_the_readmes_step_times_are_those_of_the_benchmark():
 
 
 def commands():
-    lines = "\n".join(block for page in PAGES for block in blocks(page, "bash")).splitlines()
-    return sorted({line.partition("#")[0].strip() for line in lines} - {""})
+    text = "\n".join(block for page in PAGES for block in blocks(page, "bash"))
+    lines = text.replace("\\\n", "").splitlines()
+    return sorted({" ".join(line.partition("#")[0].split()) for line in lines} - {""})
 
 
 @pytest.mark.parametrize("command", commands())
@@ -248,3 +255,10 @@ def test_options_that_the_text_names_exist():
     for page in PAGES:
         unknown = set(options_named(page)) - known
         assert not unknown, f"{page.name}: {unknown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_code_is_not_wider_than_the_site_shows(page):
+    code = [line for kind in ("python", "py", "bash", "console") for block in blocks(page, kind)
+            for line in block.splitlines()]  # fmt: skip
+    assert [line for line in code if len(line) > 100] == []

@@ -129,7 +129,9 @@ def test_the_version_is_in_the_header():
 
 
 def test_versions_are_listed_from_the_newest(tmp_path):
-    folder = written(tmp_path, **{"0.9.0": "", "0.10.0": "", "0.10.0rc1": "", "0.1.0": ""})
+    folder = written(
+        tmp_path, **{"0.9.0": "", "0.10.0": "", "0.10.0rc1": "", "0.1.0": "", "dev": ""}
+    )
     hooks.list_versions(folder)
     listed = json.loads((folder / "versions.json").read_text())
     assert [one["version"] for one in listed] == ["0.10.0", "0.10.0rc1", "0.9.0", "0.1.0"]

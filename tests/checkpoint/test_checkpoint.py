@@ -1,6 +1,8 @@
 """Checkpoints: the same tree at every stage, strict borders, bytes accounted for."""
 
 import itertools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,3 +190,26 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"/file/c cannot be written \(.*Choose another directory"):
         zerojax.save(tmp_path / "file" / "c", place())
+
+
+SAVING = """
+import resource, sys
+import jax, jax.numpy as jnp, zerojax
+jax.config.update("jax_num_cpu_devices", 8)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 1024, 256))}})
+with zerojax.Checkpoints(sys.argv[1], every=1, keep=2) as checkpoints:
+    for n in range(16):
+        checkpoints.save(n + 1, state)
+        checkpoints.wait()
+        early = peak() if n == 2 else early if n > 2 else None
+print(peak() / early)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_saves_64_mib_again_and_again_stays_as_large(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", SAVING, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert float(ran.stdout) < 1.1

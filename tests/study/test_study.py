@@ -232,7 +232,7 @@ def test_the_page_on_studies_runs(compiled, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     page = (pathlib.Path(__file__).parents[2] / "docs" / "study.md").read_text()
     (code,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
-    exec(code, names := {"zerojax": zerojax})
+    exec(code, names := {})
     assert [cell.gpus for cell in names["study"].cells] == ["64xH100", "128xH100", "400xH100"]
     assert {count for _, count, _ in compiled} == {64, 128, 400}
     assert (tmp_path / "study.json").exists() and (tmp_path / "study.png").stat().st_size > 5000
