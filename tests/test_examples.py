@@ -746,6 +746,19 @@ def test_methods_reach_their_stated_losses(script, stated):
 
 
 @pytest.mark.slow
+def test_muon_costs_what_its_docstring_says():
+    said, _ = run("examples/muon.py", "--compare", "--steps", 0)
+    rows = re.findall(r"^(.*\w) {2,}(\d+\.\d+) +(\d+\.\d+) \(", said, flags=re.MULTILINE)
+    close = functools.partial(pytest.approx, rel=0.05)
+    assert {name: (float(gflop), float(mib)) for name, gflop, mib in rows} == {
+        "Adam, stage 3": close((0.47, 16.2)),
+        "Muon, data parallel": close((5.21, 10.8)),
+        "Muon, stage 3": close((1.21, 62.1)),
+        "Muon by layer, stage 3": close((1.09, 18.8)),
+    }
+
+
+@pytest.mark.slow
 def test_mezo_reaches_its_stated_loss_with_the_memory_of_evaluation():
     said, _ = run("examples/mezo.py", timeout=3600)
     assert losses(said)[-1] < 2.3
