@@ -245,6 +245,9 @@ def test_a_plan_of_a_batch_stands_alone():
         zerojax.shard_batch(np.ones(16), state.tx.plan.mesh, plan=state)
     with pytest.raises(ValueError, match=r"Leave the mesh and axis= out"):
         zerojax.process_slice(16, axis="gpu", plan=state)
+    for given in (state, state.tx.plan):
+        with pytest.raises(TypeError, match=r"expected a mesh there. Pass a plan or .* as plan=\."):
+            zerojax.shard_batch(np.ones(16), given)
     with pytest.raises(ValueError, match=r"not placed.*First: .*zerojax.shard_train_state"):
         zerojax.shard_batch(np.ones(16), plan=state.replace(tx=optax.sgd(1.0)))
     with pytest.raises(ValueError, match=r"none is called 'data'.*pass axis='node'.*or both"):

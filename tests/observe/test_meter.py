@@ -152,6 +152,15 @@ def test_the_bar_shows_units_that_people_read(clock, monkeypatch, capsys):
     assert re.search(f"21/21 .*{re.escape(shown)}", bar)
 
 
+def test_in_a_file_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
+    with open(tmp_path / "job.log", "w") as file:
+        monkeypatch.setattr("sys.stderr", file)
+        run(zerojax.Meter(21), clock)
+        run(zerojax.Meter(21, bar=True), clock)
+    assert capsys.readouterr().out.count("of 21") == 4  # steps 1, 10, 20 and 21
+    assert (tmp_path / "job.log").read_text().count("21/21") == 1
+
+
 def test_without_tqdm_logs_are_lines(clock, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)

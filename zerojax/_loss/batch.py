@@ -18,7 +18,7 @@ from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
 from zerojax._run import agreement as _agreement
-from zerojax._state import refusals as _refusals
+from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
@@ -313,6 +313,8 @@ def mesh_and_axes(
 ) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh and the axes that a batch is split over."""
     if plan is None:
+        if isinstance(mesh, Plan) or _carried.carried_plan(mesh) is not None:
+            raise TypeError("expected a mesh there. Pass a plan or a placed state as plan=.")
         return _mesh.resolve(mesh, axis)
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")

@@ -4,6 +4,9 @@ import contextlib
 import importlib
 import importlib.util
 import math
+import os
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, SupportsFloat
@@ -38,8 +41,8 @@ class Meter:
         flops: those that a step needs, from `zerojax.step_flops`; `mfu` is of the step's devices.
         every: logs the first step, multiples of `every`, and the last.
         on_log: gets the number of steps done, and the dict of floats, of each log.
-        bar: shows a progress bar of tqdm; by default if tqdm is installed, or else prints a line
-            for each log. False does neither.
+        bar: shows a progress bar of tqdm. By default if tqdm is installed and stderr is no file, as
+            it is under Slurm, or else prints a line for each log. False does neither.
 
     Example:
         >>> logged = []
@@ -76,7 +79,8 @@ class Meter:
         self._per_step, self._flops = dict(per_step or {}), flops
         self._on_log = on_log
         self._speaks = jax.process_index() == 0
-        self._wants_bar, self._prints = has_tqdm and bar is not False, bar is not False
+        self._prints = bar is not False
+        self._wants_bar = has_tqdm and (not _is_file(sys.stderr) if bar is None else bar)
         self._bar: Any = None  # of tqdm, while the loop runs
         # A step to log, when it was given to the devices, and what they may not have done yet.
         self._due: tuple[int, float, PyTree] | None = None
@@ -222,3 +226,11 @@ def device_bytes() -> int:
         if device in array.sharding.device_set and array.sharding.memory_kind in (None, kind)
     ]
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+def _is_file(stream: Any) -> bool:
+    """Whether it is a file on a disk, where a bar is one line that never ends."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # none at all, or one that has no number
+        return False
