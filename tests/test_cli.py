@@ -378,7 +378,14 @@ def test_a_study_is_printed_kept_and_drawn(run, monkeypatch, tmp_path):
 
 
 STUDIED = """
+    import jax, jax.numpy as jnp, zerojax.nnx
+    from tests import nnx_models
     from tests.study.fakes import batch, loss, make_state
+
+    def of_nnx():
+        step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, order="layers")
+        batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+        return step, nnx_models.make, batch
 
     def model():
         return loss, make_state, batch
@@ -398,6 +405,10 @@ def test_a_study_of_a_users_module(run, module, monkeypatch):
     code, out, err = run("study", f"{name}:model", *gpus, "--json")
     assert (code, err, compiled) == (OK, "", [(3, 8, 4)])
     assert json.loads(out)["cells"][0]["model"] == "mymodel:model"
+    for flags, said in ((), 2), (("--accumulate", "4"), 4), (("--accumulate", "1"), 1):
+        _, out, _ = run("study", f"{name}:of_nnx", *gpus, *flags, "--json")
+        counted = "" if said == 1 else f"accumulate={said}, "
+        assert json.loads(out)["cells"][0]["settings"] == f"{counted}order='layers'", flags
     for function in ("fixed", "keyed"):
         code, _, err = run("study", f"{name}:{function}", *gpus)
         assert code == BAD_INPUT and "with a function batch(rows) that returns a global" in err
@@ -416,7 +427,7 @@ def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
     assert given.pop("models") == {name: presets.preset(name) for name in ("7.5b", "60b")}
     assert given == {
         "gpus": ["64xA100"], "stages": [1, 2, 3], "rows": ["largest"], "remat": "full",
-        "per_host": 8, "cache": True, "accumulate": 1, "order": "microbatches", "pad": True,
+        "per_host": 8, "cache": True, "pad": True,
     }  # fmt: skip
     more = ("--network", "12.5", "--no-cache", "--accumulate", "2", "--order", "layers")
     more += ("--master", "--gather", "int8", "--offload", "opt_state", "--regather", "gpu")

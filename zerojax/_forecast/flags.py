@@ -120,8 +120,10 @@ def _audits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="write the timeline as a picture")
 
 
-def order_argument(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    options = {"default": ORDERS[0], "choices": ORDERS, "metavar": "ORDER", "help": ORDER}
+def order_argument(
+    parser: argparse.ArgumentParser, nargs: str | None = None, default: str | None = ORDERS[0]
+) -> None:
+    options = {"default": default, "choices": ORDERS, "metavar": "ORDER", "help": ORDER}
     parser.add_argument("--order", nargs=nargs, **options)
 
 

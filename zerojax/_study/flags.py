@@ -23,8 +23,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=rows, nargs="+", default=[LARGEST], help=text)
     text = "of presets (default %(default)s)"
     parser.add_argument("--remat", default="full", help=text)
-    parser.add_argument("--accumulate", type=int, default=1)
-    _flags.order_argument(parser)
+    # None leaves both to a step of nnx, which has its own.
+    parser.add_argument("--accumulate", type=int)
+    _flags.order_argument(parser, default=None)
     text = "keep results in this file of JSON, and do only what is missing there"
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help=text)
     parser.add_argument("--plot", metavar="FILE", help="write a picture")

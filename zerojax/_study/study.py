@@ -145,8 +145,12 @@ class _Run:
         return found, found.digest(given.get("tx"), given.get("mutable", ()))
 
     def given(self, model: Model) -> dict[str, Any]:
-        """Returns the options of a study's steps; those of a model's own give way."""
-        return model.options | self.options
+        """Returns the options of a study's steps; those of a model's own give way.
+
+        The fields that a loss updates are its own: those of another would not be there.
+        """
+        own = {name: value for name, value in model.options.items() if name == "mutable"}
+        return model.options | self.options | own
 
     def asked(self, name: str, gpus: str, stage: int, rows: int | str) -> Cell:
         gpu = gpu_of(gpus, self.rates)
