@@ -1,12 +1,14 @@
 """`choose` on GPUs that are not there."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 import zerojax
 import zerojax.nnx
@@ -83,9 +85,20 @@ def test_a_step_of_nnx_stands_for_its_loss():
 
 
 def test_a_step_of_nnx_has_nothing_that_is_to_be_found():
-    fixed = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, regather=False)
-    with pytest.raises(ValueError, match=r"finds accumulate=, regather= itself.*Leave out"):
-        zerojax.choose(fixed, nnx_models.make, nnx_models.BATCH, gpus="8xH100")
+    refused = functools.partial(
+        zerojax.choose, make_state=nnx_models.make, batch=nnx_models.BATCH, gpus="8xH100"
+    )
+    fixed = functools.partial(zerojax.nnx.train_step, nnx_models.loss_fn)
+    with pytest.raises(ValueError, match=r"accumulate=..., regather=...\). Leave that out, and"):
+        refused(fixed(accumulate=2, regather=False))
+    said = r"prefetch=..., skip_nonfinite=..., donate=..., compiler_options=...\). Leave that out"
+    others = {"prefetch": 0, "donate": False, "compiler_options": {"xla_gpu_enable_x": True}}
+    with pytest.raises(ValueError, match=said):  # its Python would not have them
+        refused(fixed(skip_nonfinite=True, **others))
+    with pytest.raises(ValueError, match=r"batch_specs=...\). choose splits batches along their f"):
+        refused(fixed(batch_specs=PartitionSpec(None, "data")))
+    with pytest.raises(TypeError, match=r"'a' is a step. Give one step, not in a dict"):
+        refused({"a": fixed(), "b": fixed()})
 
 
 def test_what_does_not_fit_gives_way(monkeypatch):

@@ -15,7 +15,7 @@ from zerojax._choose.choice import FASTER, Choice, Tried
 from zerojax._choose.ways import Facts, Way
 from zerojax._forecast.forecast import Loss, Workload, check, gpu_of, mesh_of, working
 from zerojax._forecast.result import Case
-from zerojax._forecast.steps import is_of_nnx, parts_of_nnx
+from zerojax._forecast.steps import NnxStep, check_one, is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Rates
 from zerojax._loss.order import kept_bytes
 from zerojax._plan import planner as _planner
@@ -25,7 +25,7 @@ from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 
 MOST_MICROBATCHES = 16
-DECIDED = ("accumulate", "order", "regather", "update", "activations", "batch_specs")
+KEPT = ("precision", "mutable", "tx")  # of what a step of nnx was made with
 EXACT, LOSSY = 4, 2  # how many ways of each kind are compiled
 SLOWER = 1.07  # than the best so far, by the formula: what may be faster after all
 MOST_COMPILED = 9
@@ -34,7 +34,7 @@ ROUGHLY = 1.1  # the formula's error: what needs more than the GPU has by it is 
 
 
 def choose(
-    loss_fn: Loss | Mapping[str, Loss],
+    loss_fn: Loss | NnxStep | Mapping[str, Loss],
     make_state: Any,
     batch: PyTree,
     rng: PyTree = None,
@@ -85,6 +85,7 @@ def choose(
         )
     gpu = gpu_of(gpus, rates)
     check(make_state, batch, tokens)
+    check_one(loss_fn)
     options, is_nnx = {"tx": tx, "mutable": mutable}, is_of_nnx(loss_fn)
     if is_nnx:
         loss_fn, make_state, rng, made = parts_of_nnx(loss_fn, make_state, rng)
@@ -99,12 +100,13 @@ def choose(
 
 
 def _check_open(made: Mapping[str, Any]) -> None:
-    """Raises where a step of nnx has what is to be found."""
-    if named := [f"{name}=" for name in DECIDED if name in made]:
+    """Raises where a step of nnx has what is to be found, or what the Python would not have."""
+    if named := [f"{name}=..." for name in made if name not in KEPT]:
+        rows = " choose splits batches along their first dimension." * ("batch_specs" in made)
         raise ValueError(
-            f"choose finds {', '.join(named)} itself, for batches whose first dimension counts "
-            "examples. Leave out of the step what is not its loss or precision=: "
-            "zerojax.nnx.train_step(loss_fn)."
+            "choose takes a step of nnx with its loss and precision= alone, and this one is "
+            f"train_step(loss_fn, {', '.join(named)}).{rows} Leave that out, and add what choose "
+            "does not find to the step that it prints."
         )
 
 

@@ -23,7 +23,7 @@ from zerojax._forecast import cache as _cache
 from zerojax._forecast.memory_table import STAGES, each_once
 from zerojax._forecast.mfu import needed_flops
 from zerojax._forecast.result import Case, Forecast
-from zerojax._forecast.steps import functional, options_of
+from zerojax._forecast.steps import NnxStep, functional, options_of
 from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss import order as _order
@@ -43,7 +43,7 @@ Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
 
 
 def forecast(
-    loss_fn: Loss | Mapping[str, Loss] | Step,
+    loss_fn: Loss | Mapping[str, Loss] | Step | NnxStep,
     make_state: Callable[[], PyTree],
     batch: PyTree,
     rng: PyTree = None,

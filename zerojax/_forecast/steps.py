@@ -1,11 +1,14 @@
 """Steps that stand for their loss where something is forecast."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import optax
 
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
+
+NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 
 
 class Parts(NamedTuple):
@@ -32,7 +35,28 @@ def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> Parts:
 
 def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
     """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
-    return loss_fn._unmade(make_state, rng) if is_of_nnx(loss_fn) else (loss_fn, make_state, rng)
+    check_one(loss_fn)
+    is_nnx = is_of_nnx(loss_fn)
+    _check_trains(loss_fn.functional if is_nnx else loss_fn)
+    return loss_fn._unmade(make_state, rng) if is_nnx else (loss_fn, make_state, rng)
+
+
+def check_one(loss_fn: object) -> None:
+    """Raises for several steps: each has a state and options of its own, as losses have not."""
+    losses = loss_fn.items() if isinstance(loss_fn, Mapping) else ()
+    if named := [name for name, one in losses if is_of_nnx(one) or isinstance(one, Step)]:
+        raise TypeError(
+            f"a dict has several losses, and {named[0]!r} is a step. Give one step, not in a dict, "
+            "and others each in a call of its own."
+        )
+
+
+def _check_trains(step: object) -> None:
+    if isinstance(step, Step) and not step.recipe.options.differentiate:
+        raise TypeError(
+            "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
+            "loss, or a step of train_step."
+        )
 
 
 def options_of(step: Step, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from zerojax import _fingerprint, aot
 from zerojax._forecast import presets as _presets
 from zerojax._forecast.forecast import Loss
 from zerojax._forecast.presets import Gpt
-from zerojax._forecast.steps import is_of_nnx, parts_of_nnx
+from zerojax._forecast.steps import NnxStep, is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan import planner as _planner
 from zerojax._state import refusals as _refusals
@@ -22,8 +22,9 @@ from zerojax._step.step import train_step
 from zerojax._types import PyTree
 
 OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
-# A preset or its name, or a loss, make_state, and a function of the rows of a global batch.
-Given: TypeAlias = str | Gpt | tuple[Loss, Callable[[], PyTree], Callable[[int], PyTree]]
+# A preset or its name; or a loss and make_state, or a step of nnx and what makes its model and
+# optimizer, and a function of the rows of a global batch.
+Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
