@@ -42,8 +42,13 @@ def test_a_loss_that_closes_over_its_batch_is_warned_of():
     assert warned[0].filename == __file__, "the user's line, not zerojax's or JAX's"
     grad(loss, params, x)
     grad(lambda params: loss(params, x), params, batch_specs=PartitionSpec())
-    with pytest.raises(ValueError, match=r"argument 3 of the loss would be split.*as one batch"):
-        grad(lambda params, x, y: loss(params, x), params, x, x, batch_specs=PartitionSpec())
+    two = lambda params, x, y: loss(params, x)
+    said = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
+    with pytest.raises(ValueError, match=said.format(r"PartitionSpec\('data'\)")):
+        grad(two, params, x, x, batch_specs=PartitionSpec())
+    plan = zerojax.plan({"params": params}, mesh=zerojax.mesh(node=2, gpu=4), axis=("node", "gpu"))
+    with pytest.raises(ValueError, match=said.format(r"PartitionSpec\(\('node', 'gpu'\)\)")):
+        grad(two, params, x, x, batch_specs=PartitionSpec())
     grad(lambda params: loss(params, jax.random.normal(key, (16, 16))), params)  # has no batch
 
 

@@ -145,13 +145,12 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     return found[0] if found else None
 
 
-def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> None:
-    """Raises where the batch cannot be split over devices and microbatches."""
-    leaf = counted(args, roles)
-    if leaf is None:
-        return
-    ways = size * accumulate
-    if leaf.rows == 0 or leaf.rows % ways:
+def check(
+    args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1
+) -> Counted | None:
+    """Returns `counted`; raises where the batch cannot be split over devices and microbatches."""
+    leaf, ways = counted(args, roles), size * accumulate
+    if leaf is not None and (leaf.rows == 0 or leaf.rows % ways):
         below, above = leaf.rows // ways * ways, (leaf.rows // ways + 1) * ways
         use = f"{below} or {above}" if below else f"{above}"
         options = f", accumulate={accumulate}" if accumulate > 1 else ""
@@ -162,6 +161,7 @@ def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: 
             f"{parts_text(size, accumulate)}. Use {use} examples, or pad: batch, mask = "
             f"zerojax.pad_batch(batch{options}), with zerojax.mean(values, where=mask) in the loss."
         )
+    return leaf
 
 
 def check_accumulate(accumulate: object) -> None:

@@ -139,8 +139,9 @@ def loss_and_grads(
     given = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
-    _batch.check(args, roles, plan.size, options.accumulate)
-    _check_later(args, roles, options.batch_specs)
+    counted = _batch.check(args, roles, plan.size, options.accumulate)
+    if options.batch_specs is not None:
+        _check_later(counted, plan.batch_axes)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     state = backward.state_of(program.updated) if backward else []
     sharded = program.on_all_devices()
@@ -208,14 +209,14 @@ def _program(
     return Program(plan, options, traced, roles, per_example, backward)
 
 
-def _check_later(args: Sequence[PyTree], roles: Sequence[_batch.Role], specs: PyTree) -> None:
+def _check_later(leaf: _batch.Counted | None, axes: tuple[str, ...]) -> None:
     """Raises where batch_specs= has the batch whole, and a later argument would be split."""
-    leaf = None if specs is None else _batch.counted(args, roles)
     if leaf is not None and leaf.argument:
+        over = axes[0] if len(axes) == 1 else axes
         raise ValueError(
             "batch_specs= leaves the batch whole on each device, and applies to it alone: "
             f"{leaf.name} would be split. Pass both as one batch, with a spec of each: "
-            "batch_specs=(PartitionSpec(), PartitionSpec('data')) splits the second, "
+            f"batch_specs=(PartitionSpec(), PartitionSpec({over!r})) splits the second, "
             "(PartitionSpec(), PartitionSpec()) neither."
         )
 
