@@ -15,6 +15,8 @@ from etils import epath
 from flax.training.train_state import TrainState
 
 import zerojax
+import zerojax.nnx
+from tests import nnx_models
 from tests.checkpoint.damage import right_or_named
 from tests.checkpoint.states import STATE, make_state, place, plan_of
 from tests.reference import assert_equal_bits
@@ -99,6 +101,12 @@ def test_master_copies_would_write_old_parameters_back(tmp_path):
     options = {"cast": True, "keep": "w$", "ignore": "w$"}
     zerojax.import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
     zerojax.import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
+    model, optimizer = nnx_models.make()
+    zerojax.nnx.shard(model, optimizer, stage=3, precision=precision)
+    of_nnx = zerojax.nnx.state(model, optimizer)
+    zerojax.export_safetensors(tmp_path / "nnx", of_nnx)
+    with pytest.raises(ValueError, match=r"copies of layers/0/kernel.*before the state is placed"):
+        zerojax.import_safetensors(tmp_path / "nnx", like=of_nnx)
 
 
 def test_differences_are_errors_that_say_what_to_do(tmp_path):

@@ -105,7 +105,10 @@ def import_safetensors(
         rename: from a tensor's name in the files to that in `names`, or to its path in `like`.
 
     Returns:
-        The parameters alone; put them into a state with `state.replace(params=...)`.
+        The parameters alone; put them into a state with `state.replace(params=...)`. Not so with
+        `Precision(master=)`, whatever `like` is: the next step would make the parameters again from
+        copies of the old ones in the optimizer's state. Make the state with those that are read,
+        before it is placed.
 
     Example:
         >>> import tempfile
