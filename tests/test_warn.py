@@ -26,4 +26,6 @@ def test_the_line_is_that_of_the_nearest_caller_outside():
     inner = between("zerojax._step.grad", between("contextlib", between("jax._src.api", WARNS)))
     assert file_of(inner) == __file__
     assert file_of(between("jax._src.api", lambda: inner())) == __file__
+    for module in ("equinox._jit", "haiku._src.transform", "optax._src.base", "threading"):
+        assert file_of(between(module, inner)) == __file__, module
     assert file_of(between("jaxtyping", inner)) == "<string>", "its name begins alike, no more"

@@ -3,8 +3,11 @@
 import sys
 import warnings
 
-# Packages whose frames are between the user's line and what warns; contextlib runs decorators.
-BETWEEN = frozenset({"zerojax", "jax", "flax", "orbax", "contextlib"})
+# Packages whose frames are between the user's line and what warns. contextlib runs decorators, and
+# threading what a thread does.
+BETWEEN = frozenset(
+    {"zerojax", "jax", "flax", "orbax", "equinox", "haiku", "optax", "contextlib", "threading"}
+)
 
 
 def warn(text: str) -> None:
