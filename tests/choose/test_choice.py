@@ -62,7 +62,7 @@ def test_it_prints_tokens_mfu_and_microbatches():
     known = dataclasses.replace(one.case, tokens_per_second=43690.7, mfu=0.512)
     text = str(choice(dataclasses.replace(one, case=known)))
     assert "1.5 s, 43,691 tokens/s, 51.2% MFU, 4 microbatches:" in text
-    assert " tokens/s    MFU " in text.splitlines()[1] and " 43,691  51.2% " in text
+    assert "  exposed  tokens/s    MFU " in text.splitlines()[1] and " 43,691  51.2% " in text
     assert "1.5 s, 0.0% MFU, 4 microbatches:" in str(choice(one)), "where no tokens are known"
 
 

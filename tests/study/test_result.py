@@ -32,7 +32,7 @@ def test_the_table_has_a_line_for_each_cell():
     )  # fmt: skip
     lines = [line.split() for line in str(made).splitlines()]
     assert titles(str(made)) == [
-        "model", "GPUs", "stage", "rows", "peak", "TFLOP/s", "MFU", "tokens/s", "waits",
+        "model", "GPUs", "stage", "rows", "peak", "TFLOP/s", "MFU", "tokens/s", "exposed",
     ]  # fmt: skip
     start = ["7.5b", "64xH100"]
     assert lines[3] == [*start, "3", "4", "30.0", "GiB", "440", "44.5%", "262,144", "20%"]
@@ -98,7 +98,7 @@ def test_a_narrow_table_leaves_out_the_waiting_rather_than_go_on_below(monkeypat
     with _text.fitted():
         text = str(study(*cells))
     assert titles(text)[-1] == "tokens/s" and text.count("64xH100") == 1
-    assert titles(str(study(*cells)))[-1] == "waits"
+    assert titles(str(study(*cells)))[-1] == "exposed"
 
 
 def test_the_guides_table_is_that_of_the_stored_study(monkeypatch):

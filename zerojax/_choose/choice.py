@@ -18,7 +18,7 @@ from zerojax._wire.codecs import Blocks
 SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
 FASTER = 0.99  # codes must pay for what they change
 MADE = "state = zerojax.shard_train_state(make_state"
-HEADER = ("", "by the formula", "compiled", "waits", *SPEEDS, "peak", "fits", "numbers")
+HEADER = ("", "by the formula", "compiled", "exposed", *SPEEDS, "peak", "fits", "numbers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,7 +124,8 @@ COLUMNS: dict[str, Column] = {
     ),
     "exposed": (
         lambda case: human_time(case.exposed_seconds),
-        "The part of the step in which the GPU waits for communication.",
+        "The part of the step in which the GPU waits for communication; in the table of --choose "
+        "also for copies from and to the host's memory.",
     ),
     HOST_WAIT: (
         lambda case: human_time(case.waited_seconds),

@@ -30,11 +30,12 @@ COLUMNS: dict[str, Column] = {
         lambda f: f"{f.tokens_per_second:,.0f}" if f.fits and f.tokens_per_second else "-",
         "The tokens that all GPUs together train on in a second.",
     ),
-    "waits": (
+    "exposed": (
         lambda f: (
             f"{(f.exposed_seconds + f.waited_seconds) / f.step_seconds:.0%}" if f.fits else "-"
         ),
-        "The part of the step in which a GPU waits for communication, or for the host's memory.",
+        "The part of the step in which a GPU waits for communication, or for copies from and to "
+        "the host's memory.",
     ),
 }
 EXPLAINED = {
