@@ -140,8 +140,7 @@ def loss_and_grads(
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     counted = _batch.check(args, roles, plan.size, options.accumulate)
-    if options.batch_specs is not None:
-        _check_later(counted, plan.batch_axes)
+    _check_later(counted, options.batch_specs, plan.batch_axes)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     state = backward.state_of(program.updated) if backward else []
     sharded = program.on_all_devices()
@@ -209,9 +208,9 @@ def _program(
     return Program(plan, options, traced, roles, per_example, backward)
 
 
-def _check_later(leaf: _batch.Counted | None, axes: tuple[str, ...]) -> None:
+def _check_later(leaf: _batch.Counted | None, specs: PyTree, axes: Sequence[str]) -> None:
     """Raises where batch_specs= has the batch whole, and a later argument would be split."""
-    if leaf is not None and leaf.argument:
+    if specs is not None and leaf is not None and leaf.argument:
         over = axes[0] if len(axes) == 1 else axes
         raise ValueError(
             "batch_specs= leaves the batch whole on each device, and applies to it alone: "
