@@ -163,8 +163,9 @@ class Step:
         placed = state(model, optimizer)
         if _carried.carried_plan(placed) is None:
             raise ValueError(
-                "the model and its optimizer are not placed. First: "
-                "zerojax.nnx.shard(model, optimizer, stage=3)."
+                "the model or its optimizer is not placed. First: zerojax.nnx.shard(model, "
+                "optimizer, stage=3), with groups= and the like. A new optimizer of a sharded "
+                "model is placed with it in the same way."
             )
         keys = _keys(placed, rng)
         return self.functional, placed, batch, *([] if keys is None else [keys])

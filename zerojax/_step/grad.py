@@ -233,8 +233,8 @@ def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan)
     warn(
         f"no argument of the loss is split over the {plan.size} devices, and it closes over "
         f"{largest.dtype}{list(largest.shape)}{rest}: each device computes all of that. If it is "
-        "the batch, pass it as an argument: zerojax.value_and_grad(loss_fn, plan)(params, batch), "
-        "with loss_fn(params, batch). If all are to compute the same, say so: "
+        "the batch, pass it as an argument of the loss, loss_fn(params, batch) or for nnx "
+        "loss_fn(model, batch), and of the step. If all are to compute the same, say so: "
         "batch_specs=PartitionSpec()."
     )
 
