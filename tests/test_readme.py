@@ -245,8 +245,8 @@ def options_named(page):
 
 
 def test_options_that_the_text_names_exist():
-    # Flax's, a field of a user's state, two of JAX's, an axis of a mesh
-    known = {"axis_name", "batch_stats", "policy", "implementation", "node"}
+    # Two of Flax's, a field of a user's state, two of JAX's, an axis of a mesh
+    known = {"axis_name", "initial_carry", "batch_stats", "policy", "implementation", "node"}
     for name in dir(zerojax):
         value = getattr(zerojax, name)
         for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):

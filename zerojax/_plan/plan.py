@@ -291,7 +291,8 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
         if got.dtype != leaf.dtype or got.shape not in (leaf.shape, leaf.padded_shape):
             raise ValueError(
                 f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
-                f"{leaf.dtype}{list(leaf.shape)}. {remedy}"
+                f"{leaf.dtype}{list(leaf.shape)}. {remedy} Of a leaf that rests padded, pass what "
+                "zerojax.logical(state) has."
             )
 
 
