@@ -311,7 +311,7 @@ def planned_on_cpus(model, tensor, stage):
     return importlib.import_module("megatron").planned(model, mesh, stage)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_papers_model_is_the_gpt_on_parts_of_heads(tensor, stage):
     megatron = importlib.import_module("megatron")

@@ -47,7 +47,10 @@ def sharded(name, stage, steps):
     return Run(losses, state), jaxpr
 
 
-VARIANTS = {"linen_remat", "linen_scan", "nnx_remat", "nnx_split", "haiku", "haiku_stack"}
+VARIANTS = {
+    "linen_remat", "linen_scan", "linen_scan_remat", "nnx_remat", "nnx_scan", "nnx_split", "haiku",
+    "haiku_stack",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
