@@ -29,7 +29,7 @@ from zerojax._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax._forecast.forecast import mesh_of, names_levels, working
+from zerojax._forecast.forecast import mesh_of, names_levels
 from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.model import Model
 from zerojax._forecast.steps import functional
@@ -37,6 +37,7 @@ from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
+from zerojax._progress import working
 from zerojax._study import flags as _study_flags
 from zerojax._study.models import Given
 from zerojax._text import fitted, paragraphs, text_table

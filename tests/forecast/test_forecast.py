@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import time
 import types
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 import zerojax
 import zerojax.nnx
 from tests import audits, nnx_models
-from zerojax._audit.audit import heard
 from zerojax._forecast import forecast as _progress
 from zerojax._forecast.forecast import Forecast
 from zerojax._loss.order import ORDERS
@@ -230,32 +228,7 @@ def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
     assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
 
 
-# -- progress
-
-
-def test_progress_is_silent_where_nobody_watches(capfd, monkeypatch):
-    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
-    for _ in _progress.progress([1, 2], str):
-        time.sleep(0.05)
-    assert capfd.readouterr().err == ""
-
-
-def test_progress_on_a_terminal(capfd, monkeypatch):
-    """A line for each item that takes long, however few there are; wiped when done."""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr(_progress, "PATIENCE", 0.01)
-    for items, lines in (("a", ["doing a ... 0 s"]), ("ab", ["doing a (1/2) ... 0 s",
-                         "doing b (2/2, about 0 s left) ... 0 s"])):  # fmt: skip
-        for _ in _progress.progress(items, lambda item: f"doing {item}"):
-            with heard():  # what the compiler says meanwhile goes elsewhere
-                time.sleep(0.05)
-        said = capfd.readouterr().err
-        shown = list(dict.fromkeys(line for line in said.split(_progress.WIPE) if line))
-        assert shown == lines and said.endswith(_progress.WIPE)
-    monkeypatch.setattr(_progress, "PATIENCE", 60)
-    for _ in _progress.progress("quick", str):
-        pass
-    assert capfd.readouterr().err == ""
+# -- what is compiled
 
 
 def test_what_compiles_twice_compiles_once(monkeypatch):

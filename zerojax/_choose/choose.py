@@ -13,7 +13,7 @@ from zerojax import aot
 from zerojax._choose import ways as _ways
 from zerojax._choose.choice import FASTER, Choice, Tried
 from zerojax._choose.ways import Facts, Way
-from zerojax._forecast.forecast import Loss, Workload, check, gpu_of, mesh_of, working
+from zerojax._forecast.forecast import Loss, Workload, check, gpu_of, mesh_of
 from zerojax._forecast.result import Case
 from zerojax._forecast.steps import NnxStep, check_one, is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Rates
@@ -21,6 +21,7 @@ from zerojax._loss.order import kept_bytes
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
+from zerojax._progress import working
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 

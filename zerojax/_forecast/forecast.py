@@ -1,14 +1,10 @@
 """`forecast`: what a training step will need and cost on GPUs that nobody has rented yet."""
 
-import contextlib
 import dataclasses
 import itertools
-import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +27,7 @@ from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
+from zerojax._progress import progress
 from zerojax._state import refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
@@ -272,49 +269,3 @@ def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:
         x.size for x in leaves if len(x.shape) == 2 and jnp.issubdtype(x.dtype, jnp.integer)
     )
     return next(integers, None)
-
-
-# -- what is under way, for whoever watches
-
-T = TypeVar("T")
-PATIENCE = 1.0  # seconds that need no explanation
-WIPE = "\r\x1b[K"
-
-
-def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
-    """Yields items; a line on the terminal says what is done to each, and how long the rest may
-    take."""
-    started = time.monotonic()
-    for number, item in enumerate(items, start=1):
-        left = (time.monotonic() - started) / max(number - 1, 1) * (len(items) - number + 1)
-        rest = f", about {left:.0f} s left" if number > 1 else ""
-        with working(doing(item) + (f" ({number}/{len(items)}{rest})" if len(items) > 1 else "")):
-            yield item
-
-
-@contextlib.contextmanager
-def working(doing: str) -> Iterator[None]:
-    """Counts, in a line on the terminal, the seconds of work that takes more than one."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    done = threading.Event()
-    terminal = os.dup(2)  # the compiler's standard error goes elsewhere meanwhile
-    counter = threading.Thread(target=_count, args=(doing, terminal, done), daemon=True)
-    counter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        counter.join()
-        os.close(terminal)
-
-
-def _count(doing: str, terminal: int, done: threading.Event) -> None:
-    started, shown = time.monotonic(), False
-    while not done.wait(PATIENCE):
-        line = f"{WIPE}{doing} ... {time.monotonic() - started:.0f} s"
-        os.write(terminal, line.encode())
-        shown = True
-    if shown:
-        os.write(terminal, WIPE.encode())

@@ -11,10 +11,11 @@ from typing import Any
 
 from zerojax import aot
 from zerojax._forecast import cache as _cache
-from zerojax._forecast.forecast import Workload, gpu_of, mesh_of, names_levels, progress
+from zerojax._forecast.forecast import Workload, gpu_of, mesh_of, names_levels
 from zerojax._forecast.memory_table import STAGES
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss.order import MICROBATCHES
+from zerojax._progress import progress
 from zerojax._study import models as _models, rows as _rows
 from zerojax._study.cell import LARGEST, Cell, Figures
 from zerojax._study.models import Given, Model

@@ -1,0 +1,62 @@
+"""What is under way, for whoever watches a terminal or reads a log."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that need no explanation
+WIPE = "\r\x1b[K"
+
+
+def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
+    """Yields items; a line says what is done to each, and how long the rest may take."""
+    started = time.monotonic()
+    for number, item in enumerate(items, start=1):
+        left = (time.monotonic() - started) / max(number - 1, 1) * (len(items) - number + 1)
+        rest = f", about {left:.0f} s left" if number > 1 else ""
+        with working(doing(item) + (f" ({number}/{len(items)}{rest})" if len(items) > 1 else "")):
+            yield item
+
+
+@contextlib.contextmanager
+def working(doing: str) -> Iterator[None]:
+    """Says how many seconds some work has taken, if it takes long.
+
+    A line on a terminal counts them, and is wiped. A log gets a line after 10 seconds, after 20,
+    after 40. Notebooks and tests replace stderr to show or judge what is written: they get none.
+    """
+    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+        yield
+        return
+    count = _count if sys.stderr.isatty() else _note
+    done = threading.Event()
+    stderr = os.dup(2)  # the compiler's goes elsewhere meanwhile
+    counter = threading.Thread(target=count, args=(doing, stderr, done), daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        counter.join()
+        os.close(stderr)
+
+
+def _count(doing: str, terminal: int, done: threading.Event) -> None:
+    started, shown = time.monotonic(), False
+    while not done.wait(ON_A_TERMINAL):
+        os.write(terminal, f"{WIPE}{doing} ... {time.monotonic() - started:.0f} s".encode())
+        shown = True
+    if shown:
+        os.write(terminal, WIPE.encode())
+
+
+def _note(doing: str, log: int, done: threading.Event) -> None:
+    passed = 0.0
+    while not done.wait(max(passed, IN_A_LOG)):
+        passed += max(passed, IN_A_LOG)
+        os.write(log, f"zerojax: {doing} ... {passed:.0f} s\n".encode())
