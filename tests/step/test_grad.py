@@ -40,6 +40,8 @@ def test_a_loss_that_closes_over_its_batch_is_warned_of():
     with pytest.warns(UserWarning, match=said) as warned:
         grad(lambda params, key: loss(params, x), params, key)
     assert warned[0].filename == __file__, "the user's line, not zerojax's or JAX's"
+    with pytest.warns(UserWarning, match=said):
+        grad(lambda params, batch: loss(params, x), params, x + 1)
     grad(loss, params, x)
     grad(lambda params: loss(params, x), params, batch_specs=PartitionSpec())
     two = lambda params, x, y: loss(params, x)

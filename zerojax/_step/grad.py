@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from jax import Array
 from jax.extend.core import Jaxpr
 
-from zerojax._jaxpr import matmul_flops
+from zerojax._jaxpr import is_var, matmul_flops, reads
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans, order as _order
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan import mesh as _mesh
@@ -223,20 +224,28 @@ def _check_later(leaf: _batch.Counted | None, specs: PyTree, axes: Sequence[str]
 def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
     """Warns of a loss that closes over its batch: every device would compute all of it.
 
-    Without a batch a loss may well be, such as a regularizer; it then closes over no array.
+    A loss may well read no batch, such as a regularizer; it then closes over no array.
     """
     arrays = [x for x in traced.closures if np.ndim(x) and not is_key(x)]
-    if not arrays or any(role.kind == _batch.BATCH for role in roles):
+    if not arrays or _reads_batch(traced.jaxpr, roles, len(plan.params)):
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
     warn(
-        f"no argument of the loss is split over the {plan.size} devices, and it closes over "
+        f"the loss reads no argument that is split over the {plan.size} devices, and closes over "
         f"{largest.dtype}{list(largest.shape)}{rest}: each device computes all of that. If it is "
         "the batch, pass it as an argument of the loss, loss_fn(params, batch) or for nnx "
         "loss_fn(model, batch), and of the step. If all are to compute the same, say so: "
         "batch_specs=PartitionSpec()."
     )
+
+
+def _reads_batch(jaxpr: Jaxpr, roles: Sequence[_batch.Role], params: int) -> bool:
+    """Whether a loss of so many parameters reads an argument that is split."""
+    args = jaxpr.invars[params : params + len(roles)]
+    split = {v for v, role in zip(args, roles, strict=True) if role.kind == _batch.BATCH}
+    read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
+    return not split.isdisjoint(read)
 
 
 def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
