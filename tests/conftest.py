@@ -1,8 +1,10 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
+import collections
 import gc
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -12,9 +14,10 @@ import textwrap
 NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
 flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+OLDEST = importlib.metadata.version("jaxlib").startswith("0.10.")
 # Of a step whose bits or memory depend on what XLA fuses: `compiler_options`.
 FUSED_AS_USERS = {}
-if importlib.metadata.version("jaxlib").startswith("0.10."):
+if OLDEST:
     # Compiles in two thirds of the time. Newer versions do not know the flag, and would abort.
     flags += " --xla_cpu_use_fusion_emitters=false"
     FUSED_AS_USERS = {"xla_cpu_use_fusion_emitters": True}
@@ -65,7 +68,8 @@ def gpu_code() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what compiles for GPUs where the packages for that are missing."""
+    """Skips what compiles for GPUs where the packages for that are missing, and marks as slow those
+    cases that the other end of the JAX versions runs."""
     for item in items:
         if "gpu_code" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu_code)
@@ -75,6 +79,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     except ModuleNotFoundError as error:
         for item in gpu_code:
             item.add_marker(pytest.mark.skip(reason=str(error)))
+    mark_alternating(items)
+
+
+# Nearly all time goes into compiling steps. CI runs the tests with the oldest JAX and the newest:
+# each test of these with both, but of its cases one half with the oldest, and the others with newer
+# ones.
+ALTERNATING = "audit checkpoint engine loss plan state step update test_benchmarks test_collectives"
+
+
+def mark_alternating(items: list[pytest.Item]) -> None:
+    cases = collections.defaultdict(list)
+    for item in items:
+        part = item.path.relative_to(pathlib.Path(__file__).parent).parts[0].removesuffix(".py")
+        if part in ALTERNATING.split() and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        # Where stages change fastest, neighbours in the order 0 1 1 0 have them all.
+        halves = [(number + number // 2) % 2 for number in range(len(alike))]
+        for item, half in zip(alike, halves, strict=True):
+            if half == OLDEST and len(alike) > 1:
+                item.add_marker(pytest.mark.slow)
 
 
 def without_skips(report, config: pytest.Config):

@@ -64,7 +64,14 @@ class Report(Measured):
     """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it, or
     `compare()` it with a trace.
 
-    Times are modelled, and None where no GPU is known to model (`gpu`).
+    - `memory`: bytes of a device. `peak` is the sum of `state` (`parameters`, `optimizer` and
+      `other_state`), `temporary` (`gathered` weights, `gradients` and `activations`), `batch` and
+      `outputs`. `donated` is what outputs reuse, `on_host` what rests in host memory.
+    - `traffic`: the collectives, each with its `kind`, `paths` (of the parameters that it moves),
+      `trips` (how often it runs in a step), `total_bytes` and `exposed` seconds.
+    - `wire_bytes` and, of those, `network_bytes`, which a device sends to other hosts in a step.
+    - `step_seconds`, `exposed_seconds` and `overlap`, the share of the step that is compute. Times
+      are modelled, and None where no GPU is known to model (`gpu`).
     """
 
     def findings(
