@@ -246,7 +246,7 @@ def test_a_plan_of_a_batch_stands_alone():
     with pytest.raises(ValueError, match=r"Leave the mesh and axis= out"):
         zerojax.process_slice(16, axis="gpu", plan=state)
     for given in (state, state.tx.plan):
-        with pytest.raises(TypeError, match=r"expected a mesh there. Pass a plan or .* as plan=\."):
+        with pytest.raises(TypeError, match=r"mesh= is a plan, or .*Pass it as plan=\."):
             zerojax.shard_batch(np.ones(16), given)
     with pytest.raises(ValueError, match=r"not placed.*First: .*zerojax.shard_train_state"):
         zerojax.shard_batch(np.ones(16), plan=state.replace(tx=optax.sgd(1.0)))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 import zerojax
@@ -63,6 +64,13 @@ def test_value_and_grad_without_a_plan():
         zerojax.eval_step(lambda p, b: 0.0, plan=3)
     with pytest.raises(TypeError, match=r"takes a plan, got a State. Make one: zerojax.plan"):
         zerojax.param_specs(place(mlp(False)))
+
+
+def test_a_model_in_place_of_its_parameters():
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    plan = zerojax.plan({"params": nnx.state(model)})
+    with pytest.raises(TypeError, match=r"a Flax nnx model, not a state.*zerojax.nnx.train_step"):
+        zerojax.value_and_grad(lambda model, x: model(x).sum(), plan)(model, jnp.ones((8, 16)))
 
 
 def test_parameters_that_are_not_the_plans():

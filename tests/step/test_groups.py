@@ -19,6 +19,7 @@ from tests.conftest import FUSED_AS_USERS, mostly_slow
 from tests.models import MODELS, OPTIMIZERS
 from tests.reference import assert_close, assert_equal_bits, make_state, reference_run
 from zerojax._plan.placement import Groups
+from zerojax._plan.show import groups_text
 
 STEPS = 3
 BOTH = ("gpu", "node")  # of a spec: the axis of a node's GPUs is the major one
@@ -416,6 +417,8 @@ def test_audit_and_verify_know_groups(groups, accumulate):
     batch = zerojax.shard_batch(batch, mesh, axis=mesh.axis_names)
     report = zerojax.audit(step, state, batch)
     report.check()
+    stage = 3 if groups.params else 2
+    assert str(report).startswith(f"ZeRO stage {stage}, {groups_text(groups)}, 8 devices (cpu)\n")
     stack = [t for t in report.traffic if "params/layers/w" in t.paths]
     gathered = {frozenset(t.axes) for t in stack if t.kind == "all-gather" and t.loops}
     far = frozenset(groups.opt_state) - frozenset(groups.params)

@@ -15,8 +15,10 @@ from zerojax._text import human_bytes, shortened
 
 LONGEST_NAME = 60
 FEW = 0.01  # of the FLOPs of a step
-# Files that have no source lines of a user's.
+# Files that have no source lines of a user's, those that start a command among them.
 OURS = (
+    "<frozen runpy>",
+    "/bin/zerojax",
     "/zerojax/_",
     "/zerojax/nnx.py",
     "/zerojax/aot.py",

@@ -12,6 +12,7 @@ from zerojax._audit import contract as _contract, timeline as _timeline, trace a
 from zerojax._audit.measured import Measured, Traffic
 from zerojax._figures import Figure
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
+from zerojax._plan.show import groups_text
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 from zerojax._update import offload as _offload
 
@@ -171,6 +172,8 @@ class Report(Measured):
     def _summary(self) -> list[str]:
         memory = self.memory
         stage = f"ZeRO stage {self.plan.stage}, " if self.plan else ""
+        if self.plan is not None and self.plan.is_grouped:
+            stage += f"{groups_text(self.plan.groups)}, "
         lines = [
             f"{stage}{self.devices} devices ({self.gpu.name if self.gpu else self.backend})",
             f"memory per device  {memory.on_device}",

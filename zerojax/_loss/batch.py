@@ -314,7 +314,7 @@ def mesh_and_axes(
     """Returns the mesh and the axes that a batch is split over."""
     if plan is None:
         if isinstance(mesh, Plan) or _carried.carried_plan(mesh) is not None:
-            raise TypeError("expected a mesh there. Pass a plan or a placed state as plan=.")
+            raise TypeError("mesh= is a plan, or a placed state. Pass it as plan=.")
         return _mesh.resolve(mesh, axis)
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")

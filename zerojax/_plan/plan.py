@@ -257,6 +257,7 @@ class Plan(Layout):
 
     def check_params(self, params: PyTree) -> None:
         """Raises where `params` are not the parameters that this plan was made for."""
+        _refusals.check_functional(params)
         have = {leaf.name: leaf.value for leaf in _state.leaves_of({_state.PARAMS: params})}
         paths = (leaf.path.partition("/") for leaf in self.params)  # "0/w" of a tuple's
         names = [f"{_state.PARAMS}{slash}{rest}" for _, slash, rest in paths]
