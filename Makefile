@@ -24,7 +24,7 @@ test: $(VENV)/.test
 
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

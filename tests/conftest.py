@@ -67,9 +67,8 @@ def gpu_code() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what compiles for GPUs where the packages for that are missing, and marks as slow those
-    cases that the other end of the JAX versions runs."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what compiles for GPUs where the packages for that are missing."""
     for item in items:
         if "gpu_code" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu_code)
@@ -79,27 +78,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     except ModuleNotFoundError as error:
         for item in gpu_code:
             item.add_marker(pytest.mark.skip(reason=str(error)))
-    mark_alternating(items)
+    if not any("::" in given for given in config.args):  # a test that is named runs
+        mark_alternating(items)
 
 
-# Nearly all time goes into compiling steps. CI runs the tests with the oldest JAX and the newest:
-# each test of these with both, but of its cases one half with the oldest, and the others with newer
-# ones.
-ALTERNATING = "audit checkpoint engine loss plan state step update test_benchmarks test_collectives"
+# Nearly all time goes into compiling steps and starting processes. CI runs the tests with the
+# oldest JAX and with the newest: half of the tests of each of these files with the one, the others
+# with the other.
+ALTERNATING = """
+    audit checkpoint engine loss plan run state step update verify test_benchmarks test_collectives
+    test_examples test_families test_foreign
+"""
 
 
 def mark_alternating(items: list[pytest.Item]) -> None:
-    cases = collections.defaultdict(list)
+    """Marks what CI runs with the other end of the JAX versions."""
+    files = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         part = item.path.relative_to(pathlib.Path(__file__).parent).parts[0].removesuffix(".py")
         if part in ALTERNATING.split() and not item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for alike in cases.values():
-        # Where stages change fastest, neighbours in the order 0 1 1 0 have them all.
-        halves = [(number + number // 2) % 2 for number in range(len(alike))]
-        for item, half in zip(alike, halves, strict=True):
-            if half == OLDEST and len(alike) > 1:
-                item.add_marker(pytest.mark.slow)
+            files[item.path][item.nodeid.partition("[")[0]].append(item)
+    for tests in files.values():
+        for test, cases in enumerate(tests.values()):
+            for case, item in enumerate(cases):
+                # Cases in the order 0 1 1 0: each end has each of two stages that change fastest.
+                if (test + case + case // 2) % 2 == OLDEST:
+                    item.add_marker(pytest.mark.other_end)
 
 
 def without_skips(report, config: pytest.Config):
