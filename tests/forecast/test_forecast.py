@@ -86,8 +86,6 @@ def test_the_fastest_that_fits_wins(made):
     assert found.best is cases[2]
     assert "Fastest that fits: stage=3, 2.0 s a step" in str(found)
     assert found.to_dict()["best"] == 2
-    hsdp = dataclasses.replace(cases[2], groups="params over gpu")
-    assert "fits: stage=3, params over gpu, 2.0 s a" in str(Forecast("8xH100", gpu, (hsdp,)))
 
 
 def test_nothing_fits(made):

@@ -14,7 +14,7 @@ def case(stage, peak):
     gib = 2**30
     numbers |= {
         "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib, "matmuls": (),
-        "wide_matmuls": "",
+        "wide_matmuls": "", "groups": "",
         "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
         "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
     }  # fmt: skip
@@ -53,10 +53,12 @@ def test_more_than_xla_pins_is_told_of():
     assert text.endswith("set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=106 before JAX starts.")
 
 
-def test_groups_are_named_once_in_titles():
+def test_groups_are_named_once_in_titles_and_in_advice():
     cases = [dataclasses.replace(case(3, peak), groups="params over gpu") for peak in (30, 40)]
     made = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))
-    assert str(made).count("params over gpu") == 1
+    title, advice = " ".join(str(made).split()).split("Fastest that fits: ")
+    assert title.count("params over gpu") == 1
+    assert advice.startswith("stage=3, params over gpu, remat 'full', 600.0 ms a step")
     figure = made.plot()
     assert figure.get_suptitle().endswith("64xH100, compiled; params over gpu")
     assert not overlapping(figure)

@@ -238,7 +238,7 @@ class Forecast:
             )
         how = f"stage={best.stage}" + (f", accumulate={best.accumulate}" * (best.accumulate > 1))
         how += f", order={best.order!r}" * bool(_in_layers(best))
-        how += best.groups and f", {best.groups}"
+        how += f", {best.groups}" * bool(best.groups)
         remat = f", remat {best.variant!r}" if best.variant else ""
         fastest = (
             f"Fastest that fits: {how}{remat}, {human_time(best.step_seconds)} a step, "
