@@ -82,11 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark_alternating(items)
 
 
-# Nearly all time goes into compiling steps and starting processes. CI runs the tests with the
-# oldest JAX and with the newest: half of the tests of each of these files with the one, the others
-# with the other.
+# Nearly all time goes into compiling steps. CI runs the tests with the oldest JAX and with the
+# newest: half of the tests of each of these files with the one, the others with the other. Those
+# of several processes (run) stay with both: they rest on what JAX calls experimental.
 ALTERNATING = """
-    audit checkpoint engine loss plan run state step update verify test_benchmarks test_collectives
+    audit checkpoint engine loss plan state step update verify test_benchmarks test_collectives
     test_examples test_families test_foreign
 """
 
