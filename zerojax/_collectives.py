@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._wire import messages as _messages, rows as _rows
 from zerojax._wire.codecs import Blocks, Exact, Parts
-from zerojax._wire.routes import EXACT, Cut, Entry, Route, named, names_in
+from zerojax._wire.routes import EXACT, Cut, Entry, Hop, Route, named, names_in
 from zerojax._wire.rows import Rows
 
 
@@ -223,25 +223,25 @@ def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
 
 
 def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]) -> list[Array]:
-    """Sums gradients over the devices of their routes: padded and encoded; near, far, replicas.
-
-    Each device keeps its shard of a sum, or all if the parameter is replicated.
-    """
-    found, coded = list(grads), defaultdict(list)
+    """Sums gradients over the devices of their routes, hop by hop and then over replicas. Each
+    device keeps its shard of a sum, or all of it if the parameter is replicated."""
+    found, alike = list(grads), defaultdict[tuple[Hop, ...], list[tuple[int, Cut, Blocks]]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
         found[at] = with_padding(grad, cut.dim, route.padding)
         if isinstance(route.codec, Blocks):
-            exact = tuple(axis for axis in route.axes if axis not in route.coded)
-            found[at] = _scattered(found[at], cut, exact)
-            coded[route.coded].append(at)
+            alike[route.hops].append((at, cut, route.codec))
         else:
             found[at] = _exact_sum(found[at], cut, route)
-    for axes, places in coded.items():
-        members = [found[at] for at in places], [cuts[at] for at in places]
-        codecs = [route.codec for at in places if isinstance((route := routes[at]).codec, Blocks)]
-        sums = _sums_of_codes(*members, codecs, axes)
+    for hops, members in alike.items():
+        places, coded_cuts, codecs = zip(*members, strict=True)
+        sums = [found[at] for at in places]
+        for axes, is_coded in hops:
+            if is_coded:
+                sums = _sums_of_codes(sums, coded_cuts, codecs, axes)
+            else:
+                sums = [_scattered(x, cut, axes) for x, cut in zip(sums, coded_cuts, strict=True)]
         for at, total in zip(places, sums, strict=True):
-            found[at] = _over_replicas(total.astype(grads[at].dtype), cuts[at], routes[at])
+            found[at] = _over_replicas(total, cuts[at], routes[at])
     return found
 
 
@@ -261,7 +261,7 @@ def _over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
 
 
 def _sums_of_codes(
-    grads: list[Array], cuts: list[Cut], codecs: list[Blocks], axes: tuple[str, ...]
+    grads: list[Array], cuts: Sequence[Cut], codecs: Sequence[Blocks], axes: tuple[str, ...]
 ) -> list[Array]:
     dims = [cut.dim for cut in cuts if cut.dim is not None]
     names = names_in(entry for cut in cuts for entry in cut.others)
@@ -272,7 +272,7 @@ def _sums_of_codes(
             run, in_specs=(specs,), out_specs=specs, axis_names=names, check_vma=False
         )
     with named(cuts):
-        return run(grads)
+        return [total.astype(x.dtype) for total, x in zip(run(grads), grads, strict=True)]
 
 
 def with_padding(array: Array, dim: int | None, padding: int) -> Array:

@@ -411,3 +411,23 @@ def test_codes_where_no_shard_crosses_nodes_are_refused():
         ValueError, match=r"groups= shards nothing over \('node',\): .*'params': 'gpu'"
     ):
         grads_with({}, plan=plan)
+
+
+SLOW_FIRST = {
+    "gradients over nodes": ({"node": 2, "gpu": 4}, ((), "node", ("node", "gpu"))),
+    "parameters too": ({"node": 2, "gpu": 4}, ("node", "node", ("node", "gpu"))),
+    "a fast axis between": (
+        {"rack": 2, "node": 2, "gpu": 2},
+        ((), ("gpu", "rack"), ("rack", "node", "gpu")),
+    ),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("case", mostly_slow(SLOW_FIRST, lambda case: case != "parameters too"))
+def test_shards_that_begin_at_the_slow_axis_get_their_own_updates(case, accumulate):
+    sizes, axes = SLOW_FIRST[case]
+    groups = dict(zip(("params", "grads", "opt_state"), axes, strict=True))
+    plan = plan_with({"reduce": "int8"}, groups=groups, mesh=zerojax.mesh(**sizes), axis=None)
+    found = grads_with({}, plan=plan, accumulate=accumulate)
+    assert 1e-3 < max(far_off(found, jax.grad(loss)(params(), BATCH))) < 2e-2
