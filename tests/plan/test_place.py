@@ -68,7 +68,8 @@ def test_placing_any_tree_keeps_values_and_follows_the_plan(tree, stage, devices
         assert (leaf.reason is None) == ((divides or worth) and before.ndim > 0)
     # numpy's own copy of the parameters comes back whole
     back = zerojax.gather_params(placed, plan)
-    jax.tree.map(np.testing.assert_array_equal, back, state["params"])
+    equal = lambda got, want: np.testing.assert_array_equal(got, want, strict=True)
+    jax.tree.map(equal, back, state["params"])
 
 
 @flax.struct.dataclass
@@ -135,3 +136,5 @@ def test_gather_params_takes_any_tree():
         gathered = zerojax.gather_params(tree)
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(gathered))
         assert gathered["in"]["w"].shape == made.params["in"]["w"].shape
+    scalar = zerojax.gather_params({"scale": jax.device_put(2.0)})["scale"]
+    assert scalar.shape == () and scalar == 2

@@ -135,6 +135,7 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
         if is_key(leaf.value):
             return leaf.value
         value = _move.to_host(leaf.value)
-        return np.ascontiguousarray(_padding.unpadded(value, shapes.get(leaf.name, value.shape)))
+        logical = _padding.unpadded(value, shapes.get(leaf.name, value.shape))
+        return np.asarray(logical, order="C")  # `ascontiguousarray` would make a row of a scalar
 
     return jax.tree.structure(params).unflatten(map(full, _state.leaves_with_paths(params)))
