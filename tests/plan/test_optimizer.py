@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.models import OPTIMIZERS, gpt_params
-from tests.reference import tree_bytes
+from tests.reference import assert_close, tree_bytes
 from tests.shapes import params_plan, shape, specs
 
 
@@ -119,3 +119,25 @@ def test_optimizer_and_params_that_do_not_match():
     stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), (params, tx.init(params)))
     with pytest.raises(ValueError, match=r"count has shape \(4,\).*unreplicate\(state\)"):
         zerojax.plan(stacked, tx=tx)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adafactor_where_padding_would_have_it_factor_another_matrix(stage):
+    """It factors what has two dimensions of 16; 8 devices pad 15 to that."""
+    shapes = {"w": (15, 17), "wide": (15, 40), "stack": (3, 15, 17), "factored": (17, 33)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+    params = {name: jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=16, momentum=0.9)
+    loss = lambda p, x: sum(jnp.mean((x[:, None] * w - 1) ** 2) for w in map(jnp.ravel, p.values()))
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    placed, step = zerojax.shard_train_state(state, stage), zerojax.train_step(loss)
+    x = np.ones(8)
+    moments = {leaf.path: leaf for leaf in placed.tx.plan.leaves if leaf.kind == "opt_state"}
+    for name in ("w", "wide", "stack"):
+        leaf = next(leaf for path, leaf in moments.items() if path.endswith(f"/v/{name}"))
+        assert leaf.shape == shapes[name] and any(leaf.shard_spec) == (stage > 0)
+    for _ in range(2):
+        state = state.apply_gradients(grads=jax.grad(loss)(state.params, x))
+        placed, _ = step(placed, x)
+    placed = zerojax.logical(placed)
+    assert_close([placed.params, placed.opt_state], [state.params, state.opt_state])

@@ -294,13 +294,15 @@ def _typed_spec(
 ) -> Found | None:
     """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why.
 
-    Returns None where the padding of a parameter changed more than the sharded dimension.
+    Returns None where the padding of a parameter changed more than the sharded dimension: Adafactor
+    factors a matrix that is large enough.
     """
     spec = getattr(struct.sharding, "spec", PartitionSpec())
-    if not struct.shape:
-        return PartitionSpec(), "scalar"
-    if struct.shape != rule.padded_shape(_state.shape_dtype(leaf.value).shape, spec):
+    shape = _state.shape_dtype(leaf.value).shape
+    if len(struct.shape) != len(shape) or struct.shape != rule.padded_shape(shape, spec):
         return None
+    if not shape:
+        return PartitionSpec(), "scalar"
     if any(entry is not None for entry in spec):
         return spec, None
     reason = followed[1] if followed is not None else None
