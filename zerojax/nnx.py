@@ -31,6 +31,7 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import dimension as _dimension, place as _place
 from zerojax._plan.precision import Precision, storing
 from zerojax._state import carried as _carried, refusals as _refusals
+from zerojax._state.making import state_of
 from zerojax._state.nnx_state import (
     State as State,
     Variables,
@@ -85,7 +86,7 @@ def shard(
     _check_optimizer(optimizer)
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
-        model, optimizer = nnx.eval_shape(functools.partial(_made, model))
+        model, optimizer = nnx.eval_shape(functools.partial(_whole, model))
         check_unannotated(model)
     else:
         source = state(model, optimizer)
@@ -129,6 +130,11 @@ def _stored_with(
         like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state
     return stored
+
+
+def _whole(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Returns what `make` makes, without tracers in what its modules and optimizer close over."""
+    return nnx.merge(*state_of(lambda: nnx.split(_made(make))))
 
 
 def _made_state(make: PyTree) -> State:

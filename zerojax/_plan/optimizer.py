@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax._jaxpr import Atom, is_var
@@ -18,7 +19,7 @@ from zerojax._state import state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
 from zerojax._types import PyTree, is_key
 from zerojax._update import parts as _parts
-from zerojax._update.parts import Update
+from zerojax._update.parts import Flat, Update
 
 
 def typed_state(
@@ -141,10 +142,23 @@ def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> lis
     function, shapes = flat_update(state, tx)
     params = jax.tree.leaves(jax.tree.map(shape_dtype, _state.get_params(state)))
     try:
-        read = _parts.inputs_of(_parts.traced(function, shapes))
+        program = _parts.traced(function, shapes)
     except Exception:
         return [False] * len(params)
+    _check_kept(program, state)
+    read = _parts.inputs_of(program)
     return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
+
+
+def _check_kept(program: Flat, state: PyTree) -> None:
+    """Raises where the update of a state that is shapes reads what was traced together with it."""
+    is_made = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    if is_made and any(isinstance(value, Tracer) for value in program.constants.values()):
+        raise ValueError(
+            "the optimizer keeps an array from within the trace of the function that makes the "
+            "state. Pass zerojax.plan or shard_train_state the function itself, not its "
+            "jax.eval_shape; where that does not help, make the optimizer outside of the function."
+        )
 
 
 def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:

@@ -17,6 +17,7 @@ from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.making import state_of
 from zerojax._state.stacks import layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
@@ -135,7 +136,8 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     _refusals.check_functional(state_or_fn)
     _refusals.check_state_function(state_or_fn)
     born = _state.is_state_function(state_or_fn)
-    state = jax.eval_shape(state_or_fn) if born else _logical_shapes(state_or_fn)
+    make = functools.partial(state_of, state_or_fn)
+    state = jax.eval_shape(make) if born else _logical_shapes(state_or_fn)
     _refusals.check_functional(state)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.stores:
