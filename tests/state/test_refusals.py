@@ -1,7 +1,9 @@
 """States that are gone, and optimizers that take more than gradients."""
 
+import jax.numpy as jnp
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 from tests.linear import BATCH, EVAL, STEP, loss, placed
@@ -72,3 +74,11 @@ def test_what_a_loss_is_not_given_is_told_how_to_give():
         message = rf"missing .*'{field}'.*jax.random.key\(n\).*by name: mutable=\('{field}',\)"
         with pytest.raises(TypeError, match=message):
             zerojax.train_step(wants)(placed(), BATCH)
+
+
+def test_parameters_that_are_one_array():
+    w = jnp.ones((64, 16))
+    state = TrainState.create(apply_fn=None, params=w, tx=optax.sgd(0.1))
+    step = zerojax.train_step(lambda w, batch: jnp.mean((batch @ w) ** 2))
+    with pytest.raises(TypeError, match=r"parameters are one array.*into a dict, params={'w': w}"):
+        step(zerojax.shard_train_state(state), BATCH)

@@ -184,6 +184,12 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
     try:
         return update(*args)
     except TypeError as error:
+        if "__contains__" in str(error) and jax.tree_util.all_leaves(args[1:2]):
+            raise TypeError(
+                "the parameters are one array, and flax's TrainState.apply_gradients looks for "
+                "names among them. Put the array into a dict, params={'w': w}, and have the loss "
+                "read params['w']."
+            ) from error
         if twice := re.search(r"multiple values for keyword argument '(\w+)'", str(error)):
             raise ValueError(
                 f"mutable= names {twice[1]!r}, which the state's apply_gradients updates. Leave it "
