@@ -55,6 +55,23 @@ def test_a_loss_that_closes_over_its_batch_is_warned_of():
     grad(lambda params: loss(params, jax.random.normal(key, (16, 16))), params)  # has no batch
 
 
+def test_a_generator_reads_of_its_batch_how_many_rows_it_has():
+    """And closes over the weights of a discriminator: each device computes its own rows."""
+    params, judge = {"w": jnp.ones((16, 8))}, {"w": jnp.ones((8, 2))}
+    plan, x, key = zerojax.plan({"params": params}), jnp.ones((16, 16)), jax.random.key(0)
+
+    def loss(params, batch, key):
+        rows = jax.random.normal(key, (len(batch), 16))
+        return jnp.mean(rows @ params["w"] @ judge["w"])
+
+    zerojax.value_and_grad(loss, plan)(params, x, key)
+    of_2 = lambda params, batch, key: loss(params, batch.reshape(2, 16), key)  # a device's rows
+    zerojax.value_and_grad(of_2, plan)(params, x, key)
+    of_rows = lambda params, batch: jnp.sum(x @ params["w"]) / len(batch)
+    with pytest.warns(UserWarning, match=r"each device computes all of that"):
+        zerojax.value_and_grad(of_rows, plan)(params, x)
+
+
 def test_value_and_grad_without_a_plan():
     with pytest.raises(TypeError, match=r"takes a plan, got 3. Make one: zerojax.plan"):
         zerojax.value_and_grad(lambda p, b: 0.0, 3)

@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.extend.core import Jaxpr
 
-from zerojax._jaxpr import is_var, matmul_flops, reads
+from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans, order as _order
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan import mesh as _mesh
@@ -198,7 +198,7 @@ def _program(
     ways = plan.size * options.accumulate
     traced = trace(ways)
     if plan.size > 1 and options.differentiate and options.batch_specs is None:
-        _warn_of_whole(traced, roles, plan)
+        _warn_of_whole(traced, roles, plan, trace)
     # Backward runs all microbatches of a layer where it runs in layers.
     flops = matmul_flops(traced.jaxpr) * options.accumulate / options.rounds
     if backward and options.update == "auto" and is_better_after(plan, flops):
@@ -221,13 +221,22 @@ def _check_later(leaf: _batch.Counted | None, specs: PyTree, axes: Sequence[str]
         )
 
 
-def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
+def _warn_of_whole(
+    traced: TracedLoss,
+    roles: Sequence[_batch.Role],
+    plan: Plan,
+    trace: Callable[[int], TracedLoss],
+) -> None:
     """Warns of a loss that closes over its batch: every device would compute all of it.
 
-    A loss may well read no batch, such as a regularizer; it then closes over no array.
+    A loss may well read no batch, such as a regularizer; it then closes over no array. Or it reads
+    how many rows the batch has, such as a generator's, which draws its own and closes over the
+    weights of another network.
     """
     arrays = [x for x in traced.closures if np.ndim(x) and not is_key(x)]
     if not arrays or _reads_batch(traced.jaxpr, roles, len(plan.params)):
+        return
+    if _reads_rows(traced, roles, trace):
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
@@ -246,6 +255,23 @@ def _reads_batch(jaxpr: Jaxpr, roles: Sequence[_batch.Role], params: int) -> boo
     split = {v for v, role in zip(args, roles, strict=True) if role.kind == _batch.BATCH}
     read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
     return not split.isdisjoint(read)
+
+
+def _reads_rows(
+    traced: TracedLoss, roles: Sequence[_batch.Role], trace: Callable[[int], TracedLoss]
+) -> bool:
+    """Whether a loss computes more where its part of the batch has more rows: here, all of them."""
+    if all(role.kind != _batch.BATCH for role in roles):
+        return False
+    try:
+        whole = trace(1)
+    except Exception:  # it was right with other rows
+        return True
+    return _sizes(traced.jaxpr) != _sizes(whole.jaxpr)
+
+
+def _sizes(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
+    return [type_of(v).shape for eqn in jaxpr.eqns for v in eqn.outvars]
 
 
 def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
