@@ -1,6 +1,7 @@
 """Parameters out to safetensors and back, checked against the safetensors package itself."""
 
 import json
+import os
 import resource
 
 import jax
@@ -126,6 +127,7 @@ def test_differences_are_errors_that_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"a/b and a.b are both a.b. Rename one"):
         zerojax.export_safetensors(tmp_path / "k", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "empty" / "model.safetensors")  # which nothing is ever written to
     with pytest.raises(ValueError, match=r"there is no model.safetensors.index.json"):
         zerojax.import_safetensors(tmp_path / "empty", {"a": jnp.ones(4)})
 
@@ -269,15 +271,35 @@ def test_names_of_others_are_told_of_rename(tmp_path):
         zerojax.import_safetensors(tmp_path / "nothere.safetensors", like)
 
 
-def test_damage_to_an_export_is_never_read_but_in_its_data(tmp_path):
-    """The format has no checksums."""
+def test_damage_to_an_export_is_never_read(tmp_path):
     zerojax.export_safetensors(tmp_path / "w", {"w": STATE["w"], "b": jnp.ones(3)})
     like = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(3)}
     read = lambda: {"w": zerojax.import_safetensors(tmp_path / "w", like)["w"]}
     file = next((tmp_path / "w").glob("*.safetensors"))
     whole = file.read_bytes()
-    for at in range(0, len(whole) - 60, 3):
+    for at in [*range(0, len(whole) - 60, 3), *range(len(whole) - 60, len(whole))]:
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        right_or_named(tmp_path / "w", read)
+        is_right = right_or_named(tmp_path / "w", read)
+        assert not is_right or at < len(whole) - 60, "of the data, none is left unseen"
         file.write_bytes(whole[:at])
         assert not right_or_named(tmp_path / "w", read)
+
+
+def test_a_flipped_byte_of_an_export_is_named(tmp_path):
+    params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 8), "bfloat16"), "c": jnp.ones(())}
+    zerojax.export_safetensors(tmp_path / "w", params)
+    file = tmp_path / "w" / "model-00001-of-00001.safetensors"
+    whole = file.read_bytes()
+    with safetensors.safe_open(file, "numpy") as opened:  # no other reader minds
+        metadata = opened.metadata()
+        assert metadata.pop("format") == "pt" and len(metadata) == 3
+    at = len(whole) - 4 - 32 + 5  # b lies between a and c
+    file.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
+    said = r"b in .*of-00001.safetensors is damaged: .*checksum. Export it again.*crc32:b"
+    with pytest.raises(ValueError, match=said):
+        zerojax.import_safetensors(tmp_path / "w", params)
+    rest = zerojax.import_safetensors(tmp_path / "w", params, ignore="b", keep="b")
+    assert_equal_bits([rest["a"], rest["c"]], [params["a"], params["c"]])
+    shapes, names = {"x": jnp.zeros((8, 2), "bfloat16")}, {"x": ("b", "out in -> in out")}
+    with pytest.raises(ValueError, match=r"b in .* is damaged"):
+        zerojax.import_safetensors(tmp_path / "w", shapes, names=names, ignore="a|c")

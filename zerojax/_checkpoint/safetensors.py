@@ -16,7 +16,7 @@ from zerojax._checkpoint import (
 )
 from zerojax._checkpoint.matching import Saved
 from zerojax._checkpoint.names import Layers, Names, Source
-from zerojax._checkpoint.tensor_files import DTYPES, Tensor, some
+from zerojax._checkpoint.tensor_files import DTYPES, Stored, Tensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
@@ -95,6 +95,8 @@ def import_safetensors(
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device's part, and no more.
 
+    Tensors with a checksum, as `zerojax.export_safetensors` writes it, are checked before.
+
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
         like: a `Plan`, a state or a tree of parameters; gives structure, dtypes and shardings.
@@ -130,7 +132,8 @@ def import_safetensors(
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
     found = _names.sources(names or {}, sizes)
-    stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
+    files = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
+    stored = {name: tensor.value for name, tensor in files.items()}
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)
@@ -148,6 +151,7 @@ def import_safetensors(
             f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
             "names=, a dict from these to theirs."
         ) from None
+    _check_bytes(files, found, wanted)
     read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
     return _matching.filled(params, read)
 
@@ -157,21 +161,35 @@ def _tensors(
     rename: Callable[[str], str] | None,
     found: Mapping[str, list[Source]],
     sizes: Mapping[str, Shape],
-) -> dict[str, np.ndarray]:
+) -> dict[str, Stored]:
     """Returns what the files hold, by the names of leaves and of what `names=` has."""
     slashed = {_dotted(name): name for name in sizes if name not in _mapped(found)}
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Stored] = {}
     for file in _tensor_files.stored_files(path):
-        for name, value in _tensor_files.read_file(file):
-            ours = name if rename is None else _renamed(rename, name)
+        for tensor in _tensor_files.read_file(file):
+            ours = tensor.name if rename is None else _renamed(rename, tensor.name)
             ours = slashed.get(ours, ours)
             if ours in tensors:
                 raise ValueError(
-                    f"{name} in {file} is a second {ours}. Give each tensor a name of its own "
-                    "with rename=."
+                    f"{tensor.name} in {file} is a second {ours}. Give each tensor a name of its "
+                    "own with rename=."
                 )
-            tensors[ours] = value
+            tensors[ours] = tensor
     return tensors
+
+
+def _check_bytes(
+    tensors: Mapping[str, Stored], found: Mapping[str, list[Source]], wanted: Mapping[str, PyTree]
+) -> None:
+    """Raises where tensors that are read are not as `export_safetensors` has written them.
+
+    Each is read whole for it. Processes that read parts of the same arrays share that.
+    """
+    used = {name for name, parts in found.items() if any(one.leaf in wanted for one in parts)}
+    used |= wanted.keys() - _mapped(found)
+    shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
+    together = not all(sharding.is_fully_addressable for sharding in shardings)
+    _tensor_files.check([tensors[name] for name in sorted(used & tensors.keys())], together)
 
 
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:

@@ -2,14 +2,20 @@
 
 It is a length, a JSON header and the raw bytes. The `safetensors` package can neither write a file
 piece by piece nor slice bfloat16 from one into numpy; twenty lines each can.
+
+The format has no checksums. Those that are written here stand in the header's metadata, which other
+readers ignore: the CRC-32 of each tensor's bytes. They are known last, so the header is written
+twice, both times as long.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +28,7 @@ DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
 DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 10**8  # as in the safetensors package
+CHECKSUM = "crc32:"  # what stands before a tensor's name in the metadata
 
 
 class Tensor(NamedTuple):
@@ -35,6 +42,15 @@ class Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, read where it is used; its checksum, if it has one."""
+
+    file: str
+    name: str
+    value: np.ndarray
+    checksum: str | None
 
 
 def write(directory: str, tensors: list[Tensor], most: int, first: bool) -> None:
@@ -57,25 +73,39 @@ def write(directory: str, tensors: list[Tensor], most: int, first: bool) -> None
 
 
 def _write_file(name: str, group: list[Tensor], first: bool) -> None:
-    # transformers reads no file that does not say what framework wrote it, and knows few.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    entries: dict[str, object] = {}
+    sums = {tensor.name: zlib.crc32(b"") for tensor in group}
     end = 0
     for tensor in group:
         start, end = end, end + tensor.nbytes
-        header[tensor.name] = {
+        entries[tensor.name] = {
             "dtype": kinds[str(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with open(name if first else os.devnull, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(_header(entries, sums))
         for tensor in group:
             full = tensor.full()  # all processes have a part
             for part in _contiguous(full) if first else ():
-                file.write(part.reshape(-1).view(np.uint8).data)
+                data = part.reshape(-1).view(np.uint8).data
+                sums[tensor.name] = zlib.crc32(data, sums[tensor.name])
+                file.write(data)
+        file.seek(0)
+        file.write(_header(entries, sums))
+
+
+def _header(entries: Mapping[str, object], sums: Mapping[str, int]) -> bytes:
+    # transformers reads no file that does not say what framework wrote it, and knows few.
+    metadata = {"format": "pt"} | {CHECKSUM + name: _hex(crc) for name, crc in sums.items()}
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
 
 
 def _contiguous(full: np.ndarray) -> Iterable[np.ndarray]:
@@ -95,7 +125,7 @@ def stored_files(path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     if not os.path.isfile(index):
-        if os.path.exists(only):
+        if os.path.isfile(only):
             return [only]
         what = (
             f"there is no {INDEX} in {path}" if os.path.exists(path) else f"{path} does not exist"
@@ -115,21 +145,51 @@ def stored_files(path: str) -> list[str]:
     return files
 
 
-def read_file(file: str) -> list[tuple[str, np.ndarray]]:
-    """Returns the names and arrays of a file; their bytes are read where they are used."""
+def read_file(file: str) -> list[Stored]:
+    """Returns the tensors of a file."""
     try:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(opened.read(length), object_pairs_hook=_each_once)
-        header.pop("__metadata__", None)
+        sum_of = header.pop("__metadata__", {}).get
         data = np.memmap(file, np.uint8, mode="r")[8 + length :]
-        tensors = [(name, _tensor(data, name, **entry)) for name, entry in header.items()]
+        tensors = [
+            Stored(file, name, _tensor(data, name, **entry), sum_of(CHECKSUM + name))
+            for name, entry in header.items()
+        ]
         _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
         return tensors
     except _files.DAMAGE as error:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
+
+
+def check(tensors: Iterable[Stored], together: bool) -> None:
+    """Raises where the bytes of tensors are not those written, as far as they have checksums.
+
+    Processes that read `together` share the tensors, and raise together.
+    """
+    known = [tensor for tensor in tensors if tensor.checksum is not None]
+    mine = known[jax.process_index() :: jax.process_count()] if together else known
+    wrong = next((one for one in mine if _hex(_sum_of(one.value)) != one.checksum), None)
+    error = _damaged(wrong) if wrong else None
+    if together:
+        _files.raise_together(error)
+    elif error:
+        raise error
+
+
+def _damaged(tensor: Stored) -> ValueError:
+    return ValueError(
+        f"{tensor.name} in {tensor.file} is damaged: its bytes are not those of its checksum. "
+        "Export it again. If another program changed the tensor, have that write the file without "
+        f"the old metadata ({CHECKSUM}{tensor.name})."
+    )
+
+
+def _sum_of(value: np.ndarray) -> int:
+    return zlib.crc32(value.reshape(-1).view(np.uint8))
 
 
 def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
