@@ -18,7 +18,7 @@ from zerojax._collectives import Held
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
-from zerojax._engine.vary import Gradient, T, Value, add, instantiated, is_float
+from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float
 from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, fetched_layer
 from zerojax._update.stacks import Index
 from zerojax._wire.codecs import Parts
@@ -152,8 +152,7 @@ class Layers:
         return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
 
     def float_cts(self, cts: Sequence[Any]) -> list[Gradient]:
-        pairs = zip(cts, self.loop.split.outvars, strict=True)
-        return [instantiated(ct) if is_float(v.aval) else None for ct, v in pairs]
+        return float_cotangents(cts, [v.aval for v in self.loop.split.outvars])
 
     def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Gradient]:
         """Returns zeros to add the constants' gradients to."""

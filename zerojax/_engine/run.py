@@ -34,7 +34,16 @@ from zerojax._engine.ir import (
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.split import split
-from zerojax._engine.vary import Gradient, T, Value, by_hand, instantiated, is_float, merge, where
+from zerojax._engine.vary import (
+    Gradient,
+    T,
+    Value,
+    by_hand,
+    float_cotangents,
+    is_float,
+    merge,
+    where,
+)
 from zerojax._jaxpr import Atom, Var
 
 
@@ -211,8 +220,7 @@ class ScopeCode:
         return outs, (saved, near, still_there, _mark(outs, self.how))
 
     def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
-        floats = [is_float(v.aval) for v in self.body.split.outvars]
-        cts = [instantiated(ct) if f else None for ct, f in zip(cts, floats, strict=True)]
+        cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
         backward = self.jitted_backward if self.is_jitted else self.backward
         return backward(inputs, residuals, cts)
 

@@ -33,10 +33,14 @@ def vary(
 def gradients(
     values: Sequence[Value], wanted: Sequence[bool], varied: Sequence[Array]
 ) -> list[Gradient]:
-    """Returns gradients in the structure of `values`, None where `vary` left an array out."""
-    treedef = jax.tree.structure(list(values))
-    found = iter(varied)
-    return treedef.unflatten([next(found) if m else None for m in _varies(values, wanted)])
+    """Returns gradients in the structure of `values`, None where `vary` left an array out.
+
+    They get the dtypes of `values`: a user's own rule may return wider ones, which JAX takes in
+    some places and not in others.
+    """
+    leaves, treedef = jax.tree.flatten(list(values))
+    found, pairs = iter(varied), zip(leaves, _varies(values, wanted), strict=True)
+    return treedef.unflatten([next(found).astype(x.dtype) if m else None for x, m in pairs])
 
 
 def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
@@ -104,12 +108,16 @@ def _without_tangents(outs: Sequence[Array]) -> list[Array]:
     return list(map(clean, outs))
 
 
-def instantiated(ct: Any) -> Array:
-    """Returns a cotangent as an array, even where it is a symbolic zero."""
-    if type(ct) is jax.custom_derivatives.SymbolicZero:
-        aval: Any = ct.aval
-        return jnp.zeros(aval.shape, aval.dtype)
-    return ct
+def float_cotangents(cts: Sequence[Any], outs: Sequence[Any]) -> list[Array | None]:
+    """Returns the cotangents of outputs of these types as arrays of the same dtypes, even where
+    they are symbolic zeros; None where an output is of no float dtype."""
+
+    def array(ct: Any, out: Any) -> Array:
+        if type(ct) is jax.custom_derivatives.SymbolicZero:
+            return jnp.zeros(out.shape, out.dtype)
+        return ct.astype(out.dtype)
+
+    return [array(ct, x) if is_float(x) else None for ct, x in zip(cts, outs, strict=True)]
 
 
 def is_float(value: Any) -> bool:
