@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
+from tests.collectives import collectives
 from tests.conftest import make_mesh, mostly_slow
 from tests.reference import assert_close
 from tests.step import tensor
@@ -82,6 +83,20 @@ def test_layer_inputs_in_host_memory(stage, prefetch, options):
     assert kept == {(LAYERS - ahead, ROWS // options.get("accumulate", 1), DIM)}
     assert not nothing
     assert_close(got, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_without_regather_full_weights_stay_on_the_devices(prefetch):
+    options = {"regather": False, "prefetch": prefetch}
+    got, kept = trained(loss, 3, activations="host", **options)
+    wanted, nothing = trained(loss, 3, **options)
+    assert (kept, nothing) == ({(LAYERS, ROWS, DIM)}, set())
+    assert_close(got, wanted, 1e-6)
+    state = zerojax.shard_train_state(stacks, 3)
+    step = zerojax.train_step(loss, activations="host", **options)
+    found = collectives(step.trace(state, BATCH).jaxpr)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1)
+    assert size <= sum(c.moved for c in found if c.kind == "all-gather") < 1.1 * size
 
 
 def test_on_one_device():
@@ -205,7 +220,6 @@ def test_value_and_grad_has_it_too():
          "the mesh over which the batch is not split: this mesh has none; "),
         ({"activations": "data"}, "activations='data' is not known"),
         ({"activations": 1}, "activations=1 does not say where they are kept. Pass 'host'"),
-        ({"activations": "host", "regather": False}, "regather=False has JAX keep them"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(options, message):

@@ -18,7 +18,7 @@ from zerojax._collectives import Held
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
-from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float
+from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float, where
 from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, fetched_layer
 from zerojax._update.stacks import Index
 from zerojax._wire.codecs import Parts
@@ -40,6 +40,9 @@ class Layers:
         unfound = how.keeping.host and loop.reverse and not how.counted()
         self.keeping = AS_IT_IS if how.in_loop or unfound else how.keeping
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
+        # Weights that backward does not gather again; those that travel nowhere are there anyway.
+        gathers = loop.split.gathers.items()
+        self.kept = [v for v, s in gathers if not how.regather and s.cut.wire.gather.axes]
 
     def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Returns constants, carry and scanned operands."""
@@ -62,7 +65,8 @@ class Layers:
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
         """Returns the outputs, and what `backward` needs that is not among the inputs: what it
-        saved, and what weights are gathered from after their far hops."""
+        saved, with full weights that are kept, and what weights are gathered from after their far
+        hops."""
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
         wanted = self.wanted_inside(wanted)
@@ -71,7 +75,8 @@ class Layers:
             near = self.near(inputs, xs)
             gathered = self.gathered(inputs, xs, near)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
-            return outs[:num_carry], (outs[num_carry:], (self.keeping.put(saved), near))
+            full = where(gathered, [v in self.kept for v in self.body.split.gathers])
+            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), near))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
@@ -85,13 +90,15 @@ class Layers:
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 
+        saved, full = saved
         last = self.loop.length - 1
 
-        def step(state: tuple, scanned: tuple[Any, list, list, list, Array]) -> tuple[tuple, list]:
-            (d_carry, d_consts, stacks, count), (saved, near, d_ys, xs, at) = state, scanned
+        def step(state: tuple, scanned: tuple) -> tuple[tuple, list]:
+            (d_carry, d_consts, stacks, count), (saved, full, near, d_ys, xs, at) = state, scanned
             layer = Layer(at, self.index(last - count))
             xs = in_loop.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
-            gathered, saved = self.gathered(inputs, xs, near), self.keeping.back(saved)
+            gathered = self.gathered(inputs, xs, near, full)
+            saved = self.keeping.back(saved)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
             more, d_carry, d_xs = self.parts(d_inputs)
@@ -103,7 +110,7 @@ class Layers:
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
             step,
             start,
-            (saved, near, d_ys, xs, jnp.arange(last + 1)),
+            (saved, full, near, d_ys, xs, jnp.arange(last + 1)),
             reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *in_loop.gradients(d_xs, stacks)]
@@ -126,10 +133,16 @@ class Layers:
         return self.body.near(self.weights(inputs, xs))
 
     def gathered(
-        self, inputs: Sequence[Value], xs: Sequence[Value | None], near: Sequence[Parts]
+        self,
+        inputs: Sequence[Value],
+        xs: Sequence[Value | None],
+        near: Sequence[Parts],
+        full: Sequence[Array] = (),
     ) -> list[Array]:
-        """Returns the full weights of one layer, whose shards are among `xs`."""
-        return self.body.gather(self.weights(inputs, xs), near)
+        """Returns the full weights of one layer, whose shards are among `xs`; in backward, `full`
+        has those that are kept."""
+        kept = dict(zip(self.kept, full, strict=True)) if full else None
+        return self.body.gather(self.weights(inputs, xs), near, kept)
 
     def arrived(
         self, inputs: Sequence[Value], xs: Sequence[Value | None], near: Sequence[Parts]

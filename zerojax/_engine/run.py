@@ -33,6 +33,7 @@ from zerojax._engine.ir import (
 )
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
+from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.split import split
 from zerojax._engine.vary import (
     Gradient,
@@ -233,12 +234,12 @@ class ScopeCode:
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
-    """Runs a scan over layers, whose weights are gathered again in backward."""
-    prefetches = how.prefetch and loop.split.gathers and loop.length > 1
+    """Runs a scan over layers, whose weights are gathered again in backward, or kept."""
+    prefetches = how.prefetch and how.regather and loop.split.gathers and loop.length > 1
     if how.keeping.host or any(map(_compat.is_on_host, jax.tree.leaves(inputs))):
         loop = dataclasses.replace(loop, unroll=1)  # XLA finds no layers of such stacks unrolled
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
-    if not how.regather:
+    if not how.regather and how.keeping == AS_IT_IS:  # JAX keeps all of it
         return layers.forward(inputs)
 
     def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:

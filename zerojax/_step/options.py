@@ -45,11 +45,6 @@ class Options:
                 f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
                 "whose weights are gathered ahead of their use."
             )
-        if self.activations and not self.regather:
-            raise ValueError(
-                f"activations={self.activations} says where a layer's activations wait for "
-                "backward, and regather=False has JAX keep them. Leave one of the two out."
-            )
 
     @property
     def is_layered(self) -> bool:
