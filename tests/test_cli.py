@@ -185,6 +185,66 @@ def test_a_users_module_computes_in_the_dtype_of_the_flag(run, module):
     assert code == OK and json.loads(out)["wire_bytes"] < wide["link_bytes"]
 
 
+NAMED = """
+    import jax, jax.numpy as jnp, zerojax
+    from mymodel import model, state
+
+    def over(name):
+        def loss(params, batch):  # as BatchNorm does
+            return jnp.mean((batch @ params["w"] - jax.lax.pmean(batch.mean(), name)) ** 2)
+
+        return loss, state, model()[2]
+
+    def one():
+        return over("batch")
+
+    def two():
+        return over(("host", "card"))
+
+    def studied():
+        return *over("batch")[:2], lambda rows: jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+"""
+
+
+@pytest.mark.gpu_code
+def test_a_loss_names_the_axis_of_the_mesh(run, module):
+    module("mymodel", MODEL)
+    name = module("named", NAMED)
+    gpus = ("--gpus", "8xH100", "--json")
+    for command in ("forecast", "audit"):
+        code, out, err = run(command, f"{name}:one", *gpus)
+        assert (code, out) == (BAD_INPUT, "")
+        assert "the loss communicates over the axis 'batch'" in err and "pass --axis 'batch'" in err
+    code, out, err = run("forecast", f"{name}:one", *gpus, "--stages", "3", "--axis", "batch")
+    assert (code, err) == (OK, "") and json.loads(out)["cases"][0]["network_bytes"] == 0
+    code, out, err = run("audit", f"{name}:one", *gpus, "--axis", "batch")
+    assert (code, err, json.loads(out)["findings"]) == (OK, "", [])
+    studied = ("study", f"{name}:studied", *gpus, "--stages", "3", "--rows", "8")
+    code, out, err = run(*studied, "--axis", "batch")
+    (cell,) = json.loads(out)["cells"]
+    assert (code, err, cell["settings"], cell["failed"]) == (OK, "", "axis='batch'", "")
+    code, _, err = run(*studied)
+    assert code == BAD_INPUT and "pass --axis 'batch'" in err
+
+
+@pytest.mark.gpu_code
+def test_a_loss_names_the_axes_of_hosts_and_of_their_gpus(run, module):
+    module("mymodel", MODEL)
+    two = (module("named", NAMED) + ":two", "--gpus", "8xH100", "--per-host", "4", "--json")
+    code, out, err = run("forecast", *two, "--axis", "host,card", "--groups", "params=card")
+    (case,) = json.loads(out)["cases"]
+    assert (code, err) == (OK, "") and case["groups"].startswith("params over card")
+    assert case["parameters"] == 256 * 256 * 4 // 8 and case["network_bytes"] > 0
+    for flags, said in (
+        (("batch", "--groups", "params=gpu"), "--axis 'batch' is one axis over all GPUs"),
+        (("batch", "--regather", "gpu"), "Name both in --axis"),
+        (("a,b,c",), "must be the name of the mesh axis over all GPUs, such as 'batch'"),
+        (("a,a",), "or two names: of the hosts, and of the GPUs of each"),
+    ):
+        code, _, err = run("forecast", *two, "--axis", *flags)
+        assert code == BAD_INPUT and said in err
+
+
 @pytest.mark.gpu_code
 def test_audit_of_a_users_module_on_several_hosts(run, module):
     model = (module("mymodel", MODEL) + ":model", "--gpus", "8xH100", "--nodes", "2x4", "--json")
@@ -334,13 +394,14 @@ def test_what_is_chosen_is_printed(run, monkeypatch):
         return test_choice.choice(test_choice.tried(test_choice.EXACT, 1.5, given["peaks"].pop()))
 
     monkeypatch.setattr(zerojax, "choose", choose)
-    documented = "forecast 124m --gpus 16xH100 --network 12.5 --choose"
+    documented = "forecast 124m --gpus 16xH100 --network 12.5 --choose --axis batch"
     for wanted in (OK, NOT_OK):
         code, out, err = run(*documented.split(), "--rows", "2")
         assert (code, err) == (wanted, "") and "1 ways ranked" in out
         assert ("zerojax.train_step(losses" in out) == (wanted == OK)
     assert list(given["losses"]) == ["none", "dots", "full"] and given["rows"] == 32
     assert given["rates"].network == 12.5e9 and given["gpus"] == "16xH100"
+    assert given["axis"] == "batch"
 
 
 def test_what_chooses_is_not_told(run):

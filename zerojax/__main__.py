@@ -47,7 +47,7 @@ GB = 1e9
 DECIDED = ["stages", "groups", "offload", "accumulate", "order", "regather", "gather", "reduce"]
 DECIDED += ["update", "activations"]  # by --choose
 OF_MODELS = {"--set": "settings", "--config": "config", "--groups": "groups", "--nodes": "nodes"}
-OF_MODELS |= {"--master": "master", "--compute": "compute"}
+OF_MODELS |= {"--master": "master", "--compute": "compute", "--axis": "axis"}
 LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
 
 
@@ -106,7 +106,7 @@ def forecast(arguments: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
     losses, make_state, batch, rng = _model(arguments)
     names = ("gpus", "stages", "accumulate", "order", "tokens", "groups", "pad", "offload")
-    options = _given(arguments, *names, "regather", "update", "activations")
+    options = _given(arguments, *names, "regather", "update", "activations", "axis")
     options |= {"per_host": _per_host(arguments), "rates": _rates(arguments)}
     options["precision"] = _precision(arguments, arguments.master)
     _tell_of_network(arguments, options["rates"])
@@ -124,7 +124,8 @@ def _chosen(arguments: argparse.Namespace, model: Model, options: dict[str, Any]
     if named := [name for name in DECIDED if getattr(arguments, name) not in unset]:
         flags = ", ".join(f"--{name}" for name in named)
         raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
-    given = {name: options[name] for name in ("gpus", "tokens", "precision", "rates", "per_host")}
+    names = ("gpus", "tokens", "precision", "rates", "per_host", "axis")
+    given = {name: options[name] for name in names}
     found = zerojax.choose(losses, make_state, batch, rng=rng, **given)
     _show(arguments, found.to_dict(), str(found))
     return OK if found.best or found.best_with_codes else NOT_OK
@@ -135,7 +136,7 @@ def study(arguments: argparse.Namespace) -> int:
         _figures.check_picture(arguments.plot)
     jax.config.update("jax_platforms", "cpu")
     names = ("gpus", "stages", "rows", "out", "remat", "per_host", "cache", "accumulate", "order")
-    names += ("pad", "offload", "regather", "update", "activations")
+    names += ("pad", "offload", "regather", "update", "activations", "axis")
     options: dict[str, Any] = _given(arguments, *names) | {"rates": _rates(arguments)}
     options["precision"] = _precision(arguments, arguments.master)
     _tell_of_network(arguments, options["rates"])
@@ -242,7 +243,7 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     placed |= _given(arguments, "pad", "offload", "groups")
     precision = _precision(arguments, arguments.master) or placed.pop("precision")
     levels = arguments.groups is not None or names_levels(options, precision)
-    mesh = mesh_of(arguments.gpus, _per_host(arguments), levels)
+    mesh = mesh_of(arguments.gpus, _per_host(arguments), levels, arguments.axis)
     _tell_of_network(arguments, _rates(arguments))
     placed |= {"mesh": mesh, "axis": mesh.axis_names, "precision": precision}
     plan = zerojax.plan(make_state, **placed)

@@ -116,6 +116,15 @@ def test_its_python_runs(way):
     assert ("mesh" in scope) == way.names_levels
 
 
+def test_its_python_calls_the_axis_as_the_loss_does():
+    named = lambda params, batch: loss(params, batch - jax.lax.pmean(batch.mean(), "batch"))
+    lines = dataclasses.replace(choice(), axis="batch").python(Way(stage=2))
+    scope = {"jax": jax, "zerojax": zerojax, "make_state": make_state, "loss_fn": named}
+    exec(lines, scope)
+    _, metrics = scope["step"](scope["state"], np.ones((16, 256), np.float32))
+    assert np.isfinite(metrics["loss"]) and scope["mesh"].axis_names == ("batch",)
+
+
 @pytest.mark.slow
 def test_its_python_for_nnx_runs():
     made = dataclasses.replace(choice(), is_nnx=True)

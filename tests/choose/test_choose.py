@@ -67,6 +67,16 @@ def test_by_the_formula_state_in_host_memory_keeps_no_gradients():
     assert twice.peak - once.peak == LAYERS * WIDTH * WIDTH * 4 / 8
 
 
+def test_a_loss_that_names_one_axis_gets_no_mesh_of_two(monkeypatch):
+    monkeypatch.setattr(_choose, "EXACT", 1)  # of the ways that are compiled
+    named = lambda params, batch: loss(params, batch - jax.lax.pmean(batch.mean(), "data"))
+    with pytest.raises(NameError, match=r"the axis 'data', .*\('node', 'gpu'\).* axis='data'"):
+        chosen(losses=named)
+    found = chosen(losses=named, axis="data")
+    assert not any(one.way.names_levels for one in found.tried) and found.best.way.is_exact
+    assert "mesh" not in found.python(found.best.way)
+
+
 def test_it_refuses_what_a_forecast_refuses():
     with pytest.raises(ValueError, match="the batch has no arrays"):
         zerojax.choose(loss, make_state, None, gpus="8xH100")

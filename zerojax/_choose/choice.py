@@ -10,6 +10,8 @@ from zerojax._choose.ways import Way, shown
 from zerojax._forecast import network as _network
 from zerojax._forecast.result import COLUMNS, Case
 from zerojax._hlo.gpus import Gpu
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.precision import Precision
 from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
 from zerojax._update import offload as _offload
@@ -50,6 +52,7 @@ class Choice:
     tried: tuple[Tried, ...]
     cases: Mapping[Way, Case]
     is_nnx: bool = False
+    axis: str | None = None
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -87,6 +90,9 @@ class Choice:
             state.append("mesh=mesh")
             if way.groups is None:
                 state.append('axis=("node", "gpu")')
+        elif self.axis not in (None, DEFAULT_AXIS):
+            lines.append(f"mesh = {_mesh.call_for(self.devices, axis=self.axis)}")
+            state.append("mesh=mesh")
         placed = [f"{name}={shown(value)}" for name, value in way.placed().items()]
         precision = way.precision(self.precision)
         if precision is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._choose import ways as _ways
@@ -48,6 +50,7 @@ def choose(
     tokens: int | None = None,
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
+    axis: str | None = None,
 ) -> Choice:
     """Finds the fastest way to train that fits: what to pass to `shard_train_state` and
     `train_step`.
@@ -64,6 +67,8 @@ def choose(
             so more microbatches have fewer rows each.
         precision: as for `zerojax.shard_train_state`; codes are added to it.
         lossy: whether to look at codes, which change the numbers a little.
+        axis: what the loss calls the mesh axis over all GPUs. Where it calls it by any name, "data"
+            too, ways that need an axis of hosts and one of their GPUs are not for it.
 
     Example:
         >>> def make_state():
@@ -96,7 +101,7 @@ def choose(
         options |= made if tx is None else made | {"tx": tx}
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
     given = dict(make_state=make_state, batch=batch, rng=rng, tokens=tokens, gpu=gpu)
-    search = _Search(gpus, per_host, losses, precision, given, options, is_nnx)
+    search = _Search(gpus, per_host, losses, precision, given, options, axis, is_nnx)
     return search.run(lossy)
 
 
@@ -119,6 +124,7 @@ class _Search:
     precision: Precision | None
     given: dict[str, Any]  # of a `Workload`
     options: dict[str, Any]
+    axis: str | None = None
     is_nnx: bool = False
 
     def __post_init__(self) -> None:
@@ -127,16 +133,22 @@ class _Search:
         self.compiled: dict[Way, Case] = {}
 
     def run(self, lossy: bool) -> Choice:
-        flat = mesh_of(self.gpus, self.per_host, levels=False)
+        flat = self.mesh(levels=False)
         local = min(flat.size, self.per_host)
         facts = self.facts(flat.size, local)
-        every = _ways.ways(list(self.losses), self.counts(flat.size), flat.size > local, lossy)
+        levels = flat.size > local and self.axis is None
+        if levels:  # what one loss calls one axis, no mesh of two has: it says so before a compile
+            self.traced(next(iter(self.losses)), Way(groups=_ways.HSDP))
+        every = _ways.ways(list(self.losses), self.counts(flat.size), levels, lossy)
         if flat.size == 1:  # where all stages are one
             every = (way for way in every if way.stage == 3)
         tried = [self.estimated(way, facts) for way in every]
         self.compile_best(sorted(tried, key=_rank))
         made = self.gpus, self.given["gpu"], self.precision, flat.size, local
-        return Choice(*made, tuple(tried), self.compiled, self.is_nnx)
+        return Choice(*made, tuple(tried), self.compiled, self.is_nnx, self.axis)
+
+    def mesh(self, levels: bool) -> Mesh:
+        return mesh_of(self.gpus, self.per_host, levels, self.axis)
 
     def counts(self, devices: int) -> list[int]:
         """Returns the numbers of microbatches that the batch divides into."""
@@ -179,7 +191,7 @@ class _Search:
     def case(self, way: Way) -> Case:
         """Compiles a way, once."""
         if way not in self.compiled:
-            mesh = mesh_of(self.gpus, self.per_host, way.names_levels)
+            mesh = self.mesh(way.names_levels)
             placed = {k: v for k, v in way.placed().items() if k != "stage"}
             planned = {"mesh": mesh, "precision": way.precision(self.precision)} | placed
             options = self.options | {"regather": way.regather}
@@ -194,7 +206,7 @@ class _Search:
         """Returns the plan of a way, made once for all that place the state so."""
         key = way.placement
         if key not in self.plans:
-            mesh = mesh_of(self.gpus, self.per_host, way.groups is not None)
+            mesh = self.mesh(way.groups is not None)
             placed = {"mesh": mesh, "axis": mesh.axis_names, "precision": self.precision}
             placed |= way.placed() | {"tx": self.options["tx"]}
             self.plans[key] = _planner.plan(self.given["make_state"], **placed)
@@ -205,18 +217,17 @@ class _Search:
         seconds = facts.seconds(way, plan.host_bytes_per_device())
         return Tried(way, seconds, facts.peak(way, _state_bytes(plan, way.keeps_gradients)))
 
-    def kept(self, variant: str) -> int:
-        """Returns what a loss keeps for backward on each device."""
-        plan = self.plan(Way())
+    def traced(self, variant: str, way: Way) -> Jaxpr:
+        plan = self.plan(way)
         step = train_step(self.losses[variant], plan=plan, **self.options)
         arguments = aot.batch(self.given["batch"], plan), aot.batch(self.given["rng"], plan)
         arguments = [one for one in arguments if one is not None]
-        return kept_bytes(step.without_options.trace(plan.abstract(), *arguments).jaxpr.jaxpr)
+        return step.without_options.trace(plan.abstract(), *arguments).jaxpr.jaxpr
 
     def facts(self, size: int, local: int) -> Facts:
         """Compiles a step of each loss at stage 3, and returns what it tells."""
         cases = {name: self.case(Way(name)) for name in self.losses}
-        kept = {name: self.kept(name) for name in self.losses}
+        kept = {name: kept_bytes(self.traced(name, Way())) for name in self.losses}
         first = next(iter(cases.values())).report
         plan = self.plan(Way())
         known = _state_bytes(plan) + first.memory.gathered

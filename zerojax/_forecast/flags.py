@@ -182,6 +182,12 @@ def regather(text: str) -> bool | tuple[str, ...]:
     return {"true": True, "false": False}.get(text.lower(), tuple(text.split(",")))
 
 
+def axis(text: str) -> str | tuple[str, ...]:
+    """Parses 'batch', the name of a mesh axis, or 'host,card', those of two."""
+    one, *others = text.split(",")
+    return (one, *others) if others else one
+
+
 def rate(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be positive")
@@ -218,6 +224,8 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
     text = "compile anew, and keep nothing of it for the next time"
     parser.add_argument("--no-cache", action="store_false", dest="cache", help=text)
     parser.add_argument("--per-host", type=int, default=8)
+    text = "what the loss calls the axis of all GPUs, if not data; or those of hosts, their GPUs"
+    parser.add_argument("--axis", type=axis, metavar="NAME[,NAME]", help=text)
     text = "replicate leaves that the GPUs do not divide, instead of padding them"
     parser.add_argument("--no-pad", action="store_false", dest="pad", help=text)
     names = operator.methodcaller("split", ",")

@@ -24,6 +24,7 @@ from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss import order as _order
 from zerojax._plan import planner as _planner
+from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
@@ -34,6 +35,7 @@ from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 
+LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
 Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
 Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
@@ -61,6 +63,7 @@ def forecast(
     tokens: int | None = None,
     rates: Rates | None = None,
     per_host: int = aot.PER_HOST,
+    axis: str | Sequence[str] | None = None,
 ) -> Forecast:
     """Compiles a training step for GPUs that are not there, at each stage, and counts its cost.
 
@@ -76,7 +79,7 @@ def forecast(
         stages, accumulate, order: what to try, one or several of each; default, all stages, with
             `groups` only 3, and microbatches one after another.
         groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
-            (the GPUs of a host).
+            (the GPUs of a host), or those of `axis`.
         pad, offload: as for `zerojax.shard_train_state`.
         precision, regather, update, mutable, tx: as for `zerojax.shard_train_state` and
             `zerojax.train_step`; regather="gpu" on axes as with `groups`.
@@ -84,6 +87,8 @@ def forecast(
         tokens: in a step, if not the size of the batch's first matrix of integers.
         rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
         per_host: GPUs of a host.
+        axis: what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two
+            names are those of the hosts and of the GPUs of each.
 
     Example:
         >>> def make_state():
@@ -110,7 +115,8 @@ def forecast(
         stages = stages if recipe.stage is None else recipe.stage
     options |= _given(regather=regather, update=update, activations=activations)
     choices = _choices(losses, stages, accumulate, order)
-    mesh = mesh_of(gpus, per_host, groups is not None or names_levels(options, precision))
+    levels = groups is not None or names_levels(options, precision)
+    mesh = mesh_of(gpus, per_host, levels, axis)
     planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
     work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
     return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
@@ -160,13 +166,36 @@ def names_levels(options: Mapping[str, Any], precision: Precision | None) -> boo
     return codes or not isinstance(options.get("regather", True), bool)
 
 
-def mesh_of(gpus: str, per_host: int, levels: bool) -> Mesh:
+def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...]:
+    """Returns the names of the mesh axes: one over all GPUs, or that of the hosts and that of the
+    GPUs of each, which levels need."""
+    if axis is None:
+        return LEVELS if levels else (DEFAULT_AXIS,)
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    if len(names) not in (1, 2) or len(set(names)) < len(names) or "" in names:
+        raise ValueError(
+            f"axis={axis!r} must be the name of the mesh axis over all GPUs, such as 'batch', or "
+            "two names: of the hosts, and of the GPUs of each."
+        )
+    if levels and len(names) == 1:
+        raise ValueError(
+            f"axis={axis!r} is one axis over all GPUs, and groups=, regather= over an axis and codes "
+            "of gradients need two. Name both in axis=, that of the hosts and that of the GPUs of "
+            "each, or leave axis= out."
+        )
+    return names
+
+
+def mesh_of(
+    gpus: str, per_host: int, levels: bool, axis: str | Sequence[str] | None = None
+) -> Mesh:
     """Makes a mesh of all GPUs along one axis; with levels, of hosts and the GPUs of each."""
-    flat = aot.mesh(gpus, per_host=per_host)
-    if not levels:
+    names = axis_names(axis, levels)
+    flat = aot.mesh(gpus, axis_names=names[-1], per_host=per_host)
+    if len(names) == 1:
         return flat
     local = min(flat.size, per_host)
-    return aot.mesh(gpus, (flat.size // local, local), ("node", "gpu"), per_host=per_host)
+    return aot.mesh(gpus, (flat.size // local, local), names, per_host=per_host)
 
 
 def _choices(

@@ -150,7 +150,8 @@ def _called(
         name = repr(axes[0] if len(axes) == 1 else axes)
         raise NameError(
             f"the loss communicates over the axis {unbound[1]!r}, and its batch is split over "
-            f"{name}. Name that: axis_name={name} in BatchNorm, jax.lax.pmean(x, {name})."
+            f"{name}. Name that: axis_name={name} in BatchNorm, jax.lax.pmean(x, {name}). Or call "
+            f"the axis of the mesh {unbound[1]!r}; to a forecast, pass axis={unbound[1]!r}."
         ) from error
 
 

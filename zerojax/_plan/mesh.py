@@ -80,14 +80,14 @@ def _no_mesh(given: object) -> TypeError:
         count, options = np.size(given), ", devices=devices"
     return TypeError(
         f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}. Make one with "
-        f"{_call_for(count, options)}."
+        f"{call_for(count, options)}."
     )
 
 
-def _call_for(count: int, options: str = "") -> str:
+def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
     """Returns, for a message, the call that makes a mesh of `count` devices."""
     auto = "axis_types=(jax.sharding.AxisType.Auto,)"
-    return f"jax.make_mesh(({count},), ('data',), {auto}{options})"
+    return f"jax.make_mesh(({count},), ({axis!r},), {auto}{options})"
 
 
 def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _check_devices(mesh: Mesh) -> None:
         what = f"names {twice} of its {count} devices again" if twice else "has no devices"
         raise ValueError(
             f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
-            f"{_call_for(jax.device_count())}."
+            f"{call_for(jax.device_count())}."
         )
 
 

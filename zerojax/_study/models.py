@@ -17,6 +17,7 @@ from zerojax._forecast.presets import Gpt
 from zerojax._forecast.steps import NnxStep, is_of_nnx, parts_of_nnx
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan import planner as _planner
+from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._state import refusals as _refusals
 from zerojax._step.step import train_step
 from zerojax._types import PyTree
@@ -51,10 +52,16 @@ class Model:
             )
         return batch
 
-    def digest(self, tx: optax.GradientTransformation | None, mutable: Sequence[str]) -> str:
+    def digest(
+        self,
+        tx: optax.GradientTransformation | None,
+        mutable: Sequence[str],
+        axes: Sequence[str] = (DEFAULT_AXIS,),
+    ) -> str:
         """Digests the step of one device: the model, its loss, its optimizer and their numbers."""
-        mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
-        plan = _planner.plan(self.make_state, stage=0, mesh=mesh, tx=tx)
+        one = np.array(jax.devices()[:1]).reshape((1,) * len(axes))
+        mesh = Mesh(one, axes, axis_types=(AxisType.Auto,) * len(axes))
+        plan = _planner.plan(self.make_state, stage=0, mesh=mesh, axis=axes, tx=tx)
         step = train_step(self.loss, plan=plan, tx=tx, mutable=mutable)
         args = [plan.abstract(), aot.batch(self.batch(1), plan)]
         args += [] if self.rng is None else [aot.batch(self.rng, plan)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerojax import aot
 from zerojax._forecast import cache as _cache
-from zerojax._forecast.forecast import Workload, gpu_of, mesh_of, names_levels
+from zerojax._forecast.forecast import Workload, axis_names, gpu_of, mesh_of, names_levels
 from zerojax._forecast.memory_table import STAGES
 from zerojax._hlo.gpus import Gpu, Rates
 from zerojax._loss.order import MICROBATCHES
@@ -25,7 +25,7 @@ from zerojax._study.stored import Stored
 PLANNED = ("groups", "pad", "precision", "offload")
 STEPPED = ("tx", "mutable", "regather", "update", "activations")
 HOW = ("accumulate", "order")
-OPTIONS = (*HOW, *PLANNED, *STEPPED)
+OPTIONS = (*HOW, *PLANNED, *STEPPED, "axis")
 DEFAULTS = {"accumulate": 1, "order": MICROBATCHES, "pad": True, "mutable": ()}
 
 
@@ -64,7 +64,7 @@ def study(
         per_host: GPUs of a host.
         cache: keep the programs that are compiled, as the command line does, in the user's cache.
         options: accumulate, order, groups, pad, precision, offload, regather, update, activations,
-            mutable and tx, as for `zerojax.forecast`, one of each.
+            mutable, tx and axis, as for `zerojax.forecast`, one of each.
 
     Example:
         >>> def make_state():
@@ -125,6 +125,10 @@ def _check(
         raise TypeError(f"study() takes no {odd[0]}=. Beside its own: {', '.join(OPTIONS)}.")
 
 
+def _names_levels(options: Mapping[str, Any]) -> bool:
+    return options.get("groups") is not None or names_levels(options, options.get("precision"))
+
+
 @dataclasses.dataclass
 class _Run:
     """Makes the cells of a study, each number of rows once."""
@@ -143,7 +147,8 @@ class _Run:
         """Returns a model as a kind of GPU computes it, and its digest."""
         found = _models.model(name, self.models[name], kind, self.remat)
         given = self.given(found)
-        return found, found.digest(given.get("tx"), given.get("mutable", ()))
+        names = axis_names(given.get("axis"), _names_levels(given))
+        return found, found.digest(given.get("tx"), given.get("mutable", ()), names)
 
     def given(self, model: Model) -> dict[str, Any]:
         """Returns the options of a study's steps; those of a model's own give way.
@@ -193,12 +198,10 @@ class _Run:
             gpu = gpu_of(gpus, self.rates)
             model, _ = self.model(name, gpu)
             given = self.given(model)
-            levels = given.get("groups") is not None
-            levels = levels or names_levels(given, given.get("precision"))
-            mesh = mesh_of(gpus, self.per_host, levels)
+            mesh = mesh_of(gpus, self.per_host, _names_levels(given), given.get("axis"))
             planned = {"mesh": mesh} | {k: v for k, v in given.items() if k in PLANNED}
             options = {"tx": None, "mutable": ()}
-            options |= {k: v for k, v in given.items() if k not in (*PLANNED, *HOW)}
+            options |= {k: v for k, v in given.items() if k not in ("axis", *PLANNED, *HOW)}
             batch = model.batch(rows * mesh.size)
             work = Workload(model.make_state, batch, model.rng, None, gpu, planned, options)
             how = given.get("accumulate", 1), given.get("order", MICROBATCHES)
