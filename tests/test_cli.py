@@ -185,6 +185,21 @@ def test_a_users_module_computes_in_the_dtype_of_the_flag(run, module):
     assert code == OK and json.loads(out)["wire_bytes"] < wide["link_bytes"]
 
 
+@pytest.mark.gpu_code
+def test_a_gpu_that_lacks_the_dtype_of_the_model(run, module):
+    """XLA computes bfloat16 in float32 there, and its program does not tell, kept or not."""
+    name = module("mymodel", MODEL) + ":model"
+    given = (name, "--gpus", "8xT4", "--compute")
+    lacks = "float32 (written in bfloat16, which a T4 does not have: compute in float16)"
+    for flags in ("--no-cache",), (), ():
+        code, out, err = run("forecast", *given, "bfloat16", "--stages", "3", *flags)
+        assert (code, err) == (OK, "") and f"matmuls in {lacks}; " in " ".join(out.split())
+    code, out, _ = run("audit", *given, "bfloat16")
+    assert code == OK and "in float32: written in bfloat16, which a T4" in " ".join(out.split())
+    code, out, _ = run("forecast", *given, "float16", "--stages", "3")
+    assert code == OK and "matmuls in float16; " in " ".join(out.split()) and "T4 does" not in out
+
+
 NAMED = """
     import jax, jax.numpy as jnp, zerojax
     from mymodel import model, state

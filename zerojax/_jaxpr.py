@@ -163,6 +163,17 @@ def matmul_flops(jaxpr: Jaxpr) -> float:
     return sum(_flops(eqn) for eqn in jaxpr.eqns)
 
 
+def matmul_dtypes(jaxpr: Jaxpr) -> set[str]:
+    """Returns the dtypes of what matmuls multiply, at any depth."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if inner := _compat.inner_jaxprs(eqn):
+            found.update(*map(matmul_dtypes, inner))
+        elif _flops(eqn):
+            found.add(type_of(eqn.invars[0]).dtype.name)
+    return found
+
+
 def _flops(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name == "dot_general":

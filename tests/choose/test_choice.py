@@ -57,6 +57,13 @@ def test_it_prints_what_was_compiled_and_the_python():
     assert "Nothing fits. The least is 90.0 GiB" in str(choice(tried(EXACT, 1.0, peak=90)))
 
 
+def test_its_title_says_in_which_dtype_it_computes():
+    one = tried(EXACT, 1.5)
+    wide = dataclasses.replace(one.case, matmuls=("float32",), wide_matmuls="no bfloat16 there")
+    text = " ".join(str(choice(dataclasses.replace(one, case=wide))).split())
+    assert "usable of each; matmuls in float32 (no bfloat16 there); 1 ways ranked" in text
+
+
 def test_it_prints_tokens_mfu_and_microbatches():
     one = tried(Way("full", accumulate=4), 1.5)
     known = dataclasses.replace(one.case, tokens_per_second=43690.7, mfu=0.512)

@@ -76,6 +76,16 @@ def test_speed_follows_from_the_modelled_step(made):
         assert case.compile_seconds > 0
 
 
+@pytest.mark.gpu_code
+def test_the_title_says_that_a_gpu_lacks_the_models_dtype():
+    made = zerojax.forecast(audits.loss, audits.make_state, BATCH, gpus="8xT4", stages=3)
+    lacks = "written in bfloat16, which a T4 does not have: compute in float16"
+    text, (case,) = " ".join(str(made).split()), made.cases
+    assert f"; matmuls in float32 ({lacks}); bytes per GPU" in text
+    assert lacks in made._repr_html_() and lacks in str(case.report).replace("\n  ", " ")
+    assert (case.matmuls, case.wide_matmuls) == (("float32",), lacks)
+
+
 def test_the_fastest_that_fits_wins(made):
     gpu, (zero, two, three) = made.gpu, made.cases
     cases = tuple(

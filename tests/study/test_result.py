@@ -9,6 +9,7 @@ import pytest
 from tests.study import fakes
 from tests.test_cli_text import long_lines, titles
 from zerojax import _text
+from zerojax._study.cell import Cell
 from zerojax._study.result import Study
 from zerojax._study.stored import Stored
 
@@ -44,6 +45,14 @@ def test_the_table_has_a_line_for_each_cell():
     assert "Failed: 7.5b on 64xH100, stage 2, 4 rows: out of luck" in text
     assert "Most of each GPU for 7.5b: 440 TFLOP/s, at stage 3 on 64xH100 with 4 rows." in text
     assert "<td>max 22</td>" in made._repr_html_() and "out of luck" in made._repr_html_()
+
+
+def test_the_title_says_where_a_gpu_lacks_the_models_dtype():
+    one = fakes.cell("8xT4", wide_matmuls="written in bfloat16, which a T4 does not have")
+    text = " ".join(str(study(fakes.cell(), one)).split())
+    assert "; remat full; matmuls: written in bfloat16, which a T4 does not have model" in text
+    old = {name: value for name, value in one.to_dict().items() if name != "wide_matmuls"}
+    assert Cell.of_dict(old).figures.wide_matmuls == "", "a file of an earlier version"
 
 
 def test_growth_with_the_largest_rows_is_super_linear():

@@ -4,15 +4,16 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from zerojax import _compat
+from zerojax import _compat, _jaxpr
 from zerojax._audit import memory as _memory
 from zerojax._audit.reading import Reading
+from zerojax._audit.measured import BF16
 from zerojax._audit.report import Report
 from zerojax._hlo import known as _known, schedule as _schedule
 from zerojax._hlo.gpus import Gpu
@@ -63,8 +64,7 @@ def audit(
     recipe, made, text, warnings = getattr(step, "recipe", None), None, step, []
     if not isinstance(step, str):
         plan = _plan_of(state, plan, recipe)
-        made, warnings = _compiled(step, state, batch, rng)
-        text = made.as_text() or ""
+        made, text, warnings = _compiled(step, state, batch, rng)
     device = _device_of(plan, made)
     gpu = gpu or (_known.of_device_kind(device.device_kind) if device else None)
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
@@ -86,6 +86,7 @@ def audit(
         kept=tuple(dict.fromkeys(reading.kept())),
         warnings=tuple(warnings),
         backend=_backend(text, device),
+        written=written(step, (state, batch, rng), device),
     )
 
 
@@ -111,10 +112,13 @@ def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:
     return step.settled(state, batch, *([] if rng is None else [rng]))
 
 
-def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Compiled, list[str]]:
-    """Returns the compiled step, and what the compiler warned of if it was compiled here."""
+def _compiled(
+    step: Any, state: PyTree, batch: PyTree, rng: PyTree
+) -> tuple[Compiled, str, list[str]]:
+    """Returns the compiled step, its text, and what the compiler warned of, if anything is known
+    of that."""
     if hasattr(step, "as_text") and not hasattr(step, "compile"):
-        return step, list(getattr(step, "warnings", ()))
+        return step, step.as_text() or "", list(getattr(step, "warnings", ()))
     if hasattr(step, "compile"):
         raise TypeError("audit takes what is compiled. Pass lowered.compile().")
     if not hasattr(step, "lower") or isinstance(step, bytes):
@@ -134,7 +138,8 @@ def _compiled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> tuple[Com
             "audit compiles the step for a state and a batch: audit(step, state, batch)."
         )
     lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
-    return compiled(lowered)
+    made, warnings = compiled(lowered)
+    return made, made.as_text() or "", warnings
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
@@ -142,6 +147,16 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
     with heard() as lines:
         made = lowered.compile()
     return made, _compat.rematerializations(lines)
+
+
+def written(step: Any, args: Sequence[PyTree], device: Device | None) -> tuple[str, ...]:
+    """Returns the dtypes of a step's matmuls before it is compiled, where its GPU has no bfloat16:
+    XLA computes that in float32, and the compiled program does not tell."""
+    gpu = _known.of_device_kind(device.device_kind) if device else None
+    if gpu is None or gpu.half == BF16 or not hasattr(step, "trace"):
+        return getattr(step, "written", ())
+    traced = step.trace(*[arg for arg in args if arg is not None])
+    return tuple(sorted(_jaxpr.matmul_dtypes(traced.jaxpr.jaxpr)))
 
 
 def _backend(text: str, device: Device | None) -> str:

@@ -28,6 +28,7 @@ OURS = (
     "/jaxlib/",
 )
 WIDE = ("f32", IN_FULL)
+BF16 = "bfloat16"
 NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
 
 
@@ -169,6 +170,7 @@ class Measured:
     kept: tuple[tuple[str, str], ...]  # stacks of gathered weights that a loop keeps: (path, array)
     warnings: tuple[str, ...]
     backend: str
+    written: tuple[str, ...]  # the program's dtypes of matmuls, where the GPU lacks one
 
     @property
     def step_seconds(self) -> float | None:
@@ -195,7 +197,11 @@ class Measured:
 
     @property
     def wide_matmuls(self) -> str:
-        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them."""
+        """The share of FLOPs in float32 beside narrower matmuls, and the line with most of them; or
+        why none are narrow."""
+        if BF16 in self.written and BF16 not in self.matmuls:
+            gpu = self.gpu.name if self.gpu else "GPU"
+            return f"written in {BF16}, which a {gpu} does not have: compute in float16"
         if len(self.matmuls) < 2 or "float32" not in self.matmuls:
             return ""
         places: Counter[str] = Counter()

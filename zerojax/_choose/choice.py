@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from zerojax._choose.ways import Way, shown
 from zerojax._forecast import network as _network
-from zerojax._forecast.result import COLUMNS, Case
+from zerojax._forecast.result import COLUMNS, Case, matmuls_of
 from zerojax._hlo.gpus import Gpu
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
@@ -137,10 +137,16 @@ class Choice:
         usable = human_bytes(self.gpu.usable)
         *few, most = map(str, sorted({one.way.accumulate for one in self.tried}))
         counts = " or ".join(filter(None, (", ".join(few), most)))
-        return (
-            f"{self.gpus}, {usable} usable of each; {len(self.tried)} ways ranked by a formula, "
-            f"of {counts} microbatch{'es' * (counts != '1')}; {len(self.compiled)} compiled; times "
-            "modelled; MFU of dense FLOP/s in 16 bits"
+        return "; ".join(
+            [
+                f"{self.gpus}, {usable} usable of each",
+                *matmuls_of([one.case for one in self.compiled]),
+                f"{len(self.tried)} ways ranked by a formula, of {counts} "
+                f"microbatch{'es' * (counts != '1')}",
+                f"{len(self.compiled)} compiled",
+                "times modelled",
+                "MFU of dense FLOP/s in 16 bits",
+            ]
         )
 
     def _rows(self) -> list[Row]:

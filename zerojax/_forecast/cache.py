@@ -48,6 +48,7 @@ class Program:
     host_temp_size_in_bytes: int
     warnings: list[str]
     recipe: Recipe | None = None
+    written: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         return self.text
@@ -99,7 +100,8 @@ def compiled(step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan) 
         sizes = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
         program = Program(made.as_text() or "", *sizes, warnings)
         _write(file, program)
-    return dataclasses.replace(program, recipe=step.recipe)
+    written = _audit.written(step, args, plan.mesh.devices.flat[0])
+    return dataclasses.replace(program, recipe=step.recipe, written=written)
 
 
 def _key(lowered: jax.stages.Lowered, options: Mapping[str, Any], plan: Plan) -> str:
@@ -143,7 +145,7 @@ def _read(file: pathlib.Path) -> Program | None:
 
 def _write(file: pathlib.Path, program: Program) -> None:
     """Writes a program, all of it or nothing; where that is not possible, nothing is kept."""
-    kept = {k: v for k, v in vars(program).items() if k != "recipe"}
+    kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(SUFFIX, dir=file.parent)

@@ -29,7 +29,7 @@ class Case:
     `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is what
     rests in host memory, `pinned` that of all GPUs of a host, `waited_seconds` the wait for its
     copies. `matmuls` are the dtypes that the step computes in; `wide_matmuls` says how many are in
-    float32 beside narrower ones, and where most of these are.
+    float32 beside narrower ones, and where most of these are, or that the GPU lacks the model's.
     """
 
     stage: int
@@ -200,7 +200,7 @@ class Forecast:
         return "; ".join(
             [
                 f"{self.gpus}, {usable} usable of {human_bytes(self.gpu.memory)} each",
-                *self._matmuls(),
+                *matmuls_of(self.cases),
                 *self._groups(),
                 *self.settings,
                 "bytes per GPU, grads and activations at the peak",
@@ -208,13 +208,6 @@ class Forecast:
                 "MFU of dense FLOP/s in 16 bits",
             ]
         )
-
-    def _matmuls(self) -> list[str]:
-        """Names the dtypes that each case computes in, mostly one."""
-        found = dict.fromkeys(" and ".join(case.matmuls) for case in self.cases if case.matmuls)
-        wide = next((case.wide_matmuls for case in self.cases if case.wide_matmuls), "")
-        more = f" ({wide})" if wide else ""
-        return [f"matmuls in {' or '.join(found)}{more}"] if found else []
 
     def _groups(self) -> list[str]:
         return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
@@ -246,6 +239,14 @@ class Forecast:
         )
         network = [_network.advice(self.gpu, os.environ)] if best.network_bytes else []
         return " ".join([fastest, *filter(None, network), *_offload.told_of_pool(best.pinned)])
+
+
+def matmuls_of(cases: Sequence[Case]) -> list[str]:
+    """Names the dtypes that each case computes in, mostly one."""
+    found = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
+    wide = next((case.wide_matmuls for case in cases if case.wide_matmuls), "")
+    more = f" ({wide})" if wide else ""
+    return [f"matmuls in {' or '.join(found)}{more}"] if found else []
 
 
 # -- its figure

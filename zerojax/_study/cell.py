@@ -33,6 +33,7 @@ class Figures:
     wire_bytes: float
     network_bytes: float
     compile_seconds: float
+    wide_matmuls: str = ""  # as of a forecast; files of earlier versions have none
 
     @property
     def fits(self) -> bool:
@@ -97,5 +98,6 @@ class Cell:
     def of_dict(cls, found: dict[str, Any]) -> "Cell":
         """The reverse; raises KeyError or TypeError where something is missing."""
         own = {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name != "figures"}
-        figures = None if own["failed"] else Figures(**{f.name: found[f.name] for f in FIELDS})
+        known = {f.name: found[f.name] for f in FIELDS if f.name in found}
+        figures = None if own["failed"] else Figures(**known)
         return cls(**own, figures=figures)

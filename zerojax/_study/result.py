@@ -116,7 +116,9 @@ class Study:
     def _title(self) -> str:
         settings = dict.fromkeys(cell.settings for cell in self.cells if cell.settings)
         about = ["one training step; bytes, rows, TFLOP/s and MFU of each GPU; times modelled"]
-        return "; ".join([*about, *settings])
+        figures = (cell.figures for cell in self.cells if cell.figures)
+        wide = next((one.wide_matmuls for one in figures if one.wide_matmuls), "")
+        return "; ".join([*about, *settings, *([f"matmuls: {wide}"] if wide else [])])
 
     def _rows(self) -> list[Row]:
         head = ("model", "GPUs", "stage", "rows", *COLUMNS)
