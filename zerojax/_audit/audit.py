@@ -12,8 +12,8 @@ from jax.stages import Compiled
 
 from zerojax import _compat, _jaxpr
 from zerojax._audit import memory as _memory
-from zerojax._audit.reading import Reading
 from zerojax._audit.measured import BF16
+from zerojax._audit.reading import Reading
 from zerojax._audit.report import Report
 from zerojax._hlo import known as _known, schedule as _schedule
 from zerojax._hlo.gpus import Gpu

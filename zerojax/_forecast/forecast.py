@@ -179,9 +179,9 @@ def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...
         )
     if levels and len(names) == 1:
         raise ValueError(
-            f"axis={axis!r} is one axis over all GPUs, and groups=, regather= over an axis and codes "
-            "of gradients need two. Name both in axis=, that of the hosts and that of the GPUs of "
-            "each, or leave axis= out."
+            f"axis={axis!r} is one axis over all GPUs, and groups=, regather= over an axis and "
+            "codes of gradients need two. Name both in axis=, that of the hosts and that of the "
+            "GPUs of each, or leave axis= out."
         )
     return names
 
