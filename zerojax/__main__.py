@@ -242,10 +242,11 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     loss, options, placed = _models.ingredients(losses, arguments.stage, options)
     placed |= _given(arguments, "pad", "offload", "groups")
     precision = _precision(arguments, arguments.master) or placed.pop("precision")
-    levels = arguments.groups is not None or names_levels(options, precision)
+    placed |= {"precision": precision}
+    levels = names_levels(options | placed)
     mesh = mesh_of(arguments.gpus, _per_host(arguments), levels, arguments.axis)
     _tell_of_network(arguments, _rates(arguments))
-    placed |= {"mesh": mesh, "axis": mesh.axis_names, "precision": precision}
+    placed |= {"mesh": mesh, "axis": mesh.axis_names}
     plan = zerojax.plan(make_state, **placed)
     step = zerojax.train_step(loss, plan=plan, **options)
     with working(f"compiling stage {plan.stage} for {arguments.gpus}"):

@@ -106,7 +106,6 @@ def forecast(
     check(make_state, batch, tokens)
     loss_fn, make_state, rng = functional(loss_fn, make_state, rng)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    stages = (STAGES if groups is None else 3) if stages is None else stages
     options = {"tx": tx, "mutable": mutable}
     if isinstance(loss_fn, Step):
         recipe, options = loss_fn.recipe, options_of(loss_fn, tx)
@@ -114,10 +113,9 @@ def forecast(
         accumulate, order = options.pop("accumulate"), options.pop("order")
         stages = stages if recipe.stage is None else recipe.stage
     options |= _given(regather=regather, update=update, activations=activations)
-    choices = _choices(losses, stages, accumulate, order)
-    levels = groups is not None or names_levels(options, precision)
-    mesh = mesh_of(gpus, per_host, levels, axis)
-    planned = dict(mesh=mesh, groups=groups, pad=pad, precision=precision, offload=offload)
+    choices = _choices(losses, stages, accumulate, order, groups is not None)
+    planned = dict(groups=groups, pad=pad, precision=precision, offload=offload)
+    planned["mesh"] = mesh_of(gpus, per_host, names_levels(options | planned), axis)
     work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
     return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
 
@@ -160,10 +158,11 @@ def gpu_of(gpus: str, rates: object) -> Gpu:
     return dataclasses.replace(gpu, given_rates=rates)
 
 
-def names_levels(options: Mapping[str, Any], precision: Precision | None) -> bool:
+def names_levels(options: Mapping[str, Any]) -> bool:
     """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
-    codes = precision is not None and isinstance(precision.reduce, Blocks)
-    return codes or not isinstance(options.get("regather", True), bool)
+    codes = isinstance(getattr(options.get("precision"), "reduce", None), Blocks)
+    regathers = options.get("regather") or True  # False and None name no axes
+    return codes or options.get("groups") is not None or not isinstance(regathers, bool)
 
 
 def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...]:
@@ -200,11 +199,13 @@ def mesh_of(
 
 def _choices(
     losses: Mapping[str, Loss],
-    stages: Sequence[int] | int,
+    stages: Sequence[int] | int | None,
     accumulate: Sequence[int] | int,
     order: Sequence[str] | str,
+    grouped: bool,
 ) -> list[Combination]:
     """Returns all combinations, each once: nothing compiles twice."""
+    stages = (3 if grouped else STAGES) if stages is None else stages
     stages, accumulate = each_once(stages), each_once(accumulate)
     orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
     ways = itertools.product(stages, accumulate, orders)

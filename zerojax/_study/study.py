@@ -125,10 +125,6 @@ def _check(
         raise TypeError(f"study() takes no {odd[0]}=. Beside its own: {', '.join(OPTIONS)}.")
 
 
-def _names_levels(options: Mapping[str, Any]) -> bool:
-    return options.get("groups") is not None or names_levels(options, options.get("precision"))
-
-
 @dataclasses.dataclass
 class _Run:
     """Makes the cells of a study, each number of rows once."""
@@ -147,7 +143,7 @@ class _Run:
         """Returns a model as a kind of GPU computes it, and its digest."""
         found = _models.model(name, self.models[name], kind, self.remat)
         given = self.given(found)
-        names = axis_names(given.get("axis"), _names_levels(given))
+        names = axis_names(given.get("axis"), names_levels(given))
         return found, found.digest(given.get("tx"), given.get("mutable", ()), names)
 
     def given(self, model: Model) -> dict[str, Any]:
@@ -198,7 +194,7 @@ class _Run:
             gpu = gpu_of(gpus, self.rates)
             model, _ = self.model(name, gpu)
             given = self.given(model)
-            mesh = mesh_of(gpus, self.per_host, _names_levels(given), given.get("axis"))
+            mesh = mesh_of(gpus, self.per_host, names_levels(given), given.get("axis"))
             planned = {"mesh": mesh} | {k: v for k, v in given.items() if k in PLANNED}
             options = {"tx": None, "mutable": ()}
             options |= {k: v for k, v in given.items() if k not in ("axis", *PLANNED, *HOW)}
