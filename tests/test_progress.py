@@ -50,6 +50,15 @@ def test_what_is_quick_needs_no_line(stderr, monkeypatch):
     assert stderr.readouterr().err == ""
 
 
+def test_what_takes_long_gets_one_hint(stderr, monkeypatch):
+    for seconds, hints in ((0.1, 1), (0, 0)):
+        sys.__stderr__ = sys.stderr
+        with _progress.hinting("name fewer stages"), heard():
+            time.sleep(seconds)
+        assert stderr.readouterr().err == "zerojax: name fewer stages\n" * hints
+        monkeypatch.setattr(_progress, "IN_A_LOG", 60)
+
+
 @pytest.mark.parametrize("replaced", [None, sys.stdout])
 def test_a_notebook_that_replaced_stderr_gets_none(stderr, monkeypatch, replaced):
     monkeypatch.setattr(sys, "stderr", replaced)

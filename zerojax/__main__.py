@@ -29,7 +29,7 @@ from zerojax._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax._forecast.forecast import mesh_of, names_levels
+from zerojax._forecast.forecast import mesh_of, names_levels, unrolled
 from zerojax._forecast.memory_table import each_once
 from zerojax._forecast.model import Model
 from zerojax._forecast.steps import functional
@@ -37,7 +37,7 @@ from zerojax._hlo import known as _known
 from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import ORDERS
 from zerojax._plan.precision import Precision
-from zerojax._progress import working
+from zerojax._progress import hinting, working
 from zerojax._study import flags as _study_flags
 from zerojax._study.models import Given
 from zerojax._text import fitted, paragraphs, text_table
@@ -249,7 +249,8 @@ def _audited(arguments: argparse.Namespace) -> zerojax.Report:
     placed |= {"mesh": mesh, "axis": mesh.axis_names}
     plan = zerojax.plan(make_state, **placed)
     step = zerojax.train_step(loss, plan=plan, **options)
-    with working(f"compiling stage {plan.stage} for {arguments.gpus}"):
+    doing = f"compiling stage {plan.stage} for {arguments.gpus}"
+    with working(doing), hinting(unrolled(plan)):
         batch = zerojax.aot.batch(batch, plan, batch_specs=options.get("batch_specs"))
         made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
         gpu = _audited_gpu(arguments)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+Say = Callable[[str, int, threading.Event], None]
 ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that need no explanation
 WIPE = "\r\x1b[K"
 
@@ -30,19 +31,33 @@ def working(doing: str) -> Iterator[None]:
     A line on a terminal counts them, and is wiped. A log gets a line after 10 seconds, after 20,
     after 40. Notebooks and tests replace stderr to show or judge what is written: they get none.
     """
-    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+    with _beside(_count, _note, doing):
+        yield
+
+
+@contextlib.contextmanager
+def hinting(hint: str) -> Iterator[None]:
+    """Says what would make some work shorter, once, if it takes long."""
+    with _beside(_hint, _hint, hint):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(on_a_terminal: Say, in_a_log: Say, text: str) -> Iterator[None]:
+    """Runs one of two functions beside what is inside, with a descriptor of standard error."""
+    if not text or sys.stderr is None or sys.stderr is not sys.__stderr__:
         yield
         return
-    count = _count if sys.stderr.isatty() else _note
+    say = on_a_terminal if sys.stderr.isatty() else in_a_log
     done = threading.Event()
     stderr = os.dup(2)  # the compiler's goes elsewhere meanwhile
-    counter = threading.Thread(target=count, args=(doing, stderr, done), daemon=True)
-    counter.start()
+    sayer = threading.Thread(target=say, args=(text, stderr, done), daemon=True)
+    sayer.start()
     try:
         yield
     finally:
         done.set()
-        counter.join()
+        sayer.join()
         os.close(stderr)
 
 
@@ -60,3 +75,9 @@ def _note(doing: str, log: int, done: threading.Event) -> None:
     while not done.wait(max(passed, IN_A_LOG)):
         passed += max(passed, IN_A_LOG)
         os.write(log, f"zerojax: {doing} ... {passed:.0f} s\n".encode())
+
+
+def _hint(hint: str, out: int, done: threading.Event) -> None:
+    """Writes a line, on a terminal in the place of the one that counts, which goes on below."""
+    if not done.wait(IN_A_LOG):
+        os.write(out, f"{WIPE if os.isatty(out) else ''}zerojax: {hint}\n".encode())

@@ -8,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import zerojax
@@ -74,6 +75,20 @@ def test_speed_follows_from_the_modelled_step(made):
         assert case.tokens_per_second == ROWS * LENGTH / step
         assert case.mfu == pytest.approx(NEEDED / N / (step * 989e12))
         assert case.compile_seconds > 0
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(("layers", "said"), [(8, "the model has 8 layers"), (4, "^$")])
+def test_layers_in_a_python_loop_are_told_of_while_they_compile(monkeypatch, layers, said):
+    def stop(hint):
+        raise RuntimeError(hint)
+
+    monkeypatch.setattr(_progress, "hinting", stop)
+    make_state = lambda: {"params": {f"block_{i}": jnp.zeros((64, 64)) for i in range(layers)}}
+    loss = lambda params, batch: jnp.mean(sum(jnp.tanh(batch @ w) for w in params.values()))
+    batch = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(RuntimeError, match=said):
+        zerojax.forecast(loss, make_state, batch, gpus="8xH100", tx=optax.sgd(1.0))
 
 
 @pytest.mark.gpu_code

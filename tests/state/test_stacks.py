@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.shapes import params_plan, shape, specs
+from zerojax._state import stacks as _stacks
 
 
 def test_layer_dimension_of_a_stack_is_never_sharded():
@@ -61,3 +62,13 @@ def test_modules_of_a_haiku_stack_are_one_stack():
         "params/head/w": 0, "params/stack/linear/w": 1, "params/stack/norm/offset": 1,
         "params/stack/norm/scale": 1,
     }  # fmt: skip
+
+
+def test_layers_beside_each_other_are_counted_by_their_paths():
+    own = {"h/{}/att/{}/w": (8, 8), "h/{}/att/{}/b": (8,)}
+    paths = {name.format(i, j): dims for name, dims in own.items()
+             for i in range(12) for j in range(3)}  # fmt: skip
+    assert _stacks.in_a_python_loop(paths) == 12
+    assert _stacks.in_a_python_loop({f"block_{i}/w": (8, 8 + i % 2) for i in range(6)}) == 3
+    assert _stacks.in_a_python_loop({"blocks/w": (24, 8, 8), "h/1/w": (8, 8), "b": (3,)}) == 1
+    assert _stacks.in_a_python_loop({"w": (24, 8, 8)}) == 0

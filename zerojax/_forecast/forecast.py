@@ -28,13 +28,14 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
-from zerojax._progress import progress
-from zerojax._state import refusals as _refusals
+from zerojax._progress import hinting, progress
+from zerojax._state import refusals as _refusals, stacks as _stacks
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 
+MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
 Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
@@ -245,9 +246,10 @@ class Workload:
         batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
-        step = step.settled(plan.abstract(), batch, *([] if rng is None else [rng]))
-        made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
-        report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
+        with hinting(unrolled(plan)):
+            step = step.settled(plan.abstract(), batch, *([] if rng is None else [rng]))
+            made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+            report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
         flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
         plan = plan.regathering(step.recipe.options.regather)
@@ -291,6 +293,18 @@ class Workload:
             compile_seconds=seconds,
             report=report,
         )
+
+
+def unrolled(plan: Plan) -> str:
+    """Says why a step takes long to compile whose layers a Python loop calls, if they are many."""
+    layers = _stacks.in_a_python_loop({leaf.path: leaf.shape for leaf in plan.params})
+    if layers < MANY_LAYERS:
+        return ""
+    return (
+        f"the model has {layers} layers with weights of their own, as in a Python loop, and XLA "
+        "compiles each. A scan over stacked layers (jax.lax.scan, nn.scan, nnx.scan) compiles one; "
+        "fewer stages, or a model of fewer layers, take less time too."
+    )
 
 
 def _tokens(leaves: list[jax.Array | jax.ShapeDtypeStruct]) -> int | None:

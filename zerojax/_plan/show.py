@@ -11,6 +11,7 @@ from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.placement import Groups
+from zerojax._state.stacks import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table, told_apart
 from zerojax._types import Device
@@ -36,7 +37,6 @@ TITLES = {
 
 REASON = "why not sharded"  # the column that is wrapped first
 LEAST_ALIKE = 3  # leaves that share a row of the table
-NUMBER = re.compile(r"\d+(?=/|$)")
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34  # unless it takes more to tell two apart
 Bounds = tuple[int, int]  # along one dimension

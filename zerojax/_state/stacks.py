@@ -1,5 +1,9 @@
 """Finds the parameters that are stacks of layers, by their shapes."""
 
+import re
+from collections import Counter
+from collections.abc import Mapping
+
 import jax
 import numpy as np
 
@@ -13,6 +17,7 @@ from zerojax._state.state import (
 )
 from zerojax._types import PyTree
 
+NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
 MOST_LAYERS = 256  # a longer first dimension counts something else
 
 
@@ -50,6 +55,16 @@ def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
 
     walk(0, leaves)
     return found
+
+
+def in_a_python_loop(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns how many layers have matrices of their own, by the paths of these: as many as differ
+    in one number alone."""
+    found: Counter[tuple] = Counter()
+    for path, shape in shapes.items():
+        for number in NUMBER.finditer(path) if len(shape) >= 2 else ():
+            found[path[: number.start()], path[number.end() :], shape] += 1
+    return max(found.values(), default=0)
 
 
 def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
