@@ -1,6 +1,9 @@
 """Damage to the files of a checkpoint, one after the other."""
 
+import contextlib
+import os
 import pathlib
+import threading
 
 from tests.checkpoint.states import STATE
 from tests.reference import assert_equal_bits
@@ -40,3 +43,28 @@ def right_or_named(path, read):
         return False
     assert_equal_bits(back, STATE)
     return True
+
+
+@contextlib.contextmanager
+def pipe_for(file):
+    """A named pipe in the place of a file. Who waits for it is told of its end, after a second."""
+    whole = file.read_bytes() if file.exists() else None
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    over = threading.Event()
+
+    def end():
+        while not over.wait(1.0):
+            with contextlib.suppress(OSError):  # nobody waits
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    try:
+        yield
+    finally:
+        over.set()
+        ending.join()
+        file.unlink(missing_ok=True)
+        if whole is not None:
+            file.write_bytes(whole)

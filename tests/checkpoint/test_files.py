@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 import zerojax
-from tests.checkpoint.damage import DAMAGE, damage_all, files_of
+from tests.checkpoint.damage import DAMAGE, damage_all, files_of, pipe_for
 from tests.checkpoint.states import STATE, place, plan_of, words
 from tests.reference import assert_equal_bits
 from zerojax._checkpoint import files as _files
@@ -125,3 +125,48 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         checkpoints.wait()
         assert checkpoints.steps() == [1, 3]
     zerojax.save(tmp_path / "one", large)
+
+
+PIPE = "is not a file, but a pipe or a device"
+
+
+def test_a_pipe_in_the_place_of_any_file_is_refused_and_not_waited_for(tmp_path):
+    """Those that zerojax reads, and those that Orbax does."""
+    zerojax.save(tmp_path / "c", STATE)
+    for file in files_of(tmp_path / "c"):
+        with pipe_for(file):
+            for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
+                with pytest.raises(ValueError, match=rf"{file.name} {PIPE}. Restore another"):
+                    read(tmp_path / "c")
+    assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
+
+
+def test_a_pipe_beside_the_checkpoints_of_a_loop_does_not_stop_it(tmp_path):
+    with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+        checkpoints.save(1, STATE, metrics={"loss": 1.0})
+    for name, warned in [
+        ("1/metrics/metrics", "metrics cannot be read .*but a pipe or a device"),
+        ("goodput.json", "but a pipe or a device.*Its times are left out of this run's"),
+    ]:
+        with pipe_for(tmp_path / name), pytest.warns(UserWarning, match=warned):
+            with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
+                assert_equal_bits(checkpoints.resume(STATE)[0], STATE)
+                checkpoints.best()
+    with pipe_for(tmp_path / "goodput.json"), pytest.raises(OSError, match="but a pipe or a dev"):
+        zerojax.Goodput(tmp_path)
+    note = "1/_CHECKPOINT_METADATA"
+    with pipe_for(tmp_path / note), pytest.raises(ValueError, match=rf"{note} {PIPE}. Remove it"):
+        zerojax.Checkpoints(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_safetensors_is_not_waited_for(tmp_path):
+    zerojax.export_safetensors(tmp_path / "many", STATE)
+    (tmp_path / "one").mkdir()
+    for name, refused in [
+        ("many/model-00001-of-00001.safetensors", "model-00001-of-00001.safetensors is missing"),
+        ("many/model.safetensors.index.json", "there is no model.safetensors.index.json in"),
+        ("one/model.safetensors", "but a pipe or a device.*model.safetensors"),
+    ]:
+        file = tmp_path / name
+        with pipe_for(file), pytest.raises((ValueError, OSError), match=refused):
+            zerojax.import_safetensors(file.parent, STATE)

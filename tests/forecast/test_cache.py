@@ -12,6 +12,7 @@ import pytest
 
 import zerojax
 from tests import audits
+from tests.checkpoint.damage import pipe_for
 from tests.test_cli import MODEL
 from zerojax._audit import audit as _audit
 from zerojax._forecast import cache as _cache
@@ -147,6 +148,12 @@ def test_a_damaged_file_is_compiled_again(damage, tmp_path, compiles):
     file.write_bytes(damage(data))
     assert report(tmp_path).to_dict() == whole and len(compiles) == 2
     assert files(tmp_path) == [file] and file.read_bytes() == data
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    file = tmp_path / "program"
+    with pipe_for(file):
+        assert _cache._read(file) is None and file.is_fifo()
 
 
 def test_a_folder_that_cannot_be_is_no_error(tmp_path, compiles):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.checkpoint.damage import pipe_for
 from tests.study import fakes
 from zerojax._study.stored import Stored
 
@@ -85,3 +86,9 @@ def test_where_no_file_can_be_is_said_first(tmp_path):
         with pytest.raises(ValueError, match="name a file in a folder that exists") as raised:
             Stored(path)
         assert str(path) in str(raised.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "study.json"
+    with pipe_for(path), pytest.raises(ValueError, match=r"study.json' cannot be .*: name a file"):
+        Stored(path)

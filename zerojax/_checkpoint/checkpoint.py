@@ -33,8 +33,6 @@ from zerojax._types import PyTree
 
 # Chunks are so small that a shard is read without the rest of its leaf.
 CHUNK_BYTES = 2**25
-ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
-METADATA = "_METADATA"  # Orbax's file of the tree, and of what is saved with it
 
 
 class Handler(ocp.PyTreeCheckpointHandler):
@@ -168,7 +166,7 @@ def restore(
     like = like if plan is None else plan.abstract()
     shapes = padded_shapes(like, plan)
     target = absolute(path)
-    found = _tree_in(target) is not None  # False where the file system is not shared
+    found = _files.tree_in(target) is not None  # False where the file system is not shared
     options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
     agree("zerojax.restore", target, like, found=found, shapes=shapes, **options)
     directory, tree, _ = _opened(target)
@@ -201,7 +199,7 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """
-    _, _, custom = _opened(absolute(path), only=METADATA)
+    _, _, custom = _opened(absolute(path), only=_files.METADATA)
     return _extras.unpack(custom, path, data=data)
 
 
@@ -212,9 +210,10 @@ def _opened(
 
     It checks the files that zerojax wrote, or `only` one; what Orbax alone wrote has no checksums.
     """
-    directory = _tree_in(given)
+    directory = _files.tree_in(given)
     if directory is None:
-        raise ValueError(_nothing_at(given))
+        raise ValueError(_files.nothing_at(given))
+    _files.check_regular(directory)
     listed = (directory / _files.CHECKSUMS).exists()
     if listed or _extras.KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)
@@ -286,50 +285,6 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
     return epath.Path(path if "://" in str(path) else os.path.abspath(os.path.expanduser(path)))
-
-
-def _tree_in(given: epath.Path) -> epath.Path | None:
-    """Returns the directory of a tree: `given`, or the item that a manager put in it."""
-    for directory in (given, given / ITEM, given / "state"):
-        if any((directory / file).exists() for file in (METADATA, _files.CHECKSUMS)):
-            return directory
-    return None
-
-
-def other_items(path: str) -> list[str]:
-    """Names what an Orbax manager saved beside the tree that `restore` reads."""
-    given = epath.Path(path)
-    tree = _tree_in(given)
-    items = () if tree == given else given.iterdir()
-    return sorted(entry.name for entry in items if entry.is_dir() and entry != tree)
-
-
-def is_complete(step: epath.Path) -> bool:
-    """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
-    return (step / _files.WRITTEN_LATER).exists() or _tree_in(step) is not None
-
-
-def _nothing_at(given: epath.Path) -> str:
-    if given.exists() and not given.is_dir():
-        return (
-            f"{given} is a file, and checkpoints are directories. One that flax.serialization "
-            "wrote opens with plan.place(flax.serialization.from_bytes(make_state(), "
-            "open(path, 'rb').read()))."
-        )
-    below = [entry for entry in given.iterdir() if _tree_in(entry)] if given.exists() else []
-    if below:
-        names = sorted((entry.name for entry in below), key=lambda name: (len(name), name))
-        return (
-            f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
-            f"{given / names[-1]}"
-        )
-    busy = _files.unfinished(given.parent, given.name) if given.name else []
-    note = f" {busy[0]} is one that was not finished." if busy else ""
-    what = "no complete checkpoint" if given.exists() else "nothing"
-    return (
-        f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
-        "or a step's in that of zerojax.Checkpoints."
-    )
 
 
 def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:

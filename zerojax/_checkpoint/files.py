@@ -9,7 +9,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from zerojax._warn import warn
 
 T = TypeVar("T")
 
+METADATA = "_METADATA"  # Orbax's file of the tree, and of what is saved with it
+ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
@@ -30,8 +32,69 @@ ONE_WRITER = (
 )
 SEEN_WITHIN = 10.0  # seconds after which a file that another process made must be seen
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some mounts of Lustre and NFS
+IRREGULAR = "not a file, but a pipe or a device"
 # What a parser makes of text that is not what was written.
 DAMAGE = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
+
+
+def tree_in(given: epath.Path) -> epath.Path | None:
+    """Returns the directory of a tree: `given`, or the item that a manager put in it."""
+    for directory in (given, given / ITEM, given / "state"):
+        if any((directory / file).exists() for file in (METADATA, CHECKSUMS)):
+            return directory
+    return None
+
+
+def other_items(path: str) -> list[str]:
+    """Names what an Orbax manager saved beside the tree that `restore` reads."""
+    given = epath.Path(path)
+    tree = tree_in(given)
+    items = () if tree == given else given.iterdir()
+    return sorted(entry.name for entry in items if entry.is_dir() and entry != tree)
+
+
+def is_complete(step: epath.Path) -> bool:
+    """Whether Orbax finished what is in a step's directory, be it a tree or other items."""
+    note = step / WRITTEN_LATER  # which its manager reads of each step
+    if _is_irregular(note):
+        raise ValueError(f"{note} is {IRREGULAR}. Remove it.")
+    return note.exists() or tree_in(step) is not None
+
+
+def nothing_at(given: epath.Path) -> str:
+    if given.exists() and not given.is_dir():
+        return (
+            f"{given} is a file, and checkpoints are directories. One that flax.serialization "
+            "wrote opens with plan.place(flax.serialization.from_bytes(make_state(), "
+            "open(path, 'rb').read()))."
+        )
+    below = [entry for entry in given.iterdir() if tree_in(entry)] if given.exists() else []
+    if below:
+        names = sorted((entry.name for entry in below), key=lambda name: (len(name), name))
+        return (
+            f"{given} is no checkpoint, but has some: {', '.join(names)}. Give one of them: "
+            f"{given / names[-1]}"
+        )
+    busy = unfinished(given.parent, given.name) if given.name else []
+    note = f" {busy[0]} is one that was not finished." if busy else ""
+    what = "no complete checkpoint" if given.exists() else "nothing"
+    return (
+        f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
+        "or a step's in that of zerojax.Checkpoints."
+    )
+
+
+def opened(file: str | os.PathLike) -> IO[bytes]:
+    """Opens a file to read. A pipe in its place is refused: who opens one may wait for ever."""
+    if _is_irregular(file):
+        raise OSError(errno.EINVAL, IRREGULAR, os.fspath(file))
+    return epath.Path(file).open("rb")
+
+
+def read(file: str | os.PathLike) -> bytes:
+    """Returns the bytes of a file, if it is a regular one."""
+    with opened(file) as source:
+        return source.read()
 
 
 def write_checksums(directory: epath.Path) -> None:
@@ -40,12 +103,19 @@ def write_checksums(directory: epath.Path) -> None:
     (directory / CHECKSUMS).write_text(json.dumps(sums))
 
 
+def check_regular(directory: epath.Path) -> None:
+    """Raises for a pipe among the files, which Orbax would open; object stores have none."""
+    pipes = () if "://" in str(directory) else _irregular_below(os.fspath(directory))
+    wrong = next(iter(pipes), None)
+    raise_together(wrong and ValueError(f"{wrong} is {IRREGULAR}. Restore another checkpoint."))
+
+
 def check_files(directory: epath.Path, only: str | None = None) -> None:
     """Raises where a file is not as written; `only` names one. The processes share the reading."""
     listing = directory / CHECKSUMS
     wrong = None
     try:
-        noted = json.loads(listing.read_text())
+        noted = json.loads(read(listing))
         sums = sorted(noted.items()) if only is None or not noted else [(only, noted[only])]
         mine = sums[jax.process_index() :: jax.process_count()]
         found = (_damage(directory / _inside(name), *sum_) for name, sum_ in mine)
@@ -208,6 +278,20 @@ def _files_below(directory: epath.Path, name: str = "") -> Iterator[str]:
             yield below
 
 
+def _irregular_below(directory: str) -> Iterator[str]:
+    with os.scandir(directory) as entries:  # which ask nothing more of the file system for files
+        for entry in entries:
+            if entry.is_dir():
+                yield from _irregular_below(entry.path)
+            elif not entry.is_file() and _is_irregular(entry.path):
+                yield entry.path
+
+
+def _is_irregular(file: str | os.PathLike) -> bool:
+    """Whether something is there that is no file: etils takes pipes for files."""
+    return os.path.exists(file) and not os.path.isfile(file)
+
+
 def _inside(name: str) -> str:
     path = pathlib.PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
@@ -217,8 +301,8 @@ def _inside(name: str) -> str:
 
 def _size_and_crc(file: epath.Path) -> list[int]:
     size = crc = 0
-    with file.open("rb") as opened:
-        while block := opened.read(BLOCK):
+    with opened(file) as source:
+        while block := source.read(BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
 

@@ -260,7 +260,7 @@ def _history_at(file: epath.Path) -> list[Start]:
 
 def _read(file: epath.Path) -> list[Start]:
     try:
-        history = [Start(**start) for start in json.loads(file.read_text())]
+        history = [Start(**start) for start in json.loads(_files.read(file))]
         if not math.isfinite(sum(map(sum, map(dataclasses.astuple, history)))) or not history:
             raise ValueError("it says nothing of any start")
         return history

@@ -302,7 +302,7 @@ class Checkpoints:
 
 def _warn_of_others(path: str, step: int) -> None:
     """Warns of what an Orbax manager saved beside the state."""
-    if others := _checkpoint.other_items(path):
+    if others := _files.other_items(path):
         warn(
             f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
             f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}."

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
-from zerojax._checkpoint import checkpoint as _checkpoint
+from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
 from zerojax._run import agreement as _agreement, processes as _processes
 from zerojax._warn import warn
 
@@ -26,7 +26,7 @@ class CompleteSteps(ocp.path.step.NameFormat):
 
     def find_all(self, base_path: epath.PathLike) -> Iterator[ocp.path.step.Metadata]:
         found = STEPS.find_all(base_path)
-        return (step for step in found if _checkpoint.is_complete(step.path))
+        return (step for step in found if _files.is_complete(step.path))
 
     def find_step(self, base_path: epath.PathLike, step: int) -> ocp.path.step.Metadata:
         return STEPS.find_step(base_path, step)
@@ -59,7 +59,7 @@ class Ranking:
             return None
         file = path / METRICS / METRICS
         try:
-            metrics = json.loads(file.read_text())
+            metrics = json.loads(_files.read(file))
             if not isinstance(metrics, dict):
                 raise TypeError("no dict of metrics")
             return {self.best: float(metrics[self.best])} if self.best in metrics else None

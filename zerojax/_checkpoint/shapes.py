@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import tensorstore as ts  # which Orbax writes with
 from etils import epath
 
+from zerojax._checkpoint import files as _files
+
 HEADER = ".zarray"
 SHARDINGS = "_sharding"  # Orbax's file of where each leaf was, for those who restore without `like`
 
@@ -61,7 +63,7 @@ def _replicate(file: epath.Path, dims: Mapping[str, int]) -> None:
     It would otherwise ask JAX for the sharding that the padded array had, which JAX refuses. Of
     arrays on the host or on one device, Orbax notes none.
     """
-    noted = json.loads(file.read_text()) if file.exists() else {}
+    noted = json.loads(_files.read(file)) if file.exists() else {}
     for name, dim in dims.items():
         key = base64.urlsafe_b64encode(name.encode()).decode()
         sharding = json.loads(noted.get(key, "{}"))

@@ -132,8 +132,7 @@ def stored_files(path: str) -> list[str]:
         )
         raise ValueError(f"{what}. Give a directory with {INDEX}, or one file.")
     try:
-        with open(index) as file:
-            names = sorted(set(json.load(file)["weight_map"].values()))
+        names = sorted(set(json.loads(_files.read(index))["weight_map"].values()))
         if outside := [name for name in names if os.path.basename(name) != name]:
             raise ValueError(f"it names {outside[0]!r}, outside of its directory")
     except _files.DAMAGE as error:
@@ -148,7 +147,7 @@ def stored_files(path: str) -> list[str]:
 def read_file(file: str) -> list[Stored]:
     """Returns the tensors of a file."""
     try:
-        with open(file, "rb") as opened:
+        with _files.opened(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > min(MOST_HEADER_BYTES, os.path.getsize(file)):
                 raise ValueError(f"a header of {length} bytes")

@@ -137,6 +137,8 @@ def _version(package: str) -> str:
 
 def _read(file: pathlib.Path) -> Program | None:
     """Reads a program; what is missing or damaged is compiled again."""
+    if not file.is_file():  # who opens a pipe may wait for ever
+        return None
     with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
         program = Program(**json.loads(zlib.decompress(file.read_bytes())))
         os.utime(file)  # the files that were not read for longest go first

@@ -36,7 +36,7 @@ class Stored:
 
 
 def _read(path: pathlib.Path) -> list[Cell]:
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise ValueError(
             f"out={str(path)!r} cannot be written: name a file in a folder that exists."
         )
