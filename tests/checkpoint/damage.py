@@ -47,16 +47,17 @@ def right_or_named(path, read):
 
 @contextlib.contextmanager
 def pipe_for(file):
-    """A named pipe in the place of a file. Who waits for it is told of its end, after a second."""
+    """A named pipe in the place of a file, for which nobody waits: its end comes after a second."""
     whole = file.read_bytes() if file.exists() else None
     file.unlink(missing_ok=True)
     os.mkfifo(file)
-    over = threading.Event()
+    over, waited = threading.Event(), []
 
     def end():
         while not over.wait(1.0):
             with contextlib.suppress(OSError):  # nobody waits
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+                waited.append(file)
 
     ending = threading.Thread(target=end)
     ending.start()
@@ -68,3 +69,4 @@ def pipe_for(file):
         file.unlink(missing_ok=True)
         if whole is not None:
             file.write_bytes(whole)
+    assert not waited

@@ -7,6 +7,7 @@ import resource
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -148,10 +149,13 @@ def test_a_pipe_beside_the_checkpoints_of_a_loop_does_not_stop_it(tmp_path):
         ("1/metrics/metrics", "metrics cannot be read .*but a pipe or a device"),
         ("goodput.json", "but a pipe or a device.*Its times are left out of this run's"),
     ]:
-        with pipe_for(tmp_path / name), pytest.warns(UserWarning, match=warned):
-            with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
-                assert_equal_bits(checkpoints.resume(STATE)[0], STATE)
-                checkpoints.best()
+        with (
+            pipe_for(tmp_path / name),
+            pytest.warns(UserWarning, match=warned),
+            zerojax.Checkpoints(tmp_path, best="loss") as checkpoints,
+        ):
+            assert_equal_bits(checkpoints.resume(STATE)[0], STATE)
+            checkpoints.best()
     with pipe_for(tmp_path / "goodput.json"), pytest.raises(OSError, match="but a pipe or a dev"):
         zerojax.Goodput(tmp_path)
     note = "1/_CHECKPOINT_METADATA"
@@ -170,3 +174,48 @@ def test_a_pipe_in_the_place_of_safetensors_is_not_waited_for(tmp_path):
         file = tmp_path / name
         with pipe_for(file), pytest.raises((ValueError, OSError), match=refused):
             zerojax.import_safetensors(file.parent, STATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "why"),
+    [
+        ("_METADATA", "the tree", "/_METADATA is damaged: Expecting value"),
+        ("_sharding", "the tree", "/_sharding is damaged: "),
+        ("manifest.ocdbt", "the tree", r"ValueError: .*/manifest.ocdbt"),
+    ],
+)
+def test_what_others_wrote_and_is_damaged_says_what_cannot_be_read(tmp_path, name, part, why):
+    """There are no checksums, and Orbax's own errors seldom name a file."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / name).write_bytes(b"")
+    message = rf"{part} of .*/c cannot be read \(.*{why}.*\). Restore another checkpoint"
+    with pytest.raises(ValueError, match=message) as raised:
+        zerojax.restore(tmp_path / "c", STATE)
+    assert "tensorstore_spec" not in str(raised.value)
+
+
+def test_leaves_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise json.JSONDecodeError("Expecting value", "", 0)
+
+    zerojax.save(tmp_path / "c", STATE)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
+    with pytest.raises(ValueError, match=r"w of .*/c cannot be read \(JSONDecodeError: Expecting"):
+        zerojax.restore(tmp_path / "c", STATE)
+    (tmp_path / "c" / "array_metadatas" / "process_0").write_bytes(b"")
+    (tmp_path / "c" / "zerojax_checksums.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"w of .*\(.*/array_metadatas/process_0 is damaged: Ex"):
+        zerojax.restore(tmp_path / "c", STATE)
+
+
+def test_what_is_no_checkpoint_says_what_would_read_it(tmp_path):
+    zerojax.export_safetensors(tmp_path / "weights", STATE)
+    for path in (tmp_path / "weights", next((tmp_path / "weights").glob("*.safetensors"))):
+        with pytest.raises(ValueError, match=r"has safetensors.*zerojax.import_safetensors"):
+            zerojax.restore(path, STATE)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / "_METADATA").unlink()
+    with pytest.raises(ValueError, match=r"no complete checkpoint at .*Its _METADATA is missing"):
+        zerojax.restore(tmp_path / "c", STATE)

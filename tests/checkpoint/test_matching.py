@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zerojax
+import zerojax.nnx
 from tests.checkpoint.states import make_state, place
 from tests.reference import assert_equal_bits
 
@@ -110,3 +112,23 @@ def test_leaves_without_elements_come_back(tmp_path):
         zerojax.restore(tmp_path / "full", like=placed)
     zerojax.save(tmp_path / "empty", {"none": jnp.zeros((0, 3))})
     assert zerojax.restore(tmp_path / "empty", {"none": jnp.ones((0, 3))})["none"].shape == (0, 3)
+
+
+def test_what_was_saved_from_nnx_objects_says_what_reads_it(tmp_path):
+    """Checkpoints of models themselves, as they were once saved, have their names in nnx."""
+    model, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    optimizer = nnx.Optimizer(other, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.save(tmp_path / "c", nnx.state(model))
+    with pytest.raises(ValueError, match=r"from Flax nnx objects: like=nnx.state\(model\), or"):
+        zerojax.restore(tmp_path / "c", zerojax.nnx.state(other, optimizer))
+    nnx.update(other, zerojax.restore(tmp_path / "c", nnx.state(other)))
+    assert_equal_bits(other.kernel[...], model.kernel[...])
+
+
+def test_nnx_variables_that_rest_padded_are_saved_with_their_plan(tmp_path):
+    model = nnx.Linear(3, 13, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3, min_shard_size=1)
+    with pytest.raises(TypeError, match=r"that zerojax pads. Save zerojax.nnx.state\(model, opt"):
+        zerojax.save(tmp_path / "c", nnx.state(model))
+    zerojax.save(tmp_path / "c", zerojax.nnx.state(model, optimizer))

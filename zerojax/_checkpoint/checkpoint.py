@@ -157,11 +157,7 @@ def restore(
         >>> print(state.opt_state[0].mu["w"].addressable_shards[0].data.shape)
         (32, 16)
     """
-    if _state.is_state_function(like):
-        raise TypeError(
-            "like= is a function, which says nothing of placement. Pass "
-            "zerojax.plan(make_state, stage=3), or a state."
-        )
+    check_like(like)
     plan = like if isinstance(like, Plan) else None
     like = like if plan is None else plan.abstract()
     shapes = padded_shapes(like, plan)
@@ -181,7 +177,7 @@ def restore(
     leaves = [leaf for leaf in leaves if leaf.name not in made]
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
     handler = Handler(**_limits(like, "restore_concurrent_gb"))
-    read = _matching.read(functools.partial(handler.restore, directory), tree, wanted)
+    read = _matching.read(handler, directory, tree, wanted)
     return _matching.filled(like, read | made)
 
 
@@ -243,18 +239,39 @@ def _one_replica(leaf: PyTree) -> PyTree:
 
 
 def check_leaves(state: PyTree) -> None:
-    """Raises for what is not an array, before any file is made."""
+    """Raises for what a restore could not give back, before any file is made."""
+    _refusals.check_stored(state)
+    _refusals.check_unpadded(state)
     leaves = _state.named_leaves(state)
     _state.named_leaves(state, separator=".")  # as Orbax names its files
-    if not leaves:
-        raise ValueError("the state has no leaves, so there is nothing to save.")
     _refusals.check_alive(state)
     for leaf in leaves:
         if not _refusals.has_numbers(leaf.value):
-            raise TypeError(
-                f"{leaf.name} is a {type(leaf.value).__name__}, not an array. Make it a static "
-                "field, or give it to save as metadata=."
+            raise TypeError(f"{leaf.name} is a shape without values. Pass a state that is made.")
+        if _is_cut_off(leaf.value):
+            raise ValueError(
+                f"{leaf.name} has integers that JAX cuts off, as it does without jax_enable_x64. "
+                "Set that, or give them to save as metadata=."
             )
+
+
+def check_like(like: PyTree) -> None:
+    """Raises for what no state can be restored to."""
+    if callable(like) and jax.tree_util.all_leaves([like]) and not _refusals.is_flax_module(like):
+        raise TypeError(
+            "like= is a function, which says nothing of placement. Pass "
+            "zerojax.plan(make_state, stage=3), or a state."
+        )
+    if not isinstance(like, Plan):
+        _refusals.check_stored(like, "like=")
+
+
+def _is_cut_off(value: PyTree) -> bool:
+    """Whether a leaf on the host has integers beyond those of the dtype that a step sees."""
+    if isinstance(value, jax.Array):
+        return False
+    values, dtype = np.asarray(value), _state.shape_dtype(value).dtype
+    return values.dtype.kind in "iu" and bool((values.astype(dtype) != values).any())
 
 
 def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape]) -> SaveArgs:
@@ -270,7 +287,7 @@ def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape
         dtype = _state.shape_dtype(leaf).dtype
         return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
-    arrays = jax.tree.map(as_array, state)
+    arrays = _without_partials(jax.tree.map(as_array, state))
     jax.block_until_ready(arrays)  # a step that failed raises here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     logical = {
@@ -281,6 +298,18 @@ def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape
     return SaveArgs(arrays, save_args=chunks, custom_metadata=custom, shapes=logical)
 
 
+def _without_partials(tree: PyTree) -> PyTree:
+    """Returns a tree that has lists for `Partial`s, which Orbax cannot make; no path changes."""
+
+    def is_partial(node: PyTree) -> bool:
+        return isinstance(node, jax.tree_util.Partial)
+
+    def plain(node: PyTree) -> PyTree:
+        return _without_partials([[*node.args], node.keywords]) if is_partial(node) else node
+
+    return jax.tree.map(plain, tree, is_leaf=is_partial)
+
+
 def absolute(path: str | os.PathLike) -> epath.Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{path!r} is no path. Pass a str or a pathlib.Path.")
@@ -289,12 +318,8 @@ def absolute(path: str | os.PathLike) -> epath.Path:
 
 def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:
     """Returns the saved tree, of Orbax's descriptions of leaves, and the metadata saved with it."""
-    try:
+    with _files.naming("the tree", directory):
         found = ocp.PyTreeCheckpointHandler().metadata(directory)
-    except Exception as error:
-        raise ValueError(
-            f"{directory} cannot be read ({error}). Restore another checkpoint."
-        ) from error
     custom = found.custom_metadata
     return found.tree, custom if isinstance(custom, dict) else {}
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 METADATA = "_METADATA"  # Orbax's file of the tree, and of what is saved with it
 ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a step
+SHARDINGS = "_sharding"  # Orbax's file of where each leaf was, for those who restore without `like`
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
 BLOCK = 2**22
@@ -62,6 +63,9 @@ def is_complete(step: epath.Path) -> bool:
 
 
 def nothing_at(given: epath.Path) -> str:
+    """Returns the error for a path without a tree, with what would read what is there."""
+    if given.exists() and (given.suffix == ".safetensors" or any(given.glob("*.safetensors"))):
+        return f"{given} has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors."
     if given.exists() and not given.is_dir():
         return (
             f"{given} is a file, and checkpoints are directories. One that flax.serialization "
@@ -77,6 +81,8 @@ def nothing_at(given: epath.Path) -> str:
         )
     busy = unfinished(given.parent, given.name) if given.name else []
     note = f" {busy[0]} is one that was not finished." if busy else ""
+    if (given / "manifest.ocdbt").exists():
+        note = f" Its {METADATA} is missing, without which nothing tells what its arrays are."
     what = "no complete checkpoint" if given.exists() else "nothing"
     return (
         f"there is {what} at {given}.{note} Give the directory that was passed to zerojax.save, "
@@ -95,6 +101,33 @@ def read(file: str | os.PathLike) -> bytes:
     """Returns the bytes of a file, if it is a regular one."""
     with opened(file) as source:
         return source.read()
+
+
+@contextlib.contextmanager
+def naming(what: str, directory: epath.Path) -> Iterator[None]:
+    """Says what of a checkpoint cannot be read where Orbax raises in its block."""
+    try:
+        yield
+    except (*DAMAGE, OSError, NotImplementedError) as error:
+        text = str(error).partition(" [tensorstore_spec")[0]  # pages of it
+        damaged = _no_json(directory)
+        why = f"{damaged} is damaged: {text}" if damaged else f"{type(error).__name__}: {text}"
+        raise ValueError(
+            f"{what} of {directory} cannot be read ({why}). Restore another checkpoint."
+        ) from error
+
+
+def _no_json(directory: epath.Path) -> epath.Path | None:
+    """Returns one of Orbax's files of JSON that is none."""
+    arrays = (directory / "array_metadatas").glob("*")
+    for file in (directory / METADATA, directory / SHARDINGS, *arrays):
+        try:
+            json.loads(read(file))
+        except OSError:
+            continue
+        except DAMAGE:
+            return file
+    return None
 
 
 def write_checksums(directory: epath.Path) -> None:

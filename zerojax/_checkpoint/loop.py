@@ -167,6 +167,7 @@ class Checkpoints:
         yet, a state is returned as it is, and for a plan `make_state` makes one:
         `resume(plan, make_state)` never needs memory for two states.
         """
+        _checkpoint.check_like(like)
         self._wait()
         self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step

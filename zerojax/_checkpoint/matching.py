@@ -1,5 +1,6 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
@@ -30,6 +32,10 @@ CAST = "cast=True casts floats to like='s"
 OTHER = (
     "Most leaves differ, as those of another model do: give this run a directory of its own; "
     "weights of one come over by zerojax.export_safetensors and import_safetensors(names=)."
+)
+OF_NNX = (
+    "It was saved from Flax nnx objects: like=nnx.state(model), or [nnx.state(model), "
+    "nnx.state(optimizer)] where both were saved, reads it for nnx.update."
 )
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
@@ -86,13 +92,15 @@ def match(
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
     hint = KEEP + WRAPPED * wrapped + BARE * bare
     padded = KEEP + PADDED * any(_differ_in_length(have, want) for _, have, want in different)
-    is_other = 2 * len(missing + different) > len(wanted) and not wrapped and not bare
+    of_nnx = bool(extra) and not both and all(name.endswith("/value") for name in extra)
+    is_other = 2 * len(missing + different) > len(wanted) and not (wrapped or bare or of_nnx)
     problems = [
         _problem(_beside(missing, theirs or {}), "not in the checkpoint", hint),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
         _problem([_reshaped(*each) for each in different], "of another shape", padded),
         _problem(_retyped(both, structs, cast), "of another dtype", CAST),
         OTHER * is_other,
+        OF_NNX * of_nnx,
     ]
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
@@ -146,17 +154,22 @@ def filled(like: PyTree, values: dict[str, jax.Array]) -> PyTree:
 
 
 def read(
-    restore: Callable[..., PyTree], tree: PyTree, wanted: dict[str, PyTree]
+    handler: ocp.PyTreeCheckpointHandler,
+    directory: epath.Path,
+    tree: PyTree,
+    wanted: dict[str, PyTree],
 ) -> dict[str, jax.Array]:
     """Reads the wanted leaves of the checkpoint `tree`, each to where its `like` lives.
 
     The groups are no larger than the largest leaf: the memory that one was read into is freed, and
-    used again, before the next is read. `restore` is Orbax's, from one directory.
+    used again, before the next is read.
     """
     done: dict[str, jax.Array] = {}
     sizes = {name: nbytes(like) for name, like in wanted.items()}
     for names in _files.grouped(sizes, sizes.__getitem__, max(sizes.values(), default=0)):
-        leaves = _read_group(restore, tree, {name: stored_struct(wanted[name]) for name in names})
+        structs = {name: stored_struct(wanted[name]) for name in names}
+        with _files.naming(", ".join(names), directory):
+            leaves = _read_group(functools.partial(handler.restore, directory), tree, structs)
         done |= {name: laundered(leaves.pop(name), wanted[name]) for name in names}
     return done
 

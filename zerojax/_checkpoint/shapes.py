@@ -16,7 +16,6 @@ from etils import epath
 from zerojax._checkpoint import files as _files
 
 HEADER = ".zarray"
-SHARDINGS = "_sharding"  # Orbax's file of where each leaf was, for those who restore without `like`
 
 
 def drop_padding(directory: epath.Path, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -35,7 +34,7 @@ def drop_padding(directory: epath.Path, shapes: Mapping[str, Sequence[int]]) -> 
             for key in _chunks_beyond(store, name, header["chunks"], shape):
                 del edited[key]
             edited[f"{name}/{HEADER}"] = json.dumps({**header, "shape": list(shape)}).encode()
-    _replicate(directory / SHARDINGS, dims)
+    _replicate(directory / _files.SHARDINGS, dims)
 
 
 def _differs(padded: Sequence[int], shape: Sequence[int]) -> int:

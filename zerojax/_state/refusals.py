@@ -43,6 +43,75 @@ def check_functional(state: object) -> None:
         )
 
 
+NNX = (
+    "Save zerojax.nnx.state(model, optimizer), read it with like=zerojax.nnx.state(model, "
+    "optimizer), and put it back by zerojax.nnx.update(model, optimizer, state). Without an "
+    "optimizer, that is nnx.state(model) and nnx.update(model, state)."
+)
+EQUINOX = (
+    "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as like=, and put "
+    "what is read back by equinox.combine(read, model). One that trains has a state: "
+    "zerojax.ModuleState.create(model, tx)."
+)
+
+
+def check_stored(tree: PyTree, name: str = "the state") -> None:
+    """Raises for what is no tree of arrays: a restore could not give it back."""
+    if (node := _first_of("flax.nnx", "Pytree", tree)) is not None:
+        raise TypeError(
+            f"{name} {'is' if node is tree else 'has'} a Flax nnx object, {type(node).__name__}, "
+            f"and not arrays alone. {NNX}"
+        )
+    check_functional(tree)
+    leaves = _state.leaves_with_paths(tree)
+    if not leaves:
+        raise ValueError(
+            f"{name} has no leaves, so there is nothing to save. Pass what has the arrays: a "
+            f"{type(tree).__name__} without any was passed."
+        )
+    if np.isscalar(tree):
+        raise TypeError(
+            f"{name} is {tree!r}, and not a tree of arrays. Pass the state; numbers and text are "
+            "saved with it as metadata=."
+        )
+    for leaf in leaves:
+        if not (has_numbers(leaf.value) or isinstance(leaf.value, jax.ShapeDtypeStruct)):
+            raise TypeError(
+                f"{leaf.name or name} is a {_kind(leaf.value)}, not an array. "
+                f"{_instead_of(leaf.value, tree)}"
+            )
+
+
+def check_unpadded(tree: PyTree) -> None:
+    """Raises for nnx variables that rest padded, whose tree does not tell what is padding."""
+    if _first_of("zerojax._state.nnx_padded", "Padded", tree) is not None:
+        raise TypeError(f"the state has Flax nnx variables that zerojax pads. {NNX}")
+
+
+def _first_of(module: str, kind: str, tree: PyTree) -> PyTree:
+    """Returns a node of a class of another library; where that is not imported, there is none."""
+    cls = getattr(sys.modules.get(module), kind, ())
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls))
+    return next((node for node in nodes if isinstance(node, cls)), None)
+
+
+def _kind(value: PyTree) -> str:
+    of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+    return f"{type(value).__name__}{of}"
+
+
+def _instead_of(value: PyTree, tree: PyTree) -> str:
+    """Returns what to save in the place of a tree that has `value`, which is no array."""
+    if _first_of("equinox", "Module", tree) is not None:
+        return EQUINOX
+    if callable(value):
+        return (
+            "Checkpoints have no functions, and so no optimizers (optax) and transforms (Haiku): "
+            "pass what they return, as their init does, or make them static fields."
+        )
+    return "Make it a static field, or give it to save as metadata=."
+
+
 MAKER = "Pass the state, or a function with its arguments: lambda: make_state(key)."
 
 
@@ -99,15 +168,17 @@ def check_values(tree: PyTree, name: str = "state") -> None:
 
 
 def has_numbers(value: PyTree) -> bool:
-    """Whether a leaf has numbers: no string, no object, no shape without values."""
-    return isinstance(value, jax.Array) or np.asarray(value).dtype.kind not in "OSU"
+    """Whether a leaf has numbers that JAX knows: no text, object, date, record or mere shape."""
+    if isinstance(value, jax.Array):
+        return True
+    dtype = np.asarray(value).dtype
+    return dtype.kind not in "OSUMm" and dtype.type not in (np.void, np.longdouble, np.clongdouble)
 
 
 def _no_array(leaf: Leaf, name: str) -> TypeError:
-    of = f" of {leaf.value.dtype}" if isinstance(leaf.value, np.ndarray) else ""
     return TypeError(
-        f"{where(name, leaf)} is a {type(leaf.value).__name__}{of}, which JAX does not accept "
-        f"as an array. Make it a numpy array of numbers, or leave it out of the {name}."
+        f"{where(name, leaf)} is a {_kind(leaf.value)}, which JAX does not accept as an array. "
+        f"Make it a numpy array of numbers, or leave it out of the {name}."
     )
 
 
