@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import dimension as _dimension, place as _place
+from zerojax._plan import dimension as _dimension, move as _move, place as _place
 from zerojax._plan.precision import Precision, storing
-from zerojax._state import carried as _carried, refusals as _refusals
+from zerojax._state import carried as _carried, nnx_streams as _streams, refusals as _refusals
 from zerojax._state.making import state_of
 from zerojax._state.nnx_state import (
     State as State,
@@ -166,19 +167,24 @@ class Step:
     def pure(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:
+        _streams.check_arguments(model, batch, rng)
         placed = state(model, optimizer)
-        if _carried.carried_plan(placed) is None:
+        plan = _carried.carried_plan(placed)
+        if plan is None:
             raise ValueError(
                 "the model or its optimizer is not placed. First: zerojax.nnx.shard(model, "
                 "optimizer, stage=3), with groups= and the like. A new optimizer of a sharded "
                 "model is placed with it in the same way."
             )
-        keys = _keys(placed, rng)
+        everywhere = NamedSharding(plan.mesh, PartitionSpec())
+        on_mesh = functools.partial(_at, everywhere)
+        keys = _keys(placed, _streams.without_objects(rng, on_mesh))
         return self.functional, placed, batch, *([] if keys is None else [keys])
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns what forecasts take: a step of states, a function that makes one, and keys."""
         source = functools.partial(_made_state, make)
+        rng = _streams.without_objects(rng, lambda count: count)
         return self.functional, source, _keys(jax.eval_shape(source), rng)
 
     def __call__(
@@ -189,7 +195,14 @@ class Step:
         if isinstance(metrics, tuple):  # of a training step
             new, metrics = metrics
             update(model, optimizer, new)
-        return metrics | metrics.pop("aux", {})
+        aux = metrics.pop("aux", {})
+        _streams.advance(rng, aux.pop("drawn", []))
+        return metrics | aux
+
+
+def _at(sharding: NamedSharding, value: jax.Array) -> jax.Array:
+    is_there = isinstance(value, Tracer) or value.sharding == sharding
+    return value if is_there else _move.moved(value, sharding)
 
 
 def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
@@ -205,7 +218,8 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
 
     Parameters, optimizer state, batch statistics and the counts of random streams are updated as in
     a loop with `nnx.value_and_grad` and `optimizer.update`. Streams (`nnx.Rngs`) draw differently
-    on each device and for each microbatch. Batch statistics are means over the devices; give
+    on each device and for each microbatch; `rng` is a key, or streams of yours, which advance in
+    place as under `nnx.jit`. Batch statistics are means over the devices; give
     `nnx.BatchNorm` `axis_name="data"` for those of the whole batch. Variables of integers,
     booleans and other keys become what the first device makes of them, as in `mutable=`.
 
@@ -233,7 +247,9 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
 
 
 def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
-    """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes nothing.
+    """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes neither of these two.
+
+    A `nnx.Rngs` as `rng` advances, as in `train_step`.
 
     Arguments:
         loss_fn: as in `train_step`.
@@ -268,10 +284,14 @@ def _call(
     model = nnx.merge(variables.graphdef, params, variables.values)
     _embed_as_stored(model)
     if "streams" in keys:
-        _set_apart(model, keys["streams"])
-    args = (model, batch, *([keys["loss"]] if "loss" in keys else []))
+        _streams.set_apart(model, keys["streams"])
+    rng = _streams.with_objects(keys.get("loss"))
+    before = [count.get_value() for count in _streams.counts(rng)]
+    args = (model, batch, *([] if rng is None else [rng]))
     loss, aux = split_aux(_refusals.called(loss_fn, args, {}, "model"), None)
     found: dict[str, PyTree] = {} if aux is None else {"aux": aux}
+    if before:
+        found["drawn"] = _streams.drawn(rng, before)
     if updates:
         paths = {path for path, _ in nnx.to_flat_state(params)}
         new = _values_of(model, variables.values, paths)
@@ -309,17 +329,6 @@ def _values_of(model: nnx.Module, before: PyTree, params: set[tuple]) -> PyTree:
         (path, None if isinstance(variable, nnx.RngKey) else variable.get_value())
         for path, variable in variables.items()
     )
-
-
-def _set_apart(model: nnx.Module, device_key: jax.Array) -> None:
-    """Gives a model random streams of this device and microbatch."""
-    salt = jax.random.bits(device_key)
-
-    def fold(keys: jax.Array) -> jax.Array:
-        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
-        return folded.reshape(keys.shape)
-
-    nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
 
 
 @functools.cache

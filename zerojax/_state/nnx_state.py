@@ -1,6 +1,7 @@
 """A Flax nnx model and its optimizer as one state without objects, and back."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,14 @@ class State(TrainState):
     makes_models = True  # `update` has variables show logical shapes: see `carried.hides_padding`
 
     variables: Variables
+
+    def with_streams(self, key_of: Callable[[jax.Array], jax.Array]) -> "State":
+        """Returns a state that has other keys in the streams of the model."""
+        values = nnx.to_flat_state(self.variables.values)
+        model = nnx.merge(self.variables.graphdef, self.params, self.variables.values)
+        streams = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngKey))}
+        new = nnx.from_flat_state((p, key_of(v) if p in streams else v) for p, v in values)
+        return self.replace(variables=Variables(new, self.variables.graphdef))
 
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:

@@ -233,9 +233,11 @@ def called(
         names = re.findall(r"'(\w+)'", missing[1]) if missing else []
         others = [name for name in names if not KEY.search(name)]
         if len(args) > 2 and _takes(loss_fn, args[:2], fields):
+            step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
             raise TypeError(
                 f"the step calls the loss with ({given}): {error}. This loss takes no random key: "
-                "leave it out, step(state, batch), or have the loss take it after the batch."
+                f"leave it out, {step}, or have the loss take it after the batch. Several arrays "
+                "are one batch, (x, y)."
             ) from error
         if model != "params" or (names and not others):
             raise TypeError(

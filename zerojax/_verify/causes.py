@@ -24,11 +24,6 @@ ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
 )
-KEYS_OF_ITS_OWN = (
-    "The loss draws random numbers from a key that the step does not see, one kept in the state or "
-    "made in the loss: every part of the batch gets the same ones. Pass the key to the step, "
-    "step(state, batch, rng), which folds it for each part"
-)
 
 
 def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
@@ -189,7 +184,7 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"accumulate=1 it is the same. Use that, {accept}."
         )
     if _draws.has_keys_of_its_own(parts.jaxpr):
-        return f"{KEYS_OF_ITS_OWN}, {accept}."
+        return f"{_keys_of_its_own(reference)}, {accept}."
     for what, roles in _other_splits(reference):
         if close(_loss_by(reference, roles), whole):
             pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
@@ -214,6 +209,19 @@ def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
         return reference.replay(roles=roles, in_float32=True, differentiate=False).loss
     except Exception:  # whatever the loss or its library raises
         return float("nan")
+
+
+def _keys_of_its_own(reference: Reference) -> str:
+    remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
+    if hasattr(reference.state, "with_streams"):
+        remedy = (
+            "Draw from a nnx.Rngs that the model holds or the step is given, step(model, "
+            "optimizer, batch, rngs): its keys are folded for each part"
+        )
+    return (
+        "The loss draws random numbers from a key that the step does not see, one kept in the "
+        f"state or made in the loss: every part of the batch gets the same ones. {remedy}"
+    )
 
 
 def _weighed(reference: Reference) -> str:

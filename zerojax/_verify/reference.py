@@ -88,7 +88,7 @@ class Reference:
     def with_draws_alike(self) -> "Reference":
         """Returns the same with keys from which every draw is the same number, on any part.
 
-        Those of a model's streams too: the step folds them by one of the arguments.
+        Those of the streams that a nnx model holds too: the step folds them by an argument.
         """
         other = copy.copy(self)
         values, treedef = jax.tree.flatten(self.args)
@@ -96,9 +96,8 @@ class Reference:
         other.args = treedef.unflatten(
             [_draws.alike(v) if k else v for v, k in zip(values, keys, strict=True)]
         )
-        if hasattr(self.state, "model_of"):
-            leaves, treedef = jax.tree.flatten(self.state)
-            other.state = treedef.unflatten([_draws.alike(v) if is_key(v) else v for v in leaves])
+        if hasattr(self.state, "with_streams"):
+            other.state = self.state.with_streams(_draws.alike)
         return other
 
     def replay(
