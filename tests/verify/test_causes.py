@@ -97,6 +97,32 @@ def test_the_remedy_for_in_batch_negatives_passes():
     assert report.losses["the step"] == pytest.approx(float(contrastive(W, PAIRS)), rel=1e-5)
 
 
+def policy(params, batch, normalised):
+    """The loss of a policy and of values, as PPO has it."""
+    ratio, gain = jnp.exp((batch["x"] @ params["w"]).mean(-1)), normalised(batch["gain"])
+    gains = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
+    return ((batch["x"].sum(-1) - batch["values"]) ** 2).mean() - gains.mean()
+
+
+def by_deviation(gain, mean=jnp.mean):
+    return (gain - mean(gain)) / (jnp.sqrt(mean((gain - mean(gain)) ** 2)) + 1e-8)
+
+
+def test_an_advantage_normalised_over_the_minibatch_is_named_and_its_remedies_pass():
+    gain = jnp.cumsum(X[:, 0])
+    batch = {"x": X, "values": X[:, 1], "gain": gain, "unread": X[:, 2]}
+
+    def verified(normalised, **other):
+        step = zerojax.train_step(functools.partial(policy, normalised=normalised))
+        return zerojax.verify(step, placed(W), {**batch, **other})
+
+    cause = verified(by_deviation).causes[0]
+    assert "normalises batch leaf gain by its mean and deviation" in cause
+    assert "before the step" in cause and "masked" not in cause
+    assert verified(lambda gain: gain, gain=by_deviation(gain)).ok
+    assert verified(functools.partial(by_deviation, mean=zerojax.mean)).ok
+
+
 class Normalised(nn.Module):
     axis_name: str | None = None
 
@@ -132,7 +158,12 @@ def test_batchnorm_is_named_and_its_remedy_passes(rate):
     assert "aux/out" in {c.path for c in report.checks}
     assert verified(normalised("data", rate)).ok
     split = verified(normalised("data", rate), accumulate=4)
-    assert "with accumulate=1 it is the same" in split.causes[0]
+    assert "as BatchNorm does: with accumulate=1 it is the same" in split.causes[0]
+
+
+def test_batchnorm_is_named_where_a_step_accumulates():
+    cause = verified(normalised(), accumulate=4).causes[0]
+    assert "Most likely BatchNorm: give it axis_name='data', with accumulate=1. Else" in cause
 
 
 def with_a_key_in_the_state():

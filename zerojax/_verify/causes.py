@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from zerojax._loss import batch as _batch
 from zerojax._plan.padding import padded, unpadded
-from zerojax._state import state as _state
+from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
 from zerojax._verify import compare as _compare, draws as _draws
 from zerojax._verify.compare import Check
@@ -179,18 +179,16 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             "mean over the parts. Use a mean, or divide by a constant."
         )
     if split.accumulate > 1 and close(replay(BatchSplit(split.devices, 1)).loss, whole):
+        norm = ", as BatchNorm does" if _has_statistics(reference, parts) else ""
         return (
-            "The loss means something else on a microbatch than on the whole batch: with "
+            f"The loss means something else on a microbatch than on the whole batch{norm}: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
     if _draws.has_keys_of_its_own(parts.jaxpr):
         return f"{_keys_of_its_own(reference)}, {accept}."
     for what, roles in _other_splits(reference):
         if close(_loss_by(reference, roles), whole):
-            pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
-            specs = {x.name: _batch.spec(role, reference.plan.batch_axes) for x, role in pairs}
-            text = str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
-            return f"{what} Say so, batch_specs={text}, {accept}."
+            return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
     first = int(finite[0]) if len(finite) else 0
     if not close(replay(split.on_one(), reference.repeated(first)).loss, parts.losses[first]):
         return (
@@ -199,7 +197,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
             f"other devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), "
             f"{accept}."
         )
-    return f"{_weighed(reference)}; {accept.removeprefix('or ')} where it is meant."
+    likely = _normalised(reference, whole, tolerance) or _weighed(reference, parts)
+    return f"{likely}; {accept.removeprefix('or ')} where it is meant."
 
 
 def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
@@ -209,6 +208,12 @@ def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
         return reference.replay(roles=roles, in_float32=True, differentiate=False).loss
     except Exception:  # whatever the loss or its library raises
         return float("nan")
+
+
+def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
+    pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
+    specs = {x.name: _batch.spec(role, reference.plan.batch_axes) for x, role in pairs}
+    return str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
 
 
 def _keys_of_its_own(reference: Reference) -> str:
@@ -224,10 +229,44 @@ def _keys_of_its_own(reference: Reference) -> str:
     )
 
 
-def _weighed(reference: Reference) -> str:
-    norm = f"BatchNorm: give it axis_name={reference.axis_name}"
+def _normalised(reference: Reference, whole: float, tolerance: float) -> str | None:
+    """Names a batch leaf that the loss normalises by its own mean and deviation, as PPO does.
+
+    Scaled and shifted it leads to the same loss, and in another order it does not.
+    """
+
+    def is_whole(change: Callable[[jax.Array], jax.Array], at: int) -> bool:
+        args = treedef.unflatten([change(v) if i == at else v for i, v in enumerate(values)])
+        split = reference.split.on_one()
+        found = reference.replay(split, args, in_float32=True, differentiate=False)
+        return math.isclose(found.loss, whole, rel_tol=tolerance)
+
+    values, treedef = jax.tree.flatten(reference.args)
+    for i, leaf in enumerate(_state.leaves_with_paths(reference.args[0])):
+        role, is_float = reference.roles[i], jnp.issubdtype(values[i].dtype, jnp.floating)
+        if role.kind != _batch.BATCH or not is_float or not is_whole(lambda x: 2 * x + 1, i):
+            continue
+        if not is_whole(functools.partial(jnp.flip, axis=role.dim), i):
+            return (
+                f"The loss normalises {_refusals.where('batch', leaf)} by its mean and deviation, "
+                "which are others in a part of the batch. Normalise it before the step, over the "
+                "whole batch, or by those of all devices, jnp.sqrt(zerojax.mean((x - "
+                "zerojax.mean(x)) ** 2))"
+            )
+    return None
+
+
+def _has_statistics(reference: Reference, parts: Replayed) -> bool:
+    """Whether the loss updates floats in fields of the state, as BatchNorm does."""
+    fields = jax.tree.leaves([parts.aux[name] for name in reference.recipe.mutable])
+    return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in fields)
+
+
+def _weighed(reference: Reference, parts: Replayed) -> str:
+    once = ", with accumulate=1" if reference.split.accumulate > 1 else ""
+    norm = f"BatchNorm: give it axis_name={reference.axis_name}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
-    likely, other = (norm, mask) if reference.recipe.mutable else (mask, norm)
+    likely, other = (norm, mask) if _has_statistics(reference, parts) else (mask, norm)
     return (
         "Examples weigh or are normalised differently in a part than in the whole batch. Most "
         f"likely {likely}. Else {other}"
