@@ -30,6 +30,29 @@ def test_loss_that_returns_something_else(returns, message):
         zerojax.train_step(lambda p, b: returns(b["x"]))(place(made), made.batch)
 
 
+@pytest.mark.parametrize("narrow", ["compute", "param"])
+def test_a_carry_that_changes_its_dtype_is_told_of_precision(narrow):
+    """In float32 it would run; the carry begins in the dtype that the loss writes."""
+    made = mlp(False)
+    precision = zerojax.Precision(**{narrow: "bfloat16"})
+    given = {"precision": precision} if narrow == "compute" else {}
+    state = place(made, precision=precision)
+
+    def loss(begin):
+        def of(params, batch):
+            turn = lambda n, x: jnp.tanh(x.astype(params["in"]["w"].dtype))
+            return jnp.mean(jax.lax.fori_loop(0, 2, turn, begin(batch["x"], params)))
+
+        return zerojax.train_step(of, **given, donate=False)
+
+    message = r"(?s)equal types.*parameters in bfloat16 .*jnp.zeros\(shape, x.dtype\), or cast what"
+    with pytest.raises(TypeError, match=message):
+        loss(lambda x, _: jnp.ones(x.shape))(state, made.batch)
+    loss(lambda x, params: jnp.ones(x.shape, params["in"]["w"].dtype))(state, made.batch)
+    with pytest.raises(TypeError, match=r"equal types(?s:(?!parameters in).)*$"):
+        loss(lambda x, _: jnp.ones(x.shape, jnp.int32))(place(made), made.batch)
+
+
 def test_an_axis_that_no_step_has_is_told_of_those_that_one_has():
     """As in a loss that was written for a `pmap` over 'batch'."""
     made = convnet(False, axis_name="batch")

@@ -1,7 +1,8 @@
 """Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._loss import constraints as _constraints, fields as _fields
@@ -63,6 +65,23 @@ def trace_loss(
         return TracedLoss(_compat.without_unread(jaxpr), consts, aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)
+
+
+@contextlib.contextmanager
+def explained_dtypes(given: DTypeLike | None) -> Iterator[None]:
+    """Says of loops and branches that disagree on a dtype where it comes from: `precision=`."""
+    try:
+        yield
+    except TypeError as error:
+        differ = re.search(r"must have equal (output )?types.*\bfloat(32|64)\b", str(error), re.S)
+        if given is not None and differ and str(jnp.dtype(given)) in str(error):
+            error.add_note(
+                f"precision= gives the loss its parameters in {jnp.dtype(given)} (with compute=, "
+                "the batch too), and what the loss makes itself, such as the first carry of a "
+                "loop, is float32. Make it in the dtype of what it meets, jnp.zeros(shape, "
+                "x.dtype), or cast what a turn of the loop returns, new.astype(carry.dtype)."
+            )
+        raise
 
 
 def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
 from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans, order as _order
-from zerojax._loss.trace import TracedLoss, trace_loss
+from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
@@ -185,15 +185,16 @@ def _program(
     full = jax.tree.structure(params).unflatten(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.params
     )
-    compute = precision_of(plan, options.precision).compute
+    precision = precision_of(plan, options.precision)
 
     def trace(ways: int) -> TracedLoss:
         """Traces the loss as seen where the batch is split so many ways."""
         pairs = zip(arg_values, roles, strict=True)
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
-        shapes = cast_floats([full, *arg_tree.unflatten(parts)], compute)
+        shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
         has_aux, axes = options.has_aux, plan.batch_axes
-        return trace_loss(loss_fn, shapes, has_aux, plan.mesh, axes, options.mutable)
+        with explained_dtypes(precision.compute or precision.param):
+            return trace_loss(loss_fn, shapes, has_aux, plan.mesh, axes, options.mutable)
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
