@@ -177,15 +177,15 @@ class Step:
                 "model is placed with it in the same way."
             )
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
-        on_mesh = functools.partial(_at, everywhere)
-        keys = _keys(placed, _streams.without_objects(rng, on_mesh))
+        _streams.place(rng, functools.partial(_at, everywhere))
+        keys = _keys(placed, _streams.without_objects(rng))
         return self.functional, placed, batch, *([] if keys is None else [keys])
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns what forecasts take: a step of states, a function that makes one, and keys."""
         source = functools.partial(_made_state, make)
-        rng = _streams.without_objects(rng, lambda count: count)
-        return self.functional, source, _keys(jax.eval_shape(source), rng)
+        keys = _keys(jax.eval_shape(source), _streams.without_objects(rng))
+        return self.functional, source, keys
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None

@@ -9,6 +9,7 @@ from flax import nnx
 
 import zerojax
 import zerojax.nnx
+from tests.conftest import make_mesh
 from tests.nnx_models import make
 
 X = np.ones((16, 16), np.float32)
@@ -42,8 +43,10 @@ def test_streams_that_a_step_is_given_advance_in_place(compiled):
     zerojax.verify(*pure).check()
     zerojax.audit(*pure)
     assert int(rngs.noise.count[...]) == 2**24 + 2
-    rngs.noise()  # goes on outside of a step
-    assert int(rngs.noise.count[...]) == 2**24 + 3
+    rngs.noise()  # goes on outside of a step, and in one on other devices
+    model, optimizer = zerojax.nnx.shard(*make(linear), mesh=make_mesh(1))
+    zerojax.nnx.eval_step(noisy)(model, optimizer, X, rngs)
+    assert int(rngs.noise.count[...]) == 2**24 + 4
 
 
 def test_forked_streams_advance_in_evaluation_too():

@@ -222,7 +222,8 @@ def _placement(report: Measured) -> Iterator[str]:
     for path, how in report.placement:
         yield (
             f"{path} reaches the step as {how}, not as the plan shards it. Place the state "
-            "(zerojax.shard_train_state or plan.place), and keep it so with plan.constrain."
+            "(zerojax.shard_train_state or plan.place), and keep it so with plan.constrain; with "
+            "nnx, zerojax.nnx.shard(model, optimizer) after each step of another kind."
         )
 
 

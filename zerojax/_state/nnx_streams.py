@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from zerojax._types import PyTree, TreeDef, is_key
+from zerojax._types import PyTree, TreeDef
 
 STREAMS = nnx.Rngs | nnx.RngStream
 
@@ -23,17 +23,23 @@ class Streams:
     treedef: TreeDef = struct.field(pytree_node=False)
 
 
-def without_objects(rng: PyTree, placed: Callable[[jax.Array], jax.Array]) -> PyTree:
-    """Returns what a step is given after the batch with `Streams` for objects.
+def place(rng: PyTree, placed: Callable[[jax.Array], jax.Array]) -> None:
+    """Puts keys and counts, in place, where a step returns counts.
 
-    Counts are `placed` as a step returns them: it would compile again for its second call.
+    Else its second call would compile again.
     """
+    for variable in _variables(rng, nnx.RngState):
+        variable.set_value(placed(variable.get_value()))
+
+
+def without_objects(rng: PyTree) -> PyTree:
+    """Returns what a step is given after the batch with `Streams` for objects."""
 
     def taken_out(value: PyTree) -> PyTree:
         if not isinstance(value, STREAMS):
             return value
         leaves, treedef = jax.tree.flatten(value)
-        return Streams([_scalars(x if is_key(x) else placed(x)) for x in leaves], treedef)
+        return Streams(list(map(_scalars, leaves)), treedef)
 
     return jax.tree.map(taken_out, rng, is_leaf=_is_streams)
 
@@ -52,9 +58,7 @@ def has_streams(tree: PyTree) -> bool:
 
 def counts(rng: PyTree) -> list[nnx.RngCount]:
     """Returns the variables that count what was drawn from the streams of an argument."""
-    streams = filter(_is_streams, jax.tree.leaves(rng, is_leaf=_is_streams))
-    variables = (nnx.to_flat_state(nnx.state(one, nnx.RngCount)) for one in streams)
-    return [variable for found in variables for _, variable in found]
+    return _variables(rng, nnx.RngCount)
 
 
 def drawn(rng: PyTree, before: list[jax.Array]) -> list[PyTree]:
@@ -75,7 +79,8 @@ def drawn(rng: PyTree, before: list[jax.Array]) -> list[PyTree]:
 def advance(rng: PyTree, drawn: list[PyTree]) -> None:
     """Advances streams, in place, by what a step has drawn."""
     found = counts(rng)
-    for count, value in zip(found, _advanced([c.get_value() for c in found], drawn), strict=True):
+    new = _advanced([count.get_value() for count in found], drawn) if found else []
+    for count, value in zip(found, new, strict=True):
         count.set_value(value)
 
 
@@ -106,8 +111,9 @@ def check_arguments(model: nnx.Module, batch: PyTree, rng: PyTree) -> None:
             "the batch has a nnx.Rngs, which would not advance there. Pass it after the batch: "
             "step(model, optimizer, batch, rngs)."
         )
-    held = {id(count) for _, count in nnx.to_flat_state(nnx.state(model, nnx.RngCount))}
-    if any(id(count) in held for count in counts(rng)):
+    given = set(map(id, counts(rng)))
+    held = nnx.to_flat_state(nnx.state(model, nnx.RngCount)) if given else ()
+    if any(id(count) in given for _, count in held):
         raise ValueError(
             "the model holds the nnx.Rngs that the step is given after the batch. Leave it out, "
             "step(model, optimizer, batch), and have the loss draw from the model's."
@@ -123,6 +129,12 @@ def set_apart(model: nnx.Module, device_key: jax.Array) -> None:
         return folded.reshape(keys.shape)
 
     nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
+
+
+def _variables(rng: PyTree, kind: type[nnx.RngState]) -> list[PyTree]:
+    streams = filter(_is_streams, jax.tree.leaves(rng, is_leaf=_is_streams))
+    flat = (nnx.to_flat_state(nnx.state(one, kind)) for one in streams)
+    return [variable for found in flat for _, variable in found]
 
 
 def _is_streams(value: object) -> bool:
