@@ -142,3 +142,13 @@ def test_plans_and_tables_fit(monkeypatch):
     with _text.fitted():
         assert max(map(len, str(plan).split("\n")[1:])) <= 80
         assert max(map(len, str(zerojax.memory_table(7.5e9, 64)).split("\n"))) <= 80
+
+
+def test_the_times_of_a_column_are_in_one_unit():
+    rows = [("a", "step", "exposed"), ("b", 1.2345, 0.0), ("c", 0.98, 3e-6), ("d", "-", 0.02)]
+    assert _text.with_times(rows) == [
+        ("a", "step", "exposed"), ("b", "1,234.5 ms", "0.0 ms"), ("c", "980.0 ms", "0.0 ms"),
+        ("d", "-", "20.0 ms"),
+    ]  # fmt: skip
+    assert _text.with_times([("x", 2.0), ("y", 75.0)]) == [("x", "2.0 s"), ("y", "75.0 s")]
+    assert _text.with_times([(2e-6,), (0.0,)]) == [("2.0 µs",), ("0 µs",)]

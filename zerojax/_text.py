@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 Row = tuple[str, ...]
 GAP = 2  # spaces between columns
@@ -40,6 +40,17 @@ def human_time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.{1 if seconds / size < 1000 else 0}f} {unit}"
     return f"{seconds * 1e6:.1f} µs" if seconds else "0 µs"
+
+
+def with_times(rows: Iterable[Sequence[str | float]]) -> list[Row]:
+    """Returns the rows of a table in which numbers are seconds, those of a column in one unit."""
+    return list(zip(*map(_in_one_unit, zip(*rows, strict=True)), strict=True))
+
+
+def _in_one_unit(column: Sequence[str | float]) -> list[str]:
+    units = {human_time(cell).split()[-1] for cell in column if not isinstance(cell, str)}
+    time = human_time if len(units) == 1 else lambda seconds: f"{seconds * 1e3:,.1f} ms"
+    return [cell if isinstance(cell, str) else time(cell) for cell in column]
 
 
 def shortened(words: Sequence[str], width: int) -> list[str]:

@@ -13,7 +13,15 @@ from zerojax._hlo.gpus import Gpu
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.precision import Precision
-from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._text import (
+    Row,
+    html_table,
+    human_bytes,
+    human_time,
+    paragraphs,
+    text_table,
+    with_times,
+)
 from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 
@@ -150,20 +158,7 @@ class Choice:
         )
 
     def _rows(self) -> list[Row]:
-        return [HEADER, *(self._row(one) for one in self.compiled)]
-
-    def _row(self, one: Compiled) -> Row:
-        case = one.case
-        return (
-            str(one.way),
-            human_time(one.estimate),
-            human_time(case.step_seconds),
-            human_time(case.exposed_seconds + case.waited_seconds),
-            *(COLUMNS[title][0](case) for title in SPEEDS),
-            human_bytes(case.peak),
-            "yes" if case.fits else "no",
-            "exact" if one.way.is_exact else "codes",
-        )
+        return with_times([HEADER, *map(_row, self.compiled)])
 
     def _advice(self) -> Iterator[str]:
         best, coded = self.best, self.best_with_codes
@@ -186,6 +181,20 @@ class Choice:
         if any(case.network_bytes for case in cases):
             yield from filter(None, [_network.advice(self.gpu, os.environ)])
         yield from _offload.told_of_pool(max((case.pinned for case in cases), default=0))
+
+
+def _row(one: Compiled) -> tuple[str | float, ...]:
+    case = one.case
+    return (
+        str(one.way),
+        one.estimate,
+        case.step_seconds,
+        case.exposed_seconds + case.waited_seconds,
+        *(COLUMNS[title][0](case) for title in SPEEDS),
+        human_bytes(case.peak),
+        "yes" if case.fits else "no",
+        "exact" if one.way.is_exact else "codes",
+    )
 
 
 def _costs(one: Compiled) -> str:

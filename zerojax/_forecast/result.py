@@ -12,7 +12,15 @@ from zerojax._hlo.gpus import Gpu
 from zerojax._loss.order import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._text import (
+    Row,
+    html_table,
+    human_bytes,
+    human_time,
+    paragraphs,
+    text_table,
+    with_times,
+)
 from zerojax._update import offload as _offload
 
 GIB, MS = 2**30, 1e-3
@@ -78,7 +86,8 @@ def _tokens_text(case: Case) -> str:
     return "-" if case.tokens_per_second is None else f"{case.tokens_per_second:,.0f}"
 
 
-Column = tuple[Callable[[Case], str], str]  # what a case has there, and a sentence about it
+# What a case has there, text or seconds, and a sentence about it.
+Column = tuple[Callable[[Case], str | float], str]
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
 COLUMNS: dict[str, Column] = {
     "stage": (
@@ -119,16 +128,16 @@ COLUMNS: dict[str, Column] = {
     "sent, host": (_bytes_of("link_bytes"), "What a GPU sends in a step to others of its host."),
     "sent, network": (_bytes_of("network_bytes"), "What a GPU sends in a step to other hosts."),
     "step": (
-        lambda case: human_time(case.step_seconds),
+        lambda case: case.step_seconds,
         "The time of a step, modelled by replaying the compiler's schedule at the GPU's rates.",
     ),
     "exposed": (
-        lambda case: human_time(case.exposed_seconds),
+        lambda case: case.exposed_seconds,
         "The part of the step in which the GPU waits for communication; in the table of --choose "
         "also for copies from and to the host's memory.",
     ),
     HOST_WAIT: (
-        lambda case: human_time(case.waited_seconds),
+        lambda case: case.waited_seconds,
         "The part of the step in which the GPU waits for copies from and to the host's memory.",
     ),
     "tokens/s": (_tokens_text, "The tokens that all GPUs together train on in a second."),
@@ -215,10 +224,8 @@ class Forecast:
     def _rows(self) -> list[Row]:
         offloads = any(case.on_host for case in self.cases)
         shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
-        return [
-            tuple(shown),
-            *(tuple(cell(case) for cell, _ in shown.values()) for case in self.cases),
-        ]
+        rows = ([cell(case) for cell, _ in shown.values()] for case in self.cases)
+        return with_times([list(shown), *rows])
 
     def _advice(self) -> str:
         best = self.best
