@@ -115,7 +115,7 @@ def forecast(
         stages = stages if recipe.stage is None else recipe.stage
     options |= _given(regather=regather, update=update, activations=activations)
     choices = _choices(losses, stages, accumulate, order, groups is not None)
-    planned = dict(groups=groups, pad=pad, precision=precision, offload=offload)
+    planned: dict[str, Any] = dict(groups=groups, pad=pad, precision=precision, offload=offload)
     planned["mesh"] = mesh_of(gpus, per_host, names_levels(options | planned), axis)
     work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
     return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
