@@ -1,5 +1,6 @@
 """Checkpoints of a loop: when they are saved, and where a run goes on."""
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -49,9 +50,76 @@ def run(directory, steps, every=2, state=None, stop_at=None, **options):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_loop_saves_every_so_many_steps_and_keeps_the_newest(tmp_path, background):
-    run(tmp_path, 9, every=2, keep=2, background=background)
+    run(tmp_path, 8, every=2, keep=2, background=background)
     with zerojax.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [6, 8] and checkpoints.latest() == 8
+
+
+class Rows:
+    """A data iterator, whose state is where it is."""
+
+    at = 0
+
+    def get_state(self):
+        return {"at": self.at}
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_the_last_step_is_saved_where_the_loop_ends(tmp_path, close):
+    """It is none of `every`, has no metrics, and the data have gone on since."""
+    state, rows = place(), Rows()
+    step = zerojax.train_step(loss_fn)
+    with contextlib.ExitStack() as stack:
+        checkpoints = zerojax.Checkpoints(tmp_path, every=4, keep=1, best="loss")
+        if not close:
+            stack.enter_context(checkpoints)
+        for n in range(1, 7):
+            state, metrics = step(state, BATCH)
+            rows.at = n
+            metrics = metrics if n == 4 else None
+            assert checkpoints.save(n, state, data=rows, metrics=metrics) is (n == 4)
+        rows.at = 100
+        assert checkpoints.latest() in (4, None)
+        if close:
+            checkpoints.close()
+            checkpoints.close()
+    with zerojax.Checkpoints(tmp_path, every=4, keep=1, best="loss") as checkpoints:
+        assert checkpoints.steps() == [4, 6] and checkpoints.best() == 4
+        back, saved = checkpoints.resume(place())
+    assert_equal_bits(words(back), words(state))
+    assert (saved.step, saved.data) == (6, {"at": 6})
+
+
+def test_what_a_loop_that_fails_did_last_is_not_saved(tmp_path):
+    with pytest.raises(RuntimeError), zerojax.Checkpoints(tmp_path, every=2) as checkpoints:
+        for n in (1, 2, 3):
+            checkpoints.save(n, STATE)
+        raise RuntimeError
+    with zerojax.Checkpoints(tmp_path, every=2) as checkpoints:
+        assert checkpoints.steps() == [2]
+        checkpoints.save(3, STATE)
+        checkpoints.save(4, STATE)  # which leaves nothing for the end to do
+        checkpoints.wait()
+        (tmp_path / "4").rename(tmp_path / "four")
+    assert sorted(p.name for p in tmp_path.glob("[0-9]*")) == ["2"]
+
+
+def test_a_last_state_that_is_gone_is_told_of(tmp_path):
+    state, step = place(), zerojax.train_step(loss_fn)
+    message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"
+    with pytest.warns(UserWarning, match=message), zerojax.Checkpoints(tmp_path, every=2) as ends:
+        ends.save(1, state)
+        step(state, BATCH)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == []
+
+
+def test_what_cannot_be_saved_is_refused_at_the_first_step(tmp_path):
+    with (
+        pytest.raises(TypeError, match=r"f is a function, not an array"),
+        zerojax.Checkpoints(tmp_path, every=100) as checkpoints,
+    ):
+        checkpoints.save(1, {"w": jnp.ones(2), "f": loss_fn})
 
 
 def test_a_resumed_run_ends_where_an_undisturbed_one_does(tmp_path):
@@ -323,6 +391,10 @@ def test_without_a_with_block_save_waits_and_dropping_it_lets_another_in(tmp_pat
     del checkpoints
     assert not (tmp_path / ".lock").exists()
     save_steps(tmp_path, 2)
+    checkpoints = zerojax.Checkpoints(tmp_path, every=5)
+    checkpoints.save(3, STATE)  # is not due, and kept in mind for close()
+    del checkpoints
+    assert not (tmp_path / ".lock").exists()
 
 
 HOW = {**DAMAGE, "emptied": lambda file, whole: file.write_bytes(b"")}

@@ -12,15 +12,15 @@ from typing import SupportsFloat
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
 from zerojax._checkpoint.extras import Extras
 from zerojax._checkpoint.goodput import Clock
-from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking
+from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking, check_options
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._run import processes as _processes
+from zerojax._state import refusals as _refusals
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 
@@ -44,14 +44,16 @@ class Preempted(SystemExit):
 class Checkpoints:
     """The checkpoints of a loop: one every so many steps, written while the next steps run.
 
-    Use it as a context manager, in every process: leaving it waits for the last write. Without one,
-    each `save` waits, since a write cannot continue once Python exits. A second writer to the
-    directory is refused. After a SIGTERM, the next `save` saves at any step, waits, and raises
-    `Preempted`, which ends the program. What became of the time is kept for `zerojax.Goodput`.
+    Use it as a context manager, in every process: leaving it saves the last step, whatever `every`
+    is, and waits until it is written; where an error ends the loop, no more is saved. Without one,
+    each `save` waits, since a write cannot continue once Python exits, and `close()` saves the last
+    step. A second writer to the directory is refused. After a SIGTERM, the next `save` saves at any
+    step, waits, and raises `Preempted`, which ends the program. What became of the time is kept for
+    `zerojax.Goodput`.
 
     Arguments:
         directory: gets a directory for each saved step; `zerojax.restore` and Orbax open them.
-        every: `save` does something at multiples of this many steps.
+        every: `save` saves at multiples of this many steps.
         keep: how many of the newest to keep; None keeps all.
         best: a name among the `metrics=` given to `save`; its best checkpoint is kept as well
             (NaN is worst),
@@ -80,12 +82,13 @@ class Checkpoints:
         mode: str = "min",
         background: bool = True,
     ) -> None:
-        _check_options(every, keep, best, mode, background)
+        check_options(every, keep, best, mode, background)
         self.directory = _checkpoint.absolute(directory)
         _checkpoint.agree(
             "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
         )
         self._every, self._entered, self._closed = every, False, False
+        self._last: tuple | None = None  # what `save` was given for a step that was not due
         self._ranking = Ranking(keep, best, mode)
         self._signalled = threading.Event()
         self._given: collections.deque[jax.Array] = collections.deque()  # one of each step
@@ -96,7 +99,7 @@ class Checkpoints:
             stack.callback(self._clock.ended)
             self._manager = Manager(self.directory, self._ranking, background=background)
             stack.callback(self._manager.close)
-            stack.enter_context(_on_sigterm(self._signalled))
+            stack.enter_context(_processes.noting_sigterm(self._signalled))
             self._stack = stack.pop_all()
         self._earlier = self.latest()  # of another run, until it is resumed
         # One that nobody closes frees its lock with the last reference to it, or at exit.
@@ -111,14 +114,19 @@ class Checkpoints:
         self._close(meant=raised is None)
 
     def close(self) -> None:
-        """Waits for the last write and lets another writer in."""
+        """Saves the last step, as the end of a `with` block does, and lets another writer in."""
         self._close(meant=True)
 
     def _close(self, *, meant: bool) -> None:
-        if not self._closed:
-            self._closed = True
-            self._clock.closing(meant=meant)
-        self._finish()
+        try:
+            if meant and self._last is not None:
+                self._save_last(*self._last)
+        finally:
+            self._last = None
+            if not self._closed:
+                self._closed = True
+                self._clock.closing(meant=meant)
+            self._finish()
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
@@ -204,8 +212,9 @@ class Checkpoints:
     ) -> bool:
         """Saves where `step` is a multiple of `every`, with `force=True`, or after a SIGTERM.
 
-        Call it after each step. It returns whether it saved, as soon as the next step may donate
-        `state`. `rng`, `data`, `metadata` and `plan` are as in `zerojax.save`.
+        Call it after each step: the last one is saved in any case, as the `with` block ends. It
+        returns whether it saved, as soon as the next step may donate `state`. `rng`, `data`,
+        `metadata` and `plan` are as in `zerojax.save`.
         """
         step = _extras.step_number(step)
         if plan is not None:
@@ -213,21 +222,16 @@ class Checkpoints:
         self._check_open(step)
         preempted = self._preempted(step, state)
         due = force or preempted or step % self._every == 0
-        if due:
+        if due or not self._clock.start.has_stepped:  # a mistake is told of at the first step
             _checkpoint.check_leaves(state)
+        if due:
             jax.block_until_ready(state)  # so that what devices still compute is no time of saving
         self._clock.step_done(step)
+        data = getattr(data, "get_state", lambda: data)()  # before the next batch
+        item = (step, state, plan, metrics, rng, data, metadata)
+        self._last = None if due else item
         if due:
-            shapes = padded_shapes(state, plan)
-            _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
-            self._wait()
-        if due and not (preempted and self._has(step)):
-            self._check_free(step)
-            ranked = None if preempted and not metrics else self._ranking.ranked(metrics)
-            custom = _extras.pack(step, rng, data, metadata)
-            args = _checkpoint.save_args(state, custom, shapes)
-            with self._cleaned_up():
-                self._manager.save(step, args=args, metrics=ranked, force=True)
+            self._write(*item, asked=not preempted)
         if preempted or not self._entered:
             self._wait()
         if due:
@@ -235,6 +239,41 @@ class Checkpoints:
         if preempted:
             raise self._told(step)
         return due
+
+    def _write(
+        self,
+        step: int,
+        state: PyTree,
+        plan: Plan | None,
+        metrics: Mapping[str, SupportsFloat] | None,
+        *extras: PyTree,
+        asked: bool,
+    ) -> None:
+        """Begins to write a step; one that was not `asked` for may be there, or have no metrics."""
+        shapes = padded_shapes(state, plan)
+        _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
+        self._wait()
+        if not asked and self._has(step):
+            return
+        self._check_free(step)
+        ranked = self._ranking.ranked(metrics) if asked or metrics else None
+        custom = _extras.pack(step, *extras)
+        args = _checkpoint.save_args(state, custom, shapes)
+        with self._cleaned_up():
+            self._manager.save(step, args=args, metrics=ranked, force=True)
+
+    def _save_last(self, step: int, state: PyTree, *rest: PyTree) -> None:
+        """Saves the last step at the end of the loop, which was none of `every`."""
+        if any(map(_refusals.is_gone, jax.tree.leaves(state))):
+            warn(
+                f"the last steps are not saved in {self.directory}: the state of step {step}, "
+                "which save was given last, was donated since. Call save after each step."
+            )
+            return
+        _checkpoint.check_leaves(state)
+        jax.block_until_ready(state)
+        with self._clock.waiting():
+            self._write(step, state, *rest, asked=False)
 
     def _hold_back(self, state: PyTree) -> None:
         """Keeps a process close to its devices: after a SIGTERM to one, all save after the step
@@ -308,35 +347,3 @@ def _warn_of_others(path: str, step: int) -> None:
             f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
             f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}."
         )
-
-
-def _check_options(
-    every: object, keep: object, best: object, mode: object, background: object
-) -> None:
-    def positive(count: object) -> bool:
-        is_integer = isinstance(count, int | np.integer)
-        return is_integer and not isinstance(count, bool) and int(count) >= 1
-
-    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
-    if not known or not positive(every) or not (keep is None or positive(keep)):
-        raise ValueError(
-            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep are "
-            "positive (keep=None keeps all), and integers; best is the name of one of the metrics= "
-            "given to save, or None; mode is 'min' or 'max'; background is True or False."
-        )
-
-
-@contextlib.contextmanager
-def _on_sigterm(signalled: threading.Event) -> Iterator[None]:
-    """Sets an event on SIGTERM. Under jax.distributed, JAX itself tells all processes."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if jax.distributed.is_initialized() or not in_main:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: signalled.set())
-    try:
-        yield
-    finally:
-        # The garbage collector may run this in a thread that cannot set signal handlers.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)

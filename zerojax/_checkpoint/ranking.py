@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
@@ -16,6 +17,22 @@ from zerojax._warn import warn
 
 METRICS = "metrics"  # Orbax's name of the item of a step, and of the file in it
 STEPS = ocp.path.step.standard_name_format()
+
+
+def check_options(
+    every: object, keep: object, best: object, mode: object, background: object
+) -> None:
+    def positive(count: object) -> bool:
+        is_integer = isinstance(count, int | np.integer)
+        return is_integer and not isinstance(count, bool) and int(count) >= 1
+
+    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
+    if not known or not positive(every) or not (keep is None or positive(keep)):
+        raise ValueError(
+            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep are "
+            "positive (keep=None keeps all), and integers; best is the name of one of the metrics= "
+            "given to save, or None; mode is 'min' or 'max'; background is True or False."
+        )
 
 
 class CompleteSteps(ocp.path.step.NameFormat):

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -242,6 +243,22 @@ def log(*values: object) -> None:
     """
     if jax.process_index() == 0:
         print(*values, flush=True)
+
+
+@contextlib.contextmanager
+def noting_sigterm(signalled: threading.Event) -> Iterator[None]:
+    """Sets an event on SIGTERM. Under jax.distributed, JAX itself tells all processes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if jax.distributed.is_initialized() or not in_main:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signalled.set())
+    try:
+        yield
+    finally:
+        # The garbage collector may run this in a thread that cannot set signal handlers.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 class Watchdog:
