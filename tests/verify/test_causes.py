@@ -67,6 +67,11 @@ def empty_parts(params, batch):
     return masked_loss(params, {**batch, "mask": jnp.arange(len(batch["x"])) < batch["few"]})
 
 
+def adapted(params, x, average=lambda grad: grad):
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(params["w"])
+    return squares({"w": params["w"] - average(grads)}, x).mean()
+
+
 PAIRS = {"x": X, "y": jnp.roll(X, 3, 1)}
 
 
@@ -76,7 +81,8 @@ PAIRS = {"x": X, "y": jnp.roll(X, 3, 1)}
     (lambda p, x: squares(p, x).sum(), X, r"sum over the batch: .* is 8 times its.*Use a mean"),
     (masked_loss, {"x": X, "mask": jnp.arange(ROWS) < 13},
      r"6 of 8 parts.*not finite: a mean over no true element. Use zerojax.mean"),
-], ids=["masked", "contrastive", "sum", "empty"])  # fmt: skip
+    (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
+], ids=["masked", "contrastive", "sum", "empty", "gradient"])  # fmt: skip
 def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, message):
     step, state = zerojax.train_step(loss), placed(W)
     report = zerojax.verify(step, state, batch)
@@ -87,6 +93,11 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
         float(loss(W, batch)), rel=1e-5
     )
     assert zerojax.verify(step, state, batch, whole_batch=False).ok
+
+
+def test_the_remedy_for_a_gradient_in_the_loss_passes():
+    loss = functools.partial(adapted, average=lambda grad: lax.pmean(grad, "data"))
+    zerojax.verify(zerojax.train_step(loss), placed(W), X).check()
 
 
 def test_the_remedy_for_in_batch_negatives_passes():

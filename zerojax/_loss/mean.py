@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 from zerojax import _compat
 from zerojax._plan.precision import wide
 
-# The names of the calls below, which accumulation looks for.
-MEAN, COUNT = "zerojax_mean", "zerojax_count"
+# The names of the calls below, which accumulation looks for, and `inner.py`.
+MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
@@ -19,7 +19,9 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
 
     Inside a zerojax step this is the number that one device would get from the global batch, even
     where shards have different numbers of true elements. With `accumulate=` it is exact too; there
-    it must enter the loss and the aux linearly, and anything else is an error. Outside of a step
+    it must enter the loss and the aux linearly, and anything else is an error. A gradient of it
+    that the loss takes itself is that of the device's own part, and an error until
+    `jax.lax.pmean` has averaged it over the devices. Outside of a step
     it is `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes
     the mask for a batch that the devices do not divide.
 
@@ -48,13 +50,20 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
         total = jnp.sum(jnp.where(mask, values, 0), dtype=dtype)
         count = jnp.sum(mask, dtype=dtype)
         if axes:
-            total, count = lax.psum(total, axes), zerojax_count(count, axes)
+            total, count = zerojax_sum(total, axes).reshape(()), zerojax_count(count, axes)
         # Under accumulation the count is a mean over microbatches, and may be below 1.
         any_true = count > 0
         mean = jnp.where(any_true, total / jnp.where(any_true, count, 1), 0)
         return mean.astype(values.dtype)
 
     return jax.jit(zerojax_mean)(values, jnp.broadcast_to(mask.astype(bool), values.shape))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def zerojax_sum(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `total` over all devices, in one dimension more: by that, `inner.py` knows this call
+    from its transpose, where a loss is differentiated that differentiates itself."""
+    return lax.psum(total, axes)[None]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -14,7 +14,13 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
-from zerojax._loss import arguments as _arguments, batch as _batch, nans as _nans, order as _order
+from zerojax._loss import (
+    arguments as _arguments,
+    batch as _batch,
+    inner as _inner,
+    nans as _nans,
+    order as _order,
+)
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
@@ -198,6 +204,9 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
+    _inner.check_gradients(
+        traced.jaxpr, [axis for axis in plan.batch_axes if plan.mesh.shape[axis] > 1]
+    )
     if plan.size > 1 and options.differentiate and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
     # Backward runs all microbatches of a layer where it runs in layers.
