@@ -26,7 +26,8 @@ class LeafPlan:
     parameters have gradients. While they are summed over microbatches they are at `grad`; after the
     last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
     would not read it. `reason` says why the leaf is replicated; `memory`, where state was to rest
-    in host memory, how a step brings the leaf from there, or why it stays on the device.
+    in host memory, how a step brings the leaf from there, or why it stays on the device. `absent`
+    are the axes that the leaf is annotated with and the mesh lacks.
     """
 
     path: str
@@ -41,6 +42,8 @@ class LeafPlan:
     reason: str | None
     frozen: bool = False
     memory: str | None = None
+    # Not compared: a step that sets no rules for names has the plan of a state placed with some.
+    absent: Axes = dataclasses.field(default=(), compare=False)
 
     @property
     def is_on_host(self) -> bool:
@@ -187,6 +190,11 @@ class Layout:
     @property
     def params(self) -> list[LeafPlan]:
         return [leaf for leaf in self.leaves if leaf.kind == PARAMS]
+
+    @functools.cached_property
+    def absent(self) -> set[str]:
+        """The axes that the model is annotated with and the mesh lacks: nothing is over them."""
+        return {axis for leaf in self.leaves for axis in leaf.absent}
 
     @functools.cached_property
     def shardings(self) -> list[NamedSharding]:

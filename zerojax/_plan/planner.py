@@ -17,8 +17,9 @@ from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state.annotations import own_axes
 from zerojax._state.making import state_of
-from zerojax._state.stacks import layer_dims
+from zerojax._state.stacks import is_stack, layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
@@ -95,17 +96,17 @@ def plan(
     stage = over.stage
     rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
-    tx = _state.get_tx(_carried.without_plan(state)) if tx is None else tx
+    tx = _state.get_tx(state) if tx is None else tx
     over = over if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
     _check_patterns(leaves, rule, precision)
-    found = _shard_specs(state, leaves, rule, stacks, tx)
+    own = own_axes(state, axes, mesh.axis_names)
+    found = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
     frozen = _frozen_paths(state, leaves, tx)
     planned = [
-        _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks)
-        for leaf in leaves
+        _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
+        for leaf, (_, absent) in zip(leaves, own, strict=True)
     ]
-    state = _carried.without_plan(state)
     planned = _offloaded(planned, offload, state, tx, mesh)
     made = Plan(stage, mesh, axes, over, tuple(planned), jax.tree.structure(state), precision)
     _check_worth(made)
@@ -147,7 +148,7 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
         leaves = _state.leaves_of(state)
     if not any(leaf.kind == PARAMS for leaf in leaves):
         raise _state.no_parameters(state)
-    return state, leaves
+    return _carried.without_plan(state), leaves
 
 
 def _logical_shapes(state: PyTree) -> PyTree:
@@ -177,6 +178,7 @@ def _leaf_plan(
     rule: _dimension.Rule,
     frozen: bool,
     stacks: Mapping[tuple, int],
+    absent: Axes,
 ) -> LeafPlan:
     spec, reason = found
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
@@ -198,18 +200,11 @@ def _leaf_plan(
         near=near,
         grad=whole.over(groups.grads) if is_param and not frozen else None,
         update=update,
-        stacked=_is_stack(leaf, stacks),
+        stacked=is_stack(leaf, stacks),
         reason=reason,
         frozen=frozen,
+        absent=absent,
     )
-
-
-def _is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
-    """Whether a leaf is a stack of layers, or follows a parameter that is one."""
-    path = leaf.path[1:]
-    if leaf.kind == PARAMS:
-        return path in stacks
-    return any(path[-len(stack) :] == stack for stack in stacks)
 
 
 def _offloaded(
@@ -261,12 +256,15 @@ def _check_patterns(leaves: list[Leaf], rule: _dimension.Rule, precision: Precis
 def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
+    bases: list[PartitionSpec],
     rule: _dimension.Rule,
     stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
 ) -> dict[tuple, Found]:
-    """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them."""
-    bases = _state.base_specs(state, rule.axes, rule.mesh.axis_names)
+    """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them.
+
+    `bases` have the axes that leaves are sharded over beside ZeRO's.
+    """
     pairs = list(zip(leaves, bases, strict=True))
     found: dict[tuple, Found] = {}
     for leaf, base in pairs:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zerojax import _figures
@@ -140,6 +140,7 @@ def leaf_text(plan: Layout, path: str) -> str:
     lines = [
         f"{path}: {leaf.dtype}{shape_text(leaf)}, {human_bytes(leaf.bytes_per_device(plan.mesh))} "
         f"of {human_bytes(leaf.nbytes)} on each device{why}{_axes_text(plan, leaf)}"
+        + (f", not over {', '.join(leaf.absent)}: the mesh has no such axis" if leaf.absent else "")
     ]
     holders: dict[str, list[str]] = {}
     held = _held(plan, leaf)
@@ -211,10 +212,10 @@ def plan_html(plan: Layout) -> str:
 
 
 def _rows(plan: Layout) -> list[Row]:
-    """Makes the rows of the leaves; only plans that pad some, have some in host memory or send some
-    as codes have columns for that."""
-    pads, names_memory, sends_codes = _rests_padded(plan), _names_memory(plan), _sends_codes(plan)
-    head, tail = ("padded to",) * pads, ("memory",) * names_memory + ("sent as",) * sends_codes
+    """Makes the rows of the leaves; only plans that pad some, have some in host memory, send some
+    as codes or have annotations over other axes have columns for that."""
+    pads, tail = _rests_padded(plan), _notes(plan)
+    head = ("padded to",) * pads
     rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", REASON, *tail)]
     for path, why, leaves in _alike(plan):
         leaf, count = leaves[0], len(leaves)
@@ -223,10 +224,19 @@ def _rows(plan: Layout) -> list[Row]:
         padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
         nbytes = leaf.nbytes, leaf.bytes_per_device(plan.mesh)
         sizes = [human_bytes(count * each) for each in nbytes]
-        memory = (leaf.memory or "",) * names_memory
-        sent = (_sent_as(plan, leaf),) * sends_codes
-        rows.append((path, shape, *padded, f"({spec})", *sizes, why, *memory, *sent))
+        notes = (note(leaf) for note in tail.values())
+        rows.append((path, shape, *padded, f"({spec})", *sizes, why, *notes))
     return rows
+
+
+def _notes(plan: Layout) -> dict[str, Callable[[LeafPlan], str]]:
+    """Returns the last columns, which few plans have."""
+    columns: dict[str, tuple[bool, Callable[[LeafPlan], str]]] = {
+        "memory": (any(leaf.memory for leaf in plan.leaves), lambda leaf: leaf.memory or ""),
+        "sent as": (bool(_codecs(plan)), lambda leaf: _sent_as(plan, leaf)),
+        "not in the mesh": (bool(plan.absent), lambda leaf: ", ".join(leaf.absent)),
+    }
+    return {title: note for title, (is_there, note) in columns.items() if is_there}
 
 
 class _Alike(NamedTuple):
@@ -258,7 +268,8 @@ def _joined(plan: Layout, rows: list[_Alike], place: int) -> list[_Alike]:
     for row in rows:
         for number in list(NUMBER.finditer(row.path))[place : place + 1]:
             first = row.leaves[0]
-            same = dataclasses.replace(first, path="", reason=None), _sent_as(plan, first)
+            notes = first.absent, _sent_as(plan, first)
+            same = dataclasses.replace(first, path="", reason=None), notes
             found[(*row.named(number, "{}"), same, len(row.leaves))].append((number, row))
     joined = {row.path: row for row in rows}
     for numbered in found.values():
@@ -274,10 +285,6 @@ def _joined(plan: Layout, rows: list[_Alike], place: int) -> list[_Alike]:
     return list(joined.values())
 
 
-def _names_memory(plan: Layout) -> bool:
-    return any(leaf.memory for leaf in plan.leaves)
-
-
 def _codecs(plan: Layout) -> dict[str, Ways]:
     """Returns what weights, and what gradients, are sent as, where some go in blocks of codes."""
     given = plan.precision and {"weight": plan.precision.gather, "gradient": plan.precision.reduce}
@@ -286,10 +293,6 @@ def _codecs(plan: Layout) -> dict[str, Ways]:
         for name, ways in (given or {}).items()
         if any(isinstance(way, Blocks) for way in each_of(ways))
     }
-
-
-def _sends_codes(plan: Layout) -> bool:
-    return bool(_codecs(plan))
 
 
 def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
@@ -321,7 +324,7 @@ def _total_rows(plan: Layout) -> list[Row]:
         if on_host[kind]:
             sums.append((f"{TITLES[kind]} in host memory", full_on_host[kind], on_host[kind]))
     before = ("",) * (2 + _rests_padded(plan))
-    after = ("",) * (1 + _names_memory(plan) + _sends_codes(plan))
+    after = ("",) * (1 + len(_notes(plan)))
     return [
         (name, *before, human_bytes(size), human_bytes(part), *after) for name, size, part in sums
     ]

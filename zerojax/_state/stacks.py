@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from zerojax._state.annotations import is_box
 from zerojax._state.state import (
     PARAMS,
     Leaf,
     check_is_pattern,
-    is_box,
     leaves_with_paths,
     matching,
 )
@@ -71,6 +71,14 @@ def _is_stack(shapes: list[tuple[int, ...]]) -> bool:
     if not all(shapes) or max(map(len, shapes)) < 3:
         return False
     return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
+
+
+def is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
+    """Whether a leaf of a state is one of these stacks of layers, or follows such a parameter."""
+    path = leaf.path[1:]
+    if leaf.kind == PARAMS:
+        return path in stacks
+    return any(path[-len(stack) :] == stack for stack in stacks)
 
 
 def _boxed_layers(params: PyTree) -> set[tuple]:

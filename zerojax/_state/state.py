@@ -15,12 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.core import meta
-from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from zerojax._types import PyTree, is_key
-from zerojax._wire.routes import Entry
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
@@ -202,25 +199,6 @@ def get_tx(state: object) -> optax.GradientTransformation | None:
     return getattr(state, "tx", None)
 
 
-def base_specs(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[PartitionSpec]:
-    """Returns each leaf's spec over axes other than ZeRO's, from flax boxes or its placement."""
-    keep = set(mesh_axes) - set(axes)
-
-    def kept(entry: Entry) -> Entry:
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(name for name in names if name in keep)
-
-    specs: list[PartitionSpec] = []
-    for node in jax.tree.leaves(state, is_leaf=is_box):
-        get = getattr(node, "get_partition_spec", None) if is_box(node) else None
-        of_box: PartitionSpec | None = get() if get is not None else None
-        for value in jax.tree.leaves(node):
-            of_value = getattr(getattr(value, "sharding", None), "spec", None)
-            spec = of_value if of_box is None else of_box
-            specs.append(PartitionSpec(*map(kept, tuple(spec or ())[: np.ndim(value)])))
-    return specs
-
-
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     """Returns the paths whose names a pattern finds; raises where it finds none."""
     found = {path for path, name in names.items() if finds(pattern, name, option)}
@@ -272,10 +250,6 @@ def check_is_pattern(pattern: object, option: str) -> None:
             f"{option}{pattern!r} is no path pattern. Pass one regular expression, a string, as in "
             f"{option}'norm|bias'."
         )
-
-
-def is_box(node: object) -> bool:
-    return isinstance(node, meta.AxisMetadata)
 
 
 def _get(state: PyTree, name: str, index: int) -> PyTree:
