@@ -216,6 +216,25 @@ def test_an_error_of_the_loss_is_told_though_tracing_it_again_fails_otherwise():
     assert len(tries) == 2
 
 
+def error_of(loss):
+    plan = zerojax.plan({"params": params()}, mesh=MESH)
+    with pytest.raises(Exception) as raised:
+        zerojax.value_and_grad(loss, plan)(params(), BATCH)
+    return raised.value
+
+
+def test_an_error_behind_a_constraint_is_the_one_that_is_told():
+    wrong = error_of(lambda p, x: jnp.mean(bare(x @ p["in"]) @ jnp.ones((3, 3))))
+    assert isinstance(wrong, TypeError) and "dot_general" in str(wrong)
+    mistaken = str(error_of(lambda p, x: jnp.mean(constrain(x @ p["in"], P("data", None, None)))))
+    assert "rank" in mistaken and "Manual" not in mistaken
+
+
+def test_a_constraint_over_an_axis_that_nothing_is_annotated_with_is_an_error():
+    wrong = str(error_of(lambda p, x: jnp.mean(constrain(bare(x @ p["in"]), P("dat")))))
+    assert "has no axis 'dat'" in wrong and "zerojax.mesh(data=8, dat=1)" in wrong
+
+
 @pytest.mark.parametrize("act", [bare, logical])
 def test_flops_are_counted_under_constraints(act):
     state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))

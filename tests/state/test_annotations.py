@@ -1,16 +1,89 @@
-"""Models annotated with mesh axes: what a plan reads of that."""
+"""Models annotated with mesh axes, as their authors have them: they train as on one device."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import make_mesh
 from zerojax._state.annotations import own_axes
 
+BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+INIT = nn.initializers.xavier_uniform()
 ONE, TWO = make_mesh(), Mesh(make_mesh().devices.reshape(4, 2), ("data", "tensor"),
                              axis_types=(AxisType.Auto,) * 2)  # fmt: skip
+RULES = [("embed", "data"), ("mlp", "tensor"), ("heads", "model"), ("batch", "data")]
+
+
+class Attention(nn.Module):
+    """The projections of an attention, as nanodo and lm1b have them."""
+
+    kernel_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((2, 16), kernel_init=self.kernel_init)(x)
+        return nn.with_logical_constraint(jnp.tanh(x), ("batch", "heads", "mlp"))
+
+
+class Wide(nn.Module):
+    kernel_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.with_logical_constraint(
+            nn.Dense(64, kernel_init=self.kernel_init)(x), ("batch", "mlp")
+        )
+
+
+named = lambda *names: nn.with_partitioning(INIT, names)
+logical = lambda *names: nn.with_logical_partitioning(INIT, names)
+
+
+@pytest.mark.parametrize(
+    "model, mesh, stage, rules, spec, absent",
+    [
+        (Attention(named("data", None, None)), ONE, 3, (), P("data"), set()),
+        (Attention(named(None, "tensor", "model")), TWO, 2, (), P(None, "tensor"), {"model"}),
+        (Attention(logical("embed", "heads", "mlp")), TWO, 3, RULES,
+         P("data", None, "tensor"), {"model"}),
+        (Wide(named("fsdp", ("data", "model"))), ONE, 1, (), P(), {"fsdp", "model"}),
+        (Wide(logical("embed", "mlp")), ONE, 3, RULES, P("data"), {"tensor"}),
+        (Wide(logical("embed", "mlp")), TWO, 0, RULES, P(None, "tensor"), set()),
+    ],
+    ids=["nanodo", "general", "lm1b", "absent", "rules absent", "rules"],
+)  # fmt: skip
+def test_linen_models_train_as_on_one_device(model, mesh, stage, rules, spec, absent):
+    def make():
+        made = model.init(jax.random.key(0), BATCH)["params"]
+        return TrainState.create(apply_fn=None, params=made, tx=optax.sgd(0.1))
+
+    def loss(params, x):  # the devices have different numbers of true rows
+        y = model.apply({"params": params}, x).reshape(len(x), -1)
+        return zerojax.mean(y**2, where=x[:, :1] > 0)
+
+    wanted = make()
+    value, grads = jax.value_and_grad(loss)(wanted.params, BATCH)
+    with nn.logical_axis_rules(rules):
+        state = zerojax.shard_train_state(make, stage, mesh=mesh)
+        plan = zerojax.plan(state, stage=stage, mesh=mesh)
+        step = zerojax.train_step(loss, donate=False)
+        assert zerojax.step_flops(step, state, BATCH) > 0
+        if stage == 3:
+            zerojax.verify(step, state, BATCH).check()
+        new, metrics = step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    for ours, theirs in zip(*map(jax.tree.leaves, (new.params, wanted.apply_gradients(
+            grads=grads).params)), strict=True):  # fmt: skip
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    (kernel,) = (leaf for leaf in plan.params if "kernel" in leaf.path)
+    assert plan.absent == absent and kernel.spec == spec
+    assert jax.tree.leaves(new.params)[-1].sharding.spec == spec
 
 
 def test_a_plan_notes_axes_that_the_mesh_lacks(capsys):

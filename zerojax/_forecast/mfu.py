@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import AbstractMesh
 
 from zerojax import _compat, _jaxpr
 from zerojax._hlo import known as _known
 from zerojax._loss.arguments import find_plan
+from zerojax._loss.constraints import NO_MESH, traced_where_it_can_be, with_absent
 from zerojax._loss.fields import with_fields
-from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._step.step import Step
@@ -72,8 +73,12 @@ def needed_flops(
 
     args = (batch,) if rng is None else (batch, rng)
     sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
-    with _mesh.seen_as(plan.mesh.abstract_mesh):  # for constraints by bare specs
+
+    def counted(_: AbstractMesh) -> float:
         return 3 * matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)
+
+    mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
+    return traced_where_it_can_be(counted, [mesh, NO_MESH], plan.batch_axes)[0]
 
 
 def matmul_flops(

@@ -1,13 +1,25 @@
-"""Removes a loss's sharding constraints over the axes that a step splits the batch over.
+"""The mesh that a loss sees while it is traced, and its sharding constraints over that mesh.
 
-Models have such constraints, but code of one device cannot: nothing is left there to split over
-these axes. A loss with constraints is therefore traced as code of all devices, and its jaxpr is
-rewritten for one device: at any depth, the axes are dropped from every constraint and become manual
-in every type.
+[Note: the mesh that a loss sees]
+A model may ask which mesh is set, and constrain arrays over its axes; Flax does so for every
+annotated weight. No single answer suits all models, so a loss is traced where it can be:
+
+1. As code of one device, which it is: the axes that the batch is split over are manual. There, a
+   constraint over those is an error, because nothing is left to split.
+2. As code of all devices, where all axes are automatic. The axes that annotations name and the mesh
+   lacks are there too, with size 1: what is sharded over them is whole.
+3. Without a mesh, where Flax constrains nothing, as in a step of its authors who set none. A
+   constraint may fit no mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all
+   its dimensions. What a state is annotated with, its plan has read.
+
+The jaxpr of 2 and 3 is rewritten for one device: at any depth, axes that are no longer there are
+dropped from every constraint, and those of the batch become manual in every type.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax.core import AbstractValue
@@ -15,24 +27,112 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._loss import mean as _mean
+from zerojax._plan import mesh as _mesh
+from zerojax._state.annotations import axes_of_rules
 from zerojax._types import PyTree
 from zerojax._wire.routes import names_in
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+T = TypeVar("T")
+NO_MESH = AbstractMesh((), ())
 
 
-def outer_mesh() -> AbstractMesh:
-    """Returns the mesh that is set, as code outside of `shard_map` would see it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
+def without_constraints(
+    trace: Callable[[AbstractMesh], tuple[ClosedJaxpr, PyTree]],
+    axes: tuple[str, ...],
+    absent: Iterable[str],
+) -> tuple[ClosedJaxpr, PyTree]:
+    """Returns a loss traced as code of one device, without its constraints over `axes`.
 
+    `absent` are axes that it may name and the mesh lacks. See the note above.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    outer = here.update_axis_types(dict.fromkeys(here.manual_axes, AxisType.Auto))
 
-def name_any(jaxpr: Jaxpr, axes: tuple[str, ...]) -> bool:
-    """Whether a constraint in `jaxpr`, at any depth, is over one of the axes."""
-    return any(
-        is_constraint(eqn) and named_axes(eqn.params["sharding"].spec).intersection(axes)
-        for eqn in _compat.every_eqn(jaxpr)
+    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
+        closed, aux = trace(mesh)
+        if mesh is here and _has_more(closed, here, axes):
+            raise _ConstraintError(f"with_sharding_constraint over one of {axes}")
+        return closed, aux
+
+    (closed, aux), seen, failed = traced_where_it_can_be(
+        traced, [here, with_absent(outer, absent), NO_MESH], axes
     )
+    if seen is here:
+        return closed, aux
+    if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
+        raise failed[0]  # for another reason than a constraint
+    return Dropper(axes, outer, seen).jaxpr(closed), aux
+
+
+class _ConstraintError(ValueError):
+    """Stands for JAX's error of a constraint, where JAX lets one pass that cannot run."""
+
+
+def traced_where_it_can_be(
+    trace: Callable[[AbstractMesh], T], meshes: Sequence[AbstractMesh], axes: tuple[str, ...]
+) -> tuple[T, AbstractMesh, list[Exception]]:
+    """Returns `trace(mesh)` for the first mesh where it raises nothing, that mesh, and the errors.
+
+    The code that is traced sees the mesh. The second is tried after any error that a constraint may
+    lead to, the third where the error speaks of the mesh. Where all fail, raises the one to read.
+    """
+    failed: list[Exception] = []
+    for mesh in meshes:
+        try:
+            with seeing(mesh, axes):
+                return trace(mesh), mesh, failed
+        except Exception as error:
+            if not failed and not isinstance(error, TypeError | ValueError):
+                raise
+            failed.append(error)
+            if len(failed) > 1 and not _is_of_mesh(error):
+                break
+    # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
+    errors = [error for error in failed if not _is_of_mesh(error)] or failed[:2][-1:]
+    raise _explained(errors[0], meshes[0]) from errors[0].__cause__
+
+
+def _is_of_mesh(error: Exception) -> bool:
+    return re.search(r"\bmesh\b|sharding", str(error)) is not None
+
+
+def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
+    """Returns the error of a constraint over an axis that the mesh lacks with a remedy."""
+    unknown = re.search(r"Resource axis: (\S+) of (.*) is not found in mesh", str(error))
+    if unknown is None:
+        return error
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return ValueError(
+        f"the loss constrains an array to {unknown[2]}, and the mesh ({sizes}) has no axis "
+        f"{unknown[1]!r}. Correct the name, or place the state on a mesh that has it, if only with "
+        f"size 1: mesh=zerojax.mesh({sizes}, {unknown[1]}=1)."
+    )
+
+
+@contextlib.contextmanager
+def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
+    """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
+    with _mesh.seen_as(mesh), _mean.over(axes):
+        yield
+
+
+def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
+    """Returns a mesh of Auto axes that has `absent` too, and those of the rules in force, with size
+    1."""
+    named = {*absent, *axes_of_rules()}
+    added = dict.fromkeys(sorted(named - {*mesh.axis_names}), 1)
+    sizes = {**mesh.shape, **added}
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types) if added else mesh
+
+
+def _has_more(closed: ClosedJaxpr, mesh: AbstractMesh, axes: tuple[str, ...]) -> bool:
+    """Whether a constraint, at any depth, names one of the axes, or one that the mesh lacks."""
+    constraints = filter(is_constraint, _compat.every_eqn(closed.jaxpr))
+    named = set().union(*(named_axes(eqn.params["sharding"].spec) for eqn in constraints))
+    return not named <= {*mesh.axis_names} - {*axes}
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
@@ -45,14 +145,14 @@ def is_constraint(eqn: JaxprEqn) -> bool:
 
 
 class Dropper:
-    """Rewrites jaxprs of all devices, where `axes` are automatic, as jaxprs of one device.
+    """Rewrites jaxprs that were traced where `seen` was set as jaxprs of one device.
 
-    Each method returns its argument without the axes.
+    There, `axes` of the mesh are manual. Each method returns its argument without them, and without
+    axes that the mesh lacks.
     """
 
-    def __init__(self, axes: tuple[str, ...]) -> None:
-        self.axes = dict.fromkeys(axes, AxisType.Manual)
-        self.outer, self.here = outer_mesh(), jax.sharding.get_abstract_mesh()
+    def __init__(self, axes: tuple[str, ...], mesh: AbstractMesh, seen: AbstractMesh) -> None:
+        self.axes, self.all, self.seen = axes, mesh, seen
         self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
 
     def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
@@ -96,10 +196,9 @@ class Dropper:
         return not mesh.auto_axes and constraint.params["layout"] is None
 
     def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
-        if set(mesh.axis_names) == set(self.here.axis_names):  # the same mesh, whatever its types
-            mesh = self.outer.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Manual))
-        here = {axis: kind for axis, kind in self.axes.items() if axis in mesh.axis_names}
-        return mesh.update_axis_types(here)
+        """Returns the step's mesh, whatever the loss saw in its place."""
+        manual = [axis for axis in mesh.manual_axes if axis in self.all.axis_names]
+        return self.all.update_axis_types(dict.fromkeys([*manual, *self.axes], AxisType.Manual))
 
     def aval(self, aval: AbstractValue) -> AbstractValue:
         sharding = getattr(aval, "sharding", None)
@@ -113,7 +212,8 @@ class Dropper:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             return entry
         names = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(name for name in names if name not in self.axes) or None
+        free = {*self.all.axis_names} - {*self.axes}
+        return tuple(name for name in names if name in free) or None
 
     def param(self, name: str, value: PyTree) -> PyTree:
         if name in _compat.THUNKS:
@@ -133,6 +233,6 @@ class Dropper:
 
     def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
         """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
-        with jax.sharding.use_abstract_mesh(self.outer):
+        with seeing(self.seen, self.axes):
             jaxpr, *others = trace()
         return (self.jaxpr(jaxpr), *others)

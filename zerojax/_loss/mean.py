@@ -1,6 +1,9 @@
 """The exact mean over the global batch without its padding, from code that sees one shard of it."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,19 @@ from zerojax._plan.precision import wide
 
 # The names of the calls below, which accumulation looks for, and `inner.py`.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
+
+# The axes of the loss that is being traced, which may see no mesh to read them from.
+_axes: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
+
+
+@contextlib.contextmanager
+def over(axes: tuple[str, ...]) -> Iterator[None]:
+    """Has means be over these axes, inside a `with`, where no mesh says over which."""
+    token = _axes.set(axes)
+    try:
+        yield
+    finally:
+        _axes.reset(token)
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
@@ -43,7 +59,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
             "takes no weights. Pass weights > 0, and weigh the values yourself."
         )
-    axes = _compat.bound_axes()
+    axes = _compat.bound_axes() or _axes.get()
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
         dtype = wide(values.dtype)

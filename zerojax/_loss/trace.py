@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -36,8 +36,11 @@ def trace_loss(
     mesh: Mesh,
     axes: tuple[str, ...],
     mutable: Sequence[str] = (),
+    absent: Iterable[str] = (),
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
+
+    Annotations may name the axes in `absent`, which the mesh lacks: what is over them is whole.
 
     With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
     included, becomes an input, so that `shard_map` never sees a closure.
@@ -52,12 +55,11 @@ def trace_loss(
 
     def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
         inputs = typed(args, mesh), typed(captured, mesh)
-        with jax.sharding.use_abstract_mesh(mesh):
-            closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
         return closed, aux
 
     def opened() -> TracedLoss:
-        closed, aux = _without_constraints(traced, axes)
+        closed, aux = _constraints.without_constraints(traced, axes, absent)
         jaxpr, consts = closed.jaxpr, [*captured, *closed.consts]
         invars = [*jaxpr.invars, *jaxpr.constvars]
         jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
@@ -104,29 +106,6 @@ def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T
             )
         )
     return found[0]
-
-
-def _without_constraints(
-    traced: Callable[[AbstractMesh], tuple[ClosedJaxpr, PyTree]], axes: tuple[str, ...]
-) -> tuple[ClosedJaxpr, PyTree]:
-    """Returns a loss traced as code of one device, without its constraints over `axes`.
-
-    Such constraints are an error there, so a loss that has some is traced a second time.
-    """
-    failed: Exception | None = None
-    try:
-        closed, aux = traced(jax.sharding.get_abstract_mesh())
-        if not _constraints.name_any(closed.jaxpr, axes):
-            return closed, aux
-    except (TypeError, ValueError) as error:
-        failed = error
-    try:
-        closed, aux = traced(_constraints.outer_mesh())
-    except Exception as error:
-        raise failed or error from None
-    if failed is not None and not _constraints.name_any(closed.jaxpr, axes):
-        raise failed  # for another reason than a constraint
-    return _constraints.Dropper(axes).jaxpr(closed), aux
 
 
 def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:

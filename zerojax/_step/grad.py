@@ -198,9 +198,10 @@ def _program(
         pairs = zip(arg_values, roles, strict=True)
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
-        has_aux, axes = options.has_aux, plan.batch_axes
+        has_aux, mutable = options.has_aux, options.mutable
+        over = plan.mesh, plan.batch_axes
         with explained_dtypes(precision.compute or precision.param):
-            return trace_loss(loss_fn, shapes, has_aux, plan.mesh, axes, options.mutable)
+            return trace_loss(loss_fn, shapes, has_aux, *over, mutable, plan.absent)
 
     ways = plan.size * options.accumulate
     traced = trace(ways)

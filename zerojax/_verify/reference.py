@@ -53,6 +53,7 @@ class Reference:
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
+        sizes |= dict.fromkeys(sorted(plan.absent), 1)
         self.split = BatchSplit(sizes, recipe.options.accumulate)
         self._update = jax.jit(self.updated)
 
