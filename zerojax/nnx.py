@@ -36,7 +36,6 @@ from zerojax._state.making import state_of
 from zerojax._state.nnx_state import (
     State as State,
     Variables,
-    check_unannotated,
     state as state,
     update as update,
 )
@@ -65,8 +64,8 @@ def shard(
     Arguments:
         model: a `nnx.Module`; or, without `optimizer`, a function that returns a model and its
             optimizer, compiled so that they are made sharded and no device ever has all of them.
-            Axes that weights are sharded over already (a `tensor` axis, as flax places annotated
-            ones) are kept.
+            Axes that weights are annotated with, or sharded over already (a `tensor` axis), are
+            kept where the mesh has them.
         optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
             but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
         stage, mesh, axis, groups, overrides, min_shard_size, stacked, pad, precision, offload: as
@@ -88,7 +87,6 @@ def shard(
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
         model, optimizer = nnx.eval_shape(functools.partial(_whole, model))
-        check_unannotated(model)
     else:
         source = state(model, optimizer)
     placed = _place.shard_train_state(
@@ -143,7 +141,7 @@ def _made_state(make: PyTree) -> State:
 
 
 def _made(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
-    made = make() if callable(make) and not isinstance(make, nnx.Module) else make
+    made = _called(make) if callable(make) and not isinstance(make, nnx.Module) else make
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)):
         raise TypeError(
             "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
@@ -151,6 +149,15 @@ def _made(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
             "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
     return made
+
+
+def _called(make: Callable[[], PyTree]) -> PyTree:
+    """Returns what a function makes, where its models leave it to the plan to shard variables.
+
+    Flax would do so at once, over axes that the mesh may lack, and be in the way of `jax.jit`.
+    """
+    with nnx.use_eager_sharding(False):
+        return make()
 
 
 class Step:

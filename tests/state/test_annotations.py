@@ -1,15 +1,20 @@
 """Models annotated with mesh axes, as their authors have them: they train as on one device."""
 
+from contextlib import nullcontext
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
+import zerojax.nnx
 from tests.conftest import make_mesh
 from zerojax._state.annotations import own_axes
 
@@ -116,3 +121,61 @@ def test_annotations_are_read_by_the_rules_and_arrays_by_their_place():
     with nn.logical_axis_rules([("mlp", ("model", "tensor")), ("data", None)]):
         (found,) = own_axes([state["no rules"]], ["data"], TWO.axis_names)
     assert found == (P(None, "tensor"), ("model",))
+
+
+# -- Flax nnx
+
+
+def nnx_loss(model, x):
+    return jnp.mean(jnp.tanh(model(x)) ** 2)
+
+
+def making(out_sharding):
+    def make():
+        init = nnx.with_partitioning(INIT, out_sharding) if out_sharding else INIT
+        model = nnx.Linear(32, 64, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    return make
+
+
+OVER = NamedSharding(TWO, P(None, "tensor"))
+
+
+@pytest.mark.parametrize(
+    "out_sharding, mesh, stage, rules, spec",
+    [
+        (OVER, TWO, 3, (), P("data", "tensor")),
+        (Format(Layout((0, 1)), OVER), TWO, 0, (), P(None, "tensor")),
+        ((None, "model"), ONE, 3, (), P("data")),
+        (P("data", "tensor"), TWO, 2, (), P(None, "tensor")),
+        (("embed", "mlp"), TWO, 3, RULES, P("data", "tensor")),
+    ],
+    ids=["sharding", "format", "absent", "spec", "rules"],
+)
+@pytest.mark.parametrize("form", ["function", "made"])
+def test_nnx_models_train_as_on_one_device(form, out_sharding, mesh, stage, rules, spec):
+    wanted, optimizer = making(None)()
+    losses = []
+    for _ in range(2):
+        loss, grads = nnx.value_and_grad(nnx_loss)(wanted, BATCH)
+        optimizer.update(wanted, grads)
+        losses.append(float(loss))
+    make = making(out_sharding)
+    # Flax places what is made outside of zerojax at once: over a mesh, which must have the axes.
+    has_mesh = isinstance(out_sharding, NamedSharding | Format)
+    under = jax.set_mesh if mesh is TWO and not has_mesh else nullcontext
+    with nn.logical_axis_rules(rules):
+        given = (make,)
+        if form == "made":
+            with nnx.use_eager_sharding(mesh is TWO), under(TWO):
+                given = make()
+        model, optimizer = zerojax.nnx.shard(*given, stage=stage, mesh=mesh)
+        step = zerojax.nnx.train_step(nnx_loss)
+        assert model.kernel.get_raw_value().sharding.spec == spec
+        if stage == 3:
+            zerojax.verify(*step.pure(model, optimizer, BATCH)).check()
+        found = [float(step(model, optimizer, BATCH)["loss"]) for _ in range(2)]
+        plan = zerojax.plan(zerojax.nnx.state(model, optimizer), mesh=mesh)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert plan.absent == ({"model"} if mesh is ONE else set())

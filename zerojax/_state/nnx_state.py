@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
+from flax.core import spmd
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 from zerojax._state import carried as _carried, nnx_padded as _nnx_padded
 from zerojax._types import PyTree
@@ -38,6 +40,30 @@ class State(TrainState):
         streams = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngKey))}
         new = nnx.from_flat_state((p, key_of(v) if p in streams else v) for p, v in values)
         return self.replace(variables=Variables(new, self.variables.graphdef))
+
+    @property
+    def annotations(self) -> dict[str, PartitionSpec]:
+        """The mesh axes that variables are annotated with, by the paths of their leaves."""
+        own: PyTree = self.params
+        model = nnx.merge(self.variables.graphdef, own, self.variables.values)
+        params = {path for path, _ in nnx.to_flat_state(own)}
+        return {
+            "/".join(["params" if path in params else "variables/values", *map(str, path)]): spec
+            for path, variable in nnx.to_flat_state(nnx.state(model))
+            for spec in [_annotation(variable)]
+            if spec is not None
+        }
+
+
+def _annotation(variable: nnx.Variable) -> PartitionSpec | None:
+    """Returns the mesh axes that a variable is annotated with, as the rules have them.
+
+    A model may have written names, a `PartitionSpec`, a `NamedSharding`, or a `Format` of one.
+    """
+    rules = variable.get_metadata("sharding_rules", None)
+    sharding = spmd.get_pspec(variable.get_metadata("out_sharding", None) or (), rules)
+    sharding = getattr(sharding, "sharding", sharding)
+    return getattr(sharding, "spec", sharding) or None
 
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
@@ -98,15 +124,3 @@ def updating_only(
         return nnx.from_flat_state((p, found.get(p, jnp.zeros_like(g))) for p, g in flat), state
 
     return optax.GradientTransformation(init, update)
-
-
-def check_unannotated(model: nnx.Module) -> None:
-    """Raises where weights are annotated with mesh axes, which are lost inside of `jax.jit`."""
-    for path, spec in nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model))):
-        spec = spec.get_value() if isinstance(spec, nnx.Variable) else spec
-        if spec is not None and any(entry is not None for entry in spec):
-            raise ValueError(
-                f"{'/'.join(map(str, path))} is annotated with {spec}, which is lost where models "
-                "are made sharded. Make the model first, under jax.set_mesh(mesh), and pass it "
-                "with its optimizer: zerojax.nnx.shard(model, optimizer, mesh=mesh)."
-            )
