@@ -86,10 +86,16 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
-# recurrentgemma pins an older NumPy than the others need, and runs with theirs.
+# recurrentgemma pins an older NumPy than the others need, and runs with theirs. Flax's examples and
+# tutorials are in its source alone, of which the tests take the version that is installed.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
+	mkdir -p $(VENV)-foreign/sources
+	$(VENV)-foreign/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary flax \
+	  --dest $(VENV)-foreign/sources \
+	  "$$($(VENV)-foreign/bin/python -m pip freeze --disable-pip-version-check | grep '^flax==')"
+	for file in $(VENV)-foreign/sources/flax-*.tar.gz; do tar -xzf $$file -C $(VENV)-foreign/sources; done
 
 # What matches the JAX that is here; CUDA libraries are not needed to compile.
 gpu-compile: $(VENV)/.test
@@ -105,7 +111,8 @@ regressions: gpu-compile
 clean:
 	rm -rf .venv
 
-# One stamp per extra: it is installed once, and again when pyproject.toml changes.
+# One stamp per extra: it is installed once, and again when pyproject.toml changes or it failed.
+.DELETE_ON_ERROR:
 $(VENV)/.%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*$(if $(GPU),$(comma)$(GPU))]'

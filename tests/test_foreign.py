@@ -1,4 +1,5 @@
-"""Programs of other libraries at stages 0 and 3: one device's numbers, the collectives of the plan.
+"""Programs of other libraries at stage 3, and of some at stage 0: one device's numbers, the
+collectives of the plan, and how many lines of the authors' program have changed.
 
 `make foreign` installs the libraries and runs all; of those that the test extra has, stage 3 runs
 always."""
@@ -8,10 +9,13 @@ import re
 
 import jax
 import pytest
+from jax.sharding import AxisType
 
 import zerojax
+import zerojax.nnx
 from examples import models_hf
-from tests.foreign import HEAVY, LIGHT, program
+from tests.foreign import HEAVY, LIGHT, PORTED, program
+from tests.foreign.nnx_tutorials import TUTORIALS
 from tests.reference import assert_close, tree_bytes
 from tests.test_readme import ENV, README, ROOT, blocks, run
 
@@ -25,8 +29,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @functools.cache
 def one_device(name):
-    """The state and losses of a plain loop."""
+    """The state and losses of a plain loop, or of the authors' own step."""
     one = program(name)
+    step = one.port.step if one.port else plain_step(one)
+    state, losses = one.make(), []
+    for _ in range(STEPS):
+        state, loss = step(state, one.batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def plain_step(one):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(state, batch):
@@ -40,27 +53,35 @@ def one_device(name):
         (value, fields), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, **fields), value
 
-    state, losses = one.make(), []
-    for _ in range(STEPS):
-        state, loss = step(state, one.batch)
-        losses.append(float(loss))
-    return state, losses
+    return step
 
 
 CASES = [
     pytest.param(name, stage, marks=[pytest.mark.slow] * (name in HEAVY or stage == 0))
     for name in LIGHT | HEAVY
     for stage in (0, 3)
-]
+] + [pytest.param(name, 3, marks=pytest.mark.slow) for name in PORTED]
+# Of the text of each: lines that were added, and lines that were left out.
+ROW = re.compile(r"\| `(\w+)`[^|]*\| (\d+) \| (\d+) \|")
+PAGE = ROW.findall((ROOT / "docs/coming_from.md").read_text())
+CHANGED = {name: (int(added), int(left_out)) for name, added, left_out in PAGE}
+
+
+def test_the_page_lists_the_programs_whose_lines_are_counted():
+    assert CHANGED.keys() == PORTED.keys() | TUTORIALS.keys()
 
 
 @pytest.mark.parametrize("name, stage", CASES)
 def test_program(name, stage):
     one = program(name)
     wanted, losses = one_device(name)
-    state = zerojax.shard_train_state(one.make(), stage, stacked=one.stacked)
+    if one.port:
+        assert one.port.lines == CHANGED[name]
+    mesh = jax.make_mesh((DEVICES,), (one.axis,), axis_types=(AxisType.Auto,))
+    state = zerojax.shard_train_state(one.make(), stage, mesh=mesh, stacked=one.stacked)
     step = zerojax.train_step(one.loss, mutable=one.mutable, compiler_options=QUICK)
-    report = zerojax.audit(step, state, one.batch)
+    args = (one.batch,) if one.rng is None else (one.batch, one.rng)
+    report = zerojax.audit(step, state, *args)
     if stage == 3 and one.unmet:
         found = report.findings()
         assert found and all(re.search(one.unmet, finding) for finding in found)
@@ -68,9 +89,9 @@ def test_program(name, stage):
         report.check()
     fields = [getattr(state, field) for field in one.mutable]
     check_traffic(report, state.tx.plan, tree_bytes(fields))
-    zerojax.verify(step, state, one.batch).raise_if_wrong()
+    zerojax.verify(step, state, *args).check()
     for loss in losses:
-        state, metrics = step(state, one.batch)
+        state, metrics = step(state, *args)
         assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     check_placement(state)
     assert_close(state.params, wanted.params, 1e-4)
@@ -79,10 +100,10 @@ def test_program(name, stage):
 
 
 def check_traffic(report, plan, averaged):
-    """In bytes of whole arrays: nothing that is sharded is summed whole."""
+    """In bytes of whole arrays, padded: nothing that is sharded is summed whole."""
     moved = lambda kind, ways: report.totals.get(kind, 0) / (ways * (DEVICES - 1) / DEVICES)
     cut = [leaf for leaf in plan.params if leaf.dim is not None]
-    sharded = sum(leaf.nbytes for leaf in cut)
+    sharded = sum(DEVICES * leaf.bytes_per_device(plan.mesh) for leaf in cut)
     whole = sum(leaf.nbytes for leaf in plan.params if leaf.dim is None)
     assert moved("reduce-scatter", 1) == sharded
     scalars = 4 * (SCALARS + len(cut))  # with the part of each in the norm
@@ -98,6 +119,21 @@ def check_placement(state):
     for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
         held = value.addressable_shards[0].data.nbytes
         assert held == leaf.bytes_per_device(plan.mesh), leaf.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorial(name):
+    one = TUTORIALS[name]()
+    assert one.lines == CHANGED[name]
+    pure = one.step.pure(*one.args)
+    zerojax.audit(*pure).check()
+    zerojax.verify(*pure).check()
+    losses = [float(one.step(*one.args)["loss"]) for _ in range(STEPS)]
+    if one.losses:
+        assert losses == pytest.approx(one.losses, rel=1e-4)
+    else:  # its rate starts at zero: the noise alone differs
+        assert losses[0] != losses[1]
 
 
 def test_transformers_reads_what_names_have_written(tmp_path):

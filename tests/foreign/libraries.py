@@ -1,11 +1,12 @@
-"""Programs of other libraries, as their guides write them for one device: models, layers and
-likelihoods of their own, at sizes that compile soon. None knows of zerojax."""
+"""Models, layers and likelihoods of other libraries, as their guides write them for one device, at
+sizes that compile soon. None knows of zerojax."""
 
+import contextlib
 import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,54 +15,31 @@ import numpy as np
 import optax
 import pytest
 from flax import struct
-from flax.training.train_state import TrainState
 
 import zerojax
+from tests.foreign.program import (
+    ROWS,
+    TX,
+    Program,
+    library,
+    next_token_loss,
+    normal,
+    random,
+    state_of,
+    tokens,
+)
 
-ROWS = 16
-TX = optax.adam(1e-2, eps=1e-3)  # keeps the rounding of tiny gradients small
-random = np.random.default_rng(0)
-normal = lambda *shape: random.normal(size=shape).astype(np.float32)
-tokens = lambda length, vocab=64: random.integers(0, vocab, (ROWS, length)).astype(np.int32)
+# It needs another library if TensorFlow, which others import, comes first.
+with warnings.catch_warnings(), contextlib.suppress(ImportError):
+    warnings.simplefilter("ignore")
+    import distrax as _  # noqa: F401
+
 alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each device the same rows
-
-
-class Program(NamedTuple):
-    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`; `unmet` is what an audit at
-    stage 3 rightly finds."""
-
-    make: Callable[[], Any]
-    loss: Callable[..., Any]
-    batch: Any
-    mutable: tuple[str, ...] = ()
-    stacked: str | None = None
-    unmet: str | None = None
-
-
-class State(TrainState):
-    extra: Any = None
 
 
 @struct.dataclass
 class ExtraModuleState(zerojax.ModuleState):
     extra: Any = None
-
-
-def library(name: str) -> Any:
-    """The module; while it is imported, what it warns of is its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name, reason=f"{name} is missing: `make foreign` installs it")
-
-
-def state_of(params: Any, **fields: Any) -> Any:
-    cls = State if fields else TrainState
-    return cls.create(apply_fn=None, params=params, tx=TX, **fields)
-
-
-def next_token_loss(logits: Any, ids: Any) -> Any:
-    of_token = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
-    return of_token.mean()
 
 
 # -- recurrence
@@ -393,7 +371,9 @@ def flowjax_flow() -> Program:
 
     # Masks all layers' weights at once, before the scan over them.
     loss = lambda flow, x: -paramax.unwrap(flow).log_prob(x).mean()
-    return Program(make, loss, normal(ROWS, 4), unmet="gathers all 2 layers of .* at once")
+    return Program(
+        make, loss, normal(ROWS, 4), unmet="all 2 layers of .* at once|for backward, all layers"
+    )
 
 
 def numpyro_svi() -> Program:
@@ -488,8 +468,3 @@ HEAVY: dict[str, Callable[[], Program]] = {
     "numpyro_svi": numpyro_svi,
     "brax_ppo": brax_ppo,
 }
-
-
-@functools.cache
-def program(name: str) -> Program:
-    return (LIGHT | HEAVY)[name]()

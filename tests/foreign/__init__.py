@@ -1,0 +1,18 @@
+"""Programs of other libraries. None knows of zerojax."""
+
+import functools
+from collections.abc import Callable
+
+from tests.foreign import flax_examples, libraries, others, transformers_models
+from tests.foreign.program import Program
+
+LIGHT: dict[str, Callable[[], Program]] = libraries.LIGHT
+HEAVY: dict[str, Callable[[], Program]] = libraries.HEAVY
+PORTED: dict[str, Callable[[], Program]] = (
+    flax_examples.PROGRAMS | transformers_models.PROGRAMS | others.PROGRAMS
+)
+
+
+@functools.cache
+def program(name: str) -> Program:
+    return (LIGHT | HEAVY | PORTED)[name]()
