@@ -732,6 +732,7 @@ def test_relora_resumes_and_restarts_as_if_undisturbed(tmp_path):
     args = ["examples/relora.py", *SMALL, "--base", tmp_path / "base", "--restart-every", 2]
     saving = ["--checkpoints", tmp_path / "run", "--save-every", 3, "--steps", 5]
     whole, _ = run(*args, *saving)
+    shutil.rmtree(tmp_path / "run" / "5")  # as if it had not come to its end
     resumed, _ = run(*args, *saving)
     assert "goes on from step 3" in resumed
     # Before the restart at step 4, after its merge, and at the end.

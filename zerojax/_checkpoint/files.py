@@ -140,7 +140,8 @@ def check_regular(directory: epath.Path) -> None:
     """Raises for a pipe among the files, which Orbax would open; object stores have none."""
     pipes = () if "://" in str(directory) else _irregular_below(os.fspath(directory))
     wrong = next(iter(pipes), None)
-    raise_together(wrong and ValueError(f"{wrong} is {IRREGULAR}. Restore another checkpoint."))
+    error = ValueError(f"{wrong} is {IRREGULAR}. Restore another checkpoint.")
+    raise_together(error if wrong else None)
 
 
 def check_files(directory: epath.Path, only: str | None = None) -> None:
