@@ -6,10 +6,11 @@ import optax
 import pytest
 
 import zerojax
-from tests.linear import BATCH, STEP, loss, made, placed
+from tests.linear import BATCH, EVAL, STEP, loss, made, placed
 from tests.stored import stored
 
 PLAN = zerojax.plan(made())
+NEW = "no/such/directory"
 PROGRAM = stored("step3-8xH100-jax0.12")
 
 
@@ -35,6 +36,14 @@ def table(params=7e9, devices=8, **options):
 
 def grads_of(*args):
     return lambda: zerojax.value_and_grad(loss, PLAN)(*args)
+
+
+def export(params, **options):
+    return lambda: zerojax.export_safetensors(NEW, params, **options)
+
+
+def verify(**options):
+    return lambda: zerojax.verify(STEP, placed(), BATCH, **options)
 
 
 SAID = {
@@ -112,6 +121,26 @@ SAID = {
         lambda: zerojax.master_weights(optax.adam(1e-3), "int8"), r"not a float dtype. Use one such"
     ),
     "verify, swapped": (lambda: zerojax.verify(STEP, BATCH, placed()), r"in the other order. Call"),
+    "groups, list": (lambda: zerojax.plan(made(), groups=[]), r"groups=\[\] is not a mapping. Pa"),
+    "overrides, list": (
+        lambda: zerojax.plan(made(), overrides=[]), r"overrides= must map .*, got \[\]. Pass a dict"
+    ),
+    "specs, zero": (lambda: zerojax.shard_batch(BATCH, batch_specs=0), r"has 0 for the batch.*Use"),
+    "options, list": (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),
+    "has_aux": (lambda: zerojax.value_and_grad(loss, PLAN, has_aux=1), r"has_aux=1 must be True"),
+    "key, number": (lambda: STEP(placed(), BATCH, 3), r"rng is a number.*jax.random.key\(n\)"),
+    "eval's key": (lambda: EVAL(placed(), BATCH, 3), r"rng is a number.*jax.random.key\(n\)"),
+    "saved key": (lambda: zerojax.save(NEW, made(), rng=3), r"rng=3 is no random key.*metadata="),
+    "logical's plan": (lambda: zerojax.logical(placed(), 3), r"takes a plan, got 3"),
+    "export of None": (export(None), r"a NoneType without parameters was passed.*Pass a state"),
+    "export of nothing": (export([]), r"a list without parameters was passed.*Pass a state"),
+    "export's names": (export(made(), names=[]), r"names= is a list. Pass a dict"),
+    "export's size": (export(made(), max_file_bytes=3), r"max_file_bytes=3 must be .*5 GB"),
+    "export's text": (export(made(), max_file_bytes="x"), r"max_file_bytes='x' must be .*5 GB"),
+    "verify, whole": (verify(whole_batch=3), r"whole_batch=3 must be True or False"),
+    "verify, word": (verify(tolerance="x"), r"tolerance='x' must be a number from 0"),
+    "verify, negative": (verify(tolerance=-1), r"tolerance=-1 must be a number from 0"),
+    "verify, key": (lambda: zerojax.verify(STEP, placed(), BATCH, "x"), r"the rng is a str, which"),
     "verify, string": (lambda: zerojax.verify(STEP, placed(), "x"), r"the batch is a str, which"),
     "flops of None": (lambda: zerojax.step_flops(None, made(), BATCH), r"got a NoneType: step"),
     "flops, swapped": (lambda: zerojax.step_flops(made(), STEP, BATCH), r"got a TrainState: step_"),

@@ -132,6 +132,19 @@ def test_differences_are_errors_that_say_what_to_do(tmp_path):
         zerojax.import_safetensors(tmp_path / "empty", {"a": jnp.ones(4)})
 
 
+def test_options_of_an_import_that_are_something_else(tmp_path):
+    params = {"a": jnp.ones(4)}
+    zerojax.export_safetensors(tmp_path / "w", params)
+    zerojax.save(tmp_path / "c", params)
+    for read, path in ((zerojax.import_safetensors, "w"), (zerojax.restore, "c")):
+        with pytest.raises(TypeError, match=r"cast='x' must be True or False"):
+            read(tmp_path / path, params, cast="x")
+        with pytest.raises(TypeError, match=r"ignore=3 is no path pattern. Pass one regular"):
+            read(tmp_path / path, params, ignore=3)
+    with pytest.raises(TypeError, match=r"names= is a list. Pass a dict"):
+        zerojax.import_safetensors(tmp_path / "w", params, names=[])
+
+
 def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
     tensors = {"a": np.arange(3) / 7, "b": np.array([2**40]), "c": 3}
     zerojax.export_safetensors(tmp_path / "w", tensors)

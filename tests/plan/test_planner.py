@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import zerojax
 from tests.conftest import make_mesh
 from tests.shapes import params_plan, shape, specs
-from zerojax._plan import planner as _planner
+from zerojax._plan import mesh as _mesh
 
 
 def test_stage_decides_only_where_specs_apply():
@@ -72,7 +72,7 @@ def test_large_replicated_leaves_are_warned_about():
 def test_one_device_by_default_is_said_once(monkeypatch):
     state, one = {"params": {"w": jnp.ones((64, 16))}}, make_mesh(1)
     monkeypatch.setattr(jax, "devices", lambda: list(one.devices.flat))
-    _planner._say_alone.cache_clear()
+    _mesh.say_alone.cache_clear()
     zerojax.shard_train_state(state, stage=0)  # what warns here fails
     zerojax.shard_train_state(state, stage=3, mesh=one)
     with warnings.catch_warnings(record=True) as caught:

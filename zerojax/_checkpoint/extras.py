@@ -32,6 +32,11 @@ class Extras:
 
 def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[str, Json]:
     """Returns Orbax's custom metadata; every process calls it, with its own data iterator."""
+    if isinstance(rng, int | float | str | bytes):
+        raise TypeError(
+            f"rng={rng!r} is no random key. Pass one, jax.random.key(n), or a tree of them; what "
+            "else is saved with a state is metadata=."
+        )
     data = getattr(data, "get_state", lambda: data)()
     try:
         mine = json.dumps(encode(data, "data"))

@@ -12,6 +12,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
+from zerojax._loss.arguments import check_switches
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
@@ -77,6 +78,9 @@ def match(
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
     `theirs` are the names in the files, where they are others.
     """
+    check_switches(cast=cast)
+    if ignore is not None:
+        _state.check_is_pattern(ignore, "ignore=")
     wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from zerojax._checkpoint.tensor_files import some
+from zerojax._checkpoint.tensor_files import Stored, some
 from zerojax._types import Shape
 
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
@@ -232,7 +232,7 @@ class Layers:
 
 
 def arranged(
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Stored],
     found: Mapping[str, list[Source]],
     shapes: Mapping[str, Shape],
     kept: Container[str],
@@ -243,7 +243,7 @@ def arranged(
         for source in parts if name in tensors else ():
             if source.leaf in kept:
                 continue
-            stored, want = tensors[name], source.layout.stored_shape(source.shape)
+            stored, want = tensors[name].value, source.layout.stored_shape(source.shape)
             if stored.shape != want:
                 raise ValueError(
                     f"{name} is {list(stored.shape)} in the files, and names= and "
@@ -252,7 +252,7 @@ def arranged(
                 )
             layers[source.leaf][source.index] = source.layout.view(stored, source.shape)
     _check_complete(layers, found)
-    rest = {name: value for name, value in tensors.items() if name not in found}
+    rest = {name: one.value for name, one in tensors.items() if name not in found}
     return rest | {leaf: Layers(parts, shapes[leaf]) for leaf, parts in layers.items()}
 
 

@@ -25,6 +25,8 @@ from zerojax._state import refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
+LEAST_FILE_BYTES = 1000  # a header has about as many
+
 
 def export_safetensors(
     path: str | os.PathLike,
@@ -63,8 +65,9 @@ def export_safetensors(
         check_plan(plan, "plan=")
     tree = _state.params_in(params)
     leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
+    _check_export(params, leaves, max_file_bytes)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    found = _names.sources(names or {}, sizes)
+    found = _names.sources({} if names is None else names, sizes)
     own = [leaf for leaf in leaves if leaf.name not in _mapped(found)]
     first = jax.process_index() == 0
     target = _checkpoint.absolute(path)
@@ -131,9 +134,8 @@ def import_safetensors(
         shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    found = _names.sources(names or {}, sizes)
-    files = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
-    stored = {name: tensor.value for name, tensor in files.items()}
+    found = _names.sources({} if names is None else names, sizes)
+    stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)
@@ -151,7 +153,7 @@ def import_safetensors(
             f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
             "names=, a dict from these to theirs."
         ) from None
-    _check_bytes(files, found, wanted)
+    _check_bytes(stored, found, wanted)
     read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
     return _matching.filled(params, read)
 
@@ -192,6 +194,20 @@ def _check_bytes(
     _tensor_files.check([tensors[name] for name in sorted(used & tensors.keys())], together)
 
 
+def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
+    """Raises where there is nothing to export, or for a size that files cannot have."""
+    if not leaves:
+        raise ValueError(
+            f"a {type(params).__name__} without parameters was passed, so there is nothing to "
+            "export. Pass a state, or a tree of parameters."
+        )
+    if type(most) is not int or most < LEAST_FILE_BYTES:
+        raise ValueError(
+            f"max_file_bytes={most!r} must be an integer from {LEAST_FILE_BYTES}: after how many "
+            "bytes a new file starts. 5 * 10**9 is 5 GB."
+        )
+
+
 def _check_masters(like: PyTree, wanted: Set[str]) -> None:
     """Raises where the next step would write the copies of old parameters over those read."""
     opt_state = _state.get_opt_state(like)
@@ -208,7 +224,7 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 
 
 def _check_namesakes(
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Stored],
     found: Mapping[str, list[Source]],
     path: object,
     ignore: str | None,

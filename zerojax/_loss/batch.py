@@ -81,9 +81,9 @@ def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...])
         return None
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
     named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
-    if not named:
+    if not named and isinstance(spec, PartitionSpec):
         return Role(REPLICATED)
-    dim, entry = named[0]
+    dim, entry = named[0] if named else (0, spec)
     over = axes[0] if len(axes) == 1 else axes
     fits = isinstance(spec, PartitionSpec) and entry in (axes, over)
     if len(named) > 1 or not fits or dim >= len(jnp.shape(value)):

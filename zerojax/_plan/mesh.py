@@ -1,6 +1,7 @@
 """The devices of a plan, and the mesh axes that ZeRO shards over."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from zerojax import _compat
 from zerojax._run import processes as _processes
 from zerojax._types import Device
+from zerojax._warn import warn
 
 DEFAULT_AXIS = "data"
 
@@ -205,3 +207,12 @@ def _hosts(mesh: Mesh) -> np.ndarray:
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     """Returns the number of devices that these axes shard over."""
     return math.prod(mesh.shape[name] for name in axes)
+
+
+@functools.cache  # once in a process
+def say_alone(platform: str) -> None:
+    warn(
+        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
+        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
+        "so with mesh=."
+    )

@@ -97,13 +97,14 @@ def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
         (264, 3) (257, 3)
     """
     _refusals.check_alive(state)
+    if plan is not None:
+        check_plan(plan, "plan=")
     found = _carried.carried_plan(state) or plan
     if found is None:
         raise ValueError(
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
             "by. Pass it: zerojax.logical(state, plan)."
         )
-    check_plan(found, "plan=")
     return found.logical(state)
 
 

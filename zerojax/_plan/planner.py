@@ -92,9 +92,10 @@ def plan(
     if tx is not None:
         _refusals.check_tx(tx)
     mesh, axes = _devices(mesh, axis, stage, grouped=groups is not None)
-    over = chosen_groups(stage, axes, groups or {})
+    over = chosen_groups(stage, axes, {} if groups is None else groups)
     stage = over.stage
-    rule = _dimension.Rule(mesh, over.opt_state or axes, overrides or {}, min_shard_size, pad)
+    patterns = {} if overrides is None else overrides
+    rule = _dimension.Rule(mesh, over.opt_state or axes, patterns, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = _state.get_tx(state) if tx is None else tx
     over = over if rule.size > 1 else Groups()
@@ -121,7 +122,7 @@ def _devices(
         axis = given.axis_names
     mesh, axes = _mesh.resolve(given, axis)
     if given is None and stage >= 1 and mesh.devices.size == 1:
-        _say_alone(mesh.devices.flat[0].platform)
+        _mesh.say_alone(mesh.devices.flat[0].platform)
     return mesh, axes
 
 
@@ -133,7 +134,10 @@ def _frozen_paths(
 
 
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
-    """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves."""
+    """Returns a state, or the shapes of one, in the dtypes of `precision`, and its leaves.
+
+    It carries no plan.
+    """
     _refusals.check_functional(state_or_fn)
     _refusals.check_state_function(state_or_fn)
     born = _state.is_state_function(state_or_fn)
@@ -310,15 +314,6 @@ def _typed_spec(
 
 
 @functools.cache  # once in a process
-def _say_alone(platform: str) -> None:
-    warn(
-        f"there is one {platform} device, so a stage shards nothing. Use more, or emulate some "
-        "before JAX starts: jax.config.update('jax_num_cpu_devices', 8). Where one is meant, say "
-        "so with mesh=."
-    )
-
-
-@functools.cache
 def _say_rounded(dtype: str) -> None:
     warn(
         f"Precision(param={dtype!r}) without master= rounds parameters after each update, and "

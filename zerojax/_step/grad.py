@@ -86,6 +86,7 @@ def value_and_grad(
     """
     check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
+    _arguments.check_switches(has_aux=has_aux)
     names, over = activation_names(activations), regathered(regather)
     options = Options(has_aux, accumulate, precision, over, prefetch=prefetch, order=order)
     options = dataclasses.replace(options, activations=names, batch_specs=batch_specs)

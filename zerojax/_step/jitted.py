@@ -43,6 +43,11 @@ class Step:
         made: Callable[[Recipe], "Step"] | None = None,
     ) -> None:
         """`made` makes this step of its recipe."""
+        if not isinstance(compiler_options, dict | None):
+            raise TypeError(
+                f"compiler_options={compiler_options!r} must be a dict of XLA's options, as "
+                "jax.jit takes it."
+            )
         self.recipe, self.donate, self.compiler_options = recipe, donate, compiler_options
         donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
         self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())

@@ -103,9 +103,7 @@ def verify(
         "batch_specs": batch_specs,
     }
     recipe = _recipe_of(step, options)
-    _arguments.check_kinds(state, batch)
-    _refusals.check_alive(state)
-    _refusals.check_values(batch, "batch")
+    _check(state, batch, rng, whole_batch, tolerance)
     found = _plan_of(state, recipe)
     args = (batch,) if rng is None else (batch, rng)
     if hasattr(step, "settled"):  # with the order that "auto" chooses
@@ -116,6 +114,21 @@ def verify(
     observed = _observed(step, recipe, found, state, args)
     with _mesh.unset():
         return _verified(reference, observed, whole_batch, tolerance)
+
+
+def _check(
+    state: PyTree, batch: PyTree, rng: PyTree, whole_batch: object, tolerance: object
+) -> None:
+    _arguments.check_kinds(state, batch)
+    _refusals.check_alive(state)
+    _refusals.check_values(batch, "batch")
+    _refusals.check_values(rng, "rng")
+    _arguments.check_switches(whole_batch=whole_batch)
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+        raise ValueError(
+            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
+            "to the largest. Leave it out for one that fits their dtypes."
+        )
 
 
 def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recipe:
