@@ -136,6 +136,23 @@ def test_in_derivatives_and_beside_collectives(mesh):
     assert float(loss) > 1 and np.any(grads["in"])
 
 
+def test_beside_what_the_loss_closes_over(mesh):
+    """An array, and a tracer of the function around."""
+    plan = zerojax.plan((params(), ()), stage=3, mesh=mesh)
+    table = jnp.arange(16.0)
+
+    def total(scale, act):
+        return lambda p, x: jnp.mean(jax.jit(act)(x @ p["in"] + table) * act(scale))
+
+    @jax.jit
+    def constrained(scale, p, x):
+        return zerojax.value_and_grad(total(scale, bare), plan)(p, x)
+
+    scale = jnp.arange(16.0) - 3
+    wanted = jax.value_and_grad(total(scale, lambda x: x))(params(), BATCH)
+    close(constrained(scale, plan.place((params(), ()))[0], BATCH), wanted)
+
+
 class WithSums(TrainState):
     sums: object = None
 

@@ -158,9 +158,10 @@ class Dropper:
     def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
         """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
         if jaxpr not in self.jaxprs:
-            inner = getattr(jaxpr, "jaxpr", jaxpr)
+            inner, consts = _compat.opened(jaxpr)
             rewritten = self._open(inner)
-            self.jaxprs[jaxpr] = rewritten if inner is jaxpr else jaxpr.replace(jaxpr=rewritten)
+            is_open = inner is jaxpr and not consts
+            self.jaxprs[jaxpr] = rewritten if is_open else ClosedJaxpr(rewritten, consts)
         return self.jaxprs[jaxpr]
 
     def _open(self, jaxpr: Jaxpr) -> Jaxpr:
