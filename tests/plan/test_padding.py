@@ -265,7 +265,7 @@ class Bare:
         (({"w": W}, ()), r"0/w has.*zerojax\.logical\(state, plan\)"),
         ({"params": {"w": W}}, r"params/w has.*zerojax\.logical\(state, plan\)"),
         (Bare({"w": W}, ()), r"params/w has.*zerojax\.logical\(state, plan\)"),
-        (made(v=W), r"so does 1 more parameter.*zerojax\.logical\(state\)"),
+        (made(v=W), r"so does 1 more array.*zerojax\.logical\(state\)"),
         (lambda: made(), r"params/w has.*zerojax\.logical\(state\)"),
     ],
     ids=["tuple", "dict", "dataclass", "TrainState", "function"],

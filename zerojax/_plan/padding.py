@@ -142,7 +142,9 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     Flax names two shapes that differ, and gets a note about them. A plain function of parameters
     may just return more columns, so whoever has a state that does not drop the padding is warned.
     """
-    longer = sorted((x for x in plan.params if x.rest.padding), key=lambda x: -x.nbytes)
+    # A state's own copies of parameters, such as a target network's, rest padded from stage 1 on.
+    copies = [leaf for leaf in plan.leaves if leaf.kind != _state.OPT_STATE and leaf.rest.padding]
+    longer = sorted(copies, key=lambda leaf: -leaf.nbytes)
     if not longer:
         return
     _refusals.explain_to_flax({(leaf.padded_shape, leaf.shape) for leaf in longer})
@@ -150,7 +152,7 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
         return
     _WARNED.append(longer[0].path)
     leaf, more = longer[0], len(longer) - 1
-    others = f"{more} more parameter{'s' * (more > 1)}"
+    others = f"{more} more array{'s' * (more > 1)}"
     given = "state" if _carried.carried_plan(state) is not None else "state, plan"
     warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
