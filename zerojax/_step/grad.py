@@ -17,7 +17,7 @@ from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
     batch as _batch,
-    inner as _inner,
+    mean as _mean,
     nans as _nans,
     order as _order,
 )
@@ -206,7 +206,7 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
-    _inner.check_gradients(
+    _mean.check_gradients(
         traced.jaxpr, [axis for axis in plan.batch_axes if plan.mesh.shape[axis] > 1]
     )
     if plan.size > 1 and options.differentiate and options.batch_specs is None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._loss import batch as _batch, inner as _inner
+from zerojax._loss import batch as _batch, mean as _mean
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
@@ -267,7 +267,7 @@ def _weighed(reference: Reference, parts: Replayed) -> str:
     norm = f"BatchNorm: give it axis_name={reference.axis_name}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if _has_statistics(reference, parts) else (mask, norm)
-    if _inner.takes_gradients(parts.jaxpr):
+    if _mean.takes_gradients(parts.jaxpr):
         return (
             "The loss takes a gradient itself (jax.grad), on each device that of its own part of "
             "the batch. With respect to parameters, average it before you use it: "
