@@ -3,6 +3,7 @@ sizes that compile soon. None knows of zerojax."""
 
 import contextlib
 import functools
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -29,10 +30,10 @@ from tests.foreign.program import (
     tokens,
 )
 
-# It needs another library if TensorFlow, which others import, comes first.
+# TensorFlow Probability, under Distrax, needs TF-Keras if TensorFlow has been imported before it.
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     warnings.simplefilter("ignore")
-    import distrax as _  # noqa: F401
+    importlib.import_module("distrax")
 
 alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each device the same rows
 

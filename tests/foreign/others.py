@@ -114,7 +114,8 @@ def nanodo() -> Program:
     return Program(make, loss, ids, port=Port(jax.jit(theirs.train_step), lines))
 
 
-# -- SigLIP: each image against each text of the batch, by a sigmoid
+# -- SigLIP: each image against each text of the batch, by a sigmoid. (The gradient of a bias of the
+# keys would be zero but for rounding.)
 
 SIGLIP = """
 import flax.linen as nn, jax, jax.numpy as jnp
@@ -124,7 +125,7 @@ class Tower(nn.Module):
     @nn.compact
     def __call__(self, x):
         x += self.param("pos_embedding", nn.initializers.normal(0.2), (1, *x.shape[1:]))
-        x += nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        x += nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False)(nn.LayerNorm()(x))
         x += nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
         z = nn.Dense(16)(nn.LayerNorm()(x).mean(axis=1))
         return z / (jnp.linalg.norm(z, axis=-1, keepdims=True) + 1e-8)
