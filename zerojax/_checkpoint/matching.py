@@ -78,9 +78,7 @@ def match(
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
     `theirs` are the names in the files, where they are others.
     """
-    check_switches(cast=cast)
-    if ignore is not None:
-        _state.check_is_pattern(ignore, "ignore=")
+    _check_options(ignore, cast)
     wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
     names = {leaf.name for leaf in leaves}
     missing = [leaf.name for leaf in wanted if leaf.name not in saved]
@@ -138,6 +136,12 @@ def _is_inside(found: Iterable[str], others: Container[str]) -> bool:
 def _differ_in_length(have: Shape, want: Shape) -> bool:
     """Whether two shapes differ in one dimension, as they do where one array is padded."""
     return len(have) == len(want) and sum(a != b for a, b in zip(have, want, strict=True)) == 1
+
+
+def _check_options(ignore: str | None, cast: bool) -> None:
+    check_switches(cast=cast)
+    if ignore is not None:
+        _state.check_is_pattern(ignore, "ignore=")
 
 
 def is_kept(leaf: Leaf, keep: str | None) -> bool:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -133,11 +134,9 @@ class UnaveragedError(Exception):
     """A gradient is used before it is averaged."""
 
 
-def check_gradients(loss: Jaxpr, axes: Sequence[str]) -> None:
-    """Raises where a traced loss uses its own gradient of a `zerojax.mean`.
-
-    `axes` are those that several devices are along.
-    """
+def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
+    """Raises where a traced loss uses its own gradient of a `zerojax.mean`."""
+    axes = [axis for axis in batch_axes if mesh.shape[axis] > 1]
     if not axes or not any(map(_is_transposed, _compat.every_eqn(loss))):
         return
     try:

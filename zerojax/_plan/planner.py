@@ -92,13 +92,12 @@ def plan(
     if tx is not None:
         _refusals.check_tx(tx)
     mesh, axes = _devices(mesh, axis, stage, grouped=groups is not None)
-    over = chosen_groups(stage, axes, {} if groups is None else groups)
-    stage = over.stage
+    chosen = chosen_groups(stage, axes, {} if groups is None else groups)
     patterns = {} if overrides is None else overrides
-    rule = _dimension.Rule(mesh, over.opt_state or axes, patterns, min_shard_size, pad)
+    rule = _dimension.Rule(mesh, chosen.opt_state or axes, patterns, min_shard_size, pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = _state.get_tx(state) if tx is None else tx
-    over = over if rule.size > 1 else Groups()
+    over = chosen if rule.size > 1 else Groups()
     stacks = layer_dims(_state.get_params(state), stacked)
     _check_patterns(leaves, rule, precision)
     own = own_axes(state, axes, mesh.axis_names)
@@ -108,8 +107,8 @@ def plan(
         _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
         for leaf, (_, absent) in zip(leaves, own, strict=True)
     ]
-    planned = _offloaded(planned, offload, state, tx, mesh)
-    made = Plan(stage, mesh, axes, over, tuple(planned), jax.tree.structure(state), precision)
+    placed = tuple(_offloaded(planned, offload, state, tx, mesh))
+    made = Plan(chosen.stage, mesh, axes, over, placed, jax.tree.structure(state), precision)
     _check_worth(made)
     return made
 

@@ -206,9 +206,7 @@ def _program(
 
     ways = plan.size * options.accumulate
     traced = trace(ways)
-    _mean.check_gradients(
-        traced.jaxpr, [axis for axis in plan.batch_axes if plan.mesh.shape[axis] > 1]
-    )
+    _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiate and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
     # Backward runs all microbatches of a layer where it runs in layers.
