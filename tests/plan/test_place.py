@@ -22,6 +22,7 @@ LEAVES = st.tuples(
     st.lists(st.sampled_from([1, 2, 3, 5, 8, 16, 24]), max_size=4),
     st.sampled_from(["float32", "bfloat16", "int8", "bool", "complex64"]),
 )
+SPECS = {"x": P("data"), "table": P()}
 TREES = st.recursive(
     LEAVES.map(lambda leaf: ("leaf", leaf)) | st.none(),
     lambda kids: (
@@ -138,3 +139,15 @@ def test_gather_params_takes_any_tree():
         assert gathered["in"]["w"].shape == made.params["in"]["w"].shape
     scalar = zerojax.gather_params({"scale": jax.device_put(2.0)})["scale"]
     assert scalar.shape == () and scalar == 2
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_numpy_arrays_may_be_changed_after_they_are_placed(devices):
+    """On CPUs, JAX shares the memory of those that start at a multiple of 64 bytes."""
+    memory, mesh = np.zeros(64 * 16 * 4 + 64, np.uint8), make_mesh(devices)
+    array = memory[-memory.ctypes.data % 64 :][: 64 * 16 * 4].view(np.float32).reshape(64, 16)
+    state = {"params": {"w": array}, "opt_state": ()}
+    placed = [zerojax.plan(state, stage=stage, mesh=mesh).place(state) for stage in (0, 3)]
+    placed.append(zerojax.shard_batch({"x": array, "table": array}, mesh, batch_specs=SPECS))
+    array[:] = 7
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(placed))

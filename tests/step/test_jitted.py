@@ -1,11 +1,13 @@
-"""Mesh axes that nothing is sharded over."""
+"""Mesh axes that nothing is sharded over; arguments that change while a step runs."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
+from tests import linear
 from tests.step.tensor import BATCH, DIM, cpu_mesh, make_state, placed, scanned
 
 
@@ -52,3 +54,18 @@ def test_an_axis_that_nothing_is_sharded_over_is_refused():
     with jax.set_mesh(mesh):
         zerojax.train_step(along_tensor).trace(state, BATCH)
     zerojax.train_step(manual_along_tensor).trace(state, BATCH)
+
+
+@pytest.mark.parametrize("call", ["by position", "by name"])
+def test_a_batch_may_be_filled_again_while_the_step_runs(monkeypatch, call):
+    """JAX has a step of CPUs read numpy's memory, when its turn comes."""
+    state, seen = linear.placed(), []
+    run = lambda state, batch: seen.append((state, batch)) or batch["x"].sum()
+    monkeypatch.setattr(linear.STEP, "for_args", lambda *_, **__: run)
+    batch = {"x": np.zeros((8, 64), np.float32), "n": jnp.ones(8)}
+    if call == "by name":
+        linear.STEP(state=state, batch=batch)
+    else:
+        linear.STEP(state, batch)
+    batch["x"][:] = 7
+    assert seen[0][0] is state and seen[0][1]["n"] is batch["n"] and seen[0][1]["x"].sum() == 0

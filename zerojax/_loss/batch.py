@@ -331,8 +331,8 @@ def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
 
 
 def _from_this_process(value: ArrayLike, split: NamedSharding) -> Array:
-    placed = isinstance(value, jax.Array) and not value.is_fully_addressable
-    if placed or split.is_fully_addressable:
+    value = _move.own(value, split.device_set)
+    if split.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
         return jax.device_put(value, split)
     return jax.make_array_from_process_local_data(split, np.asarray(value))
 

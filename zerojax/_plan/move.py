@@ -1,6 +1,8 @@
 """Moves values to their places on the devices and back, in one process or several."""
 
 import functools
+from collections.abc import Iterable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from zerojax._types import is_key
+from zerojax._types import Device, is_key
+
+T = TypeVar("T")
+
+
+def own(value: T, devices: Iterable[Device]) -> T | np.ndarray:
+    """Returns a value in memory of its own: on CPUs, JAX reads numpy arrays where they are.
+
+    They may be changed afterwards, by a loader that fills the same buffer again.
+    """
+    is_shared = isinstance(value, np.ndarray) and next(iter(devices)).platform == "cpu"
+    return np.array(value) if is_shared else value
 
 
 def moved(value: ArrayLike, sharding: NamedSharding) -> Array:
@@ -18,6 +31,7 @@ def moved(value: ArrayLike, sharding: NamedSharding) -> Array:
 
     In several processes, each gives the same value, of which its devices take their parts.
     """
+    value = own(value, sharding.device_set)
     if not sharding.is_fully_addressable:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             return copied(value, sharding)

@@ -16,6 +16,7 @@ from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments, order as _order
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.constraints import named_axes
+from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._run import agreement as _agreement
 from zerojax._step import backward as _backward, host_slices as _slices
@@ -65,7 +66,9 @@ class Step:
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             self.agree(jitted, args, named)
-            return jitted(*args, **named)
+            own = functools.partial(_own, self._plan_for(args, named))
+            named = {name: x if name == "state" else own(x) for name, x in named.items()}
+            return jitted(*args[:1], *map(own, args[1:]), **named)
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
@@ -190,6 +193,13 @@ class Step:
             trains = self.recipe.options.differentiate
             _agreement.agree("the step" if trains else "eval_step", items, plan.mesh)
             self.agreed.add((plan, shapes))
+
+
+def _own(plan: Plan | None, argument: PyTree) -> PyTree:
+    """Returns an argument that its user may change while the step runs."""
+    if plan is None:
+        return argument
+    return jax.tree.map(lambda leaf: _move.own(leaf, plan.mesh.devices.flat), argument)
 
 
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:
