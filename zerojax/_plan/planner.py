@@ -206,7 +206,7 @@ def _leaf_plan(
         stacked=is_stack(leaf, stacks),
         reason=reason,
         frozen=frozen,
-        absent=absent,
+        absent=() if leaf.kind == OPT_STATE else absent,
     )
 
 
