@@ -87,6 +87,20 @@ def compile_time() -> str:
     return _table(["program", "trace and compile"], rows, {"device": setting, **stored})
 
 
+def first_step() -> str:
+    """Renders the times of first steps, as multiples of the replicated one's."""
+    stored = _stored("first_step_cpu.json")
+    cells = {(row["program"], row["step"]): row for row in stored["rows"]}
+    programs, steps = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+
+    def shown(row):
+        low, high = row["range"]
+        return f"{row['time']:.2f} ({low:.2f} to {high:.2f})"
+
+    rows = [[program, *(shown(cells[program, step]) for step in steps)] for program in programs]
+    return _table(["program", *steps], rows, stored)
+
+
 def step_time() -> str:
     """Renders the step times of all contestants on emulated devices."""
     stored = _stored("step_time_cpu.json")
@@ -373,6 +387,7 @@ def rendered(text: str) -> str:
 TABLES = {
     "compiled": compiled,
     "compile_time": compile_time,
+    "first_step": first_step,
     "step_time": step_time,
     "scaling": scaling,
     "memory": memory,

@@ -135,6 +135,22 @@ def test_the_readmes_step_times_are_those_of_the_benchmark():
     assert f"by hand in a `shard_map` ({times['by hand']:.2f}," in text
 
 
+def test_the_readmes_compile_times_are_those_of_the_benchmarks():
+    text = " ".join(README.read_text().split())
+    stored = json.loads((ROOT / "benchmarks" / "compile_time.json").read_text())
+    times = {row["row"].rpartition(": ")[2]: row["time"] for row in stored["rows"]}
+    ours, flax = times["stage 3"], times["flax nnx, blocks"]
+    assert f"A 7.5B GPT takes {ours:.1f} times as long to compile" in text
+    assert f"{ours / flax:.1f} times as long as with FSDP in Flax" in text
+    rows = json.loads((ROOT / "benchmarks" / "first_step_cpu.json").read_text())["rows"]
+    first = {who: {r["program"]: r["time"] for r in rows if r["step"] == who}
+             for who in ("annotations", "zerojax stage 3")}  # fmt: skip
+    ours, fsdp = first["zerojax stage 3"], first["annotations"]
+    assert f"took {min(ours.values()):.2f} to {max(ours.values()):.2f} times" in text
+    ratios = [ours[program] / fsdp[program] for program in ours]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times as long as FSDP by annotations" in text
+
+
 def commands():
     text = "\n".join(block for page in PAGES for block in blocks(page, "bash"))
     lines = text.replace("\\\n", "").splitlines()
