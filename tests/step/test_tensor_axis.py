@@ -5,8 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import zerojax
 from tests.conftest import stages
@@ -166,3 +168,61 @@ def test_parts_over_the_axis_are_gathered_over_zeros_alone():
         np.testing.assert_allclose(found[name], grad, atol=1e-6)
     with pytest.raises(ValueError, match=r"names 'pipe', .* \('data', 'tensor'\)\. Name some of"):
         zerojax.param_specs(plan, ["pipe"])
+
+
+def narrow(stage, loss, mesh=None, axis=None, precision=None, **options):
+    """The metrics of a step in bfloat16, of one stack that is sharded over `tensor` and one that
+    is not."""
+    precision = zerojax.Precision(compute="bfloat16") if precision is None else precision
+    mesh = mesh or cpu_mesh()
+    params = make_state().params
+    params["up"] = jax.device_put(params["up"], NamedSharding(mesh, P(None, None, "tensor")))
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    state = zerojax.shard_train_state(state, stage, mesh=mesh, axis=axis, precision=precision)
+    return zerojax.train_step(loss, **options)(state, BATCH)[1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {}),
+        (1, {"accumulate": 2}),
+        (3, {}),
+        (3, {"precision": zerojax.Precision(reduce="bfloat16")}),
+    ],
+)
+def test_bfloat16_runs_on_cpu_devices(stage, options):
+    """XLA:CPU aborts the process at such sums, so that they are in float32 there."""
+    wanted, grads = jax.jit(jax.value_and_grad(scanned))(make_state().params, BATCH)
+    metrics = narrow(stage, scanned, **options)
+    assert float(metrics["loss"]) == pytest.approx(float(wanted), rel=1e-2)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("collective", ["pmean", "all_gather"])
+def test_a_collective_of_the_loss_in_bfloat16_is_refused(collective, dtype):
+    over = {
+        "pmean": lambda x: jax.lax.pmean(x, "data"),
+        "all_gather": lambda x: jax.lax.all_gather(x, "data", tiled=True).mean(0),
+    }
+
+    def loss(params, x):
+        return scanned(params, x - over[collective]((x @ params["up"][0]).astype(dtype)).mean())
+
+    if dtype == "float32":
+        assert jnp.isfinite(narrow(3, loss)["loss"])
+        return
+    with pytest.raises(
+        ValueError, match=r"beside .*\('tensor',\): XLA would abort.* Cast to float"
+    ):
+        narrow(3, loss)
+
+
+def test_codes_of_bfloat16_are_refused():
+    mesh = zerojax.mesh(node=2, gpu=2, tensor=2)
+    precision = zerojax.Precision(compute="bfloat16", reduce="int8")
+    with pytest.raises(
+        ValueError, match=r"reduce_scatter of bfloat16.*without Precision\(reduce=\)"
+    ):
+        narrow(3, scanned, mesh, ("node", "gpu"), precision)

@@ -90,6 +90,13 @@ class LeafPlan:
             return self.fitted(way, mesh) or Exact()
         return Exact(way)
 
+    def sum_codec(self, ways: Ways, mesh: Mesh, axes: Axes) -> Blocks | Exact:
+        """Returns the codec of gradients that are summed over the batch's axes."""
+        codec = self.codec(ways, mesh)
+        if isinstance(codec, Blocks) or not _is_float(self.dtype) or _mesh.sums_narrow(mesh, axes):
+            return codec
+        return Exact(jnp.promote_types(codec.dtype or self.dtype, jnp.float32))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

@@ -204,6 +204,16 @@ def _hosts(mesh: Mesh) -> np.ndarray:
     return np.reshape(hosts, mesh.devices.shape)
 
 
+def sums_narrow(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether XLA compiles sums over `axes` in bfloat16.
+
+    For CPU devices, and beside axes over which XLA shards as it likes, it aborts the process
+    ("Invalid binary instruction opcode copy"): where it widens such a sum, it does not know the
+    reduction that the partitioner wrote.
+    """
+    return mesh.devices.flat[0].platform != "cpu" or set(mesh.axis_names) <= set(axes)
+
+
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     """Returns the number of devices that these axes shard over."""
     return math.prod(mesh.shape[name] for name in axes)

@@ -122,7 +122,8 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         axes, padding = leaf.rest.axes, leaf.rest.padding
         precision = precision_of(plan, None)
         replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
-        gathered, reduced = (leaf.codec(x, plan.mesh) for x in (precision.gather, precision.reduce))
+        gathered = leaf.codec(precision.gather, plan.mesh)
+        reduced = leaf.sum_codec(precision.reduce, plan.mesh, plan.batch_axes)
         reduce = Route(axes, (), replicas, reduced, padding).coded_over(plan.slow(axes))
         wire = Wire(Route(near, beyond(axes, near), (), gathered, padding), reduce)
         cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)

@@ -13,6 +13,7 @@ import optax
 from jax import Array
 from jax.extend.core import Jaxpr
 
+from zerojax import _compat
 from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -160,11 +161,14 @@ def loss_and_grads(
         return loss, aux, grads, new
 
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
+    jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
     try:
         with _noted_errors():
+            if not _mesh.sums_narrow(plan.mesh, plan.batch_axes):
+                _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
             loss, aux, grads, new = _nans.run(
-                jax.jit(run),
-                (values, arg_values, program.traced.closed_over, state),
+                jitted,
+                inputs,
                 lambda: _nans.explain(
                     loss_fn, plan, plan.logical_part(params, PARAMS), args, roles
                 ),
@@ -282,6 +286,22 @@ def _reads_rows(
 
 def _sizes(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
     return [type_of(v).shape for eqn in jaxpr.eqns for v in eqn.outvars]
+
+
+def _check_sums(program: Jaxpr) -> None:
+    """Raises for a reduction in bfloat16 that XLA would abort at: see `mesh.sums_narrow`."""
+    for eqn in _compat.every_eqn(program):
+        free, name = eqn.ctx.cur_abstract_mesh.auto_axes, eqn.primitive.name
+        if not free or name not in ("psum", "pmax", "pmin", "reduce_scatter"):
+            continue
+        for narrow in (v for v in map(type_of, eqn.outvars) if v.dtype == jnp.bfloat16):
+            raise ValueError(
+                f"{name} of bfloat16{list(narrow.shape)} on CPU devices, beside the mesh axes "
+                f"{free}: XLA would abort the process. Cast to float32 around a collective of the "
+                "loss, or of a value that a derivative goes through. Gradients that go as codes "
+                "are rehearsed without Precision(reduce=), or in float32. GPUs run both, and "
+                "zerojax.forecast compiles for them."
+            )
 
 
 def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:

@@ -132,7 +132,7 @@ class Parameter:
         axes = beyond(end, start)
         far = beyond(axes, near)
         padding = self.leaf.update.padding if end and not start else 0
-        codec = self.leaf.codec(self.precision.reduce, self.plan.mesh)
+        codec = self.leaf.sum_codec(self.precision.reduce, self.plan.mesh, self.plan.batch_axes)
         devices = _mesh.axes_size(self.plan.mesh, axes)
         route = Route(beyond(axes, far), far, replicas, codec, padding, devices=devices)
         return route.coded_over(self.plan.slow(axes))
