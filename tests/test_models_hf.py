@@ -94,9 +94,11 @@ def test_a_model_computes_what_transformers_does(family, tmp_path):
     models_hf.save(tmp_path / "ours", model, params, plan=plan, max_file_bytes=30_000)
     found, files = {}, sorted((tmp_path / "ours").glob("*.safetensors"))
     for file in files:
-        found |= safetensors.numpy.load_file(file)
-        with safetensors.safe_open(file, "np") as opened:  # transformers 4 reads no other format
-            assert opened.metadata() == {"format": "pt"}
+        found |= (here := safetensors.numpy.load_file(file))
+        with safetensors.safe_open(file, "np") as opened:
+            metadata = opened.metadata()
+            assert metadata.pop("format") == "pt", "transformers 4 reads no other"
+            assert metadata.keys() == {f"crc32:{name}" for name in here}
     assert len(files) > 2 and found.keys() == {n.removeprefix("transformer.") for n in tensors}
     for name, value in tensors.items():
         assert found[name.removeprefix("transformer.")].tobytes() == value.tobytes(), name
