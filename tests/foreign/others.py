@@ -96,8 +96,9 @@ def nanodo() -> Program:
             ("def train_step(state, ids):\n", "def train_loss(params, ids, apply_fn):\n"),
             ("state.apply_fn(", "apply_fn("),
             (
+                "        known = (ids[:, 1:] > 0).astype(jnp.float32)\n"
                 "        return jnp.sum(losses * known) / jnp.sum(known)\n",
-                "        return zerojax.mean(losses, where=known)\n",
+                "        return zerojax.mean(losses, where=ids[:, 1:] > 0)\n",
             ),
             (
                 "    loss, grads = jax.value_and_grad(loss_fn)(state.params)\n...\n"
