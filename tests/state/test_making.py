@@ -132,3 +132,43 @@ def test_what_is_kept_where_nobody_looks_is_refused():
     for state in (make_hidden, jax.eval_shape(make)):
         with pytest.raises(ValueError, match=r"Pass .* the function itself.*outside of the func"):
             zerojax.plan(state)
+
+
+def test_what_make_state_sets_on_an_object_or_caches():
+    class Trainer:
+        @functools.cached_property
+        def rates(self):
+            return jnp.linspace(0.1, 0.5, 3)
+
+        def rate(self, count):
+            return self.rates[count]
+
+        def make(self):
+            self.params = {"w": jnp.ones((64, 16)) * jnp.sign(self.rates[0])}
+            return TrainState.create(apply_fn=None, params=self.params, tx=optax.sgd(self.rate))
+
+    wanted, _ = STEP(zerojax.shard_train_state(make, 3), BATCH)
+    trainer = Trainer()
+    state, _ = STEP(zerojax.shard_train_state(trainer.make, 3), BATCH)
+    assert_equal_bits(state.params, wanted.params)
+    assert not isinstance(trainer.params["w"], Tracer)
+
+
+def test_objects_that_keep_no_tracer_are_left_alone():
+    class Closed:
+        __slots__ = ("data",)
+
+        def __getattr__(self, name):
+            raise RuntimeError(f"{name} is asked for")
+
+    chain = [Closed()]
+    for _ in range(10_000):  # deeper than Python calls itself
+        chain = [chain]
+    state = _making.state_of(lambda: Keeper({"w": jnp.ones(3)}, lambda: chain))
+    assert state.keeps() is chain
+
+
+def test_a_state_is_made_under_jaxs_check_of_leaks():
+    with jax.checking_leaks():
+        state = _making.state_of(lambda: Keeper({"w": jnp.ones(3)}, jnp.tanh))
+    assert state.params["w"].sum() == 3

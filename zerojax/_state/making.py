@@ -10,37 +10,82 @@ state's own arrays, and their values are put in their place.
 
 import contextlib
 import functools
+import gc
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 
 from zerojax._state.state import shape_dtype
 from zerojax._types import PyTree
 
 Replace = Callable[[Tracer], Any]
 
+# What leads to all modules, or to nothing that outlives a trace.
+_CLOSED = (type, types.ModuleType, types.FrameType, types.TracebackType, types.GeneratorType)
+
 
 def state_of(make_state: Callable[[], PyTree]) -> PyTree:
-    """Returns the state that a function makes, without tracers in its static fields."""
-    state = make_state()
-    tracers = _kept(state)
-    if not tracers:
-        return state
-    # XLA leaves out what they do not need. Compiled first, it runs now and not within this trace.
-    values = jax.jit(lambda: _kept(make_state())).lower().compile()()
-    known = {id(tracer): value for tracer, value in zip(tracers, values, strict=True)}
-    fields = _Walk(lambda tracer: known[id(tracer)]).over(_static(state))
-    return jax.tree.structure(fields).unflatten(jax.tree.leaves(state))
+    """Returns the state that a function makes, without tracers in its static fields.
+
+    The function is called once, in a trace of its own: what it caches, or sets on an object, has
+    tracers of this call, and those of another would not be the same.
+    """
+    made: list[tuple[PyTree, list[bool], list[int]]] = []
+
+    def arrays() -> tuple[list[Tracer], list[Tracer]]:
+        state = make_state()
+        leaves, fields = jax.tree.leaves(state), _static(state)
+        kept = _kept(fields)
+        # Not the leaves, which must not outlive this trace.
+        made.append((fields, [isinstance(x, Tracer) for x in leaves], list(map(id, kept))))
+        return [x for x in leaves if isinstance(x, Tracer)], kept
+
+    run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
+    fields, traced, kept = made[0]
+    if kept:
+        # XLA leaves out what they do not need. Compiled first, it runs now, not in the outer trace.
+        values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
+        known = dict(zip(kept, values, strict=True))
+        fields = _Walk(lambda tracer: known[id(tracer)]).over(fields)
+    leaves, treedef = jax.tree.flatten(fields)
+    found, pairs = iter(run()), zip(leaves, traced, strict=True)
+    return treedef.unflatten(next(found) if is_traced else leaf for leaf, is_traced in pairs)
 
 
-def _kept(state: PyTree) -> list[Tracer]:
+def _kept(fields: PyTree) -> list[Tracer]:
     """Returns the tracers that the static fields of a state keep, in an order of their own."""
     found: dict[int, Tracer] = {}
-    _Walk(lambda tracer: found.setdefault(id(tracer), tracer)).over(_static(state))
+    if _reaches_tracer(fields):
+        _Walk(lambda tracer: found.setdefault(id(tracer), tracer)).over(fields)
     return list(found.values())
+
+
+def _reaches_tracer(fields: PyTree) -> bool:
+    """Whether a tracer is found by following references, at the garbage collector's speed.
+
+    Most states keep none, and may lead to a data set, or to objects that run code when they are
+    asked for an attribute.
+    """
+    seen, found = set[int](), [fields]
+    while found:
+        if any(isinstance(node, Tracer) for node in found):
+            return True
+        new = {id(node): node for node in found if gc.is_tracked(node) and id(node) not in seen}
+        seen.update(new)
+        found = gc.get_referents(*map(_inside_of, new.values()))
+    return False
+
+
+def _inside_of(node: Any) -> Any:
+    if isinstance(node, _CLOSED):
+        return None
+    if isinstance(node, types.FunctionType):  # its globals are those of a module
+        return [node.__closure__, node.__defaults__, node.__kwdefaults__, node.__dict__]
+    return node
 
 
 def _static(state: PyTree) -> PyTree:
