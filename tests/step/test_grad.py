@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -70,6 +71,18 @@ def test_a_generator_reads_of_its_batch_how_many_rows_it_has():
     of_rows = lambda params, batch: jnp.sum(x @ params["w"]) / len(batch)
     with pytest.warns(UserWarning, match=r"each device computes all of that"):
         zerojax.value_and_grad(of_rows, plan)(params, x)
+
+
+def test_a_batch_may_be_filled_again_after_the_call():
+    x, plan = np.ones((16, 8), np.float32), zerojax.plan({"params": {"w": jnp.ones(8)}})
+
+    def loss(params, x, scale):
+        batch["x"][:] = batch["scale"][:] = 7  # traced before it runs
+        return jnp.mean((x * scale) @ params["w"])
+
+    batch = {"x": x, "scale": x[:, :1].copy()}
+    value, _ = zerojax.value_and_grad(loss, plan)({"w": jnp.ones(8)}, x, scale=batch["scale"])
+    assert value == 8
 
 
 def test_value_and_grad_without_a_plan():

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +11,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from zerojax._types import Device, is_key
-
-T = TypeVar("T")
+from zerojax._types import Device, PyTree, is_key
 
 
-def own(value: T, devices: Iterable[Device]) -> T | np.ndarray:
-    """Returns a value in memory of its own: on CPUs, JAX reads numpy arrays where they are.
+def own(tree: PyTree, devices: Iterable[Device]) -> PyTree:
+    """Returns a tree in memory of its own: on CPUs, JAX reads numpy arrays where they are.
 
     They may be changed afterwards, by a loader that fills the same buffer again.
     """
-    is_shared = isinstance(value, np.ndarray) and next(iter(devices)).platform == "cpu"
-    return np.array(value) if is_shared else value
+    if next(iter(devices)).platform != "cpu":
+        return tree
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def moved(value: ArrayLike, sharding: NamedSharding) -> Array:

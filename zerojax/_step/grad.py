@@ -23,7 +23,7 @@ from zerojax._loss import (
     order as _order,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
-from zerojax._plan import mesh as _mesh
+from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
@@ -96,7 +96,8 @@ def value_and_grad(
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
             return loss_fn(params, *args[:-1], **args[-1])
 
-        every = (*args, kwargs)  # the last one, so that its arrays are split like the others
+        # The last are keywords, so that their arrays are split like the others.
+        every = _move.own((*args, kwargs), plan.mesh.devices.flat)
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         run = functools.partial(loss_and_grads, with_kwargs, plan)

@@ -197,9 +197,7 @@ class Step:
 
 def _own(plan: Plan | None, argument: PyTree) -> PyTree:
     """Returns an argument that its user may change while the step runs."""
-    if plan is None:
-        return argument
-    return jax.tree.map(lambda leaf: _move.own(leaf, plan.mesh.devices.flat), argument)
+    return argument if plan is None else _move.own(argument, plan.mesh.devices.flat)
 
 
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:
