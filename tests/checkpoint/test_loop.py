@@ -105,11 +105,12 @@ def test_what_a_loop_that_fails_did_last_is_not_saved(tmp_path):
 
 
 def test_a_last_state_that_is_gone_is_told_of(tmp_path):
-    state, step = place(), zerojax.train_step(loss_fn)
+    state, step, key = place(), zerojax.train_step(loss_fn), jax.random.key(0)
     message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"
-    with pytest.warns(UserWarning, match=message), zerojax.Checkpoints(tmp_path, every=2) as ends:
-        ends.save(1, state)
-        step(state, BATCH)
+    for gone in (lambda: key.delete(), lambda: step(state, BATCH)):
+        with pytest.warns(UserWarning, match=message), zerojax.Checkpoints(tmp_path, every=2) as it:
+            it.save(1, state, rng=key if not key.is_deleted() else None)
+            gone()
     with zerojax.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == []
 

@@ -264,10 +264,11 @@ class Checkpoints:
 
     def _save_last(self, step: int, state: PyTree, *rest: PyTree) -> None:
         """Saves the last step at the end of the loop, which was none of `every`."""
-        if any(map(_refusals.is_gone, jax.tree.leaves(state))):
+        if any(map(_refusals.is_gone, jax.tree.leaves((state, rest)))):
             warn(
                 f"the last steps are not saved in {self.directory}: the state of step {step}, "
-                "which save was given last, was donated since. Call save after each step."
+                "which save was given last, or its rng, was donated since. Call save after each "
+                "step."
             )
             return
         _checkpoint.check_leaves(state)
