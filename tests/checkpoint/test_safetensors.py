@@ -28,7 +28,7 @@ from zerojax._plan import move as _move
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_go_out_in_files_that_others_read(tmp_path, stage):
     state = place(stage)
-    zerojax.export_safetensors(tmp_path / "w", state, max_file_bytes=3000)
+    zerojax.export_safetensors(tmp_path / "w", state, max_file_bytes=3e3)
     index = json.loads((tmp_path / "w" / "model.safetensors.index.json").read_text())
     found = {}
     for file in sorted((tmp_path / "w").glob("*.safetensors")):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -49,8 +50,8 @@ def test_narrow_precision_widens_the_tolerance(options):
     assert report.ok, report
     assert report.tolerance == 5e-2
     assert "mean over the parts, in float32" in report.losses
-    tight = zerojax.verify(step, state, made.batch, tolerance=1e-6)
-    assert not tight.ok and tight.tolerance == 1e-6
+    tight = zerojax.verify(step, state, made.batch, tolerance=np.float32(1e-6))
+    assert not tight.ok and tight.tolerance == np.float32(1e-6)
 
 
 @pytest.mark.parametrize("factor", [1, 8])

@@ -188,7 +188,7 @@ def unfinished(directory: epath.Path, name: str = "*") -> list[epath.Path]:
     return list(directory.glob(f"{name}.orbax-checkpoint-tmp*"))
 
 
-def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: float) -> Iterator[list[T]]:
     """Yields the items in groups of at most `most` bytes; a larger one is a group of its own."""
     group: list[T] = []
     total = 0

@@ -1,5 +1,6 @@
 """Parameters to safetensors files and back, under one's own names or another library's."""
 
+import numbers
 import os
 from collections.abc import Callable, Mapping, Set
 
@@ -33,7 +34,7 @@ def export_safetensors(
     params: PyTree,
     *,
     names: Names | None = None,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: float = 5e9,
     plan: Plan | None = None,
 ) -> None:
     """Writes parameters as safetensors files with an index, as Hugging Face lays them out.
@@ -201,10 +202,10 @@ def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
             f"a {type(params).__name__} without parameters was passed, so there is nothing to "
             "export. Pass a state, or a tree of parameters."
         )
-    if type(most) is not int or most < LEAST_FILE_BYTES:
+    if not isinstance(most, numbers.Real) or not most >= LEAST_FILE_BYTES:
         raise ValueError(
-            f"max_file_bytes={most!r} must be an integer from {LEAST_FILE_BYTES}: after how many "
-            "bytes a new file starts. 5 * 10**9 is 5 GB."
+            f"max_file_bytes={most!r} must be a number from {LEAST_FILE_BYTES}: after how many "
+            "bytes a new file starts. 5e9 is 5 GB."
         )
 
 

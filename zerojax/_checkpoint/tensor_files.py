@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     checksum: str | None
 
 
-def write(directory: str, tensors: list[Tensor], most: int, first: bool) -> None:
+def write(directory: str, tensors: list[Tensor], most: float, first: bool) -> None:
     """Writes files of `most` bytes and their index, in the first process; all of them call it."""
     files = list(_files.grouped(tensors, lambda tensor: tensor.nbytes, most))
     weight_map = {}
