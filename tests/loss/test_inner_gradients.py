@@ -1,5 +1,7 @@
 """Gradients that a loss takes itself: of `zerojax.mean`, one device's numbers or an error."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -97,6 +99,21 @@ def test_a_gradient_of_a_mean_is_averaged_or_refused(loss):
     assert_close((value, grads), wanted, 2e-6)
     with pytest.raises(ValueError, match=PARTS):
         derived(lambda grad: grad)
+
+
+def test_gradients_of_two_means_are_not_multiplied():
+    def alike(average, params, x):
+        one, two = (average(jax.grad(loss)(params["w"], x)) for loss in (inner, outer))
+        return outer(params["w"], x), jnp.vdot(one, two)
+
+    plan = zerojax.plan((W, ()), stage=3)
+    cosine = lambda average: zerojax.value_and_grad(
+        functools.partial(alike, average), plan, has_aux=True
+    )(W, X)
+    (_, found), _ = cosine(lambda grad: jax.lax.pmean(grad, "data"))
+    assert float(found) == pytest.approx(float(alike(lambda grad: grad, W, X)[1]), rel=1e-5)
+    with pytest.raises(ValueError, match=PARTS):
+        cosine(lambda grad: grad)
 
 
 def per_example(params, x):
