@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import zerojax
-from tests.linear import BATCH, EVAL, STEP, loss, made, placed
+from tests.linear import BATCH, STEP, loss, made, placed
 from tests.stored import stored
 
 PLAN = zerojax.plan(made())
@@ -128,8 +128,6 @@ SAID = {
     "specs, zero": (lambda: zerojax.shard_batch(BATCH, batch_specs=0), r"has 0 for the batch.*Use"),
     "options, list": (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),
     "has_aux": (lambda: zerojax.value_and_grad(loss, PLAN, has_aux=1), r"has_aux=1 must be True"),
-    "key, number": (lambda: STEP(placed(), BATCH, 3), r"rng is a number.*jax.random.key\(n\)"),
-    "eval's key": (lambda: EVAL(placed(), BATCH, 3), r"rng is a number.*jax.random.key\(n\)"),
     "saved key": (lambda: zerojax.save(NEW, made(), rng=3), r"rng=3 is no random key.*metadata="),
     "logical's plan": (lambda: zerojax.logical(placed(), 3), r"takes a plan, got 3"),
     "export of None": (export(None), r"a NoneType without parameters was passed.*Pass a state"),

@@ -104,6 +104,16 @@ def test_what_a_loop_that_fails_did_last_is_not_saved(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("[0-9]*")) == ["2"]
 
 
+@pytest.mark.parametrize(("code", "steps"), [(None, [2, 3]), (0, [2, 3]), (1, [2])])
+def test_an_exit_that_is_no_error_ends_a_loop_as_any_other(tmp_path, code, steps):
+    with pytest.raises(SystemExit), zerojax.Checkpoints(tmp_path, every=2) as checkpoints:
+        for n in (1, 2, 3):
+            checkpoints.save(n, STATE)
+        sys.exit(code)
+    with zerojax.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == steps
+
+
 def test_a_last_state_that_is_gone_is_told_of(tmp_path):
     state, step, key = place(), zerojax.train_step(loss_fn), jax.random.key(0)
     message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"

@@ -110,8 +110,8 @@ class Checkpoints:
         self._clock.begin()
         return self
 
-    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
-        self._close(meant=raised is None)
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self._close(meant=error is None or (isinstance(error, SystemExit) and not error.code))
 
     def close(self) -> None:
         """Saves the last step, as the end of a `with` block does, and lets another writer in."""

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -115,22 +114,6 @@ def mutable_names(mutable: object) -> tuple[str, ...]:
             "updates, such as 'batch_stats'."
         )
     return tuple(names)
-
-
-def after_state(batch: PyTree, rng: PyTree) -> tuple[PyTree, ...]:
-    """Returns a step's arguments after the state; raises for a number in the place of a key.
-
-    No device folds a number: `jax.random.key` of it would be one key for all of them.
-    """
-    if rng is None:
-        return (batch,)
-    is_scalar = jax.tree_util.all_leaves([rng]) and not np.ndim(rng)
-    if is_scalar and jnp.issubdtype(jnp.result_type(rng), jnp.integer):
-        raise TypeError(
-            "rng is a number, which is the same on each device, and not a random key. Pass a key, "
-            "step(state, batch, jax.random.key(n)); numbers belong to the batch."
-        )
-    return batch, rng
 
 
 def check_switches(**switches: object) -> None:

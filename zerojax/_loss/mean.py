@@ -116,6 +116,9 @@ def exact_share(ways: int) -> tuple[float, float]:
 # differentiated, so the loss, once traced, is searched for such gradients. Until they are averaged,
 # all that is computed of them must be linear, as what backward does on its way to a gradient is.
 
+Left = frozenset[str]  # the mesh axes that a gradient of a mean is not averaged over yet
+NONE: Left = frozenset()
+
 _AVERAGES = ("psum", "all_gather")  # how the names of primitives begin
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
 _CURVED = {"abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "integer_pow", "pow", "max", "min"}
@@ -137,10 +140,10 @@ def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
     if not axes or not any(map(_is_transposed, _compat.every_eqn(loss))):
         return
     try:
-        is_gradient, *_ = _outputs(loss, [False] * len(loss.invars), frozenset(axes))
+        left, *_ = _outputs(loss, [NONE] * len(loss.invars), frozenset(axes))
     except UnaveragedError:
-        is_gradient = True
-    if is_gradient:
+        left = frozenset(axes)
+    if left:
         name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
             "the loss takes a gradient of zerojax.mean itself (jax.grad), on each device that of "
@@ -167,12 +170,12 @@ def _is_transposed(eqn: JaxprEqn) -> bool:
     )
 
 
-def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool], axes: frozenset[str]) -> list[bool]:
-    """Returns which outputs are made of gradients that are not averaged, as these inputs are."""
-    found: dict[Var, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _outputs(jaxpr: Jaxpr, inputs: Sequence[Left], axes: Left) -> list[Left]:
+    """Returns the axes that each output is not averaged over, as these inputs are not."""
+    found: dict[Var, Left] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(atom: Atom) -> bool:
-        return is_var(atom) and found.get(atom, False)
+    def of(atom: Atom) -> Left:
+        return found.get(atom, NONE) if is_var(atom) else NONE
 
     for eqn in jaxpr.eqns:
         outs = _of_eqn(eqn, list(map(of, eqn.invars)), axes)
@@ -180,24 +183,25 @@ def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool], axes: frozenset[str]) -> list
     return list(map(of, jaxpr.outvars))
 
 
-def _of_eqn(eqn: JaxprEqn, inputs: list[bool], axes: frozenset[str]) -> list[bool]:
+def _of_eqn(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
     name, inner = eqn.primitive.name, _compat.inner_jaxprs(eqn)
+    left = NONE.union(*inputs)
     if _is_sum(eqn):
-        return [_is_transposed(eqn)] * len(eqn.outvars)
+        return [axes if _is_transposed(eqn) else NONE] * len(eqn.outvars)
     if name.startswith(_AVERAGES):
-        return [any(inputs) and not axes <= _crossed(eqn)] * len(eqn.outvars)
+        return [left - _crossed(eqn)] * len(eqn.outvars)
     if name == "while":
         return _of_while(eqn, inputs, axes)
     if name == "cond":
         which, *operands = inputs
         _check(not which)
         branches = [_outputs(branch, operands, axes) for branch in inner]
-        return [any(outs) for outs in zip(*branches, strict=True)]
+        return [NONE.union(*outs) for outs in zip(*branches, strict=True)]
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
         counts = _compat.scan_counts(eqn.params) if name == "scan" else (0, 0)
         return _of_loop(inner[0], inputs, *counts, axes)
     _check_linear(eqn, inputs)
-    return [any(inputs)] * len(eqn.outvars)
+    return [left] * len(eqn.outvars)
 
 
 def _crossed(collective: JaxprEqn) -> set[str]:
@@ -208,7 +212,7 @@ def _crossed(collective: JaxprEqn) -> set[str]:
     return set(names) if isinstance(names, tuple) else {names}
 
 
-def _of_while(eqn: JaxprEqn, inputs: list[bool], axes: frozenset[str]) -> list[bool]:
+def _of_while(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
     first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
     body, _ = _compat.opened(eqn.params["body_jaxpr"])
@@ -218,19 +222,19 @@ def _of_while(eqn: JaxprEqn, inputs: list[bool], axes: frozenset[str]) -> list[b
 
 
 def _of_loop(
-    body: Jaxpr, inputs: list[bool], num_consts: int, num_carry: int, axes: frozenset[str]
-) -> list[bool]:
+    body: Jaxpr, inputs: list[Left], num_consts: int, num_carry: int, axes: Left
+) -> list[Left]:
     """Returns the outputs of a loop; of a body without a carry, which runs once, the same."""
     while True:
         outs = _outputs(body, inputs, axes)
         carry = slice(num_consts, num_consts + num_carry)
-        grown = [a or b for a, b in zip(inputs[carry], outs[:num_carry], strict=True)]
+        grown = [a | b for a, b in zip(inputs[carry], outs[:num_carry], strict=True)]
         if grown == inputs[carry]:
             return [*grown, *outs[num_carry:]]
         inputs = [*inputs[: carry.start], *grown, *inputs[carry.stop :]]
 
 
-def _check_linear(eqn: JaxprEqn, inputs: list[bool]) -> None:
+def _check_linear(eqn: JaxprEqn, inputs: list[Left]) -> None:
     """Raises for an equation that is known not to be linear in what is not averaged yet."""
     if not any(inputs):
         return

@@ -4,8 +4,8 @@
 The static fields of the state, its optimizer and `apply_fn`, outlive that trace. Functions in them
 may close over arrays that `make_state` has computed, such as a rate `jnp.float32(0.1)` or the table
 of a schedule. These are tracers, which mean nothing after the trace. They are found wherever Python
-objects keep them, computed at once by a program of nothing else, so that no device ever has the
-state's own arrays, and their values are put in their place.
+objects keep them, computed at once by a program of nothing else, and their values are put in their
+place. Of the state's own arrays, one device has those alone that its static fields keep too.
 """
 
 import contextlib

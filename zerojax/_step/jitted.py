@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -44,7 +44,7 @@ class Step:
         made: Callable[[Recipe], "Step"] | None = None,
     ) -> None:
         """`made` makes this step of its recipe."""
-        if not isinstance(compiler_options, dict | None):
+        if not isinstance(compiler_options, Mapping | None):
             raise TypeError(
                 f"compiler_options={compiler_options!r} must be a dict of XLA's options, as "
                 "jax.jit takes it."

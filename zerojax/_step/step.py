@@ -116,7 +116,7 @@ def train_step(
         def step(
             state: PyTree, batch: PyTree, rng: PyTree = None
         ) -> tuple[PyTree, dict[str, PyTree]]:
-            return _train(recipe, donate, state, _arguments.after_state(batch, rng))
+            return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
 
         return Step(step, recipe, donate, compiler_options, made)
 
@@ -201,7 +201,7 @@ def eval_step(
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
         found = find_plan(state, plan, None)
         found.check_structure(state)
-        args = _arguments.after_state(batch, rng)
+        args = (batch,) if rng is None else (batch, rng)
         called = with_fields(loss_fn, found.logical(state), mutable)
         loss, aux, *_ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}

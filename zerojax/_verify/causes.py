@@ -241,6 +241,7 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
         found = reference.replay(split, args, in_float32=True, differentiate=False)
         return math.isclose(found.loss, whole, rel_tol=tolerance)
 
+    once = " and accumulate=1" if reference.split.accumulate > 1 else ""  # it is not linear
     values, treedef = jax.tree.flatten(reference.args)
     for i, leaf in enumerate(_state.leaves_with_paths(reference.args[0])):
         role, is_float = reference.roles[i], jnp.issubdtype(values[i].dtype, jnp.floating)
@@ -251,7 +252,7 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
                 f"The loss normalises {_refusals.where('batch', leaf)} by its mean and deviation, "
                 "which are others in a part of the batch. Normalise it before the step, over the "
                 "whole batch, or by those of all devices, jnp.sqrt(zerojax.mean((x - "
-                "zerojax.mean(x)) ** 2))"
+                f"zerojax.mean(x)) ** 2)){once}"
             )
     return None
 
