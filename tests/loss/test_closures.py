@@ -117,3 +117,19 @@ def test_a_copy_read_as_it_rests_is_told_of(monkeypatch):
         UserWarning, match=r"target/kernel has the shape \(84, 13\).*logical\(state\)"
     ):
         zerojax.shard_train_state(plain, stage=1)
+
+
+def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_derivative():
+    """`jax.nn.softplus`, so a discriminator's loss: its constants kept the mesh of all devices."""
+    other = zerojax.shard_train_state(make)
+
+    def compared(params, x, other):
+        scores = NET.apply({"params": params}, x) - NET.apply({"params": other}, x)
+        return jax.nn.softplus(scores).mean() + jax.nn.softplus(scores - other["bias"][0]).mean()
+
+    step = zerojax.train_step(lambda p, x: compared(p, x, zerojax.logical(other).params))
+    _, metrics = step(zerojax.shard_train_state(make), X)
+    params = make().params
+    loss, grads = jax.value_and_grad(compared)(params, X, params)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.global_norm(grads)), rel=1e-5)

@@ -1,6 +1,5 @@
 """Parameters to safetensors files and back, under one's own names or another library's."""
 
-import numbers
 import os
 from collections.abc import Callable, Mapping, Set
 
@@ -202,7 +201,7 @@ def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
             f"a {type(params).__name__} without parameters was passed, so there is nothing to "
             "export. Pass a state, or a tree of parameters."
         )
-    if not isinstance(most, numbers.Real) or not most >= LEAST_FILE_BYTES:
+    if not isinstance(most, int | float | np.number) or not most >= LEAST_FILE_BYTES:
         raise ValueError(
             f"max_file_bytes={most!r} must be a number from {LEAST_FILE_BYTES}: after how many "
             "bytes a new file starts. 5e9 is 5 GB."

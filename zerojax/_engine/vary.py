@@ -109,12 +109,13 @@ def _without_tangents(outs: Sequence[Array]) -> list[Array]:
 
 
 def float_cotangents(cts: Sequence[Any], outs: Sequence[Any]) -> list[Array | None]:
-    """Returns the cotangents of outputs of these types as arrays of the same dtypes, even where
-    they are symbolic zeros; None where an output is of no float dtype."""
+    """Returns cotangents as arrays of the dtypes of `outs`, even where they are symbolic zeros;
+    None where that is no float dtype. A loop's have a dimension more than those of one turn."""
 
     def array(ct: Any, out: Any) -> Array:
         if type(ct) is jax.custom_derivatives.SymbolicZero:
-            return jnp.zeros(out.shape, out.dtype)
+            aval: Any = ct.aval
+            return jnp.zeros(aval.shape, out.dtype)
         return ct.astype(out.dtype)
 
     return [array(ct, x) if is_float(x) else None for ct, x in zip(cts, outs, strict=True)]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -174,7 +175,7 @@ class Dropper:
             return new
 
         def named(atom: Var | Literal) -> Var | Literal:
-            return atom if isinstance(atom, Literal) else names[atom]
+            return self.literal(atom) if isinstance(atom, Literal) else names[atom]
 
         constvars = list(map(declared, jaxpr.constvars))
         invars = list(map(declared, jaxpr.invars))
@@ -190,6 +191,13 @@ class Dropper:
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
         outvars = list(map(named, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+
+    def literal(self, literal: Literal) -> Literal:
+        """Rewrites a constant. JAX's arrays for these keep the mesh that they were made under, and
+        their copies do not."""
+        value = literal.val
+        value = value.copy() if isinstance(value, np.ndarray) else value
+        return Literal(value, self.aval(literal.aval))
 
     def says_nothing(self, constraint: JaxprEqn) -> bool:
         """Whether no axis is left that a constraint could name."""

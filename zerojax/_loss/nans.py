@@ -57,6 +57,7 @@ def explain(
     roles: Sequence[_batch.Role],
 ) -> None:
     """Raises for bad inputs; otherwise runs the loss op by op, as it was written."""
+    params = plan.logical_part(params, PARAMS)
     named = {PARAMS: params, "batch": args[0]} | {
         f"argument {i + 2}": a for i, a in enumerate(args[1:], 1)
     }

@@ -27,7 +27,6 @@ from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
-from zerojax._state.state import PARAMS
 from zerojax._step.backward import InBackward, NoGradientError, Updated, is_better_after
 from zerojax._step.options import Options, activation_names, precision_of, regathered
 from zerojax._step.program import Program
@@ -161,16 +160,15 @@ def loss_and_grads(
             grads = plan.like_params(grads, given)
         return loss, aux, grads, new
 
-    def explain() -> None:
-        _nans.explain(loss_fn, plan, plan.logical_part(params, PARAMS), args, roles)
-
     # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
     try:
         with _noted_errors():
             if not _mesh.sums_narrow(plan.mesh, plan.batch_axes):
                 _check_sums(jitted.trace(*inputs).jaxpr.jaxpr)
-            loss, aux, grads, new = _nans.run(jitted, inputs, explain)
+            loss, aux, grads, new = _nans.run(
+                jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
+            )
     except NoGradientError as error:
         backward = backward.without(error.paths) if backward else None
         return loss_and_grads(loss_fn, plan, options, params, args, backward)

@@ -66,9 +66,12 @@ class Step:
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
             self.agree(jitted, args, named)
-            own = functools.partial(_own, self._plan_for(args, named))
-            named = {name: x if name == "state" else own(x) for name, x in named.items()}
-            return jitted(*args[:1], *map(own, args[1:]), **named)
+            plan, others = self._plan_for(args, named), args[1:]
+            if plan is not None:  # the user may change them while the step runs
+                own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
+                others = own(others)
+                named = {name: x if name == "state" else own(x) for name, x in named.items()}
+            return jitted(*args[:1], *others, **named)
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         with _arguments.explained(args, named, self.recipe.plan):
@@ -193,11 +196,6 @@ class Step:
             trains = self.recipe.options.differentiate
             _agreement.agree("the step" if trains else "eval_step", items, plan.mesh)
             self.agreed.add((plan, shapes))
-
-
-def _own(plan: Plan | None, argument: PyTree) -> PyTree:
-    """Returns an argument that its user may change while the step runs."""
-    return argument if plan is None else _move.own(argument, plan.mesh.devices.flat)
 
 
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:

@@ -176,7 +176,8 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     if split.ways > 1 and close(split.ways * parts.loss, whole):
         return (
             f"The loss is a sum over the batch: on the whole batch it is {split.ways} times its "
-            "mean over the parts. Use a mean, or divide by a constant."
+            "mean over the parts. Use a mean, or divide by the number of rows that the loss sees, "
+            "len(x), not by that of the whole batch."
         )
     if split.accumulate > 1 and close(replay(BatchSplit(split.devices, 1)).loss, whole):
         norm = ", as BatchNorm does" if _has_statistics(reference, parts) else ""

@@ -1,7 +1,6 @@
 """`zerojax.verify`: compares one step with one device."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -125,7 +124,8 @@ def _check(
     _refusals.check_values(batch, "batch")
     _refusals.check_values(rng, "rng")
     _arguments.check_switches(whole_batch=whole_batch)
-    if tolerance is not None and not (isinstance(tolerance, numbers.Real) and tolerance >= 0):
+    is_number = isinstance(tolerance, int | float | np.number)
+    if tolerance is not None and not (is_number and tolerance >= 0):
         raise ValueError(
             f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
             "to the largest. Leave it out for one that fits their dtypes."
