@@ -24,8 +24,11 @@ from tests.models import MODELS, OPTIMIZERS, label_params, odd_gpt
 from tests.reference import make_state, reference_run
 
 STEPS = 2
-# Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients.
-EXACT, ROUNDED = 2e-3, 0.35
+# Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients. A
+# LayerNorm's bias was off by 45% with weights of float8, at any stage, over any groups; a leaf whose
+# shards are another device's, by 83% and more.
+EXACT, ROUNDED, COARSE = 2e-3, 0.35, 0.6
+COARSE_CODES = {"int4", "float8_e4m3fn"}
 ALL_MODELS = MODELS | {"odd_gpt": lambda remat: odd_gpt(64, remat)}
 ALL_OPTIMIZERS = OPTIMIZERS | {
     "frozen": lambda: optax.multi_transform(
@@ -185,6 +188,7 @@ def test_one_devices_numbers_or_a_refusal(seed, number):
     before, wanted, wanted_losses = reference(
         drawn.model, drawn.remat, drawn.optimizer, drawn.step.get("accumulate", 1)
     )
-    limit = ROUNDED if drawn.precision else EXACT
+    coarse = COARSE_CODES.intersection(drawn.precision.values())
+    limit = COARSE if coarse else ROUNDED if drawn.precision else EXACT
     assert losses == pytest.approx(wanted_losses, rel=0.03 if drawn.precision else 1e-5)
     assert far_off(params, wanted, before) < limit
