@@ -24,9 +24,9 @@ from tests.models import MODELS, OPTIMIZERS, label_params, odd_gpt
 from tests.reference import make_state, reference_run
 
 STEPS = 2
-# Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients. A
-# LayerNorm's bias was off by 45% with weights of float8, at any stage, over any groups; a leaf whose
-# shards are another device's, by 83% and more.
+# Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients.
+# With weights of float8 a LayerNorm's bias was off by 45%, at any stage, over any groups. A leaf
+# that has the shards of another device was off by 83% and more.
 EXACT, ROUNDED, COARSE = 2e-3, 0.35, 0.6
 COARSE_CODES = {"int4", "float8_e4m3fn"}
 ALL_MODELS = MODELS | {"odd_gpt": lambda remat: odd_gpt(64, remat)}
