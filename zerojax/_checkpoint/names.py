@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from zerojax._checkpoint.tensor_files import Stored, some
+from zerojax._checkpoint.tensor_files import FileTensor, some
 from zerojax._types import Shape
 
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
@@ -232,7 +232,7 @@ class Layers:
 
 
 def arranged(
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, FileTensor],
     found: Mapping[str, list[Source]],
     shapes: Mapping[str, Shape],
     kept: Container[str],

@@ -16,7 +16,7 @@ from zerojax._checkpoint import (
 )
 from zerojax._checkpoint.matching import Saved
 from zerojax._checkpoint.names import Layers, Names, Source
-from zerojax._checkpoint.tensor_files import DTYPES, Stored, Tensor, some
+from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Tensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
@@ -163,10 +163,10 @@ def _tensors(
     rename: Callable[[str], str] | None,
     found: Mapping[str, list[Source]],
     sizes: Mapping[str, Shape],
-) -> dict[str, Stored]:
+) -> dict[str, FileTensor]:
     """Returns what the files hold, by the names of leaves and of what `names=` has."""
     slashed = {_dotted(name): name for name in sizes if name not in _mapped(found)}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in _tensor_files.stored_files(path):
         for tensor in _tensor_files.read_file(file):
             ours = tensor.name if rename is None else _renamed(rename, tensor.name)
@@ -181,7 +181,9 @@ def _tensors(
 
 
 def _check_bytes(
-    tensors: Mapping[str, Stored], found: Mapping[str, list[Source]], wanted: Mapping[str, PyTree]
+    tensors: Mapping[str, FileTensor],
+    found: Mapping[str, list[Source]],
+    wanted: Mapping[str, PyTree],
 ) -> None:
     """Raises where tensors that are read are not as `export_safetensors` has written them.
 
@@ -224,7 +226,7 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
 
 
 def _check_namesakes(
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, FileTensor],
     found: Mapping[str, list[Source]],
     path: object,
     ignore: str | None,

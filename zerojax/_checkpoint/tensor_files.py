@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file, read where it is used; its checksum, if it has one."""
 
     file: str
@@ -144,7 +144,7 @@ def stored_files(path: str) -> list[str]:
     return files
 
 
-def read_file(file: str) -> list[Stored]:
+def read_file(file: str) -> list[FileTensor]:
     """Returns the tensors of a file."""
     try:
         with _files.opened(file) as opened:
@@ -155,7 +155,7 @@ def read_file(file: str) -> list[Stored]:
         sum_of = header.pop("__metadata__", {}).get
         data = np.memmap(file, np.uint8, mode="r")[8 + length :]
         tensors = [
-            Stored(file, name, _tensor(data, name, **entry), sum_of(CHECKSUM + name))
+            FileTensor(file, name, _tensor(data, name, **entry), sum_of(CHECKSUM + name))
             for name, entry in header.items()
         ]
         _check_tiled([entry["data_offsets"] for entry in header.values()], data.size)
@@ -164,7 +164,7 @@ def read_file(file: str) -> list[Stored]:
         raise ValueError(f"{file} is truncated or damaged ({error}). Export it again.") from error
 
 
-def check(tensors: Iterable[Stored], together: bool) -> None:
+def check(tensors: Iterable[FileTensor], together: bool) -> None:
     """Raises where the bytes of tensors are not those written, as far as they have checksums.
 
     Processes that read `together` share the tensors, and raise together.
@@ -179,7 +179,7 @@ def check(tensors: Iterable[Stored], together: bool) -> None:
         raise error
 
 
-def _damaged(tensor: Stored) -> ValueError:
+def _damaged(tensor: FileTensor) -> ValueError:
     return ValueError(
         f"{tensor.name} in {tensor.file} is damaged: its bytes are not those of its checksum. "
         "Export it again. If another program changed the tensor, have that write the file without "

@@ -50,7 +50,7 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
         # XLA leaves out what they do not need. Compiled first, it runs now, not in the outer trace.
         values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
         known = dict(zip(kept, values, strict=True))
-        fields = _Walk(lambda tracer: known[id(tracer)]).over(fields)
+        fields = _Replacing(lambda tracer: known[id(tracer)]).over(fields)
     leaves, treedef = jax.tree.flatten(fields)
     found, pairs = iter(run()), zip(leaves, traced, strict=True)
     return treedef.unflatten(next(found) if is_traced else leaf for leaf, is_traced in pairs)
@@ -60,7 +60,7 @@ def _kept(fields: PyTree) -> list[Tracer]:
     """Returns the tracers that the static fields of a state keep, in an order of their own."""
     found: dict[int, Tracer] = {}
     if _reaches_tracer(fields):
-        _Walk(lambda tracer: found.setdefault(id(tracer), tracer)).over(fields)
+        _Replacing(lambda tracer: found.setdefault(id(tracer), tracer)).over(fields)
     return list(found.values())
 
 
@@ -93,7 +93,7 @@ def _static(state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: shape_dtype(x) if isinstance(x, Tracer) else x, state)
 
 
-class _Walk:
+class _Replacing:
     """Puts other values in the place of tracers, in all that a Python object leads to.
 
     What can be changed is changed where it is: others may keep the same object.
