@@ -172,3 +172,12 @@ def test_a_state_is_made_under_jaxs_check_of_leaks():
     with jax.checking_leaks():
         state = _making.state_of(lambda: Keeper({"w": jnp.ones(3)}, jnp.tanh))
     assert state.params["w"].sum() == 3
+
+
+def test_a_leaf_that_is_a_constant_is_an_array():
+    leaves = [jnp.asarray(0), jnp.float32(2.5), jnp.ones(3)]
+    state = _making.state_of(lambda: {**dict(enumerate(map(jnp.copy, leaves))), 9: jnp.asarray(7)})
+    shapes = jax.eval_shape(lambda: _making.state_of(lambda: {9: jnp.asarray(7)}))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    assert_equal_bits(state, {**dict(enumerate(leaves)), 9: jnp.asarray(7)})
+    assert (shapes[9].shape, shapes[9].dtype) == ((), jnp.int32)

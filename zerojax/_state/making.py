@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
@@ -52,7 +53,8 @@ def state_of(make_state: Callable[[], PyTree]) -> PyTree:
         known = dict(zip(kept, values, strict=True))
         fields = _Replacing(lambda tracer: known[id(tracer)]).over(fields)
     leaves, treedef = jax.tree.flatten(fields)
-    found, pairs = iter(run()), zip(leaves, traced, strict=True)
+    # A constant comes out as JAX's own literal, which in 0.10 may have no shape.
+    found, pairs = map(jnp.asarray, run()), zip(leaves, traced, strict=True)
     return treedef.unflatten(next(found) if is_traced else leaf for leaf, is_traced in pairs)
 
 
