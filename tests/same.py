@@ -1,0 +1,144 @@
+"""Says whether another revision lowers the same programs and has the same messages.
+
+    python tests/same.py                         # what this checkout changes in HEAD
+    python tests/same.py c271aef                 # what it changes in a revision
+    python tests/same.py c271aef --only offload  # of some configurations, with their whole diffs
+    python tests/same.py --show 'gpt, stage 2'   # what one of them lowers to
+
+A commit that only moves or renames code changes nothing. Both revisions lower the table in
+`tests/configurations.py` side by side, from shapes, and nothing is compiled. Programs are compared
+without the names of Python functions and lines of source: what is computed, where each value is,
+what is donated, in which scopes operations are, and what is warned of. The exit status is 0 if all
+is the same.
+"""
+
+import argparse
+import collections
+import difflib
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # before an installed checkout
+
+from docs import errors
+from tests import house
+
+LINES = 20  # of a diff
+
+
+def check_out(revision: str, folder: pathlib.Path) -> None:
+    for module, text in house.sources(revision).items():
+        path = folder / "zerojax" / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def lowered(libraries: list[pathlib.Path], pattern: str) -> list[dict[str, Any]]:
+    """Returns what `tests/configurations.py` makes of each folder's zerojax."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [pathlib.Path(folder, f"{number}.json") for number in range(len(libraries))]
+        workers = []
+        for number, (library, path) in enumerate(zip(libraries, paths, strict=True)):
+            settings = {
+                "PYTHONPATH": os.pathsep.join(map(str, (library, ROOT))),
+                # The processes of one run hash strings differently, and must run one program.
+                "PYTHONHASHSEED": str(number),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": "8",
+            }
+            command = [sys.executable, "-P", "-m", "tests.configurations", pattern, str(path)]
+            workers.append(subprocess.Popen(command, env=os.environ | settings))
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
+            sys.exit("not lowered: see above")
+        results = [json.loads(path.read_text()) for path in paths]
+    for library, result in zip(libraries, results, strict=True):
+        assert pathlib.Path(result["library"]).is_relative_to(library), result["library"]
+    return results
+
+
+def difference(old: str, new: str, lines: int | None = LINES) -> str:
+    """Returns how many operations there are of which kinds, where that changed, and a diff."""
+    heads = [
+        text.splitlines()[0] if text.startswith("refused") else "lowered" for text in (old, new)
+    ]
+    if heads[0] != heads[1]:
+        return f"    was {heads[0]}\n    is {heads[1]}"
+    kinds = (re.findall(r"(?<!#)\b(?:stablehlo|sdy)\.\w+", text) for text in (old, new))
+    was, now = map(collections.Counter, kinds)
+    counts = [f"    {op}: {was[op]} -> {now[op]}" for op in sorted(was | now) if was[op] != now[op]]
+    # After a value that is new, all have other numbers, which tell nothing.
+    texts = [re.sub(r"%\w+|@f\d+", lambda at: at[0][0], text) for text in (old, new)]
+    texts = [old, new] if texts[0] == texts[1] else texts
+    diff = difflib.unified_diff(*map(str.splitlines, texts), n=1, lineterm="")
+    shown = itertools.islice(diff, 2, None if lines is None else lines + 2)
+    return "\n".join([*counts, *(f"    {line}" for line in shown)])
+
+
+def messages(library: pathlib.Path) -> set[str]:
+    """Returns the messages of a zerojax, without the names of the values in them."""
+    return {re.sub("‹.*?›", "‹›", text) for _, text in errors.texts(library)}
+
+
+def changed(old: set[str], new: set[str]) -> Iterator[str]:
+    """Yields a line for each message that was lost, or was added, or has other words."""
+    added = sorted(new - old)
+    for text in sorted(old - new):
+        close = difflib.get_close_matches(text, added, n=1, cutoff=0.7)
+        added = [other for other in added if other not in close]
+        yield (
+            f"message changed: {text!r}\n             to: {close[0]!r}"
+            if close
+            else f"message lost: {text!r}"
+        )
+    yield from (f"message added: {text!r}" for text in added)
+
+
+def compared(revision: str, pattern: str | None) -> Iterator[str]:
+    """Yields what differs from a revision."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name).resolve()
+        check_out(revision, folder)
+        was, now = lowered([folder, ROOT], pattern or "")
+        for name, text in now["texts"].items():
+            if text != was["texts"][name]:
+                lines = LINES if pattern is None else None
+                yield f"{name} differs:\n{difference(was['texts'][name], text, lines)}"
+        yield from (f"{name} {why}" for name, why in now["wrong"].items())
+        if pattern is None:
+            yield from changed(messages(folder / "zerojax"), messages(ROOT / "zerojax"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("revision", nargs="?", default="HEAD")
+    parser.add_argument("--only", metavar="PATTERN", help="of the names of configurations")
+    parser.add_argument("--show", metavar="PATTERN", help="print these, and compare nothing")
+    options = parser.parse_args()
+    if options.show is not None:
+        (found,) = lowered([ROOT], options.show)
+        print(*found["texts"].values(), sep="\n\n")
+        return
+    start, differences = time.monotonic(), 0
+    for text in compared(options.revision, options.only):
+        differences += 1
+        print(text, end="\n\n")
+    what = f"{differences} differences from" if differences else "the same as"
+    print(f"{what} {options.revision}, in {time.monotonic() - start:.0f} s")
+    sys.exit(differences > 0)
+
+
+if __name__ == "__main__":
+    main()
