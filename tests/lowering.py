@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-import zerojax.nnx
 from tests import nnx_models
 
 
