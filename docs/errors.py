@@ -57,18 +57,13 @@ class Message:
 def messages(library: pathlib.Path = LIBRARY) -> list[Message]:
     """Returns each message that has a remedy, in the order of the source."""
     found = {}
-    for file, text in texts(library):
-        problem, *remedy = SENTENCE.split(text, maxsplit=1)
-        if remedy:
-            found.setdefault(text, Message(file, problem + ".", remedy[0]))
-    return list(found.values())
-
-
-def texts(library: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """Yields each message, also those without a remedy, with the file that it is in."""
     for path in sorted(library.rglob("*.py")):
         file = path.relative_to(library).with_suffix("").as_posix()
-        yield from ((file, text) for text in _texts(ast.parse(path.read_text())))
+        for text in _texts(ast.parse(path.read_text())):
+            problem, *remedy = SENTENCE.split(text, maxsplit=1)
+            if remedy:
+                found.setdefault(text, Message(file, problem + ".", remedy[0]))
+    return list(found.values())
 
 
 def markdown() -> str:

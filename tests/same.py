@@ -13,6 +13,7 @@ is the same.
 """
 
 import argparse
+import ast
 import collections
 import difflib
 import itertools
@@ -30,7 +31,6 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # before an installed checkout
 
-from docs import errors
 from tests import house
 
 LINES = 20  # of a diff
@@ -85,9 +85,25 @@ def difference(old: str, new: str, lines: int | None = LINES) -> str:
     return "\n".join([*counts, *(f"    {line}" for line in shown)])
 
 
-def messages(library: pathlib.Path) -> set[str]:
-    """Returns the messages of a zerojax, without the names of the values in them."""
-    return {re.sub("‹.*?›", "‹›", text) for _, text in errors.texts(library)}
+def messages(modules: dict[str, str]) -> set[str]:
+    """Returns all texts of four words and more that are not docstrings."""
+    texts = itertools.chain.from_iterable(_texts(ast.parse(text)) for text in modules.values())
+    return {text for text in texts if len(text.split()) >= 4}
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """Yields the strings in a tree, without the names of the values in them."""
+    match node:
+        case ast.Constant(str(text)):
+            yield text
+        case ast.JoinedStr(parts):
+            values = [part for part in parts if isinstance(part, ast.FormattedValue)]
+            yield "".join("‹›" if part in values else part.value for part in parts)
+            yield from itertools.chain.from_iterable(map(_texts, values))
+        case ast.Expr(ast.Constant()):  # a docstring
+            return
+        case _:
+            yield from itertools.chain.from_iterable(map(_texts, ast.iter_child_nodes(node)))
 
 
 def changed(old: set[str], new: set[str]) -> Iterator[str]:
@@ -96,12 +112,8 @@ def changed(old: set[str], new: set[str]) -> Iterator[str]:
     for text in sorted(old - new):
         close = difflib.get_close_matches(text, added, n=1, cutoff=0.7)
         added = [other for other in added if other not in close]
-        yield (
-            f"message changed: {text!r}\n             to: {close[0]!r}"
-            if close
-            else f"message lost: {text!r}"
-        )
-    yield from (f"message added: {text!r}" for text in added)
+        yield "\n  now: ".join([f"message {'changed' if close else 'lost'}: {text}", *close])
+    yield from (f"message added: {text}" for text in added)
 
 
 def compared(revision: str, pattern: str | None) -> Iterator[str]:
@@ -116,7 +128,7 @@ def compared(revision: str, pattern: str | None) -> Iterator[str]:
                 yield f"{name} differs:\n{difference(was['texts'][name], text, lines)}"
         yield from (f"{name} {why}" for name, why in now["wrong"].items())
         if pattern is None:
-            yield from changed(messages(folder / "zerojax"), messages(ROOT / "zerojax"))
+            yield from changed(messages(house.sources(revision)), messages(house.sources()))
 
 
 def main() -> None:
