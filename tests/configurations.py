@@ -54,7 +54,7 @@ def masked(_: bool) -> Model:
     return Model({"w": jnp.zeros((64, 16))}, loss, (jnp.zeros((64, 64)), jnp.zeros(64, bool)))
 
 
-def tensor(remat: bool) -> Model:
+def tensor(remat: bool, unroll: int = 1) -> Model:
     """Layers whose weights are annotated with an axis of the user's own."""
     wrap = jax.checkpoint if remat else lambda f: f
     box = lambda shape, *names: nn.Partitioned(jnp.zeros(shape), (None, *names))
@@ -62,7 +62,7 @@ def tensor(remat: bool) -> Model:
 
     def loss(params, batch):
         layer = wrap(lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None))
-        return jnp.mean(jax.lax.scan(layer, batch, nn.unbox(params))[0] ** 2)
+        return jnp.mean(jax.lax.scan(layer, batch, nn.unbox(params), unroll=unroll)[0] ** 2)
 
     return Model({"up": up, "down": down}, loss, jnp.zeros((512, 256)))
 
@@ -81,7 +81,8 @@ def module(_: bool) -> Model:
 
 OWN_MODELS = {
     "odd": lambda remat: odd_gpt(64, remat), "wide": wide, "lookup": lookup, "masked": masked,
-    "tensor": tensor, "scaled": scaled, "module": module,
+    "tensor": tensor, "unrolled": functools.partial(tensor, unroll=2), "scaled": scaled,
+    "module": module,
 }  # fmt: skip
 OWN_OPTIMIZERS = {
     "frozen": lambda: optax.multi_transform(
@@ -283,12 +284,40 @@ ROWS = {
 }  # fmt: skip
 
 
+GPUS = {"mesh": lambda: zerojax.aot.mesh("8xH100")}
+HOSTS = {"mesh": lambda: zerojax.aot.mesh("16xH100", (2, 8), ("node", "gpu"))}
+GPU_ROWS = {
+    "GPUs": Row("gpt remat", GPUS, {}, lowering.train_on_gpus),
+    "GPUs, padded": Row("odd remat", GPUS, dict(accumulate=2), lowering.train_on_gpus),
+    "GPUs, unrolled": Row("unrolled remat", GPUS, dict(prefetch=0), lowering.train_on_gpus),
+    "GPUs, either first": Row(
+        "gpt remat", dict(stage=2) | GPUS, dict(accumulate=2, order="auto"), lowering.train_on_gpus
+    ),
+    "GPUs, codes": Row(
+        "wide remat", HPZ | HOSTS, dict(precision=precision(reduce="int8")), lowering.train_on_gpus
+    ),
+    "GPUs, offloaded": Row(
+        "wide remat", dict(offload=("opt_state", "params")) | GPUS, {}, lowering.train_on_gpus
+    ),
+}  # fmt: skip
+
+
+def rows() -> dict[str, Row]:
+    """Returns the rows that this machine can lower."""
+    try:
+        zerojax.aot.check_packages()
+    except ModuleNotFoundError:
+        return ROWS
+    return ROWS | GPU_ROWS
+
+
 def main(pattern: str, path: str) -> None:
     """Writes the texts of some rows, and what is wrong with them."""
-    jax.config.update("jax_traceback_in_locations_limit", 0)  # or scopes have names of functions
-    texts = {name: row.text() for name, row in ROWS.items() if re.search(pattern, name)}
-    wrong = {name: why for name, text in texts.items() if (why := ROWS[name].wrong(text))}
-    result = {"library": zerojax.__file__, "texts": texts, "wrong": wrong}
+    table = rows()
+    texts = {name: row.text() for name, row in table.items() if re.search(pattern, name)}
+    wrong = {name: why for name, text in texts.items() if (why := table[name].wrong(text))}
+    left_out = len(ROWS | GPU_ROWS) - len(table)
+    result = {"library": zerojax.__file__, "texts": texts, "wrong": wrong, "left_out": left_out}
     pathlib.Path(path).write_text(json.dumps(result))
 
 

@@ -32,6 +32,13 @@ def train(row: Any) -> str:
     return program(zerojax.train_step(loss, **row.options(row.step, plan)).trace(*arguments))
 
 
+def train_on_gpus(row: Any) -> str:
+    """Which are not there; the step is compiled with options that suit its loops."""
+    loss, plan, arguments = parts(row)
+    step = zerojax.train_step(loss, **row.options(row.step, plan))
+    return f"{program(step.trace(*arguments))}\noptions: {step.options_for(*arguments)}"
+
+
 def compiled(row: Any) -> str:
     loss, plan, arguments = parts(row)
     step = zerojax.train_step(loss, **row.options(row.step, plan))
@@ -103,7 +110,7 @@ def program(traced: jax.stages.Traced) -> str:
     It is one for GPUs: for CPUs, copies to host memory are left out. No GPU is needed to lower it.
     """
     module = traced.lower(lowering_platforms=("cuda",))
-    names = re.findall(r'loc\("([^"]*)/', module.as_text(debug_info=True))
+    names = re.findall(r'loc\("([^"]*)/[^"]*"(?!:)', module.as_text(debug_info=True))  # of no file
     scopes = {re.sub(r"\bjit\([^()]*\)", "jit()", name) for name in names}
     return "\n".join([renumbered(module.as_text()), "scopes:", *sorted(scopes)])
 
@@ -116,5 +123,9 @@ def renumbered(text: str) -> str:
     names = re.findall(r'func\.func private @("[^"]*"|[\w.$-]+)', text)
     numbers = {name: f"@f{number}" for number, name in enumerate(names)}
     text = re.sub(r'@("[^"]*"|[\w.$-]+)', lambda at: numbers.get(at[1], at[0]), text)
-    text = re.sub(r", (?=%arg\d+: |tensor<[^>]*> \{jax\.result_info)", ",\n    ", text)
+    text = re.sub(r"func\.func public .*", lambda at: _by_argument(at[0]), text)
     return re.sub(r"\Amodule @\S+", "module", text)
+
+
+def _by_argument(head: str) -> str:
+    return re.sub(r", (?=%arg\d+: |tensor<[^>]*> \{jax\.result_info)", ",\n    ", head)

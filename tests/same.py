@@ -1,8 +1,8 @@
 """Says whether another revision lowers the same programs and has the same messages.
 
     python tests/same.py                         # what this checkout changes in HEAD
-    python tests/same.py c271aef                 # what it changes in a revision
-    python tests/same.py c271aef --only offload  # of some configurations, with their whole diffs
+    python tests/same.py HEAD~10                 # what it changes in a revision
+    python tests/same.py HEAD~10 --only offload  # of some configurations, with their whole diffs
     python tests/same.py --show 'gpt, stage 2'   # what one of them lowers to
 
 A commit that only moves or renames code changes nothing. Both revisions lower the table in
@@ -78,7 +78,7 @@ def difference(old: str, new: str, lines: int | None = LINES) -> str:
     was, now = map(collections.Counter, kinds)
     counts = [f"    {op}: {was[op]} -> {now[op]}" for op in sorted(was | now) if was[op] != now[op]]
     # After a value that is new, all have other numbers, which tell nothing.
-    texts = [re.sub(r"%\w+|@f\d+", lambda at: at[0][0], text) for text in (old, new)]
+    texts = [re.sub(r"%[\w#]+|@f\d+", lambda at: at[0][0], text) for text in (old, new)]
     texts = [old, new] if texts[0] == texts[1] else texts
     diff = difflib.unified_diff(*map(str.splitlines, texts), n=1, lineterm="")
     shown = itertools.islice(diff, 2, None if lines is None else lines + 2)
@@ -116,19 +116,24 @@ def changed(old: set[str], new: set[str]) -> Iterator[str]:
     yield from (f"message added: {text}" for text in added)
 
 
-def compared(revision: str, pattern: str | None) -> Iterator[str]:
-    """Yields what differs from a revision."""
+def compared(revision: str, pattern: str | None) -> tuple[list[str], str]:
+    """Returns what differs from a revision, and what was compared."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name).resolve()
         check_out(revision, folder)
         was, now = lowered([folder, ROOT], pattern or "")
-        for name, text in now["texts"].items():
-            if text != was["texts"][name]:
-                lines = LINES if pattern is None else None
-                yield f"{name} differs:\n{difference(was['texts'][name], text, lines)}"
-        yield from (f"{name} {why}" for name, why in now["wrong"].items())
-        if pattern is None:
-            yield from changed(messages(house.sources(revision)), messages(house.sources()))
+    lines = LINES if pattern is None else None
+    found = [f"{name} {why}" for name, why in now["wrong"].items()]
+    for name, text in now["texts"].items():
+        old = was["texts"].get(name, "refused")
+        found += [f"{name} differs:\n{difference(old, text, lines)}"] if old != text else []
+    says = messages(house.sources())
+    if pattern is None:
+        found += changed(messages(house.sources(revision)), says)
+    left_out = (
+        f" ({now['left_out']} for GPUs left out: make gpu-compile)" if now["left_out"] else ""
+    )
+    return found, f"{len(now['texts'])} configurations{left_out}, {len(says)} messages"
 
 
 def main() -> None:
@@ -143,13 +148,12 @@ def main() -> None:
         (found,) = lowered([ROOT], options.show)
         print(*found["texts"].values(), sep="\n\n")
         return
-    start, differences = time.monotonic(), 0
-    for text in compared(options.revision, options.only):
-        differences += 1
-        print(text, end="\n\n")
-    what = f"{differences} differences from" if differences else "the same as"
-    print(f"{what} {options.revision}, in {time.monotonic() - start:.0f} s")
-    sys.exit(differences > 0)
+    start = time.monotonic()
+    found, what = compared(options.revision, options.only)
+    print(*found, sep="\n\n", end="\n\n" if found else "")
+    result = f"{len(found)} difference{'s' * (len(found) > 1)} from" if found else "the same as"
+    print(f"{result} {options.revision}: {what}, {time.monotonic() - start:.0f} s")
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":
