@@ -33,6 +33,14 @@ def padded_grad(loss, **options):
     return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params, plan
 
 
+def assert_no_padding(grads, plan):
+    """Asserts that gradients are padded as their parameters, with zeros."""
+    for got, leaf in zip(jax.tree.leaves(grads), plan.params, strict=True):
+        rest = np.array(got)
+        rest[tuple(map(slice, leaf.shape))] = 0
+        assert got.shape == leaf.padded_shape and not rest.any(), leaf.path
+
+
 @pytest.mark.parametrize(
     ("name", "prefetch"),
     mostly_slow(
@@ -46,12 +54,16 @@ def test_gradients_match_jax_grad_and_their_padding_is_zero(name, prefetch):
     value, grads = grad(params, ROWS)
     tolerance = 2e-2 if name in NARROW else 1e-6
     assert float(value) == pytest.approx(float(wanted_loss), rel=tolerance)
-    for got, leaf in zip(jax.tree.leaves(grads), plan.params, strict=True):
-        rest = np.array(got)
-        rest[tuple(map(slice, leaf.shape))] = 0
-        assert got.shape == leaf.padded_shape and not rest.any(), leaf.path
+    assert_no_padding(grads, plan)
     logical = jax.tree.map(lambda g, p: g[tuple(map(slice, p.shape))], grads, PARAMS)
     assert_close(logical, wanted, tolerance)
+
+
+def test_what_a_user_put_into_the_padding_is_in_no_gradient():
+    """The gradients of these weights are written over them."""
+    grad, params, plan = padded_grad(PROGRAMS["remat_nothing"], prefetch=0)
+    _, grads = grad(jax.tree.map(lambda x: x + 1, params), ROWS)
+    assert_no_padding(grads, plan)
 
 
 @pytest.mark.parametrize("name", ["plain_scan", "remat_nothing", "remat_everything"])

@@ -24,3 +24,16 @@ def test_buffers_of_asynchronous_fusions_and_copies():
     assert {key: size for key, size in live.items() if size > 8} == {
         ("s", 2): LAYER, ("c", 0): LAYER,
     }  # fmt: skip
+
+
+def test_what_is_updated_in_place_is_one_buffer():
+    made = module(
+        f"""{ARGUMENTS}
+  %copied = f32[8,256,256]{{2,1,0}} copy(%a)
+  %put = f32[8,256,256]{{2,1,0}} fusion(%copied, %n, %i), kind=kLoop, calls=%updated
+  ROOT %loss = f32[] reduce(%put, %n), to_apply=%sliced
+""",
+        SLICE,
+    )
+    live = {b.name: b.nbytes for b in _liveness.peak(made)}
+    assert {name: size for name, size in live.items() if size > 8} == {"copied": 8 * LAYER}

@@ -78,6 +78,25 @@ def test_streams_that_are_left_split():
         zerojax.nnx.train_step(loss)(model, optimizer, X, nnx.Rngs(0))
 
 
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.rngs = linear(rngs), rngs
+
+    def __call__(self, x):
+        return self.linear(x), self.rngs.uniform((len(x),))
+
+
+def test_streams_that_a_model_holds_draw_otherwise_on_each_device_and_for_each_microbatch():
+    def loss(model, x):
+        y, noise = model(x)
+        return jnp.mean(y**2), noise
+
+    model, optimizer = zerojax.nnx.shard(*make(Noisy))
+    step = zerojax.nnx.train_step(loss, accumulate=2)
+    first, second = (step(model, optimizer, X)["aux"] for _ in range(2))
+    assert len(np.unique([first, second])) == 2 * len(X)
+
+
 class Dropping(nnx.Module):
     """Layers that drop, each by a stream of its own."""
 

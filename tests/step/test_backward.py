@@ -144,6 +144,8 @@ def test_groups():
     mesh = zerojax.mesh(node=2, gpu=4)
     same(mesh=mesh, groups={"params": "gpu"}, prefetch=1)
     same(mesh=mesh, groups={"params": "gpu", "grads": "gpu", "opt_state": "gpu"})
+    # Weights rest whole: each device updates the shard that is its own by both axes.
+    same(mesh=mesh, groups={"opt_state": ("gpu", "node")}, stage=1)
 
 
 @pytest.mark.parametrize("stage", mostly_slow([1, 3], lambda stage: stage == 3))

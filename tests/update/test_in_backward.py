@@ -130,6 +130,20 @@ def test_an_update_that_reads_another_gradient():
     assert why == {"blocks/w": TOGETHER}
 
 
+def test_an_update_whose_gradient_other_leaves_need():
+    """Updated in backward, it would have no gradient left for them."""
+
+    def update(updates, state, params=None):
+        trace, largest = state
+        trace = jax.tree.map(jnp.add, trace, updates)
+        return trace, (trace, jnp.maximum(largest, jnp.max(updates["blocks"]["w"])))
+
+    zeros = lambda p: (jax.tree.map(jnp.zeros_like, p), jnp.zeros(()))
+    *_, found, why = found_for(optax.GradientTransformation(zeros, update))
+    assert set(found) == {"blocks/up", "blocks/norm"}
+    assert why == {"blocks/w": "the update of other leaves reads its gradient"}
+
+
 def test_an_update_that_names_devices():
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
