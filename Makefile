@@ -12,7 +12,7 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test gpu-code fuzz foreign lint examples full-examples notebooks docs wheel \
+.PHONY: demo test gpu-code fuzz mutants foreign lint examples full-examples notebooks docs wheel \
   gpu-compile regressions clean
 
 demo: $(VENV)/.examples
@@ -29,6 +29,10 @@ gpu-code: gpu-compile
 # Random combinations of features against one device; those that are refused count as skipped.
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py $(ARGS)
+
+# Defects in the package, one at a time, and the tests that find them.
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
