@@ -12,8 +12,8 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test gpu-code fuzz mutants foreign lint examples full-examples notebooks docs wheel \
-  gpu-compile regressions clean
+.PHONY: demo test gpu-code processes fuzz mutants foreign lint examples full-examples notebooks docs \
+  wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ test: $(VENV)/.test
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
+
+# Several processes that agree or not, hang, are killed, and go on; `make test` starts two once.
+processes: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'processes' --no-skips $(ARGS)
 
 # Random combinations of features against one device; those that are refused count as skipped.
 fuzz: $(VENV)/.test

@@ -18,6 +18,15 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+def environment() -> dict[str, str]:
+    """This process's own, but for its devices: whoever is started compiles as it does."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if "device_count" not in flag]
+    common = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    common |= {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    return common | {"PYTHONPATH": str(ROOT)}
+
+
 class Run:
     """Processes of `tests.worker`, or of `module`; their output is in files of `logs`."""
 
@@ -30,9 +39,7 @@ class Run:
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{number}.log" for number in range(count)]
-        not_theirs = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
-        common = {key: value for key, value in os.environ.items() if key not in not_theirs}
-        common |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
+        common = {**environment(), "MASTER_ADDR": "127.0.0.1"}
         port = str(free_port())
         self.processes = []
         for number, log in enumerate(self.logs):

@@ -1,0 +1,147 @@
+"""How processes start: by what is around them, alone, and two that train, save and restore."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import zerojax
+from tests import worker
+from tests.conftest import make_mesh
+from tests.processes import completed, environment
+from tests.reference import assert_close
+
+
+def files_bytes(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_two_processes_train_save_export_and_restore(tmp_path):
+    """Processes of four devices, which pad 260 to 264; one of five devices reads what they saved.
+
+    The worker restores it, too. All have the numbers of a run in one process.
+    """
+    options = ["--steps", 2, "--dim", 65, "--devices", 4]
+    two, one, weights = (tmp_path / name for name in ("two", "one", "weights"))
+    found = completed(2, tmp_path, "--directory", two, *options, "--export", weights)
+    assert found.said(r"zerojax: (.*)") == "2 processes, 8 devices"
+    assert "step" not in found.logs[1].read_text(), "process 0 alone speaks"
+    assert all(f"digest {found.digest()}" in log.read_text() for log in found.logs)
+    saved = two / "2" / "default"
+    written = [files_bytes(saved / f"ocdbt.process_{n}") for n in range(2)]
+    assert max(written) < 1.1 * min(written), "each process writes as much as the other"
+
+    args = ["--directory", one, *options]
+    alone = worker.train(worker.parser.parse_args(list(map(str, args))))
+    plan = zerojax.plan(lambda: worker.make_state(65), stage=1, mesh=make_mesh(5))
+    restored = zerojax.gather_params({"state": zerojax.restore(two / "2", plan)})["state"]
+    assert_close(restored, zerojax.gather_params({"state": alone})["state"], 1e-6)
+    with pytest.raises(ValueError, match=r"iterators of 2 processes, and this run has 1.*data=F"):
+        zerojax.read_extras(two / "2")
+    assert zerojax.read_extras(two / "2", data=False).step == 2
+
+    (file,) = weights.glob("*.safetensors")
+    tensors, layers = safetensors.numpy.load_file(file), restored.params["layers"]
+    assert len(tensors) == 5
+    for n in range(2):
+        np.testing.assert_array_equal(tensors[f"layers.{n}.up"], layers["w1"][n].T)
+        np.testing.assert_array_equal(tensors[f"layers.{n}.down"], layers["w2"][n])
+
+
+def python(code, **env):
+    """Runs code in a process of its own; returns its exit code, and what it prints."""
+    command, env = [sys.executable, "-c", code], {**environment(), **env}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+ALONE = """
+import os, zerojax
+print(zerojax.initialize())
+os.environ["WORLD_SIZE"] = "4"
+print([zerojax.process_slice(32) for _ in range(2)])
+"""
+
+
+def test_initialize_alone_says_so_and_a_process_that_has_not_joined_others_is_warned_once():
+    _, said, error = python(ALONE)
+    assert said.splitlines() == ["zerojax: 1 process, 1 devices", "1", f"{[slice(0, 32)] * 2}"]
+    assert error.count("UserWarning: WORLD_SIZE=4 says that this is one of 4 processes, and") == 1
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("WORLD_SIZE", r"WORLD_SIZE=4 says .* 4 processes.*zerojax.initialize\(\)"),
+        ("SLURM_STEP_NUM_TASKS", r"SLURM_STEP_NUM_TASKS=4 says .* one of 4 processes"),
+        ("OMPI_COMM_WORLD_SIZE", r"OMPI_COMM_WORLD_SIZE=4 says .* one of 4 processes"),
+        ("SLURM_NTASKS", "Give each writer a path of its own"),  # of a batch script, outside srun
+    ],
+)
+def test_a_writer_that_others_are_in_the_way_of_is_told_if_it_is_one_of_them(
+    tmp_path, monkeypatch, name, says
+):
+    monkeypatch.setenv(name, "4")
+    with zerojax.Checkpoints(tmp_path / "c"), pytest.raises(ValueError, match=says):
+        zerojax.Checkpoints(tmp_path / "c")
+
+
+def test_torchrun_keeps_its_port_to_itself(monkeypatch):
+    """Its own store listens there; processes started by hand take the port that they are given."""
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: joined.append(options))
+    torchrun = {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "9"}
+    torchrun |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    zerojax.initialize()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    zerojax.initialize()
+    assert [options.pop("coordinator_address") for options in joined] == ["a:29500", "a:29501"]
+    rest = {"num_processes": 16, "process_id": 9, "local_device_ids": [1]}
+    assert joined[0] == joined[1] == rest | {"heartbeat_timeout_seconds": 100}
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"])
+def test_half_an_environment_is_an_error(monkeypatch, missing):
+    names = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"}
+    for name in names - {missing}:
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=rf"WORLD_SIZE=2 is set and {missing} is not. Set MASTER"):
+        zerojax.initialize()
+
+
+WATCHED = """
+import zerojax, time
+with zerojax.Watchdog(1) as dog:
+    for n in range(15):
+        dog.alive(n)
+        time.sleep(0.1)
+time.sleep(1.5)
+print("quiet while fed, and after its end")
+with zerojax.Watchdog(1) as dog:
+    dog.alive(7)
+    time.sleep(30)
+print("not ended")
+"""
+
+
+def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
+    code, said, error = python(WATCHED, PYTHONUNBUFFERED="")
+    assert said == "quiet while fed, and after its end\n" and code, error
+    assert "process 0 of 1 was not alive for 1 s after step 7" in error
+
+
+def test_elastic_in_one_process_returns_and_raises_as_its_function_does():
+    assert zerojax.elastic(lambda: 8) == 8
+
+    def fails():
+        raise ValueError("UNKNOWN: of one")
+
+    with pytest.raises(ValueError, match="UNKNOWN: of one"):
+        zerojax.elastic(fails)
+    with pytest.raises(ValueError, match=r"at_least=0.*1 or more"):
+        zerojax.elastic(fails, at_least=0)
