@@ -1,12 +1,11 @@
-"""Damage to the files of a checkpoint, one after the other."""
+"""Damage to the files of a checkpoint, one after the other; writers that are in the way."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
+import resource
 import threading
-
-from tests.checkpoint.states import STATE
-from tests.reference import assert_equal_bits
 
 
 def files_of(path):
@@ -30,19 +29,29 @@ def flip(file, whole):
 DAMAGE = {
     "truncated": lambda file, whole: file.write_bytes(whole[:-1]),
     "flipped": flip,
+    "emptied": lambda file, whole: file.write_bytes(b""),
     "deleted": lambda file, whole: file.unlink(),
 }
 
 
-def right_or_named(path, read):
-    """Whether `read()` gives STATE; where it does not, it names the path."""
+@contextlib.contextmanager
+def locked(path):
+    """Another writer to a path holds the lock beside it."""
+    with open(path.parent / f".{path.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    os.unlink(lock.name)
+
+
+@contextlib.contextmanager
+def full_disk(most=100_000):
+    """As a limit on the size of files: to the writer both are a write that fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
-        back = read()
-    except ValueError as error:
-        assert str(path) in str(error)
-        return False
-    assert_equal_bits(back, STATE)
-    return True
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Parameters out to safetensors and back, checked against the safetensors package itself."""
 
+import contextlib
 import json
-import os
-import resource
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,67 +12,85 @@ import pytest
 import safetensors
 import safetensors.flax
 import safetensors.numpy
-from etils import epath
 from flax.training.train_state import TrainState
 
 import zerojax
-import zerojax.nnx
-from tests import nnx_models
-from tests.checkpoint.damage import right_or_named
-from tests.checkpoint.states import STATE, make_state, place, plan_of
+from tests.checkpoint.damage import full_disk
+from tests.checkpoint.states import PARAMS, STATE, placed, plan_of
 from tests.reference import assert_equal_bits
-from zerojax._checkpoint import files as _files
-from zerojax._plan import move as _move
+
+ONE = "model-00001-of-00001.safetensors"
+INDEX = "model.safetensors.index.json"
+A = {"a": np.ones(4, np.float32)}
+W, B = np.arange(1024, dtype=np.float32).reshape(16, 64), np.ones(64, np.float32)
+HEAD = np.arange(512).reshape(64, 8).astype(jnp.bfloat16)
+NESTED = {"layer": {"w": W, "b": B}, "head": [HEAD]}
+DOTTED = {"head.0": HEAD, "layer.b": B, "layer.w": W}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_go_out_in_files_that_others_read(tmp_path, stage):
-    state = place(stage)
+def test_parameters_go_out_in_files_that_others_read(tmp_path):
+    state = zerojax.shard_train_state({"params": NESTED}, stage=3)
     zerojax.export_safetensors(tmp_path / "w", state, max_file_bytes=3e3)
-    index = json.loads((tmp_path / "w" / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "w" / INDEX).read_text())
     found = {}
     for file in sorted((tmp_path / "w").glob("*.safetensors")):
         found |= safetensors.flax.load_file(file)
-    assert set(found) == {"head.0", "layer.b", "layer.w"} == set(index["weight_map"])
+        with safetensors.safe_open(file, "numpy") as opened:  # transformers demands a format
+            assert opened.metadata()["format"] == "pt"
+    assert found.keys() == DOTTED.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == 64 * 8 * 2 + 64 * 4 + 16 * 64 * 4
-    assert sorted(set(index["weight_map"].values())) == [
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-    ]  # fmt: skip
-    assert_equal_bits([found["head.0"], found["layer.b"], found["layer.w"]], state.params)
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert sorted(set(index["weight_map"].values())) == files
+    assert_equal_bits(found, DOTTED)
+    assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in DOTTED.items()}
 
 
-@pytest.mark.parametrize("stage, devices", [(3, 8), (3, 2), (1, 4), (0, 1)])
-def test_parameters_come_in_where_a_plan_wants_them(tmp_path, stage, devices):
-    zerojax.export_safetensors(tmp_path / "w", make_state().params)
-    plan = plan_of(stage, devices)
-    params = zerojax.import_safetensors(tmp_path / "w", plan)
-    assert_equal_bits(params, make_state().params)
-    specs = [leaf.spec for leaf in plan.params]
-    for value, spec in zip(jax.tree.leaves(params), specs, strict=True):
-        want = jax.sharding.NamedSharding(plan.mesh, spec)
-        assert value.sharding.is_equivalent_to(want, value.ndim)
+def test_files_of_the_package_come_in_where_a_plan_wants_them(tmp_path, monkeypatch):
+    """Each device reads its own part only; the same for one file and for its directory."""
+    safetensors.numpy.save_file(DOTTED, tmp_path / "model.safetensors")
+    plan = zerojax.plan({"params": NESTED}, stage=3)
+    asked, real = [], jax.make_array_from_callback
 
-
-def test_each_device_reads_its_own_part_only(tmp_path, monkeypatch):
-    zerojax.export_safetensors(tmp_path / "w", make_state().params)
-    asked = []
-    real = jax.make_array_from_callback
-
-    def spy(shape, sharding, part):
+    def asking(shape, sharding, part):
         return real(shape, sharding, lambda index: asked.append(part(index).shape) or part(index))
 
-    monkeypatch.setattr(jax, "make_array_from_callback", spy)
-    zerojax.import_safetensors(tmp_path / "w", plan_of(3, 8))
-    assert set(asked) == {(8, 8), (64,), (2, 64)} and len(asked) == 17
-
-
-def test_files_of_the_package_come_in(tmp_path):
-    tensors = {"a.b": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": np.array(3, np.int32)}
-    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    like = {"a": {"b": jnp.zeros((2, 3))}, "n": jnp.int32(0)}
+    monkeypatch.setattr(jax, "make_array_from_callback", asking)
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        back = zerojax.import_safetensors(path, like)
-        assert_equal_bits([back["a"]["b"], back["n"]], [tensors["a.b"], tensors["n"]])
+        params = zerojax.import_safetensors(path, plan)
+        assert_equal_bits(params, NESTED)
+        for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
+            assert value.sharding.is_equivalent_to(leaf.rest.sharding(plan.mesh), value.ndim)
+    assert set(asked) == {(8, 8), (64,), (2, 64)} and len(asked) == 2 * (8 + 1 + 8)
+
+
+# -- arrays that rest padded
+
+
+@pytest.mark.parametrize("given", ["state", "params", "tuple"])
+def test_files_hold_arrays_without_padding(tmp_path, given):
+    state = placed()
+    tree = {"state": state, "params": state.params, "tuple": (state.params, ())}[given]
+    plan = None if given == "state" else state.tx.plan
+    zerojax.export_safetensors(tmp_path / "c", tree, plan=plan)
+    assert_equal_bits(safetensors.numpy.load_file(tmp_path / "c" / ONE), PARAMS)
+    index = json.loads((tmp_path / "c" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in PARAMS.values())
+
+
+def test_files_are_read_into_padded_shards(tmp_path):
+    zerojax.export_safetensors(tmp_path / "c", PARAMS)
+    state, tupled = placed(), zerojax.plan((PARAMS, ()))
+    for like in (plan_of(), state, tupled):
+        params = zerojax.import_safetensors(tmp_path / "c", like=like)
+        assert_equal_bits(params, state.params)
+        assert [s.data.shape for s in params["v"].addressable_shards] == [(13, 5)] * 8
+    with pytest.raises(ValueError, match=r"v: \[13, 33\] saved, \[13, 40\] wanted.*like="):
+        zerojax.import_safetensors(tmp_path / "c", like=state.params)
+    with pytest.raises(ValueError, match=r"params/scale is missing from the state"):
+        zerojax.export_safetensors(tmp_path / "d", {"w": state.params["w"]}, plan=tupled)
+
+
+# -- names, dtypes, differences
 
 
 def test_names_of_others_are_renamed(tmp_path):
@@ -87,131 +105,67 @@ def test_names_of_others_are_renamed(tmp_path):
         assert first.addressable_shards[0].data.shape == (512,)
     with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
         zerojax.import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
+    message = r"model.h.0.weight, model.h.1.weight and not h.0.scale, h.1.scale. Pass rename="
+    with pytest.raises(ValueError, match=message):
+        zerojax.import_safetensors(tmp_path / "w", plan)
+
+
+def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
+    tensors = {"a": np.arange(3) / 7, "b": np.array([2**40]), "c": 3}
+    zerojax.export_safetensors(tmp_path / "w", tensors)
+    found = safetensors.numpy.load_file(tmp_path / "w" / ONE)
+    dtypes = {name: value.dtype.name for name, value in found.items()}
+    assert dtypes == {"a": "float64", "b": "int64", "c": "int64"}
+    assert found["a"].tolist() == tensors["a"].tolist() and found["b"] == 2**40 and found["c"] == 3
 
 
 def test_master_copies_would_write_old_parameters_back(tmp_path):
-    params = {"frozen": jnp.ones((16, 8)), "w": jnp.ones((16, 8))}
+    params = {"frozen": np.ones((16, 8), np.float32), "w": np.ones((16, 8), np.float32)}
     labels = {"frozen": "no", "w": "yes"}
     tx = optax.multi_transform({"yes": optax.adam(1e-3), "no": optax.set_to_zero()}, labels)
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    make = lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=tx)
     precision = zerojax.Precision(param="bfloat16", master="float32")
-    state = zerojax.shard_train_state(state, stage=3, precision=precision)
+    state = zerojax.shard_train_state(make, stage=3, precision=precision)
     zerojax.export_safetensors(tmp_path / "w", params)
     with pytest.raises(ValueError, match=r"copies of w, from.*before the state is placed"):
         zerojax.import_safetensors(tmp_path / "w", like=state, cast=True)
     options = {"cast": True, "keep": "w$", "ignore": "w$"}
     zerojax.import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
     zerojax.import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
-    model, optimizer = nnx_models.make()
-    zerojax.nnx.shard(model, optimizer, stage=3, precision=precision)
-    of_nnx = zerojax.nnx.state(model, optimizer)
-    zerojax.export_safetensors(tmp_path / "nnx", of_nnx)
-    with pytest.raises(ValueError, match=r"copies of layers/0/kernel.*before the state is placed"):
-        zerojax.import_safetensors(tmp_path / "nnx", like=of_nnx)
 
 
-def test_differences_are_errors_that_say_what_to_do(tmp_path):
-    zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4), "b": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"not in the checkpoint: c .*only in.*: b \(ignore"):
-        zerojax.import_safetensors(tmp_path / "w", {"a": jnp.ones(4), "c": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"a: float32 saved, bfloat16 wanted \(cast=True"):
-        zerojax.import_safetensors(tmp_path / "w", {"a": jnp.ones(4, "bfloat16")}, ignore="b")
-    back = zerojax.import_safetensors(
-        tmp_path / "w", {"a": jnp.zeros(4, "bfloat16")}, ignore="b", cast=True
-    )
-    assert back["a"].dtype == jnp.bfloat16 and back["a"].sum() == 4
-    with pytest.raises(ValueError, match=r"w exists, and nothing is overwritten"):
-        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
-    with pytest.raises(TypeError, match=r"k is key<fry>.*Cast it or leave it out"):
-        zerojax.export_safetensors(tmp_path / "k", {"k": jax.random.key(0)})
-    with pytest.raises(ValueError, match=r"a/b and a.b are both a.b. Rename one"):
-        zerojax.export_safetensors(tmp_path / "k", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
-    (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "empty" / "model.safetensors")  # which nothing is ever written to
-    with pytest.raises(ValueError, match=r"there is no model.safetensors.index.json"):
-        zerojax.import_safetensors(tmp_path / "empty", {"a": jnp.ones(4)})
+# -- exports that end early
 
 
-def test_options_of_an_import_that_are_something_else(tmp_path):
-    params = {"a": jnp.ones(4)}
-    zerojax.export_safetensors(tmp_path / "w", params)
-    zerojax.save(tmp_path / "c", params)
-    for read, path in ((zerojax.import_safetensors, "w"), (zerojax.restore, "c")):
-        with pytest.raises(TypeError, match=r"cast='x' must be True or False"):
-            read(tmp_path / path, params, cast="x")
-        with pytest.raises(TypeError, match=r"ignore=3 is no path pattern. Pass one regular"):
-            read(tmp_path / path, params, ignore=3)
-    with pytest.raises(TypeError, match=r"names= is a list. Pass a dict"):
-        zerojax.import_safetensors(tmp_path / "w", params, names=[])
+def test_an_export_that_fails_names_the_file_and_leaves_nothing_behind(tmp_path):
+    """Where the disk is full, and by Ctrl-C: of that a signal comes, too."""
+    full = pytest.raises(OSError, match=rf"large; .*/{ONE} is not complete")
+    ignores = signal.getsignal(signal.SIGXFSZ)
+    interrupts = signal.getsignal(signal.SIGINT)
+    for handler, raised in ((ignores, full), (interrupts, pytest.raises(KeyboardInterrupt))):
+        signal.signal(signal.SIGXFSZ, handler)
+        with full_disk(10_000), raised:
+            zerojax.export_safetensors(tmp_path / "w", {"a": np.ones(10_000)})
+        assert not any(tmp_path.iterdir())
+    signal.signal(signal.SIGXFSZ, ignores)
 
 
-def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
-    tensors = {"a": np.arange(3) / 7, "b": np.array([2**40]), "c": 3}
-    zerojax.export_safetensors(tmp_path / "w", tensors)
-    found = safetensors.numpy.load_file(tmp_path / "w" / "model-00001-of-00001.safetensors")
-    assert {k: v.dtype.name for k, v in found.items()} == {
-        "a": "float64",
-        "b": "int64",
-        "c": "int64",
-    }
-    assert found["a"].tolist() == tensors["a"].tolist() and found["b"] == 2**40 and found["c"] == 3
-
-
-def test_an_export_that_was_ended_leaves_nothing_behind(tmp_path):
+def test_an_export_that_was_killed_leaves_nothing_behind(tmp_path):
     (tmp_path / "w.unfinished").mkdir()
     (tmp_path / "w.unfinished" / "model-00009-of-00009.safetensors").write_text("old")
-    zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
+    zerojax.export_safetensors(tmp_path / "w", A)
     assert [p.name for p in tmp_path.iterdir()] == ["w"]
-    assert len(list((tmp_path / "w").iterdir())) == 2
+    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == [ONE, INDEX]
 
 
-def test_a_second_export_to_one_path_is_refused(tmp_path):
-    target, lock = epath.Path(tmp_path / "w"), epath.Path(tmp_path / ".w.lock")
-    with (
-        _files.only_writer(target, lock),
-        pytest.raises(ValueError, match=r"something else is writing to .*/w. Give each"),
-    ):
-        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
-    params = {"a": jnp.ones(10_000)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(
-            OSError, match=r"large; .*/model-00001-of-00001.safetensors is not compl"
-        ):
-            zerojax.export_safetensors(tmp_path / "w", params)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not any(tmp_path.iterdir())
-
-
-def test_damaged_files_are_named(tmp_path):
-    params = {"a": jnp.ones(64)}
-    zerojax.export_safetensors(tmp_path / "w", params)
-    file = next((tmp_path / "w").glob("*.safetensors"))
-    whole = file.read_bytes()
-    for damaged in (whole[:-4], whole[:40], b"", b"\xff" * 20, whole.replace(b"[64]", b"[65]")):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"of-00001.safetensors is truncated or damaged"):
-            zerojax.import_safetensors(tmp_path / "w", params)
-    file.unlink()
-    with pytest.raises(ValueError, match=r"of-00001.safetensors is missing, and .*index.json"):
-        zerojax.import_safetensors(tmp_path / "w", params)
-    index = tmp_path / "w" / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    with pytest.raises(ValueError, match=r"index.json is damaged .*outside of its directory"):
-        zerojax.import_safetensors(tmp_path / "w", params)
-    index.write_text("{")
-    with pytest.raises(ValueError, match=r"index.json is damaged"):
-        zerojax.import_safetensors(tmp_path / "w", params)
+# -- damage, and files that are made to harm
 
 
 def entry(start, end, **other):
     return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]} | other
+
+
+TWICE = json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace('"b"', '"a"')
 
 
 @pytest.mark.parametrize(
@@ -230,89 +184,76 @@ def entry(start, end, **other):
         ({"a": entry(0, 16, more=1)}, "more"),
         ({"a": 3}, "must be a mapping"),
         ("[" * 10**5, "recursion"),
-        (json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace('"b"', '"a"'), "a name twice"),
+        (TWICE, "a name twice"),
     ],
 )
 def test_a_hostile_header_is_an_error(tmp_path, header, says):
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     file = tmp_path / "h.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
-    with pytest.raises(ValueError, match=rf"h.safetensors is truncated or damaged \(.*{says}"):
-        zerojax.import_safetensors(file, {"a": jnp.ones(4)})
-    file.write_bytes((2**40).to_bytes(8, "little") + text)
-    with pytest.raises(ValueError, match=rf"a header of {2**40} bytes"):
-        zerojax.import_safetensors(file, {"a": jnp.ones(4)})
+    for length, message in ((len(text), says), (2**40, f"a header of {2**40} bytes")):
+        file.write_bytes(length.to_bytes(8, "little") + text + bytes(16))
+        with pytest.raises(ValueError, match=rf"h.safetensors is truncated or damaged .*{message}"):
+            zerojax.import_safetensors(file, A)
+
+
+OUTSIDE = "is damaged .*outside of its directory"
 
 
 @pytest.mark.parametrize(
-    "names, says",
-    [(["/etc/passwd"], "is damaged .*outside of its"), (["../x"], "is damaged .*outside of its"),
-     ([3], "is damaged"), ([["a"]], "is damaged"), ([".."], r"/\.\. is missing"),
-     ([""], "is missing"), (["a\0b"], "is missing")],
-)  # fmt: skip
-def test_a_hostile_index_is_an_error(tmp_path, names, says):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    "index, says",
+    [
+        ({"a": "/etc/passwd"}, OUTSIDE),
+        ({"a": "../x"}, OUTSIDE),
+        ({"a": 3}, "is damaged"),
+        ({"a": ["a"]}, "is damaged"),
+        ({"a": ".."}, r"/\.\. is missing"),
+        ({"a": ""}, "is missing"),
+        ({"a": "a\0b"}, "is missing"),
+        ("[" * 10**5, r"is damaged \(max.*Export it again"),
+    ],
+)
+def test_a_hostile_index_is_an_error(tmp_path, index, says):
+    text = index if isinstance(index, str) else json.dumps({"weight_map": index})
+    (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=says):
-        zerojax.import_safetensors(tmp_path, {"a": jnp.ones(4)})
-    index.write_text("[" * 10**5)
-    with pytest.raises(ValueError, match=r"index.json is damaged \(max.*Export it again"):
-        zerojax.import_safetensors(tmp_path, {"a": jnp.ones(4)})
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_export_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(_move, "to_host", fail)
-    with pytest.raises(error):
-        zerojax.export_safetensors(tmp_path / "w", {"a": jnp.ones(4)})
-    assert not any(tmp_path.iterdir())
-
-
-def test_names_of_others_are_told_of_rename(tmp_path):
-    zerojax.export_safetensors(tmp_path / "w", {"fc.weight": jnp.ones(4)})
-    like = {"dense": {"kernel": jnp.ones(4)}}
-    with pytest.raises(ValueError, match=r"fc.weight and not dense.kernel. Pass rename="):
-        zerojax.import_safetensors(tmp_path / "w", like)
-    with pytest.raises(TypeError, match=r"rename= made None of 'fc.weight'.*ignore="):
-        zerojax.import_safetensors(tmp_path / "w", like, rename=lambda name: None)
-    with pytest.raises(TypeError, match=r"rename= is dict. Pass a function"):
-        zerojax.import_safetensors(tmp_path / "w", like, rename={"fc.weight": "dense.kernel"})
-    with pytest.raises(ValueError, match=r"nothere.safetensors does not exist"):
-        zerojax.import_safetensors(tmp_path / "nothere.safetensors", like)
+        zerojax.import_safetensors(tmp_path, A)
 
 
 def test_damage_to_an_export_is_never_read(tmp_path):
-    zerojax.export_safetensors(tmp_path / "w", {"w": STATE["w"], "b": jnp.ones(3)})
-    like = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(3)}
-    read = lambda: {"w": zerojax.import_safetensors(tmp_path / "w", like)["w"]}
-    file = next((tmp_path / "w").glob("*.safetensors"))
+    tensors = {"w": STATE["w"], "b": np.ones(3, np.float32)}
+    zerojax.export_safetensors(tmp_path / "w", tensors)
+    file = tmp_path / "w" / ONE
     whole = file.read_bytes()
-    for at in [*range(0, len(whole) - 60, 3), *range(len(whole) - 60, len(whole))]:
+
+    read = lambda: zerojax.import_safetensors(tmp_path / "w", tensors)
+    header = len(whole) - 60
+    for at in [*range(0, header, 3), *range(header, len(whole))]:
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        is_right = right_or_named(tmp_path / "w", read)
-        assert not is_right or at < len(whole) - 60, "of the data, none is left unseen"
+        if at < header:  # it may be of a name, or of what is not read
+            with contextlib.suppress(ValueError):
+                assert_equal_bits(read(), tensors)
+        else:
+            with pytest.raises(ValueError, match=rf"{ONE} is damaged: .*checksum"):
+                read()
         file.write_bytes(whole[:at])
-        assert not right_or_named(tmp_path / "w", read)
+        with pytest.raises(ValueError, match=rf"{ONE} is truncated or damaged"):
+            read()
 
 
 def test_a_flipped_byte_of_an_export_is_named(tmp_path):
-    params = {"a": jnp.arange(4.0), "b": jnp.ones((2, 8), "bfloat16"), "c": jnp.ones(())}
+    ones = np.ones((2, 8), jnp.bfloat16)
+    params = {"a": np.arange(4, dtype=np.float32), "b": ones, "c": np.float32(1)}
     zerojax.export_safetensors(tmp_path / "w", params)
-    file = tmp_path / "w" / "model-00001-of-00001.safetensors"
+    file = tmp_path / "w" / ONE
     whole = file.read_bytes()
-    with safetensors.safe_open(file, "numpy") as opened:  # no other reader minds
-        metadata = opened.metadata()
-        assert metadata.pop("format") == "pt" and len(metadata) == 3
     at = len(whole) - 4 - 32 + 5  # b lies between a and c
     file.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
-    said = r"b in .*of-00001.safetensors is damaged: .*checksum. Export it again.*crc32:b"
+    assert len(safetensors.flax.load_file(file)) == 3, "no other reader minds"
+    said = rf"b in .*{ONE} is damaged: .*checksum. Export it again.*crc32:b"
     with pytest.raises(ValueError, match=said):
         zerojax.import_safetensors(tmp_path / "w", params)
     rest = zerojax.import_safetensors(tmp_path / "w", params, ignore="b", keep="b")
     assert_equal_bits([rest["a"], rest["c"]], [params["a"], params["c"]])
-    shapes, names = {"x": jnp.zeros((8, 2), "bfloat16")}, {"x": ("b", "out in -> in out")}
+    shapes, names = {"x": ones.T}, {"x": ("b", "out in -> in out")}
     with pytest.raises(ValueError, match=r"b in .* is damaged"):
         zerojax.import_safetensors(tmp_path / "w", shapes, names=names, ignore="a|c")

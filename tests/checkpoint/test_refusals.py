@@ -1,0 +1,134 @@
+"""What cannot be saved, restored or asked for is refused, and changes no file."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from tests.checkpoint.states import STATE, loss_fn, make_state, save_steps
+
+W = STATE["w"]
+SHAPES = {"w": jax.ShapeDtypeStruct((3, 4), "float32")}
+ROUND: list = []
+ROUND.append(ROUND)  # holds itself
+GONE = {"a": jnp.ones(4), "z": jnp.ones(3)}
+GONE["z"].delete()
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory):
+    """A directory of checkpoints, weights and files."""
+    at = tmp_path_factory.mktemp("at")
+    save_steps(at / "loop", 5, 10, 100)
+    for name in ("c", "headless"):
+        zerojax.save(at / name, STATE, step=1)
+    for name in ("_METADATA", "zerojax_checksums.json"):
+        (at / "headless" / name).unlink()
+    zerojax.export_safetensors(at / "w", STATE)
+    (at / "part.orbax-checkpoint-tmp").mkdir()
+    (at / "file").write_text("")
+    return at
+
+
+def contents(directory):
+    found = sorted(directory.rglob("*"))
+    return [(path, path.read_bytes() if path.is_file() else None) for path in found]
+
+
+def save(state, name="new", **options):
+    return lambda at: zerojax.save(at / name, state, **options)
+
+
+def restore(name, like=STATE, **options):
+    return lambda at: zerojax.restore(at / name, like, **options)
+
+
+def export(params, name="new", **options):
+    return lambda at: zerojax.export_safetensors(at / name, params, **options)
+
+
+def weights(name="w", like=STATE, **options):
+    return lambda at: zerojax.import_safetensors(at / name, like, **options)
+
+
+def loop(**options):
+    return lambda at: zerojax.Checkpoints(at / "new", **options)
+
+
+EVERY = r"every and keep are positive \(keep=None keeps all\)"
+NO_PATTERN = "is no path pattern. Pass one regular expression"
+REFUSED = [
+    (save(STATE, "c", step=2), r"/c exists, and nothing is overwritten. Save to a new path"),
+    (export(STATE, "w"), r"/w exists, and nothing is overwritten. Export to a new path"),
+    (save(STATE, "file/c"), r"/file/c cannot be written \(.*Choose another directory"),
+    (save({"p": {"w": W, "n": "adam"}}), r"p/n is a str, not an array. Make it a static field"),
+    (save({"p": {"w": W, "n": object()}}), "p/n is a object, not an array"),
+    (save({"p": {"w": W, "n": np.array(["a"])}}), "p/n is a ndarray of <U1, not an array"),
+    (save({"p": {"f": loss_fn}}), "p/f is a function, not an array. Checkpoints have no functions"),
+    (save({}), "no leaves, so there is nothing to save"),
+    (save(SHAPES), "w is a shape without values. Pass a state that is made"),
+    (save(GONE), r"this state was donated to an earlier step.*state leaf z is gone"),
+    (save(STATE, step=-1), "step is -1, not a count of steps. Pass an integer from 0"),
+    (save(STATE, rng=3), r"rng=3 is no random key.*metadata="),
+    (save(STATE, metadata={"f": loss_fn}), r"metadata/f is a function.*Make it numbers, strings"),
+    (save(STATE, metadata={"a": {1: 2}}), r"metadata/a is a dict with the keys \[1\]"),
+    (save(STATE, metadata=ROUND), "rng=, data= or metadata= .*holds itself"),
+    (save(STATE, plan=3), "plan= takes a plan, got 3"),
+    (restore("none"), r"nothing at .*/none\. Give the directory that was passed to zerojax.save"),
+    (restore("part"), r"/part.orbax-checkpoint-tmp is one that was not finished"),
+    (restore("loop"), "is no checkpoint, but has some: 5, 10, 100. Give one of them: .*/loop/100"),
+    (restore("file"), r"is a file.*flax.serialization.from_bytes\(make_state"),
+    (restore("w"), "has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors"),
+    (restore("w/model-00001-of-00001.safetensors"), "has safetensors, not a checkpoint"),
+    (restore("headless"), "no complete checkpoint at .*Its _METADATA is missing"),
+    (restore("c", make_state), r"nothing of placement. Pass zerojax.plan\(make_state"),
+    (restore("c", cast="x"), "cast='x' must be True or False"),
+    (restore("c", ignore=3), f"ignore=3 {NO_PATTERN}"),
+    (restore("c", keep=("b",)), rf"keep=\('b',\) {NO_PATTERN}"),
+    (restore("c", keep="("), r"keep= has .*'\(', which is no regular.*Escape"),
+    (restore("c", SHAPES, keep="w"), "no value for it, only a shape. Give a placed state"),
+    (export(None), "a NoneType without parameters was passed.*Pass a state"),
+    (export([]), "a list without parameters was passed.*Pass a state"),
+    (export(GONE), "this state was donated to an earlier step"),
+    (export({"k": jax.random.key(0)}), "k is key<fry>.*Cast it or leave it out"),
+    (export({"a": {"b": W}, "a.b": W}), r"a/b and a\.b are both a\.b\. Rename one"),
+    (export({"a": W, "b": W}, names={"a": "b"}), "a and b are both b. Rename one"),
+    (export(STATE, max_file_bytes=3), "max_file_bytes=3 must be a number from 1000.*5 GB"),
+    (export(STATE, max_file_bytes="x"), "max_file_bytes='x' must be a number"),
+    (export(STATE, plan=3), "plan= takes a plan, got 3"),
+    (weights("none"), r"/none does not exist. Give a directory with model.safetensors.index.json"),
+    (weights("c"), "there is no model.safetensors.index.json in .*/c. Give"),
+    (weights(cast="x"), "cast='x' must be True or False"),
+    (weights(ignore=3), f"ignore=3 {NO_PATTERN}"),
+    (weights(names=[]), "names= is a list. Pass a dict"),
+    (weights(rename={"a": "w"}), "rename= is dict. Pass a function"),
+    (weights(rename=lambda name: None), "rename= made None of 'w'.*ignore="),
+    (loop(keep=0), f"keep=0, .*{EVERY}"),
+    (loop(keep=1.5), f"keep=1.5, .*{EVERY}"),
+    (loop(keep=True), f"keep=True, .*{EVERY}"),
+    (loop(every="3"), f"every='3', .*{EVERY}"),
+    (loop(every=0), f"every=0, .*{EVERY}"),
+    (loop(mode="least"), "mode='least', .*mode is 'min' or 'max'"),
+    (loop(best=3), "best=3, .*best is the name of one of"),
+    (loop(background=1), "background=1.*background is True or False"),
+]
+
+
+@pytest.mark.parametrize("use, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_it_is_refused(at, use, message):
+    before = contents(at)
+    with pytest.raises((TypeError, ValueError), match=message):
+        use(at)
+    assert contents(at) == before
+
+
+def test_a_path_is_a_path():
+    for path in (None, 3, b"c"):
+        refused = pytest.raises(TypeError, match=rf"{path} is no path. Pass a str or a pathlib")
+        for call in (zerojax.Checkpoints, zerojax.read_extras):
+            with refused:
+                call(path)
+        for call in (zerojax.save, zerojax.restore, zerojax.export_safetensors):
+            with refused:
+                call(path, STATE)
