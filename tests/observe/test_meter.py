@@ -11,14 +11,13 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
+from tests.clock import stopped
 from tests.conftest import make_mesh
-from zerojax._forecast import mfu as _mfu
-from zerojax._observe import meter as _meter
+
+GPU = "NVIDIA H100 80GB HBM3"
 
 
 class Metric:
@@ -34,18 +33,14 @@ class Metric:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only where a test says so."""
-    now = types.SimpleNamespace(seconds=100.0)
-    fake = types.SimpleNamespace(perf_counter=lambda: now.seconds)
-    monkeypatch.setattr(_meter, "time", fake)
-    return now
+    return stopped(monkeypatch)
 
 
-def run(meter, clock):
-    """A loop whose steps take 2 seconds; metrics are ready when the devices are asked."""
-    for n in meter:
-        clock.seconds += 2.0
-        meter.update({"loss": jnp.float32(n), "aux": {"right": 0.5, "rows": np.ones(4)}})
+@pytest.fixture
+def gpus(monkeypatch):
+    """The devices are known by name; returns the FLOP/s of one."""
+    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", GPU)
+    return zerojax.peak_flops(jax.devices()[:1])
 
 
 @pytest.fixture
@@ -58,12 +53,17 @@ def on_log(logged):
     return lambda step, values: logged.append((step, values))
 
 
-def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, logged, monkeypatch):
-    """A step takes 2 s; of 8 FLOP/s that there are, 6 are used."""
-    monkeypatch.setattr(_meter, "peak_flops", lambda _: 8.0)
-    per_step = {"tokens": 1000, "examples": 10}
-    meter = zerojax.Meter(25, start=2, per_step=per_step, flops=12.0, on_log=on_log, bar=False)
-    run(meter, clock)
+def run(meter, clock):
+    """A loop whose steps take 2 seconds; metrics are ready when the devices are asked."""
+    for n in meter:
+        clock.seconds += 2.0
+        meter.update({"loss": jnp.float32(n), "aux": {"right": 0.5, "rows": np.ones(4)}})
+
+
+def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, logged, gpus):
+    """A step takes 2 s; of its device's FLOP/s, 3/4 are used."""
+    options = {"per_step": {"tokens": 1000, "examples": 10}, "flops": 1.5 * gpus}
+    run(zerojax.Meter(25, start=2, on_log=on_log, bar=False, **options), clock)
     assert [step for step, _ in logged] == [3, 10, 20, 25]
     assert logged[0][1].keys() == {"loss", "aux/right", "memory_bytes"}  # the first step compiled
     for step, values in logged[1:]:
@@ -73,18 +73,14 @@ def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, lo
         assert all(type(value) in (float, int) for value in values.values())
 
 
-def test_mfu_is_of_the_devices_of_the_step(clock, on_log, logged, monkeypatch):
+def test_mfu_is_of_the_devices_of_the_step(clock, on_log, logged, gpus):
     """Half of those of the machine, whose other half may be another run's."""
-    monkeypatch.setattr(_mfu._known, "of_device_kind", lambda _: types.SimpleNamespace(flops=1.0))
-    params = {"w": jnp.ones((8, 4))}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
-    state = zerojax.shard_train_state(state, mesh=make_mesh(4), stage=3)
-    step = zerojax.train_step(lambda p, x: jnp.mean(x @ p["w"]))
-    for _ in (meter := zerojax.Meter(2, every=1, flops=4.0, on_log=on_log, bar=False)):
+    everywhere = jax.sharding.NamedSharding(make_mesh(4), jax.sharding.PartitionSpec())
+    loss = jax.device_put(np.float32(1), everywhere)
+    for _ in (meter := zerojax.Meter(2, every=1, flops=gpus, on_log=on_log, bar=False)):
         clock.seconds += 2.0
-        state, metrics = jax.block_until_ready(step(state, np.ones((4, 8), np.float32)))
-        meter.update(metrics)
-    assert logged[-1][1]["mfu"] == 4.0 / 2.0 / 4
+        meter.update({"loss": loss})
+    assert logged[-1][1]["mfu"] == 1 / 2.0 / 4
 
 
 def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
@@ -95,26 +91,32 @@ def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
     meter = zerojax.Meter(12, every=5, bar=False)
     for n in meter:
         meter.update({"loss": Metric(n + 1, read)})
-        seen.append((n + 1, list(read)))
-    assert seen[0] == (1, []) and seen[1] == (2, [1])
-    assert seen[4] == (5, [1]) and seen[5] == (6, [1, 5])
-    assert seen[-1] == (12, [1, 5, 10, 12])  # the last: nothing comes after it
+        seen.append(list(read))
+    assert seen[:2] == [[], [1]] and seen[4:6] == [[1], [1, 5]]
+    assert seen[-1] == [1, 5, 10, 12]  # the last: nothing comes after it
+
+
+def ready(monkeypatch, answers):
+    """Whether steps are done when they are looked at."""
+    array = type(jnp.float32(0))
+    monkeypatch.setattr(array, "is_ready", lambda _: next(answers))
 
 
 def test_a_step_that_devices_still_run_is_timed_by_when_it_is_done(
     clock, monkeypatch, on_log, logged
 ):
     """A loop that takes no time, and steps that take 3 seconds each."""
-    monkeypatch.setattr(_meter._compat, "is_ready", lambda _: False)
+    ready(monkeypatch, itertools.repeat(False))
+    get = jax.device_get
 
-    def get(leaves):
-        clock.seconds = max(clock.seconds, 100.0 + 3 * float(leaves[0]))
-        return leaves
+    def slowly(leaves):
+        found = get(leaves)
+        clock.seconds = max(clock.seconds, 1000.0 + 3 * float(found[0]))
+        return found
 
-    monkeypatch.setattr(jax, "device_get", get)
-    meter = zerojax.Meter(15, on_log=on_log, bar=False)
-    for n in meter:
-        meter.update({"loss": n + 1})
+    monkeypatch.setattr(jax, "device_get", slowly)
+    for n in (meter := zerojax.Meter(15, on_log=on_log, bar=False)):
+        meter.update({"loss": jnp.float32(n + 1)})
     assert [values.get("step_seconds") for _, values in logged] == [None, 3.0, 3.0]
 
 
@@ -122,34 +124,29 @@ def test_times_add_up_where_devices_are_sometimes_faster_than_the_loop(
     clock, monkeypatch, on_log, logged
 ):
     """Every second step is done when it is looked at; each takes 2 seconds of the loop's time."""
-    answers = itertools.cycle([True, False])
-    monkeypatch.setattr(_meter._compat, "is_ready", lambda _: next(answers))
+    ready(monkeypatch, itertools.cycle([True, False]))
     for n in (meter := zerojax.Meter(9, every=1, on_log=on_log, bar=False)):
         clock.seconds += 2
-        meter.update({"loss": n + 1})
+        meter.update({"loss": jnp.float32(n + 1)})
     assert [values.get("step_seconds") for _, values in logged] == [None, *[2.0] * 8]
 
 
 def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsys):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     read = []
-    meter = zerojax.Meter(3, every=1, on_log=on_log)
-    for n in meter:
+    for n in (meter := zerojax.Meter(3, every=1, on_log=on_log)):
         meter.update({"loss": Metric(n, read)})
         meter.log({"validation_loss": 1.0})
     assert meter.done == 3 and not read and not logged
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_bar_shows_units_that_people_read(clock, monkeypatch, capsys):
-    monkeypatch.setattr(_meter, "peak_flops", lambda _: 8.0)
-    monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)
-    meter = zerojax.Meter(21, per_step={"tokens": 4000}, flops=12.0)
-    run(meter, clock)
+def test_the_bar_shows_units_that_people_read(clock, capsys, gpus):
+    run(zerojax.Meter(21, per_step={"tokens": 4000}, flops=1.5 * gpus), clock)
     out, bar = capsys.readouterr()
     assert out == "" and "compiling the step" in bar
-    shown = "loss=20, aux/right=0.5, step=2.0 s, tokens/s=2,000, MFU=75.0%, memory=3.0 MiB"
-    assert re.search(f"21/21 .*{re.escape(shown)}", bar)
+    shown = "loss=20, aux/right=0.5, step=2.0 s, tokens/s=2,000, MFU=75.0%, memory="
+    assert re.search(rf"21/21 .*{re.escape(shown)}[\d.]+ \w+", bar)
 
 
 def test_in_a_file_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
@@ -163,47 +160,38 @@ def test_in_a_file_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
 
 def test_without_tqdm_logs_are_lines(clock, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(_meter, "device_bytes", lambda: 3 * 2**20)
-    meter = zerojax.Meter(10, per_step={"tokens": 4000})
-    for n in meter:
+    for n in (meter := zerojax.Meter(10, per_step={"tokens": 4000})):
         clock.seconds += 2.0
         meter.update({"loss": np.float32(1 / (n + 1))})
         if n == 4:
             meter.log({"validation_loss": jnp.float32(0.25)})
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1 of 10: loss 1, memory 3.0 MiB",
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(", memory ")[0] for line in lines] == [
+        "step 1 of 10: loss 1",
         "step 5: validation loss 0.25",
-        "step 10 of 10: loss 0.1, step 2.0 s, tokens/s 2,000, memory 3.0 MiB",
+        "step 10 of 10: loss 0.1, step 2.0 s, tokens/s 2,000",
     ]
     with pytest.raises(ModuleNotFoundError, match=r"Meter\(bar=True\) needs tqdm: pip install"):
         zerojax.Meter(10, bar=True)
 
 
 def test_own_values_go_above_the_bar_and_to_the_log(on_log, logged, capsys):
-    meter = zerojax.Meter(2, on_log=on_log)
-    for n in meter:
+    """Also after a loop that breaks, which closes its bar."""
+    for n in (meter := zerojax.Meter(9, on_log=on_log)):
         meter.log({"validation_loss": 2.5})
         meter.update({"loss": n})
-    out, bar = capsys.readouterr()
-    assert out.splitlines() == ["step 0: validation loss 2.5", "step 1: validation loss 2.5"]
-    assert "validation" not in bar
-    assert logged[0] == (0, {"validation_loss": 2.5})
-    assert [step for step, _ in logged] == [0, 1, 1, 2]
-
-
-def test_a_loop_that_breaks_closes_the_bar(capsys):
-    meter = zerojax.Meter(9)
-    for n in meter:
-        meter.update({"loss": n})
-        if n == 3:
+        if n == 1:
             break
-    assert meter._bar is None and meter.done == 4
     meter.log({"validation_loss": 2.5})
-    assert capsys.readouterr().out == "step 4: validation loss 2.5\n"
+    out, bar = capsys.readouterr()
+    assert out.splitlines() == [f"step {n}: validation loss 2.5" for n in range(3)]
+    assert "validation" not in bar and "2/9" in bar
+    assert [step for step, _ in logged] == [0, 1, 1, 2] and meter.done == 2
+    assert logged[0] == (0, {"validation_loss": 2.5})
 
 
 @pytest.mark.parametrize("bar", [None, False])
-@pytest.mark.parametrize(("last", "steps"), [(4, [1]), (5, [1, 5])])
+@pytest.mark.parametrize("last, steps", [(4, [1]), (5, [1, 5])])
 def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, last, steps, capsys):
     """At once, whether it breaks or is preempted; the fourth is not due."""
 
@@ -224,13 +212,18 @@ def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, l
     assert [step for step, _ in logged] == steps
 
 
-def test_what_a_device_holds():
+def test_memory_is_what_a_device_holds(on_log, logged):
+    """A shard of what is sharded, and nothing of what is on the host."""
     gc.collect()  # of other tests' arrays
-    before = _meter.device_bytes()
-    batch = zerojax.shard_batch(np.zeros((64, 1024), np.float32))
-    assert _meter.device_bytes() - before == batch.nbytes // 8
-    on_host = jax.device_put(batch, batch.sharding.with_memory_kind("pinned_host"))
-    assert _meter.device_bytes() - before == batch.nbytes // 8 and on_host.nbytes == batch.nbytes
+    kept = []
+    for n in (meter := zerojax.Meter(4, every=1, on_log=on_log, bar=False)):
+        meter.update({"loss": 0.0})  # reads the step before
+        if n == 1:
+            kept.append(zerojax.shard_batch(np.zeros((64, 1024), np.float32)))
+        elif n == 2:
+            kept.append(jax.device_put(kept[0], kept[0].sharding.with_memory_kind("pinned_host")))
+    before, *after = [values["memory_bytes"] for _, values in logged]
+    assert [found - before for found in after] == [64 * 1024 * 4 // 8] * 3
 
 
 @pytest.mark.parametrize("arguments", [{"steps": -1}, {"steps": 5, "every": 0}])
@@ -246,23 +239,21 @@ def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
 
     class SummaryWriter:
         def __init__(self, logdir):
-            pass
-
-        def add_scalar(self, tag, scalar_value, global_step):
-            written.append((global_step, tag, scalar_value))
-
-    def create_default_writer(logdir, *, just_logging):
-        scalars = lambda step, scalars: written.extend((step, *item) for item in scalars.items())
-        return types.SimpleNamespace(write_scalars=scalars)
+            self.add_scalar = lambda tag, scalar_value, global_step: written.append(
+                (global_step, {tag: scalar_value})
+            )
 
     def log(data, *, step):
-        written.extend((step, *item) for item in data.items())
+        written.append((step, data))
 
-    clu = types.SimpleNamespace(create_default_writer=create_default_writer)
-    wandb = types.SimpleNamespace(init=lambda *, project, resume, id: None, log=log)
-    tensorboard = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    fakes = {"clu": types.SimpleNamespace(metric_writers=clu), "wandb": wandb}
-    for name, module in (fakes | {"tensorboardX": tensorboard}).items():
+    writer = types.SimpleNamespace(write_scalars=lambda step, scalars: log(scalars, step=step))
+    clu = types.SimpleNamespace(create_default_writer=lambda logdir, *, just_logging: writer)
+    fakes = {
+        "clu": types.SimpleNamespace(metric_writers=clu),
+        "wandb": types.SimpleNamespace(init=lambda *, project, resume, id: None, log=log),
+        "tensorboardX": types.SimpleNamespace(SummaryWriter=SummaryWriter),
+    }
+    for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
     blocks = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
     assert len(blocks) == 3
@@ -271,4 +262,4 @@ def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
         meter = names.get("meter") or zerojax.Meter(1, on_log=names["on_log"])
         written.clear()
         meter.log({"loss": 0.5})
-        assert written == [(0, "loss", 0.5)], block
+        assert written == [(0, {"loss": 0.5})], block
