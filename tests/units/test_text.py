@@ -1,0 +1,120 @@
+"""Tables in full where they are read by programs, fitted where they are read on a terminal."""
+
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import zerojax
+from zerojax import _text
+
+HEAD = ("leaf", "bytes", "axes", "why")
+LEAF = "params/encoder/layers/attention/kernel"
+WHY = "fewer elements than there are devices to shard them over"
+ROWS = [HEAD, (LEAF, "81.0 MiB", "data", ""), ("params/bias", "12 B", "data", WHY)]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The lines of a table on a terminal of some width; None: where there is no terminal."""
+
+    def draw(columns, rows=ROWS, **options):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: columns is not None, raising=False)
+        return _text.text_table(rows, (1,), **{"flexible": (0, 3), **options}).split("\n")
+
+    return draw
+
+
+def test_without_a_terminal_nothing_is_left_out(drawn):
+    header, rule, *rows = drawn(None)
+    assert header.split() == list(HEAD) and set(rule) == {"-", " "}
+    assert [row.split("  ")[0] for row in rows] == [row[0] for row in ROWS[1:]]
+    assert rows[1].endswith(WHY) and drawn(200) == drawn(None)
+
+
+@pytest.mark.parametrize("columns", [42, 60, 80, 140])
+def test_a_terminal_gets_no_longer_lines_than_it_has_columns(drawn, columns):
+    lines = drawn(columns)
+    assert max(map(len, lines)) <= columns and not any("\x1b" in line for line in lines)
+    assert all(word in " ".join(lines) for word in WHY.split()), "texts wrap"
+
+
+def test_what_does_not_fit_is_shortened_left_out_or_continued_below(drawn):
+    assert "…" in drawn(70)[2] and "n/kernel " in drawn(70)[2]
+    assert LEAF in drawn(70, whole=(0,))[2], "words to be copied stay whole"
+    for columns, left in ((54, [*HEAD]), (53, ["leaf", "bytes", "why"]), (42, ["leaf", "why"])):
+        assert drawn(columns, optional=(2, 1))[0].split() == left
+    first, second = "\n".join(drawn(42)).split("\n\n")
+    assert first.split("\n")[0].split() == ["leaf", "bytes", "axes"]
+    header, _, *rows = second.split("\n")
+    assert header.split() == ["leaf", "why"]
+    assert rows[0].startswith("params/bias"), "rows with nothing in these columns are left out"
+    assert drawn(140, [*ROWS, ("params/scale", "", "", "")])[-1] == "params/scale", "of the first"
+    assert drawn(80, [HEAD])[0].split() == list(HEAD)
+
+
+def test_commands_fit_what_they_print_without_a_terminal(drawn, monkeypatch):
+    drawn(None)
+    monkeypatch.setenv("COLUMNS", "80")
+    layers = {f"encoder/{n}/attention": {"kernel": jnp.ones((64, 64))} for n in range(2)}
+    plan = zerojax.plan({"params": {"bias": jnp.ones(3), **layers}}, stage=3)
+    longest = lambda printed: max(map(len, str(printed).split("\n")[1:]))
+    assert longest(plan) > 80
+    with _text.fitted():
+        assert longest(plan) <= 80
+        assert longest(zerojax.memory_table(7.5e9, 64)) <= 80
+    assert longest(plan) > 80
+
+
+@pytest.mark.parametrize(
+    "words, width, short",
+    [
+        (["params/w"], 8, ["params/w"]),
+        (["params/blocks/qkv", "b"], 10, ["pa…cks/qkv", "b"]),
+        (["abcdef"], 4, ["…def"]),
+        (["opt_state/0/mu/w", "opt_state/0/nu/w"], 12, ["op…te/0/mu/w", "op…te/0/nu/w"]),
+        (["mu/encoder/kernel", "nu/encoder/kernel"], 9, ["mu…kernel", "nu…kernel"]),
+        (["a/1/b", "a/2/b"], 3, ["…/b", "…/b"]),
+    ],
+)
+def test_shortened_words_keep_their_ends_and_stay_different(words, width, short):
+    assert _text.shortened(words, width) == short and max(map(len, short)) <= width
+
+
+@pytest.mark.parametrize(
+    "words, short",
+    [
+        (["a/1/b", "a/2/b"], ["…1/b", "…2/b"]),
+        (["mu/1/q/kernel", "mu/2/q/kernel", "mu/2/k/kernel"], ["mu/1/q…", "mu/2/q…", "mu/2/k…"]),
+        (["mu/1/deep/q", "mu/2/deep/q", "mu/2/deep/k"], ["mu/1…q", "mu/2…q", "mu/2…k"]),
+        ([], []),
+    ],
+)
+def test_words_are_as_long_as_it_takes_to_tell_them_apart(words, short):
+    assert _text.told_apart(words, 4) == short
+
+
+def test_text_wraps_where_it_has_to_fit(drawn, monkeypatch):
+    line = "all-gather moves params/a_long_name_of_a-module/kernel, twice the bytes"
+    drawn(None)
+    assert _text.paragraphs([line, line]) == f"{line}\n{line}"
+    drawn(40)
+    lines = _text.paragraphs([line]).split("\n")
+    assert len(lines) > 1 and all(one.startswith("  ") for one in lines[1:])
+    assert " ".join(" ".join(lines).split()) == line, "no word is broken"
+    labelled = _text.paragraphs([f"sent in a step  {line}", "", "short"]).split("\n")
+    assert labelled[-2:] == ["", "short"]
+    beside = [one for one in labelled[1:-2] if one.startswith(" " * len("sent in a step  "))]
+    assert len(beside) == len(labelled) - 3 > 1, "its label"
+
+
+def test_the_times_of_a_column_are_in_one_unit():
+    rows = [("a", "step", "exposed"), ("b", 1.2345, 0.0), ("c", 0.98, 3e-6), ("d", "-", 0.02)]
+    columns = list(zip(*_text.with_times(rows), strict=True))
+    assert columns[1:] == [
+        ("step", "1,234.5 ms", "980.0 ms", "-"),
+        ("exposed", "0.0 ms", "0.0 ms", "20.0 ms"),
+    ]
+    assert _text.with_times([("x", 2.0), ("y", 75.0)]) == [("x", "2.0 s"), ("y", "75.0 s")]
+    assert _text.with_times([(2e-6,), (0.0,)]) == [("2.0 µs",), ("0 µs",)]
