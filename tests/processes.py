@@ -27,6 +27,13 @@ def environment() -> dict[str, str]:
     return common | {"PYTHONPATH": str(ROOT)}
 
 
+def python(code: str, *arguments: object, **env: str) -> tuple[int, str, str]:
+    """Runs code in a process of its own; returns its exit code, and what it prints."""
+    command, env = [sys.executable, "-c", code, *map(str, arguments)], {**environment(), **env}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
 class Run:
     """Processes of `tests.worker`, or of `module`; their output is in files of `logs`."""
 
@@ -92,3 +99,10 @@ def completed(count: int, logs: pathlib.Path, *arguments: object, timeout: float
     codes = run.wait(timeout)
     assert codes == [0] * count, run.text()
     return run
+
+
+def check_written_together(step: pathlib.Path, count: int) -> None:
+    """Each of the processes wrote as much of a checkpoint as the others."""
+    folders = [step / "default" / f"ocdbt.process_{number}" for number in range(count)]
+    files = [[f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders]
+    assert max(map(sum, files)) < 1.1 * min(map(sum, files)), files

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, one after the other; writers that are in the way."""
+"""What happens to files, and what is asked of them: damage, other writers, a full disk, pipes."""
 
 import contextlib
 import fcntl
@@ -6,6 +6,8 @@ import os
 import pathlib
 import resource
 import threading
+
+import jax
 
 
 def files_of(path):
@@ -32,6 +34,17 @@ DAMAGE = {
     "emptied": lambda file, whole: file.write_bytes(b""),
     "deleted": lambda file, whole: file.unlink(),
 }
+
+
+def parts_read(monkeypatch):
+    """The shapes of what devices ask for, from here on."""
+    shapes, real = [], jax.make_array_from_callback
+
+    def asking(shape, sharding, part):
+        return real(shape, sharding, lambda index: shapes.append(part(index).shape) or part(index))
+
+    monkeypatch.setattr(jax, "make_array_from_callback", asking)
+    return shapes
 
 
 @contextlib.contextmanager

@@ -129,37 +129,36 @@ def test_a_pipe_in_the_place_of_any_file_is_refused_and_not_waited_for(tmp_path)
                     read(tmp_path / "c")
 
 
-def test_a_pipe_beside_the_checkpoints_of_a_loop_does_not_stop_it(tmp_path):
-    save_steps(tmp_path, 1, best="loss")
+PIPES = [
+    ("loop/1/_CHECKPOINT_METADATA", zerojax.Checkpoints, rf"1/_CHECKPOINT_METADATA {PIPE}. Remove"),
+    ("loop/goodput.json", zerojax.Goodput, "but a pipe or a device"),
+    ("w/model-00001-of-00001.safetensors", None, "model-00001-of-00001.safetensors is missing"),
+    ("w/model.safetensors.index.json", None, "there is no model.safetensors.index.json in"),
+    ("c/model.safetensors", None, "there is no model.safetensors.index.json in .*, or one file"),
+]
+
+
+def test_a_pipe_beside_is_not_waited_for(tmp_path):
+    """Some are refused; others cost a run its history, and it goes on."""
+    save_steps(tmp_path / "loop", 1, best="loss")
+    zerojax.export_safetensors(tmp_path / "w", STATE)
+    (tmp_path / "c").mkdir()
+    for name, read, refused in PIPES:
+        read = read or (lambda path: zerojax.import_safetensors(path, STATE))
+        directory = tmp_path / name.partition("/")[0]
+        with pipe_for(tmp_path / name), pytest.raises((ValueError, OSError), match=refused):
+            read(directory)
     for name, warned in [
         ("1/metrics/metrics", "metrics cannot be read .*but a pipe or a device"),
         ("goodput.json", "but a pipe or a device.*Its times are left out of this run's"),
     ]:
         with (
-            pipe_for(tmp_path / name),
+            pipe_for(tmp_path / "loop" / name),
             pytest.warns(UserWarning, match=warned),
-            zerojax.Checkpoints(tmp_path, best="loss") as checkpoints,
+            zerojax.Checkpoints(tmp_path / "loop", best="loss") as checkpoints,
         ):
             assert checkpoints.resume(STATE)[1].step == 1
             checkpoints.best()
-    with pipe_for(tmp_path / "goodput.json"), pytest.raises(OSError, match="but a pipe or a dev"):
-        zerojax.Goodput(tmp_path)
-    note = "1/_CHECKPOINT_METADATA"
-    with pipe_for(tmp_path / note), pytest.raises(ValueError, match=rf"{note} {PIPE}. Remove it"):
-        zerojax.Checkpoints(tmp_path)
-
-
-def test_a_pipe_in_the_place_of_safetensors_is_not_waited_for(tmp_path):
-    zerojax.export_safetensors(tmp_path / "many", STATE)
-    (tmp_path / "one").mkdir()
-    for name, refused in [
-        ("many/model-00001-of-00001.safetensors", "model-00001-of-00001.safetensors is missing"),
-        ("many/model.safetensors.index.json", "there is no model.safetensors.index.json in"),
-        ("one/model.safetensors", "there is no model.safetensors.index.json in .*, or one file"),
-    ]:
-        file = tmp_path / name
-        with pipe_for(file), pytest.raises(ValueError, match=refused):
-            zerojax.import_safetensors(file.parent, STATE)
 
 
 @pytest.mark.filterwarnings(IGNORED)

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 import zerojax
+from tests.checkpoint.damage import parts_read
 from tests.conftest import make_mesh
 from tests.reference import assert_equal_bits
 
@@ -104,12 +105,7 @@ def test_experts_are_counted_too_and_each_device_reads_its_own(tmp_path, monkeyp
     names = {"layers": ("m.{}.experts.{}.w", "out in -> in out")}
     over = jax.sharding.NamedSharding(make_mesh(2), jax.sharding.PartitionSpec(None, "data"))
     like = {"layers": jax.ShapeDtypeStruct((2, 4, 8, 5), jnp.float32, sharding=over)}
-    asked, real = [], jax.make_array_from_callback
-
-    def asking(shape, sharding, part):
-        return real(shape, sharding, lambda index: asked.append(part(index).shape) or part(index))
-
-    monkeypatch.setattr(jax, "make_array_from_callback", asking)
+    asked = parts_read(monkeypatch)
     params = zerojax.import_safetensors(saved(tmp_path, files), like, names=names)
     assert asked == [(2, 2, 8, 5)] * 2
     for n, e in np.ndindex(2, 4):

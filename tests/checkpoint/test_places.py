@@ -10,11 +10,10 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from etils import epath
-from flax import nnx, serialization
+from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
 
 import zerojax
-import zerojax.nnx
 from tests.checkpoint.states import (
     PARAMS,
     STATE,
@@ -201,7 +200,7 @@ def test_plain_orbax_opens_ours(tmp_path):
 
 
 def test_a_tuple_is_saved_and_restored_by_its_plan(tmp_path):
-    tx = optax.adam(1e-2)
+    tx = optax.sgd(1e-2, momentum=0.9)
     state = (PARAMS, tx.init(PARAMS))
     plan = zerojax.plan(state, tx=tx)
     given = plan.place(state)
@@ -212,17 +211,7 @@ def test_a_tuple_is_saved_and_restored_by_its_plan(tmp_path):
     assert_equal_bits(back, given)
     assert back[0]["w"].shape == (32, 11)
     assert_equal_bits(zerojax.restore(tmp_path / "c", state)[0], PARAMS)
-
-
-def test_a_tuple_without_its_plan_is_told_of_padding(tmp_path):
-    state = (PARAMS, ())
-    plan = zerojax.plan(state)
-    given = plan.place(state)
-    zerojax.save(tmp_path / "c", given, plan=plan)
-    message = (
-        r"0/v: \[13, 33\] saved, \[13, 40\] wanted; 0/w: \[31, 11\] saved, \[32, 11\] wanted "
-        r"\(keep=.*; or padding makes the difference.*pass that as like="
-    )
+    message = r"v: \[13, 33\] saved, \[13, 40\] wanted; .*or padding makes the diff.*that as like="
     with pytest.raises(ValueError, match=message):
         zerojax.restore(tmp_path / "c", like=given)
     zerojax.save(tmp_path / "padded", given)
@@ -243,22 +232,6 @@ def test_each_state_of_several_drops_its_own_padding(tmp_path):
         wanted |= {f"{name}/{path}": x for path, x in values(pair[of]).items()}
     assert_same(on_disk(tmp_path / "c"), wanted)
     assert_equal_bits(words(zerojax.restore(tmp_path / "c", like=pair)), words(pair))
-
-
-def test_an_nnx_model_crosses_device_counts(tmp_path):
-    def made(devices, seed):
-        model = nnx.Linear(31, 11, rngs=nnx.Rngs(seed))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-        zerojax.nnx.shard(model, optimizer, mesh=make_mesh(devices))
-        return zerojax.nnx.state(model, optimizer)
-
-    state = made(7, seed=0)
-    assert state.params["kernel"].shape == (35, 11)
-    zerojax.save(tmp_path / "c", state)
-    back = zerojax.restore(tmp_path / "c", made(8, seed=1))
-    assert back.params["kernel"].shape == (32, 11)
-    assert_equal_bits(zerojax.gather_params(back), zerojax.gather_params(state))
-    assert on_disk(tmp_path / "c")["opt_state/0/trace/kernel"].shape == (31, 11)
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

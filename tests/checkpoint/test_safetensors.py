@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.checkpoint.damage import full_disk
+from tests.checkpoint.damage import full_disk, parts_read
 from tests.checkpoint.states import PARAMS, STATE, placed, plan_of
 from tests.reference import assert_equal_bits
 
@@ -49,12 +49,7 @@ def test_files_of_the_package_come_in_where_a_plan_wants_them(tmp_path, monkeypa
     """Each device reads its own part only; the same for one file and for its directory."""
     safetensors.numpy.save_file(DOTTED, tmp_path / "model.safetensors")
     plan = zerojax.plan({"params": NESTED}, stage=3)
-    asked, real = [], jax.make_array_from_callback
-
-    def asking(shape, sharding, part):
-        return real(shape, sharding, lambda index: asked.append(part(index).shape) or part(index))
-
-    monkeypatch.setattr(jax, "make_array_from_callback", asking)
+    asked = parts_read(monkeypatch)
     for path in (tmp_path, tmp_path / "model.safetensors"):
         params = zerojax.import_safetensors(path, plan)
         assert_equal_bits(params, NESTED)
@@ -171,13 +166,11 @@ TWICE = json.dumps({"a": entry(0, 8), "b": entry(8, 16)}).replace('"b"', '"a"')
 @pytest.mark.parametrize(
     "header, says",
     [
-        ({"a": entry(0, 16), "b": entry(0, 16)}, "two tensors at byte 0"),
         ({"a": entry(0, 12), "b": entry(8, 16)}, "two tensors at byte 8"),
         ({"a": entry(0, 8), "b": entry(12, 16)}, "no tensor at byte 8"),
         ({"a": entry(0, 12)}, "no tensor at byte 12"),
         ({"a": entry(0, 20)}, r"a, \[5\] of F32, does not lie at bytes 0 to 20"),
         ({"a": entry(0, 16, shape=[-2, -2])}, "does not lie at"),
-        ({"a": entry(0, 16, shape=[4.0])}, "does not lie at"),
         ({"a": entry(0, 16, shape=[2**62, 0])}, "does not lie at"),
         ({"a": entry(0, 16, dtype="F4")}, "dtype 'F4', which is none of F64"),
         ({"a": entry(0, 16, dtype=[])}, "unhashable"),
@@ -205,7 +198,6 @@ OUTSIDE = "is damaged .*outside of its directory"
         ({"a": "/etc/passwd"}, OUTSIDE),
         ({"a": "../x"}, OUTSIDE),
         ({"a": 3}, "is damaged"),
-        ({"a": ["a"]}, "is damaged"),
         ({"a": ".."}, r"/\.\. is missing"),
         ({"a": ""}, "is missing"),
         ({"a": "a\0b"}, "is missing"),

