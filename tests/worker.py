@@ -42,6 +42,7 @@ parser.add_argument("--at-least", type=int, help="of zerojax.elastic, which then
 parser.add_argument("--keep-arrays", action="store_true", help="outside of what elastic runs")
 parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
 parser.add_argument("--offload", action="store_true", help="state on the host, updated in backward")
+parser.add_argument("--disagree", action="store_true", help="in the end, about a step to save")
 parser.add_argument("--export")
 KEPT = []  # outside of what elastic runs
 
@@ -149,6 +150,11 @@ def main() -> None:
             layers = {"w1": ("layers.{}.up", "in out -> out in"), "w2": "layers.{}.down"}
             names = {f"layers/{name}": entry for name, entry in layers.items()}
             zerojax.export_safetensors(args.export, state, names=names)
+        if args.disagree:
+            try:
+                zerojax.save(f"{args.directory}/never", {"w": np.ones(3)}, step=jax.process_index())
+            except ValueError as error:
+                print(error, flush=True)
         saved = zerojax.restore(f"{args.directory}/{args.steps}", like=state)
         assert digest(saved) == digest(state), "another state was saved last"
         return digest(state)

@@ -81,7 +81,7 @@ def values(state):
 def assert_holds(state, wanted, plan):
     """The values are those wanted, where the plan has them, in its shapes and with zeros around."""
     assert state.tx.plan == plan
-    assert by_name(values(state)).keys() == wanted.keys()
+    assert values(state).keys() == wanted.keys()
     assert_equal_bits(values(state), wanted)
     pairs = zip(jax.tree.leaves(state), words(state), plan.leaves, plan.shardings, strict=True)
     for leaf, value, planned, sharding in pairs:

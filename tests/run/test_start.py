@@ -12,17 +12,20 @@ from tests.processes import check_written_together, completed, python
 from tests.reference import assert_close
 
 
-def test_two_processes_train_save_export_and_restore(tmp_path):
+def test_two_processes_train_save_export_restore_and_disagree(tmp_path):
     """Processes of four devices, which pad 260 to 264; one of five devices reads what they saved.
 
     The worker restores it, too. All have the numbers of a run in one process.
     """
-    options = ["--steps", 2, "--dim", 65, "--devices", 4]
+    options = ["--steps", 2, "--dim", 65, "--devices", 4, "--disagree"]
     two, one, weights = (tmp_path / name for name in ("two", "one", "weights"))
     found = completed(2, tmp_path, "--directory", two, *options, "--export", weights)
     assert found.said(r"zerojax: (.*)") == "2 processes, 8 devices"
-    assert "step" not in found.logs[1].read_text(), "process 0 alone speaks"
-    assert all(f"digest {found.digest()}" in log.read_text() for log in found.logs)
+    logs = [log.read_text() for log in found.logs]
+    assert ["step 1" in log for log in logs] == [True, False], "process 0 alone speaks"
+    assert all(f"digest {found.digest()}" in log for log in logs)
+    assert all("zerojax.save: the processes disagree" in log for log in logs)
+    assert all("differ in\n  step: 0 in process 0, 1 in process 1\n" in log for log in logs)
     check_written_together(two / "2", 2)
 
     args = ["--directory", one, *options]
