@@ -112,6 +112,16 @@ def test_experts_are_counted_too_and_each_device_reads_its_own(tmp_path, monkeyp
         assert_equal_bits(params["layers"][n, e], files[f"m.{n}.experts.{e}.w"].T)
 
 
+def test_what_is_counted_may_be_sharded_and_padded(tmp_path):
+    """33 tensors on 8 devices, of which the last has none."""
+    layers, names = {"w": numbers(33, 3)}, {"w": "m.{}.w"}
+    plan = zerojax.plan({"params": layers}, min_shard_size=1)
+    assert len(exported(tmp_path / "w", layers, names)) == 33
+    params = zerojax.import_safetensors(tmp_path / "w", plan, names=names)
+    assert [s.data.shape for s in params["w"].addressable_shards] == [(5, 3)] * 8
+    assert_equal_bits(params["w"][:33], layers["w"])
+
+
 def test_names_follow_rename_and_dtypes_cast(tmp_path):
     files = {f"pre.{name}": value for name, value in theirs().items()}
     like = jax.tree.map(lambda x: np.zeros(x.shape, jnp.bfloat16), ours(theirs()))
