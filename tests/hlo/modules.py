@@ -1,7 +1,8 @@
-"""Small modules written by hand, and the rates of a GPU in round numbers."""
+"""Small modules written by hand, and GPUs whose rates are round numbers."""
+
+import dataclasses
 
 import zerojax
-from zerojax._hlo import module as _module
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us to
 # start a collective, and no time for its hops.
@@ -10,7 +11,21 @@ RATES = zerojax.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=
 
 def module(entry, before="", devices=16):
     header = f"HloModule tiny, is_scheduled=true, num_partitions={devices}\n"
-    return _module.Module(f"{header}{before}\nENTRY %main (a: f32[64,1024]) -> f32[] {{{entry}}}\n")
+    return f"{header}{before}\nENTRY %main (a: f32[64,1024]) -> f32[] {{{entry}}}\n"
+
+
+NOTHING = module("\n  ROOT %nothing = f32[] constant(0)\n")
+
+
+def gpu_named(name):
+    """The facts of a GPU, as an audit has them."""
+    return zerojax.audit(NOTHING, gpu=name).gpu
+
+
+def audited(text, rates=RATES, per_host=8):
+    """The audit of a program on GPUs of these rates."""
+    gpu = dataclasses.replace(gpu_named("H100"), given_rates=rates)
+    return zerojax.audit(text, gpu=gpu, per_host=per_host)
 
 
 SLICE = """

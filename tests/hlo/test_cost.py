@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, module
-from zerojax._hlo.cost import CostModel
+from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, audited, module
+
+AT_ONCE = dataclasses.replace(RATES, memory=1e30)  # bytes take no time
 
 
 @pytest.mark.parametrize(
@@ -26,9 +27,14 @@ from zerojax._hlo.cost import CostModel
     ],
 )
 def test_bytes_touched(instruction, touched):
-    made = module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE)
-    found = CostModel(made, RATES).touched("main", made.root("main"))
-    assert found == pytest.approx(touched, abs=4)
+    found = audited(module(f"{ARGUMENTS}  ROOT %out = {instruction}\n", SLICE))
+    assert found.replay.compute * RATES.memory == pytest.approx(touched, abs=4)
+
+
+CUBLAS = (
+    'custom-call(%n, %n), custom_call_target="__cublas$gemm"'
+    ', backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}'
+)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +44,7 @@ def test_bytes_touched(instruction, touched):
             "f32[8,256,256]{2,1,0} dot(%a, %a), lhs_batch_dims={0}, lhs_contracting_dims={2}",
             2 * 8 * 256**3,
         ),
-        (
-            '(f32[256,256]{1,0}, s8[64]{0}) custom-call(%n, %n), custom_call_target="__cublas$gemm"'
-            ', backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}',
-            2 * 256 * 256 * 256,
-        ),
+        (f"(f32[256,256]{{1,0}}, s8[64]{{0}}) {CUBLAS}", 2 * 256 * 256 * 256),
         # 3 x 3 kernels from 16 to 32 features: each output element takes 9 * 16 products.
         (
             "f32[4,8,8,32]{3,2,1,0} convolution(%x, %k), window={size=3x3}, "
@@ -54,88 +56,68 @@ def test_bytes_touched(instruction, touched):
 )
 def test_flops_of_an_instruction(instruction, flops):
     more = "  %x = f32[4,8,8,16]{3,2,1,0} parameter(3)\n  %k = f32[3,3,16,32]{3,2,1,0} parameter(4)"
-    made = module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")
-    found = CostModel(made, RATES).matmuls("main", made.root("main"))
-    assert [(one.dtype, one.flops) for one in found] == ([("f32", flops)] if flops else [])
-
-
-def attention(target, mask="CAUSAL"):
-    config = (
-        '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", '
-        f'"dimensions": ["2", "16", "2048", "2048"]}}, "mask_type": "{mask}"}}}}'
-    )
-    called = f'custom_call_target="{target}", backend_config={config}'
-    result = "(bf16[2,16,2048,128]{3,1,2,0}, f32[2,16,2048]{2,1,0}, u8[0]{0})"
-    queries = "  %q = bf16[2,2048,16,128]{3,2,1,0} parameter(3)"
-    return module(
-        f"{ARGUMENTS}{queries}\n  ROOT %out = {result} custom-call(%q, %q, %q), {called}\n"
-    )
+    found = audited(module(f"{ARGUMENTS}{more}\n  ROOT %out = {instruction}\n")).replay
+    assert found.flops_by_dtype == ({"f32": flops} if flops else {})
 
 
 SCORES = 2 * 16 * 2048 * 2048
 
 
 @pytest.mark.parametrize(
-    ("made", "flops"),
+    ("target", "mask", "flops"),
     [
-        (attention("__cudnn$fmhaSoftmax", "NO_MASK"), 4 * SCORES * 128),
-        (attention("__cudnn$fmhaSoftmax"), 2 * SCORES * 128),
-        (attention("__cudnn$fmhaSoftmax", "PADDING_CAUSAL"), 2 * SCORES * 128),
-        (attention("__cudnn$fmhaSoftmaxBackward"), 5 * SCORES * 128),
-        (attention("some_kernel_of_the_users"), 0),
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 4 * SCORES * 128),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 2 * SCORES * 128),
+        ("__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 2 * SCORES * 128),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 5 * SCORES * 128),
+        ("some_kernel_of_the_users", "CAUSAL", 0),
     ],
 )
-def test_attention_of_cudnn_costs_its_flops(made, flops):
-    rates = dataclasses.replace(RATES, attention=1e13)
-    cost = CostModel(made, rates)
-    assert sum(one.flops for one in cost.matmuls("main", made.root("main"))) == flops
-    memory = cost.touched("main", made.root("main")) / rates.memory
-    assert cost.seconds("main", made.root("main")) == max(flops / 1e13, memory)
-    faster = CostModel(made, dataclasses.replace(rates, attention=1e20))
-    assert faster.seconds("main", made.root("main")) == max(flops / rates.flops, memory)
-
-
-@pytest.mark.parametrize(("dtype", "rate"), [("bf16", 4e12), ("f16", 4e12), ("f8e4m3fn", 8e12)])
-def test_matmuls_of_eight_bits_are_faster(dtype, rate):
-    made = module(
-        f"\n  %m = {dtype}[256,256]{{1,0}} parameter(0)\n"
-        "  ROOT %out = bf16[256,256]{1,0} dot(%m, %m), lhs_contracting_dims={1}\n"
+def test_attention_of_cudnn_costs_its_flops(target, mask, flops):
+    config = (
+        '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", '
+        f'"dimensions": ["2", "16", "2048", "2048"]}}, "mask_type": "{mask}"}}}}'
     )
-    rates = dataclasses.replace(RATES, flops=4e12, flops8=8e12, memory=1e20)
-    assert CostModel(made, rates).seconds("main", made.root("main")) == 2 * 256**3 / rate
-    same = dataclasses.replace(RATES, flops=4e12, memory=1e20)  # where a user gives no more
-    assert CostModel(made, same).seconds("main", made.root("main")) == 2 * 256**3 / 4e12
+    called = f'custom_call_target="{target}", backend_config={config}'
+    result = "(bf16[2,16,2048,128]{3,1,2,0}, f32[2,16,2048]{2,1,0}, u8[0]{0})"
+    queries = "\n  %q = bf16[2,2048,16,128]{3,2,1,0} parameter(0)"
+    text = module(f"{queries}\n  ROOT %out = {result} custom-call(%q, %q, %q), {called}\n")
+    found = audited(text, dataclasses.replace(AT_ONCE, attention=1e13)).replay
+    assert (found.flops, found.step) == (flops, pytest.approx(flops / 1e13))
+    faster = audited(text, dataclasses.replace(AT_ONCE, attention=1e20)).replay
+    assert faster.step == pytest.approx(flops / RATES.flops), "never above that of matmuls"
 
 
-CUBLAS = """custom-call(%m, %m), custom_call_target="__cublas$lt$matmul", backend_config={
-"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},
-"precision_config":{"operand_precision":["HOW","HOW"],"algorithm":"ALG_UNSET"}}}"""
-HIGHEST_BY_NAME = 'dot(%m, %m), lhs_contracting_dims={1}, metadata={op_name="highest/dot"}'
+DOT = "dot(%m, %m), lhs_contracting_dims={1}"
+CUBLAS_LT = (
+    'custom-call(%m, %m), custom_call_target="__cublas$lt$matmul", backend_config={'
+    '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+    '"precision_config":{"operand_precision":["HOW","HOW"],"algorithm":"ALG_UNSET"}}}'
+)
 
 
 @pytest.mark.parametrize(
     ("dtype", "matmul", "rate"),
     [
-        ("f32", "dot(%m, %m), lhs_contracting_dims={1}", 2e12),
-        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={high,high}", 2e12),
-        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={highest,highest}", 1e12),
-        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, algorithm=dot_tf32_tf32_f32", 2e12),
-        ("f32", "dot(%m, %m), lhs_contracting_dims={1}, algorithm=dot_f32_f32_f32", 1e12),
-        ("f32", HIGHEST_BY_NAME, 2e12),
-        ("f32", CUBLAS.replace("\n", "").replace("HOW", "DEFAULT"), 2e12),
-        ("f32", CUBLAS.replace("\n", "").replace("HOW", "HIGHEST"), 1e12),
-        ("f64", "dot(%m, %m), lhs_contracting_dims={1}", 1e12),
-        (
-            "bf16",
-            "dot(%m, %m), lhs_contracting_dims={1}, operand_precision={highest,highest}",
-            4e12,
-        ),
+        ("bf16", DOT, 4e12),
+        ("bf16", f"{DOT}, operand_precision={{highest,highest}}", 4e12),
+        ("f16", DOT, 4e12),
+        ("f8e4m3fn", DOT, 8e12),
+        ("f32", DOT, 2e12),
+        ("f32", f"{DOT}, operand_precision={{high,high}}", 2e12),
+        ("f32", f"{DOT}, operand_precision={{highest,highest}}", 1e12),
+        ("f32", f"{DOT}, algorithm=dot_tf32_tf32_f32", 2e12),
+        ("f32", f"{DOT}, algorithm=dot_f32_f32_f32", 1e12),
+        ("f32", f'{DOT}, metadata={{op_name="highest/dot"}}', 2e12),
+        ("f32", CUBLAS_LT.replace("HOW", "DEFAULT"), 2e12),
+        ("f32", CUBLAS_LT.replace("HOW", "HIGHEST"), 1e12),
+        ("f64", DOT, 1e12),
     ],
 )
-def test_matmuls_of_float32_are_slower_and_most_of_all_in_full(dtype, matmul, rate):
+def test_matmuls_of_eight_bits_are_faster_and_of_float32_slower(dtype, matmul, rate):
     shape = "[256,256]{1,0}"
-    made = module(f"\n  %m = {dtype}{shape} parameter(0)\n  ROOT %out = f32{shape} {matmul}\n")
-    rates = dataclasses.replace(RATES, flops=4e12, tf32=2e12, fp32=1e12, memory=1e20)
-    assert CostModel(made, rates).seconds("main", made.root("main")) == 2 * 256**3 / rate
-    same = dataclasses.replace(RATES, flops=4e12, memory=1e20)  # where a user gives no more
-    assert CostModel(made, same).seconds("main", made.root("main")) == 2 * 256**3 / 4e12
+    text = module(f"\n  %m = {dtype}{shape} parameter(0)\n  ROOT %out = f32{shape} {matmul}\n")
+    rates = dataclasses.replace(AT_ONCE, flops=4e12, flops8=8e12, tf32=2e12, fp32=1e12)
+    assert audited(text, rates).step_seconds == pytest.approx(2 * 256**3 / rate)
+    same = dataclasses.replace(AT_ONCE, flops=4e12)  # where a user gives no more
+    assert audited(text, same).step_seconds == pytest.approx(2 * 256**3 / 4e12)

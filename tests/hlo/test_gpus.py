@@ -1,27 +1,79 @@
-"""What describes a GPU: its rates, its collectives, what XLA is told of it."""
+"""The GPUs that are known: their names, memory and rates, and how fast collectives run on them."""
 
 import dataclasses
+import math
+import pathlib
+import re
+import types
 
 import pytest
 
 import zerojax
-from tests.hlo.modules import RATES
-from zerojax._hlo import gpus as _gpus, known as _known
+from tests.hlo.modules import RATES, gpu_named
 
-CHIPS = {name: gpu.chip for name, gpu in _known.GPUS.items()}
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "gpus.md"
+MEMORY_GB = """
+    T4 16, L4 24, L40S 48, A10G 24, RTX4090 24, RTX5090 32, V100-16GB 16, V100-32GB 32,
+    A100-40GB 40, A100-80GB 80, H20 96, H100 80, H200 141, B200 180, B300 270, GH200 96,
+    GB200 186, GB300 279
+"""
+MEMORY_GB = {name: int(size) for name, size in map(str.split, MEMORY_GB.split(","))}
+GPUS = {name: gpu_named(name) for name in MEMORY_GB}
+V100S = {"V100-16GB", "V100-32GB"}
 
 
-def test_gpus_by_rates():
-    gpu = dataclasses.replace(_known.GPUS["H100"], given_rates=zerojax.Rates(1, 2, 3, 4))
-    assert gpu.rates.flops == 1 and gpu.usable == _known.GPUS["H100"].usable
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h200", "H200"),
+        ("A100", "A100-80GB"),
+        ("h100-80gb", "H100"),
+        ("H20-96GB", "H20"),
+        ("V100", "V100-32GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("rtx5090", "RTX5090"),
+    ],
+)
+def test_gpus_by_their_names(text, name):
+    assert gpu_named(text) is GPUS[name]
+    for counted in (f"64x{text}", f" 64 X {text} ", f"64*{text}"):
+        with pytest.raises(ValueError, match="does not hold 64 GPUs"):
+            zerojax.aot.mesh(counted, shape=(2, 2))
 
 
-def test_float8_came_with_the_l4():
-    """Twice as fast as 16 bits by the data sheets: 1,979 TFLOP/s on an H100."""
-    twice = {name for name, gpu in _known.GPUS.items() if gpu.flops8}
-    assert {"L4", "L40S", "H100", "B200"} <= twice
-    assert twice.isdisjoint({"T4", "V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB", "A10G"})
-    h100 = _known.GPUS["H100"]
+def test_gpus_by_what_they_report_to_jax():
+    peak = lambda kind: zerojax.peak_flops([types.SimpleNamespace(device_kind=kind)])
+    assert [peak(gpu.device_kind) for gpu in GPUS.values()] == [g.flops for g in GPUS.values()]
+    assert peak("Tesla V100-SXM2-32GB") == GPUS["V100-32GB"].flops
+    assert peak("TPU v5") is None and peak("") is None
+
+
+def test_facts_of_gpus():
+    with pytest.raises(ValueError, match=f"Name one of {', '.join(GPUS)}.$"):
+        zerojax.rates_of("H9")
+    assert {name: round(gpu.memory / 1e9) for name, gpu in GPUS.items()} == {
+        name: pytest.approx(size, rel=0.08) for name, size in MEMORY_GB.items()
+    }
+    rates, gpu = zerojax.rates_of("H100"), GPUS["H100"]
+    assert (rates.flops, rates.memory, rates.link) == pytest.approx((600e12, 2.7e12, 350e9))
+    assert rates.network == 50e9 and gpu.usable == int(0.92 * gpu.memory)
+    others = dataclasses.replace(gpu, given_rates=zerojax.Rates(1, 2, 3, 4))
+    assert others.rates.flops == 1 and others.usable == gpu.usable
+    # As the ZeRO paper's 25 DGX-2: 800 Gb/s between nodes of 16.
+    assert zerojax.rates_of("V100").network == 800e9 / 8 / 16
+
+
+def test_what_each_generation_computes_in():
+    named = lambda holds: {name for name, gpu in GPUS.items() if holds(gpu)}
+    assert named(lambda gpu: gpu.half == "float16") == {"T4", *V100S}
+    assert named(lambda gpu: gpu.chip.capability < (7, 5)) == V100S, "CUDA 13 knows the others"
+    # float8 came with the L4; by the data sheets it is twice as fast as 16 bits.
+    before = {"T4", *V100S, "A100-40GB", "A100-80GB", "A10G"}
+    assert named(lambda gpu: not gpu.flops8) == before
+    h100 = GPUS["H100"]
     assert h100.flops8 == pytest.approx(1979e12, rel=1e-3)
     assert h100.rates.flops8 == 2 * h100.rates.flops
 
@@ -39,17 +91,62 @@ def test_float8_came_with_the_l4():
     ],
 )
 def test_float32_by_the_data_sheets(name, tf32, fp32):
-    gpu = _known.GPUS[name]
+    gpu, rates = GPUS[name], zerojax.rates_of(name)
     assert gpu.tf32 / 1e12 == pytest.approx(tf32, rel=0.01)
     assert gpu.chip.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)
-    assert gpu.rates.of_matmuls("f32") == gpu.tf32 * gpu.reached_flops
-    assert gpu.rates.of_matmuls("f32 highest") == gpu.chip.fp32 * gpu.reached_flops
-    assert gpu.rates.of_matmuls("bf16") == gpu.rates.flops
+    assert rates.of_matmuls("f32") == gpu.tf32 * gpu.reached_flops
+    assert rates.of_matmuls("f32 highest") == gpu.chip.fp32 * gpu.reached_flops
+    assert rates.of_matmuls("bf16") == rates.flops
+
+
+# GB/s, by the GPUs of a host that copy at once. A superchip's GPU has its share of a CPU, of
+# however many superchips a host is made.
+LINKS = {
+    "T4": {1: 12.5},
+    "V100-16GB": {1: 12.5, 8: 6.8},
+    "V100-32GB": {8: 12.5, 16: 6.4},
+    "A100": {1: 25, 8: 20.5},
+    "H100": {1: 50, 4: 50, 8: 28.2},
+    "B200": {8: 28.2},
+    "B300": {8: 33.3},
+    "RTX5090": {2: 50},
+    "GH200": {1: 154, 4: 154},
+    "GB200": {4: 77},
+    "GB300": {72: 77},
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name):
+    found = {gpus: zerojax.rates_of(name).to_host(gpus) / 1e9 for gpus in LINKS[name]}
+    assert found == pytest.approx(LINKS[name], rel=0.01)
+
+
+def test_the_guide_lists_every_gpu_with_its_numbers():
+    rows = re.findall(r"^\| (\S+) \|(.*)\|$", GUIDE.read_text(), flags=re.MULTILINE)
+    listed = {name: cells.split(" | ")[:6] for name, cells in rows if name in GPUS}
+    assert list(listed) == list(GPUS)
+    for name, cells in listed.items():
+        gpu, machine = GPUS[name], GPUS[name].machine
+        facts = gpu.memory / 2**30, gpu.memory_rate / 1e12, gpu.flops / 1e12, machine.link / 1e9
+        facts += machine.network * 8 / 1e9, machine.host / 1e9
+        assert [float(cell.strip()) for cell in cells] == pytest.approx(facts, rel=5e-3), name
+
+
+def test_rates_of_a_known_gpu_with_others_in_their_place():
+    """As the command line has them by --network and --host-link."""
+    known = zerojax.rates_of("H100")
+    rates = zerojax.rates_of("h100", link_hop=1.5e-6, network=12.5e9)
+    assert rates == dataclasses.replace(known, link_hop=1.5e-6, network=12.5e9) != known
+    assert known.to_host(8) < zerojax.rates_of("H100", host=60e9).to_host(8) == 60e9
+    assert zerojax.rates_of("H100", host=60e9, host_memory=80e9).to_host(8) == 5e9
+    with pytest.raises(ValueError, match=r"Pass network=12.5e9 for 12.5 GB/s"):
+        zerojax.rates_of("H100", network=12.5)
 
 
 def test_a_target_config_has_what_xla_has_of_a_v100():
     """As in XLA's own `v100.txtpb`."""
-    text = _known.GPUS["V100-16GB"].target_config()
+    text = GPUS["V100-16GB"].target_config()
     for line in (
         "shared_memory_per_core: 98304",
         "shared_memory_per_block_optin: 98304",
@@ -62,13 +159,16 @@ def test_a_target_config_has_what_xla_has_of_a_v100():
         'device_description_str: "Tesla V100-SXM2-16GB"',
     ):
         assert f"{line}\n" in text, line
+    assert "cuda_compute_capability { major: 10 minor: 3 }" in GPUS["B300"].target_config()
 
 
 def test_cuda_keeps_a_part_of_a_blocks_shared_memory_from_the_a100_on():
-    kept = {name: chip.shared_per_core - chip.shared_per_block for name, chip in CHIPS.items()}
-    assert {name for name, size in kept.items() if not size} == {"T4", "V100-16GB", "V100-32GB"}
-    assert set(kept.values()) == {0, 1024}
-    assert "cuda_compute_capability { major: 10 minor: 3 }" in _known.GPUS["B300"].target_config()
+    chips = {name: gpu.chip for name, gpu in GPUS.items()}
+    kept = {name: chip.shared_per_core - chip.shared_per_block for name, chip in chips.items()}
+    assert kept == {name: 0 if name in {"T4", *V100S} else 1024 for name in GPUS}
+
+
+# -- collectives
 
 
 @pytest.mark.parametrize(
@@ -80,14 +180,21 @@ def test_bandwidth_of_a_group(group, on_host, bandwidth):
     assert RATES.bandwidth(group, on_host) == bandwidth
 
 
-def test_a_ring_leaves_a_host_by_another_card_for_each_gpu_and_an_all_to_all_does_not():
-    share = _gpus.network_share
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        assert share(kind, 64, 8) == 1 / 8  # each byte enters a host once
-        assert share(kind, 8, 1) == 1 and share(kind, 8, 8) == 0
-    assert share("all-to-all", 64, 8) == 56 / 63 and share("all-to-all", 8, 8) == 0
-    # 100 MB: as long as a reduce-scatter that sends eight times as much.
-    assert RATES.bandwidth(64, 8, "all-to-all") == RATES.network * 63 / 56
+@pytest.mark.parametrize(
+    ("kind", "group", "on_host", "share"),
+    [
+        # Rings leave a host by another card for each GPU, so that each byte enters it once.
+        ("all-gather", 64, 8, 1 / 8),
+        ("reduce-scatter", 64, 8, 1 / 8),
+        ("all-reduce", 8, 1, 1),
+        ("all-gather", 8, 8, 0),
+        ("all-to-all", 64, 8, 56 / 63),
+        ("all-to-all", 8, 8, 0),
+    ],
+)
+def test_the_share_of_bytes_that_leaves_a_host(kind, group, on_host, share):
+    bandwidth = dataclasses.replace(RATES, link=math.inf).bandwidth(group, on_host, kind)
+    assert RATES.network / bandwidth == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +203,15 @@ def test_a_ring_leaves_a_host_by_another_card_for_each_gpu_and_an_all_to_all_doe
         ("all-gather", 64, 8, 7, 56),
         ("reduce-scatter", 8, 1, 7, 0),
         ("all-gather", 8, 8, 0, 7),
+        ("all-gather", 1, 1, 0, 0),
         ("all-reduce", 64, 8, 2 * 3, 2 * 7),
         ("all-reduce", 400, 8, 2 * 6, 2 * 7),
+        ("all-reduce", 1, 1, 0, 0),
         ("all-to-all", 64, 8, 1, 0),
         ("all-to-all", 8, 8, 0, 1),
-        ("all-gather", 1, 1, 0, 0),
-        ("all-reduce", 1, 1, 0, 0),
     ],
 )
 def test_hops(kind, group, on_host, between, inside):
-    assert _gpus.hops(kind, group, on_host) == (between, inside)
     rates = dataclasses.replace(RATES, link_hop=1e-6, network_hop=1e-3)
     waited = 1e-6 + inside * 1e-6 + between * 1e-3
     assert rates.seconds(kind, 0, group, on_host) == pytest.approx(waited)

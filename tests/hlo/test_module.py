@@ -1,4 +1,4 @@
-"""The text of HLO modules: types and sizes, and damage that is refused in a line."""
+"""The text of HLO modules: types, groups, where values come from, and damage that is refused."""
 
 import inspect
 
@@ -6,31 +6,92 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import zerojax
+from tests.conftest import make_mesh
+from tests.hlo.modules import audited, module
 from tests.stored import stored
-from zerojax._hlo import module as _module
 
-# -- types
+
+def sent(array="f32[8]", how="collective-permute", groups="channel_id=1", per_host=8):
+    entry = f"\n  %a = {array} parameter(0)\n  ROOT %out = {array} {how}(%a), {groups}\n"
+    (one,) = audited(module(entry, devices=8), per_host=per_host).traffic
+    return one
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"),
+    ("text", "sizes"),
     [
-        ("bf16[4,256]{1,0}", 2048), ("f32[]", 4), ("pred[3]", 3), ("s4[8]{0}", 4), ("u32[2]", 8),
-        ("f8e4m3fn[16]", 16), ("c64[2]", 16), ("token[]", 0), ("f64[0,4]", 0),
-        ("(f32[2]{0}, (bf16[4]{0:T(128)}, s32[]), /*index=3*/u8[1])", 21),
-        ("f32[<=8,2]", 64),
+        ("bf16[4,256]{1,0}", [2048]),
+        ("f32[]", [4]),
+        ("pred[3]", [3]),
+        ("s4[8]{0}", [4]),
+        ("u32[2]", [8]),
+        ("f8e4m3fn[16]", [16]),
+        ("c64[2]", [16]),
+        ("token[]", [0]),
+        ("f64[0,4]", [0]),
+        ("(f32[2]{0}, (bf16[4]{0:T(128)}, s32[]), /*index=3*/u8[1])", [8, 8, 4, 1]),
+        ("f32[<=8,2]", [64]),
     ],
-)  # fmt: skip
-def test_sizes_of_types(text, nbytes):
-    assert sum(array.nbytes for array in _module.arrays_of(text)) == nbytes
+)
+def test_sizes_of_types(text, sizes):
+    assert [part.nbytes for part in sent(text).parts] == sizes
 
 
-def test_members_of_a_tuple():
-    text = "(f32[2,3]{1,0}, (bf16[4]{0}, s32[]), /*index=2*/u8[1])"
-    assert _module.top_level_types(text) == ["f32[2,3]{1,0}", "(bf16[4]{0}, s32[])", "u8[1]"]
-    assert _module.top_level_types("f32[2]{0}") == ["f32[2]{0}"]
+@pytest.mark.parametrize(
+    ("text", "members", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3), None),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (0, 4), None),
+        ("replica_groups={}", range(8), None),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3), None),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4), None),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5), None),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3), ("b",)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", (0, 4), ("a",)),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", (0, 1, 4, 5), ("a", "c")),
+        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,4}}", (0, 1, 2, 3), None),
+        ("source_target_pairs={{0,4},{4,0},{1,5},{5,1}}", (0, 4), None),
+        ("channel_id=1", range(8), None),
+    ],
+)
+def test_groups(text, members, axes):
+    """Which devices take part shows by how many of them stand on the first one's host."""
+    for per_host in (1, 2, 4, 8):
+        found = sent(groups=text, per_host=per_host)
+        assert (found.group, found.axes) == (len(members), axes)
+        assert found.on_host == sum(member < per_host for member in members)
+
+
+def test_gathers_that_xla_joined_are_traced_one_by_one():
+    entry = """
+  %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['a']"}
+  %b = f32[32,1024]{1,0} parameter(1), metadata={op_name="state.params['b']"}
+  %both = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) all-gather(%a, %b), dimensions={0}
+  %full = f32[512,1024]{1,0} get-tuple-element(%both), index=1
+  %again = f32[512,16384]{1,0} all-gather(%full), replica_groups={}, dimensions={1}
+  ROOT %r = f32[] constant(0)
+"""
+    joined, again = zerojax.audit(module(entry)).traffic
+    assert [part.paths for part in joined.parts] == [("params/a",), ("params/b",)]
+    assert again.paths == ("params/b",)
+
+
+def test_a_collective_comes_from_the_innermost_line_outside_of_libraries():
+    """Flax's BatchNorm reduces its statistics in a file of Flax."""
+    layer, x = nn.BatchNorm(use_running_average=False, axis_name="data"), jnp.ones((4, 16))
+    variables = layer.init(jax.random.key(0), x)
+
+    def normalised(x):
+        return layer.apply(variables, x, mutable=["batch_stats"])[0]
+
+    rows = PartitionSpec("data")
+    mapped = jax.shard_map(normalised, mesh=make_mesh(2), in_specs=rows, out_specs=rows)
+    found = zerojax.audit(jax.jit(mapped).lower(x).compile()).traffic
+    line = inspect.getsourcelines(normalised)[1] + 1
+    assert {one.source for one in found} == {f"{__file__}:{line}"}
 
 
 # -- damaged text
@@ -53,9 +114,10 @@ DAMAGES = {
     "a missing computation": (lambda t: t.replace("%fused_compare.1 (", "%other (", 1), "nowhere"),
     "a call cut short": (lambda t: t.replace(", calls=%fused_reduce", ""), "does not say what it"),
     "an open parenthesis": (
-        lambda t: t.replace("parameter(0)", "parameter(0", 1), r"line \d+, '.*': its parentheses"
+        lambda t: t.replace("parameter(0)", "parameter(0", 1),
+        r"line \d+, '.*': its parentheses",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -77,20 +139,3 @@ def test_lines_lost_anywhere_are_no_internal_error():
             assert "HLO text" in str(error)
             refused += 1
     assert refused > 10
-
-
-def test_an_instruction_comes_from_the_innermost_line_outside_of_libraries():
-    layer, x = nn.Dense(8), jnp.ones((4, 16))
-    params = layer.init(jax.random.key(0), x)
-
-    def loss(params):
-        return layer.apply(params, x).sum()
-
-    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
-    made = _module.Module(text)
-    found = [i for each in made.computations.values() for i in each.values() if i.opcode == "dot"]
-    line = inspect.getsourcelines(loss)[1] + 1
-    for dot in found:
-        assert "/linear.py:" in made.source(dot)
-        assert made.source(dot, ("/flax/",)) == f"{__file__}:{line}"
-    assert found

@@ -4,11 +4,7 @@ import dataclasses
 
 import pytest
 
-import zerojax
-from tests.hlo.modules import RATES, module
-from zerojax._hlo import (
-    schedule as _schedule,
-)
+from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, audited, module
 
 MATRIX = 1024 * 1024 * 4  # bytes of a (1024, 1024) in fp32
 US = 1e-6
@@ -53,71 +49,87 @@ def loop(trips):
 
 
 def test_a_loop_whose_gather_outlasts_its_matmul():
-    found = _schedule.replay(loop(3), RATES)
-    gather, mean = found.collectives
+    found = audited(loop(3))
+    gather, mean = found.traffic
     assert gather.seconds == pytest.approx(GATHER) and GATHER > DOT
     assert gather.between == pytest.approx(DOT)
     assert gather.exposed == pytest.approx(GATHER - DOT)
     assert (gather.trips, gather.loops) == (3, ("loop",))
     assert mean.exposed == pytest.approx(SCALAR)
-    assert found.compute == pytest.approx(3 * (DOT + ADD))
-    assert found.exposed == pytest.approx(3 * (GATHER - DOT) + SCALAR)
-    assert found.step == pytest.approx(3 * (GATHER + ADD) + SCALAR)
-    assert found.flops == 3 * 2 * 1024**3
-    assert gather.wire == MATRIX / 16 * 15
-    assert (mean.wire, mean.trips) == (2 * 4 * 15 / 16, 1)
+    assert found.replay.compute == pytest.approx(3 * (DOT + ADD))
+    assert found.exposed_seconds == pytest.approx(3 * (GATHER - DOT) + SCALAR)
+    assert found.step_seconds == pytest.approx(3 * (GATHER + ADD) + SCALAR)
+    assert found.overlap == pytest.approx(found.replay.compute / found.step_seconds)
+    assert found.replay.flops == 3 * 2 * 1024**3
+    assert gather.wire_bytes == MATRIX / 16 * 15
+    assert gather.network_bytes == gather.wire_bytes / 8
+    assert (mean.wire_bytes, mean.trips) == (2 * 4 * 15 / 16, 1)
 
 
 def test_on_one_host_the_matmul_hides_it():
-    fast = dataclasses.replace(RATES, link=4e11)
-    found = _schedule.replay(loop(3), fast, per_host=16)
-    assert found.collectives[0].seconds == pytest.approx(MATRIX / 16 * 15 / 4e11 + US)
-    assert found.collectives[0].exposed == 0
-    assert found.step == pytest.approx(3 * (DOT + ADD) + 2 * 4 * 15 / 16 / 4e11 + US)
+    found = audited(loop(3), dataclasses.replace(RATES, link=4e11), per_host=16)
+    assert found.traffic[0].seconds == pytest.approx(MATRIX / 16 * 15 / 4e11 + US)
+    assert found.traffic[0].exposed == 0 == found.network_bytes
+    assert found.step_seconds == pytest.approx(3 * (DOT + ADD) + 2 * 4 * 15 / 16 / 4e11 + US)
 
 
 def test_a_loop_of_unknown_length_counts_once():
-    found = _schedule.replay(loop(None), RATES)
-    assert found.unknown_loops == ["loop"]
-    assert found.step == pytest.approx(GATHER + ADD + SCALAR)
+    found = audited(loop(None))
+    assert found.replay.unknown_loops == ["loop"]
+    assert found.step_seconds == pytest.approx(GATHER + ADD + SCALAR)
+
+
+def test_hops_of_a_ring_take_time():
+    slow = dataclasses.replace(RATES, link_hop=1e-6, network_hop=1e-5)
+    gather, mean = audited(loop(3), slow).traffic
+    # 16 GPUs in two hosts: a ring has 14 hops inside them and 1 between, a tree two of 7 and of 1
+    assert gather.seconds == pytest.approx(GATHER + 14e-6 + 1e-5)
+    assert mean.seconds == pytest.approx(SCALAR + 14e-6 + 2e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "wire"),
     [
-        ("all-gather", 700), ("all-reduce", 175), ("reduce-scatter", 87.5), ("all-to-all", 87.5),
-        ("collective-permute", 100), ("collective-broadcast", 100),
+        ("all-gather", 700),
+        ("all-reduce", 175),
+        ("reduce-scatter", 87.5),
+        ("all-to-all", 87.5),
+        ("ragged-all-to-all", 87.5),
+        ("collective-permute", 100),
+        ("collective-broadcast", 100),
     ],
-)  # fmt: skip
+)
 def test_wire_bytes(kind, wire):
-    assert _schedule.wire_bytes(kind, 100, 8) == wire
-    assert _schedule.wire_bytes(kind, 100, 1) == 0
+    for devices, sent in ((8, wire), (1, 0)):
+        entry = f"\n  %a = f32[25]{{0}} parameter(0)\n  ROOT %out = f32[25]{{0}} {kind}(%a)\n"
+        (one,) = audited(module(entry, devices=devices)).traffic
+        assert one.wire_bytes == sent, devices
+
+
+START = "(f32[64,1024]{1,0}, f32[1024,1024]{1,0}) all-gather-start(%a), dimensions={0}"
+DONE = "f32[1024,1024]{1,0} all-gather-done"
 
 
 def test_collectives_wait_for_one_another():
     """Two gathers are started; the second runs after the first, and compute waits for both."""
-    start = "(f32[64,1024]{1,0}, f32[1024,1024]{1,0}) all-gather-start(%a), dimensions={0}"
-    done = "f32[1024,1024]{1,0} all-gather-done"
-    found = _schedule.replay(
+    found = audited(
         module(f"""
   %a = f32[64,1024]{{1,0}} parameter(0)
-  %s1 = {start}
-  %s2 = {start}
-  %d1 = {done}(%s1)
+  %s1 = {START}
+  %s2 = {START}
+  %d1 = {DONE}(%s1)
   %dot = f32[1024,1024]{{1,0}} dot(%d1, %d1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-  %d2 = {done}(%s2)
+  %d2 = {DONE}(%s2)
   ROOT %sum = f32[1024,1024]{{1,0}} add(%dot, %d2)
-"""),
-        RATES,
+""")
     )
-    first, second = found.collectives
+    first, second = found.traffic
     assert first.exposed == pytest.approx(GATHER)
     assert second.between == pytest.approx(DOT)
     assert second.exposed == pytest.approx(2 * GATHER - (GATHER + DOT))
-    assert found.step == pytest.approx(2 * GATHER + ADD)
-    spans = [(s.name, s.stream) for s in found.spans]
-    assert ("s2", "collectives") in spans and ("s2", "waiting") in spans
-    assert ("dot", "compute") in spans
+    assert found.step_seconds == pytest.approx(2 * GATHER + ADD)
+    spans = {(span.name, span.stream) for span in found.replay.spans}
+    assert {("s2", "collectives"), ("s2", "waiting"), ("dot", "compute")} <= spans
 
 
 @pytest.mark.parametrize(
@@ -126,20 +138,17 @@ def test_collectives_wait_for_one_another():
     ids=["on links of their own", "on the same links"],
 )
 def test_collectives_in_flight_together_share_links_or_not(first, second, together):
-    start = "(f32[64,1024]{1,0}, f32[1024,1024]{1,0}) all-gather-start(%a), dimensions={0}"
-    done = "f32[1024,1024]{1,0} all-gather-done"
-    found = _schedule.replay(
+    found = audited(
         module(f"""
   %a = f32[64,1024]{{1,0}} parameter(0)
-  %s1 = {start}, replica_groups={first}
-  %s2 = {start}, replica_groups={second}
-  %d1 = {done}(%s1)
-  ROOT %d2 = {done}(%s2)
-"""),
-        RATES,
+  %s1 = {START}, replica_groups={first}
+  %s2 = {START}, replica_groups={second}
+  %d1 = {DONE}(%s1)
+  ROOT %d2 = {DONE}(%s2)
+""")
     )
-    times = [each.seconds for each in found.collectives]
-    assert found.step == pytest.approx(max(times) if together else sum(times))
+    times = [each.seconds for each in found.traffic]
+    assert found.step_seconds == pytest.approx(max(times) if together else sum(times))
     assert min(times) > US
 
 
@@ -155,24 +164,146 @@ def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen
 }
 """  # noqa: E501
     entry = """
-  %a = f32[64,1024]{1,0} parameter(0)
+  %a = f32[64,1024]{1,0} parameter(0), metadata={op_name="state.params['w']"}
   %which = s32[] constant(1)
   ROOT %c = f32[64,1024]{1,0} conditional(%which, %a, %a), branch_computations={%skip, %work}
 """
-    found = _schedule.replay(module(entry, branches), RATES)
-    assert [c.kind for c in found.collectives] == ["all-reduce"]
+    found = audited(module(entry, branches))
+    assert [(one.kind, one.paths) for one in found.traffic] == [("all-reduce", ("params/w",))]
     seconds = 2 * 64 * 1024 * 4 * 15 / 16 / 8e10 + US
-    assert found.step == pytest.approx(seconds) and found.exposed == pytest.approx(seconds)
-    text = module(entry, branches).text
-    (one,) = zerojax.audit(text.replace("%a = f32[64,1024]{1,0} parameter(0)",
-                                        '%a = f32[64,1024]{1,0} parameter(0), metadata={op_name='
-                                        "\"state.params['w']\"}")).traffic  # fmt: skip
-    assert one.paths == ("params/w",)
+    assert found.step_seconds == found.exposed_seconds == pytest.approx(seconds)
 
 
-def test_hops_of_a_ring_take_time():
-    slow = dataclasses.replace(RATES, link_hop=1e-6, network_hop=1e-5)
-    gather, mean = _schedule.replay(loop(3), slow).collectives
-    # 16 GPUs in two hosts: a ring has 14 hops inside them and 1 between, a tree two of 7 and of 1
-    assert gather.seconds == pytest.approx(GATHER + 14e-6 + 1e-5)
-    assert mean.seconds == pytest.approx(SCALAR + 14e-6 + 2e-5)
+def test_buffers_of_asynchronous_fusions_and_copies():
+    """The result of a start is one buffer, whichever place it has in the start's type."""
+    entry = f"""{ARGUMENTS}
+  %s = ((f32[8,256,256]{{2,1,0}}, s32[]), f32[256,256]{{1,0}}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%sliced
+  %slice = f32[256,256]{{1,0}} fusion-done(%s)
+  %c = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}, u32[]) copy-start(%slice)
+  %copied = f32[256,256]{{1,0}} copy-done(%c)
+  %pair = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}) tuple(%copied, %slice)
+  %second = f32[256,256]{{1,0}} get-tuple-element(%pair), index=1
+  ROOT %loss = f32[] reduce(%second, %copied), to_apply=%sliced
+"""  # noqa: E501
+    assert audited(module(entry, SLICE)).memory.temporary == pytest.approx(2 * LAYER, abs=16)
+
+
+# -- copies to the host and back: 1 GB/s in each direction, and 2 us to start
+
+TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
+HOST = dataclasses.replace(RATES, host=1e9, host_latency=2e-6)
+COPY = LAYER / 1e9 + 2e-6
+STACK, ONE = "f32[8,256,256]{2,1,0:S(5)}", "f32[1,256,256]{2,1,0}"
+CONFIG = '"dynamic_slice_config":{"loop_index":"0","byte_offset":"0","byte_stride":"262144"}'
+
+
+def sliced(config=CONFIG):
+    backend = f"backend_config={{{config}}}" if config else ""
+    return f"""
+%read (p0: f32[8,256,256], p1: s32[], p2: s32[]) -> f32[1,256,256] {{
+  %p0 = {STACK} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %slice = {ONE} dynamic-slice(%p0, %p1, %p2, %p2), {backend}
+}}
+
+%write (p0: f32[8,256,256], p1: f32[1,256,256], p2: s32[], p3: s32[]) -> f32[8,256,256] {{
+  %p0 = {STACK} parameter(0)
+  %p1 = {ONE} parameter(1)
+  %p2 = s32[] parameter(2)
+  %p3 = s32[] parameter(3)
+  ROOT %put = {STACK} dynamic-update-slice(%p0, %p1, %p2, %p3, %p3), {backend}
+}}
+"""
+
+
+READ = f"(({STACK}, s32[], s32[]), {ONE}, u32[]) fusion-start(%a, %i, %i), kind=kLoop, calls=%read"
+SLICES = f"""
+  %a = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %n = {ONE} parameter(2)
+  %get = {READ}
+  %put = (({STACK}, {ONE}, s32[], s32[]), {STACK}, u32[]) fusion-start(%a, %n, %i, %i), calls=%write
+  %got = {ONE} fusion-done(%get)
+  %done = {STACK} fusion-done(%put)
+  ROOT %out = ({ONE}, {STACK}) tuple(%got, %done)
+"""
+
+
+def test_slices_of_host_memory_travel_both_ways_at_once():
+    found = audited(module(SLICES, sliced()), HOST)
+    copies = [(c.way, c.nbytes, c.by_engine, c.asynchronous) for c in found.replay.transfers]
+    assert copies == [(TO_DEVICE, LAYER, True, True), (TO_HOST, LAYER, True, True)]
+    assert found.step_seconds == found.replay.waited == pytest.approx(COPY)
+    assert found.exposed_seconds == found.replay.compute == 0
+    assert [one.waited for one in found.replay.transfers] == pytest.approx([COPY, 0])
+    assert {span.stream for span in found.replay.spans} == {TO_DEVICE, TO_HOST, "waiting"}
+    told = found.to_dict()
+    assert told["bytes_to_device"] == told["bytes_to_host"] == LAYER
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_host", "speed"),
+    [(1, 8, 1), (8, 1, 1), (8, 4, 0.4), (8, 8, 0.2), (16, 8, 0.2), (4, 8, 0.4)],
+)
+def test_the_gpus_of_a_host_share_its_memory(devices, per_host, speed):
+    """Of 3.2 GB/s, read and written at once; no GPU's link has more than 1."""
+    rates = dataclasses.replace(HOST, host_memory=3.2e9)
+    found = audited(module(SLICES, sliced(), devices), rates, per_host)
+    assert found.step_seconds == pytest.approx(LAYER / (speed * 1e9) + 2e-6)
+
+
+def test_one_way_is_one_lane():
+    again = f"  %more = {READ}\n  %late = {ONE} fusion-done(%more)\n  %got ="
+    found = audited(module(SLICES.replace("  %got =", again), sliced()), HOST)
+    assert found.step_seconds == pytest.approx(2 * COPY)
+    assert [one.way for one in found.replay.transfers] == [TO_DEVICE, TO_HOST, TO_DEVICE]
+
+
+def test_a_slice_without_an_address_is_a_kernels():
+    found = audited(module(SLICES, sliced(config="")), HOST)
+    assert [one.by_engine for one in found.replay.transfers] == [False, False]
+
+
+def test_copies_of_whole_arrays():
+    entry = f"""
+  %a = {STACK} parameter(0)
+  %start = (f32[8,256,256]{{2,1,0}}, {STACK}, u32[]) copy-start(%a)
+  %here = f32[8,256,256]{{2,1,0}} copy-done(%start)
+  %back = {STACK} copy(%here)
+  %twin = {STACK} copy(%a)
+  %flat = f32[8,256,256]{{0,1,2}} copy(%here)
+  ROOT %out = ({STACK}, {STACK}, f32[8,256,256]{{0,1,2}}) tuple(%back, %twin, %flat)
+"""
+    replay = audited(module(entry), HOST).replay
+    found = [(one.way, one.nbytes, one.asynchronous) for one in replay.transfers]
+    whole = 8 * LAYER
+    assert found == [(TO_DEVICE, whole, True), (TO_HOST, whole, False), (IN_HOST, whole, False)]
+    assert replay.waited == pytest.approx(3 * (whole / 1e9 + 2e-6))
+
+
+def test_loops_repeat_copies():
+    body = f"""{sliced()}
+%body (p: (s32[], f32[8,256,256])) -> (s32[], f32[8,256,256]) {{
+  %p = (s32[], {STACK}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %a = {STACK} get-tuple-element(%p), index=1
+  %get = {READ}
+  %got = {ONE} fusion-done(%get)
+  ROOT %next = (s32[], {STACK}) tuple(%i, %a)
+}}
+
+%cond (p: (s32[], f32[8,256,256])) -> pred[] {{
+  %p = (s32[], {STACK}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+"""
+    count = 'backend_config={"known_trip_count":{"n":"8"}}'
+    entry = f"""
+  %a = (s32[], {STACK}) parameter(0)
+  ROOT %loop = (s32[], {STACK}) while(%a), condition=%cond, body=%body, {count}
+"""
+    replay = audited(module(entry, body), HOST).replay
+    (one,) = replay.transfers
+    assert (one.trips, one.total_bytes) == (8, 8 * LAYER)
+    assert replay.waited == pytest.approx(8 * COPY) == replay.step
