@@ -1,9 +1,10 @@
 """Compiled steps on disk: the same results without the compiler, and no harm done."""
 
 import concurrent.futures
+import contextlib
+import importlib.metadata
 import json
 import os
-import pathlib
 import sys
 import zlib
 
@@ -11,226 +12,213 @@ import jax
 import pytest
 
 import zerojax
-from tests import audits
 from tests.checkpoint.damage import pipe_for
-from tests.test_cli import MODEL
-from zerojax._audit import audit as _audit
-from zerojax._forecast import cache as _cache
+from tests.forecast import fakes
+
+MINE = f"""{fakes.MODEL}
+    def plain():
+        return zerojax.train_step(loss), state, model()[2]
+
+    def optioned():
+        options = {{"xla_embed_ir_in_executable": True}}
+        return zerojax.train_step(loss, compiler_options=options), state, model()[2]
+"""
 
 
 @pytest.fixture
-def compiles(monkeypatch):
-    """What was lowered to be compiled."""
-    seen = []
+def audit(run, module, tmp_path, monkeypatch, compiled):
+    """Audits a model by the command line, which keeps what it compiles in `cache`.
 
-    def compiled(lowered, compile=_audit.compiled):
-        seen.append(lowered)
-        return compile(lowered)
+    Returns the report. Commands run with the same calls on the stack each time, as in a process of
+    their own: a program's text names the lines that it was called from.
+    """
+    name = module("mymodel", MINE)
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
 
-    monkeypatch.setattr(_audit, "compiled", compiled)
-    return seen
+    def audit(*flags, model="model", ends=0):
+        with concurrent.futures.ThreadPoolExecutor(1) as thread, fakes.cpus_for_gpus():
+            given = ("audit", f"{name}:{model}", "--gpus", "2xH100", "--json", *flags)
+            code, out, err = thread.submit(run, *given).result()
+        assert (code, err) == (ends, "")
+        return json.loads(out)
 
-
-def alike(function, *args, **options):
-    """Calls a function with the same calls on the stack each time, as a new process does: a
-    program's text names the lines that it was called from."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args, **options).result()
-
-
-def report(folder, **options):
-    return alike(reported, folder, **options)
-
-
-def reported(folder, stage=3, rows=16, **options):
-    plan = audits.planned("cpu", stage)
-    step = zerojax.train_step(audits.loss, plan=plan, **options)
-    args = plan.abstract(), audits.tokens(plan, rows), None
-    with _cache.kept(folder):
-        made = _cache.compiled(step, *args, plan)
-    return zerojax.audit(made, *args, plan=plan)
+    return audit
 
 
 def files(folder):
     return sorted(folder.glob("*")) if folder.exists() else []
 
 
-def test_a_second_audit_reads_what_the_first_compiled(tmp_path, compiles):
-    folder = tmp_path / "new" / "cache"
-    first = report(folder, accumulate=2)
-    (file,) = files(folder)
+def test_a_second_command_reads_what_the_first_compiled(audit, tmp_path, compiled):
+    first = audit("--accumulate", "2")
+    (file,) = files(tmp_path / "cache")
     assert file.stat().st_size < len(zlib.decompress(file.read_bytes())) / 3
-    assert (
-        report(folder, accumulate=2).to_dict()
-        == first.to_dict()
-        == report(None, accumulate=2).to_dict()
-    )
-    assert len(compiles) == 2, "the first, and the one without"
-    assert first.memory.temporary > 0 and first.accumulate == 2 and first.check()
+    assert len(compiled) == 1 and first["memory"]["temporary"] > 0
+    assert audit("--accumulate", "2") == first and len(compiled) == 1
+    assert audit("--accumulate", "2", "--no-cache") == first and len(compiled) == 2
+    assert files(tmp_path / "cache") == [file]
 
 
-def test_what_the_compiler_warned_of_is_kept(tmp_path, monkeypatch):
-    made = _audit.compiled
-    monkeypatch.setattr(_audit, "compiled", lambda lowered: (made(lowered)[0], ["too large"]))
-    assert report(tmp_path).warnings == ("too large",)
-    monkeypatch.setattr(_audit, "compiled", None)
-    assert report(tmp_path).warnings == ("too large",)
+def test_other_commands_read_it_too(run, module, tmp_path, monkeypatch, compiled):
+    """A forecast, and one of another network; a study keeps what it compiles unless told."""
+    name = module("mymodel", fakes.MODEL)
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
+
+    def step(network, *more):
+        flags = ("--gpus", "2xH100", "--stages", "3", "--network", network, "--json", *more)
+        code, out, err = run("forecast", f"{name}:model", *flags)
+        assert (code, err) == (0, "")
+        (case,) = json.loads(out)["cases"]
+        return {key: value for key, value in case.items() if key != "compile_seconds"}
+
+    with fakes.cpus_for_gpus():
+        same, again = [step("12.5") for _ in range(2)]
+        assert same == again and len(files(tmp_path / "cache")) == 1
+        mine = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
+        given = {"gpus": "2xH100", "rows": 4}
+        zerojax.study(mine, stages=(1, 2), **given)
+        assert len(files(tmp_path / "cache")) == 2, "without microbatches stages 1 and 2 are one"
+        zerojax.study(mine, stages=3, cache=False, **given)
+    assert len(files(tmp_path / "cache")) == 2
 
 
-def test_nothing_is_kept_unless_asked(tmp_path, monkeypatch, compiles):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("ZEROJAX_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    plan = audits.planned("cpu", 3)
-    step = zerojax.train_step(audits.loss, plan=plan)
-    assert _cache.compiled(step, None, None, None, plan) is step
-    assert not compiles and not files(tmp_path)
+def test_what_the_compiler_warned_of_is_kept(audit, compiled):
+    said = "Involuntary full rematerialization. The compiler was not able to go from"
+
+    def warn(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            os.write(2, f"W0000 spmd_partitioner.cc:1] [spmd] {said}\n".encode())
+
+    jax.monitoring.register_event_duration_secs_listener(warn)
+    try:
+        first = audit(ends=1)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(warn)
+    assert said in first["warnings"][0]
+    assert audit(ends=1) == first and len(compiled) == 1
 
 
+@contextlib.contextmanager
+def jax_told(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def patched(function, *change):
+    with pytest.MonkeyPatch.context() as patch:
+        getattr(patch, function)(*change)
+        yield
+
+
+AS_EVER = contextlib.nullcontext()
 DIFFERENT = {
-    "shapes": lambda _: {"rows": 32},
-    "stage": lambda _: {"stage": 2},
-    "microbatches": lambda _: {"accumulate": 2},
-    "options": lambda _: {"compiler_options": {"xla_embed_ir_in_executable": True}},
-    "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to="),
-    "JAX": lambda patch: patch.setattr(jax, "__version__", "0.0.1"),
-    "zerojax": lambda patch: patch.setattr(zerojax, "__version__", "0.0.1"),
-    "compiler": lambda patch: patch.setattr(_cache, "_version", lambda name: "1"),
-    "GPU": lambda patch: patch.setattr(_cache._known, "of_device_kind", an_h100),
+    "shapes": ("six", (), AS_EVER),
+    "stage": ("model", ("--stage", "2"), AS_EVER),
+    "microbatches": ("model", ("--accumulate", "2"), AS_EVER),
+    "options": ("optioned", (), AS_EVER),
+    "flags": ("model", (), patched("setenv", "XLA_FLAGS", "--xla_dump_to=")),
+    "JAX": ("model", (), patched("setattr", jax, "__version__", "0.0.1")),
+    "zerojax": ("model", (), patched("setattr", zerojax, "__version__", "0.0.1")),
+    "compiler": ("model", (), patched("setattr", importlib.metadata, "version", lambda _: "1")),
+    "what JAX is told": ("model", (), jax_told("jax_default_matmul_precision", "highest")),
 }
 
 
-def an_h100(kind):
-    return _cache._known.GPUS["H100"]
+def test_what_differs_is_compiled(audit, tmp_path, compiled):
+    audit()
+    audit(model="plain")
+    for what, (model, flags, changed) in DIFFERENT.items():
+        before = len(compiled)
+        with changed:
+            audit(*flags, model=model)
+        assert len(compiled) == before + 1, what
+    audit()
+    assert len(compiled) == before + 1 == len(files(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_what_differs_is_compiled(what, tmp_path, monkeypatch, compiles):
-    report(tmp_path)
-    report(tmp_path)
-    assert len(compiles) == 1
-    options = DIFFERENT[what](monkeypatch) or {}
-    report(tmp_path, **options)
-    assert len(compiles) == 2 and len(files(tmp_path)) == 2
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[:-1],
+    "a flipped bit": lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
+    "no program": lambda data: b"no program",
+    "half of JSON": lambda data: zlib.compress(b"{"),
+    "no text": lambda data: zlib.compress(b"\xff"),
+    "a list": lambda data: zlib.compress(b"[]"),
+    "a part": lambda data: zlib.compress(b'{"text": "x"}'),
+}
 
 
-def test_what_jax_is_told_of_compiling_is_compiled(tmp_path, compiles):
-    name = "jax_disable_most_optimizations"
-    given = jax.config.values[name]
-    report(tmp_path)
-    jax.config.update(name, not given)
-    try:
-        report(tmp_path)
-    finally:
-        jax.config.update(name, given)
-    report(tmp_path)
-    assert len(compiles) == 2
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[:-1],
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
-        lambda data: b"no program",
-        lambda data: zlib.compress(b"{"),
-        lambda data: zlib.compress(b"\xff"),
-        lambda data: zlib.compress(b"[]"),
-        lambda data: zlib.compress(b'{"text": "x"}'),
-    ],
-)
-def test_a_damaged_file_is_compiled_again(damage, tmp_path, compiles):
-    whole = report(tmp_path).to_dict()
-    (file,) = files(tmp_path)
+def test_a_damaged_file_is_compiled_again(audit, tmp_path, compiled):
+    whole = audit()
+    (file,) = files(tmp_path / "cache")
     data = file.read_bytes()
-    file.write_bytes(damage(data))
-    assert report(tmp_path).to_dict() == whole and len(compiles) == 2
-    assert files(tmp_path) == [file] and file.read_bytes() == data
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    file = tmp_path / "program"
+    for count, (what, damage) in enumerate(DAMAGES.items(), start=2):
+        file.write_bytes(damage(data))
+        assert audit() == whole and len(compiled) == count, what
+        assert files(tmp_path / "cache") == [file] and file.read_bytes() == data, what
     with pipe_for(file):
-        assert _cache._read(file) is None and file.is_fifo()
+        assert audit() == whole and len(compiled) == count + 1, "a pipe is not waited for"
 
 
-def test_a_folder_that_cannot_be_is_no_error(tmp_path, compiles):
-    (tmp_path / "file").write_text("in the way")
-    assert report(tmp_path / "file").check() and report(tmp_path / "file").check()
-    assert len(compiles) == 2 and (tmp_path / "file").read_text() == "in the way"
-
-
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_where_nothing_can_be_kept_all_else_goes_on(audit, tmp_path, monkeypatch, compiled):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    assert report(tmp_path).check() and not files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        first = audit()
+    assert not files(tmp_path / "cache"), "a write that fails leaves nothing"
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
+    assert audit() == audit() == first and len(compiled) == 3
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch, compiles):
-    mine = tmp_path / "mine.txt"
-    mine.write_text("x" * 10**6)
-    kinds = ({"rows": 16}, {"rows": 32}, {"rows": 64})
+def test_what_was_not_read_for_longest_goes_first(audit, tmp_path, monkeypatch, compiled):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (mine := folder / "mine.txt").write_text("x" * 10**6)
+    kinds = [("--stage", "3"), ("--stage", "0"), ("--accumulate", "2")]
     for age, kind in zip((3, 2), kinds, strict=False):
-        before = set(files(tmp_path))
-        report(tmp_path, **kind)
-        (file,) = set(files(tmp_path)) - before
+        before = set(files(folder))
+        audit(*kind)
+        (file,) = set(files(folder)) - before
         os.utime(file, (file.stat().st_mtime - 1000 * age,) * 2)
-    report(tmp_path, **kinds[0])  # reads the oldest
-    each = file.stat().st_size
-    monkeypatch.setattr(_cache, "MOST_BYTES", 2.5 * each)
-    report(tmp_path, **kinds[2])
-    assert len(compiles) == 3 and len(files(tmp_path)) == 3
-    report(tmp_path, **kinds[0])
-    assert len(compiles) == 3, "was kept"
-    report(tmp_path, **kinds[1])
-    assert len(compiles) == 4, "was dropped"
-    monkeypatch.setattr(_cache, "MOST_BYTES", 1)
-    report(tmp_path, stage=2)
-    assert len(files(tmp_path)) == 2 and mine.exists(), "the latest, and what is not ours"
+    audit(*kinds[0])  # reads the oldest
+    monkeypatch.setattr("zerojax._forecast.cache.MOST_BYTES", 2.5 * file.stat().st_size)
+    audit(*kinds[2])
+    assert len(compiled) == 3 and len(files(folder)) == 3
+    audit(*kinds[0])
+    assert len(compiled) == 3, "was kept"
+    audit(*kinds[1])
+    assert len(compiled) == 4, "was dropped"
+    monkeypatch.setattr("zerojax._forecast.cache.MOST_BYTES", 1)
+    audit("--stage", "1")
+    assert len(files(folder)) == 2 and mine.exists(), "the latest, and what is not ours"
 
 
 @pytest.mark.parametrize(
-    ("platform", "environ", "found"),
+    ("platform", "variable", "value", "where"),
     [
-        ("linux", {"ZEROJAX_CACHE": "/some/where"}, "/some/where"),
-        ("linux", {"ZEROJAX_CACHE": "~/there"}, "/home/me/there"),
-        ("linux", {"ZEROJAX_CACHE": ""}, None),
-        ("linux", {}, "/home/me/.cache/zerojax"),
-        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/zerojax"),
-        ("darwin", {}, "/home/me/Library/Caches/zerojax"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/zerojax"),
+        ("linux", "ZEROJAX_CACHE", "~/there", "there"),
+        ("linux", "ZEROJAX_CACHE", "", None),
+        ("linux", "XDG_CACHE_HOME", "~", "zerojax"),
+        ("linux", "OTHER", "", ".cache/zerojax"),
+        ("darwin", "OTHER", "", "Library/Caches/zerojax"),
+        ("win32", "LOCALAPPDATA", "~/local", "local/zerojax"),
     ],
 )
-def test_where_it_is(platform, environ, found, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_where_it_is(platform, variable, value, where, audit, tmp_path, monkeypatch):
+    for name in ("ZEROJAX_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(variable, value)
     monkeypatch.setattr(sys, "platform", platform)
-    assert _cache.folder(environ) == (None if found is None else pathlib.Path(found))
-
-
-@pytest.mark.gpu_code
-def test_commands_compile_once(run, module, tmp_path, monkeypatch, compiles):
-    """And model other networks from what they have."""
-    name = module("mymodel", MODEL) + ":model"
-    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
-
-    def cases(network, *more):
-        flags = ("--gpus", "16xH100", "--stages", "3", "--network", network, "--json")
-        code, out, err = alike(run, "forecast", name, *flags, *more)
-        assert (code, err) == (0, "")
-        (case,) = json.loads(out)["cases"]
-        return {k: v for k, v in case.items() if k != "compile_seconds"}
-
-    slow = cases("12.5")
-    assert len(compiles) == 1
-    slower = cases("6.25")
-    assert len(compiles) == 1 and slower["step_seconds"] > slow["step_seconds"]
-    assert cases("12.5") == slow == cases("12.5", "--no-cache")
-    assert len(compiles) == 2 and len(files(tmp_path / "cache")) == 1
-    audit = ("audit", name, "--gpus", "16xH100")
-    first, count = alike(run, *audit), len(compiles)
-    assert first == alike(run, *audit) and first[0] == 0 and len(compiles) == count
-    assert first == alike(run, *audit, "--no-cache") and len(compiles) == count + 1
+    audit()
+    found = {path.parent for path in tmp_path.rglob("*.zerojax")}
+    assert found == (set() if where is None else {tmp_path / "home" / where})

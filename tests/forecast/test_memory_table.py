@@ -13,11 +13,8 @@ import zerojax
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = runpy.run_path(str(BENCHMARKS / "paper_numbers.py"))
-CELLS, FIGURE_1, as_printed = (PUBLISHED[name] for name in ("CELLS", "FIGURE_1", "as_printed"))
-
-
-def test_there_are_54_cells():
-    assert len(CELLS) == 54
+FIGURE_1, as_printed = PUBLISHED["FIGURE_1"], PUBLISHED["as_printed"]
+CELLS = PUBLISHED["CELLS"] + [(7.5e9, 64, stage, printed) for stage, printed in FIGURE_1.items()]
 
 
 def test_the_check_tells_wrong_numbers():
@@ -25,43 +22,30 @@ def test_the_check_tells_wrong_numbers():
     assert as_printed(1.875, 1.88, 7.5e9) and not as_printed(1.87, 1.88, 7.5e9)
 
 
-@pytest.mark.parametrize(("params", "devices", "stage", "printed"), CELLS)
-def test_table_1_by_formula(params, devices, stage, printed):
-    table = zerojax.memory_table(params, devices)
-    assert as_printed(table.bytes_per_device(params, devices, stage) / 1e9, printed, params)
+def by_formula(params, devices, stage):
+    return zerojax.memory_table(params, devices).bytes_per_device(params, devices, stage)
 
 
-def test_figure_1_by_formula():
-    table = zerojax.memory_table(7.5e9, 64)
-    for stage, printed in FIGURE_1.items():
-        assert as_printed(table.bytes_per_device(7.5e9, 64, stage) / 1e9, printed, 7.5e9)
+def test_the_papers_numbers_by_formula():
+    assert len(CELLS) == 54 + 4
+    for *cell, printed in CELLS:
+        assert as_printed(by_formula(*cell) / 1e9, printed, cell[0]), cell
 
 
-@pytest.fixture(scope="module")
-def compiled():
+def test_the_papers_numbers_by_compiled_programs():
     """Argument bytes of really compiled programs, on up to 1024 emulated devices."""
-    cells = [(params, devices, stage) for params, devices, stage, _ in CELLS]
-    cells += [(7.5e9, 64, 0)]
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "argument_bytes.py"], input=json.dumps(cells),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, BENCHMARKS / "argument_bytes.py"],
+        input=json.dumps([cell[:3] for cell in CELLS]),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(cells, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
-def test_table_1_by_compiled_programs(compiled):
-    for params, devices, stage, printed in CELLS:
-        found = compiled[params, devices, stage]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    for (*cell, printed), found in zip(CELLS, compiled, strict=True):
         # 1024 rows hold a few hundred parameters less than 7.5e9: rounded to 1e-4 GB.
-        assert as_printed(round(found / 1e9, 4), printed, params), (params, devices, stage, found)
-        formula = zerojax.memory_table(params, devices).bytes_per_device(params, devices, stage)
-        assert found == pytest.approx(formula, rel=1e-6)
-
-
-def test_figure_1_by_compiled_programs(compiled):
-    for stage, printed in FIGURE_1.items():
-        assert as_printed(compiled[7.5e9, 64, stage] / 1e9, printed, 7.5e9)
+        assert as_printed(round(found / 1e9, 4), printed, cell[0]), (cell, found)
+        assert found == pytest.approx(by_formula(*cell), rel=1e-6), cell
 
 
 # -- any bytes per parameter
@@ -76,15 +60,18 @@ def test_other_optimizers():
 
 def test_rows_and_text():
     table = zerojax.memory_table([7.5e9, 1e12], [4, 64], stages=(1, 3))
-    assert len(table.to_dict()) == 8
-    assert table.to_dict()[0] == {
-        "params": 7.5e9, "devices": 4, "stage": 1, "bytes_per_device": 52.5e9,
-    }  # fmt: skip
+    first = {"params": 7.5e9, "devices": 4, "stage": 1, "bytes_per_device": 52.5e9}
+    assert len(table.to_dict()) == 8 and table.to_dict()[0] == first
     header, _, first, *_, last = str(table).splitlines()
     assert header.split("  ")[-2:] == ["stage 1, GB", "stage 3, GB"]
     assert first.split() == ["7.5B", "4", "52.50", "30.00"]
     assert last.split() == ["1000B", "64", "4,187.50", "250.00"]
     assert "<td>31.41</td>" in zerojax.memory_table(7.5e9, 64)._repr_html_()
+    header, _, row = str(zerojax.memory_table(7.5e9, 64, stages=(3, 1))).splitlines()
+    assert header.split("  ")[-2:] == ["stage 3, GB", "stage 1, GB"], "in the order asked for"
+    assert row.split() == ["7.5B", "64", "1.88", "31.41"]
+    numbers = zerojax.memory_table(np.float32(1e9), np.int64(8))
+    assert numbers.to_dict() == zerojax.memory_table(1e9, 8).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -105,14 +92,3 @@ def test_bad_input(arguments, options, message):
 def test_a_row_that_is_not_there():
     with pytest.raises(KeyError, match="no row for 2e\\+09 parameters, 8 devices, stage 3"):
         zerojax.memory_table(1e9, 8).bytes_per_device(2e9, 8, 3)
-
-
-def test_numpy_numbers_make_a_memory_table():
-    found = zerojax.memory_table(np.float32(1e9), np.int64(8))
-    assert found.to_dict() == zerojax.memory_table(1e9, 8).to_dict()
-
-
-def test_columns_are_of_the_stages_they_name():
-    header, _, row = str(zerojax.memory_table(7.5e9, 64, stages=(3, 1))).splitlines()
-    assert header.split("  ")[-2:] == ["stage 3, GB", "stage 1, GB"]
-    assert row.split() == ["7.5B", "64", "1.88", "31.41"]

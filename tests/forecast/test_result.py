@@ -1,79 +1,80 @@
-"""A forecast as a picture and in a notebook."""
+"""A forecast as text, as data and as a picture, and the case that wins."""
 
-import dataclasses
+import json
 
 import pytest
 
+from tests.forecast import fakes
 from tests.pictures import overlapping
-from zerojax._forecast.result import Case, Forecast
-from zerojax._hlo import known as _known
 
 
-def case(stage, peak):
-    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Case)), 0)
-    gib = 2**30
-    numbers |= {
-        "stage": stage, "variant": "full", "accumulate": 1, "parameters": 20 * gib, "matmuls": (),
-        "wide_matmuls": "", "groups": "",
-        "optimizer": 5 * gib, "gradients": 2 * gib, "peak": peak * gib, "fits": peak < 73,
-        "compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6,
-    }  # fmt: skip
-    return Case(**numbers)
+def text_of(*cases, **options):
+    return " ".join(str(fakes.forecast(*cases, **options)).split())
 
 
-def test_a_forecast_draws_memory_to_its_peak_and_times_to_the_step():
-    made = Forecast("64xH100", _known.GPUS["H100"], (case(0, 100), case(3, 30)))
-    figure = made.plot()
-    memory, times = figure.axes
-    for axes, ends in ((memory, [100, 30]), (times, [600, 600])):
-        for row, end in enumerate(ends):
-            bars = [bar for bar in axes.patches if round(bar.get_y() + 0.4) == row]
-            assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(end)
-    assert [t.get_text() for t in memory.texts] == [" 100.0, does not fit", " 30.0"]
-    assert not overlapping(figure)
+def test_the_fastest_that_fits_wins():
+    slow, fast = fakes.case(2, 40, step_seconds=3.0), fakes.case(3, 30, step_seconds=2.0)
+    made = fakes.forecast(fakes.case(0, 100, step_seconds=1.0), slow, fast)
+    assert made.best is fast
+    lines = str(made).splitlines()
+    assert lines[0].startswith("64xH100, 72.8 GiB usable of 79.1 GiB each; bytes per GPU, grads a")
+    assert lines[1].split()[:3] == ["stage", "accumulate", "remat"] and len(lines) == 7
+    assert lines[-1].startswith("Fastest that fits: stage=3, remat 'full', 2.0 s a step, ")
+    found = json.loads(json.dumps(made.to_dict()))
+    assert (found["best"], found["usable_bytes"]) == (2, fakes.H100.usable)
+    assert [case["peak"] >> 30 for case in found["cases"]] == [100, 40, 30]
+    assert "report" not in found["cases"][0]
+    ordered = fakes.case(3, 30, order="layers", accumulate=2)
+    assert "accumulate=2, order='layers', remat" in text_of(ordered)
 
 
-def test_what_rests_on_the_host_has_columns_and_a_bar():
-    there = dataclasses.replace(
-        case(3, 30), on_host=2**30, waited_seconds=0.3, step_seconds=0.9
-    )  # fmt: skip
-    made = Forecast("64xH100", _known.GPUS["H100"], (there,))
-    text = str(made)
-    assert "on the host" in text and "1.0 GiB" in text and "300.0 ms" in text
-    _, times = made.plot().axes
-    assert max(bar.get_x() + bar.get_width() for bar in times.patches) == pytest.approx(900)
-    assert "XLA pins" not in text
-    assert "on the host" not in str(Forecast("64xH100", _known.GPUS["H100"], (case(3, 30),)))
+def test_nothing_fits():
+    made = fakes.forecast(fakes.case(0, 100), fakes.case(3, 80))
+    assert made.best is None and made.to_dict()["best"] is None
+    least = "Nothing fits. The least is 80.0 GiB at stage 3: use more GPUs, more microbatches"
+    assert least in " ".join(str(made).split())
+    assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
 
 
-def test_more_than_xla_pins_is_told_of():
-    there = dataclasses.replace(case(3, 30), on_host=12 * 2**30, pinned=96 * 2**30)
-    text = " ".join(str(Forecast("64xH100", _known.GPUS["H100"], (there,))).split())
+def test_what_rests_on_the_host_has_columns_and_more_than_xla_pins_is_told_of():
+    there = {"on_host": 12 * 2**30, "waited_seconds": 0.3, "step_seconds": 0.9}
+    text = text_of(fakes.case(3, 30, **there))
+    assert "on the host" in text and "12.0 GiB" in text and "300.0 ms" in text
+    assert "on the host" not in text_of(fakes.case(3, 30)) and "XLA pins" not in text
+    text = text_of(fakes.case(3, 30, pinned=96 * 2**30, **there))
     assert "96.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins" in text
     assert text.endswith("set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=106 before JAX starts.")
 
 
-def test_groups_are_named_once_in_titles_and_in_advice():
-    cases = [dataclasses.replace(case(3, peak), groups="params over gpu") for peak in (30, 40)]
-    made = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))
-    title, advice = " ".join(str(made).split()).split("Fastest that fits: ")
-    assert title.count("params over gpu") == 1
+def test_the_title_has_what_the_cases_share():
+    cases = [fakes.case(3, peak, groups="params over gpu") for peak in (30, 40)]
+    title, advice = text_of(*cases, settings=("regather=False",)).split("Fastest that fits: ")
+    assert title.count("params over gpu") == 1 and "; regather=False; bytes per GPU" in title
     assert advice.startswith("stage=3, params over gpu, remat 'full', 600.0 ms a step")
-    figure = made.plot()
-    assert figure.get_suptitle().endswith("64xH100, compiled; params over gpu")
-    assert not overlapping(figure)
+    assert fakes.forecast(settings=("x=1",)).to_dict()["settings"] == ["x=1"]
 
 
 def test_the_title_says_in_which_dtype_it_computes():
-    cases = [dataclasses.replace(case(3, 30), matmuls=(name,)) for name in ("bfloat16",) * 2]
-    title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
-    assert "; matmuls in bfloat16; bytes per GPU" in title
-    wide = "3% of FLOPs in float32, most at model.py:12"
-    cases.append(dataclasses.replace(cases[0], matmuls=("bfloat16", "float32"), wide_matmuls=wide))
-    title = Forecast("64xH100", _known.GPUS["H100"], tuple(cases))._title()
-    assert f"; matmuls in bfloat16 or bfloat16 and float32 ({wide}); bytes" in title
+    narrow = fakes.case(3, 30, matmuls=("bfloat16",))
+    assert "; matmuls in bfloat16; bytes per GPU" in text_of(narrow, narrow)
+    share = "3% of FLOPs in float32, most at model.py:12"
+    wide = fakes.case(3, 30, matmuls=("bfloat16", "float32"), wide_matmuls=share)
+    both = f"; matmuls in bfloat16 or bfloat16 and float32 ({share}); bytes"
+    assert both in text_of(narrow, wide)
 
 
-def test_notebooks_get_a_table():
-    made = Forecast("64xH100", _known.GPUS["H100"], (case(0, 100),))
-    assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
+# -- the picture
+
+
+def test_it_draws_memory_to_its_peak_and_times_to_the_step():
+    there = fakes.case(3, 30, on_host=2**30, waited_seconds=0.3, step_seconds=0.9)
+    made = fakes.forecast(fakes.case(0, 100, groups="all over gpu"), there)
+    figure = made.plot()
+    memory, times = figure.axes
+    for axes, ends in ((memory, [100, 30]), (times, [600, 900])):
+        for row, end in enumerate(ends):
+            bars = [bar for bar in axes.patches if round(bar.get_y() + 0.4) == row]
+            assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(end)
+    assert [t.get_text() for t in memory.texts] == [" 100.0, does not fit", " 30.0"]
+    assert figure.get_suptitle().endswith("64xH100, compiled; all over gpu")
+    assert not overlapping(figure)

@@ -1,47 +1,47 @@
-"""A study as text: its table, and what it concludes."""
+"""A study as text and as a picture: its table, what it concludes, and that both can be read."""
 
 import dataclasses
 import json
 import pathlib
 
+import matplotlib.pyplot as plt
 import pytest
 
-from tests.study import fakes
-from tests.test_cli_text import long_lines, titles
-from zerojax import _text
-from zerojax._study.cell import Cell
-from zerojax._study.result import Study
-from zerojax._study.stored import Stored
+from tests.forecast import fakes
+from tests.pictures import overlapping
+from tests.printed import fitted, titles
+
+COUNTS = (64, 128, 400)
 
 
-def study(*cells):
-    return Study(cells)
+def text_of(*cells):
+    return " ".join(str(fakes.study(*cells)).split())
 
 
-def scaled(*throughputs, counts=(64, 128, 400), asked="largest", **given):
+def scaled(*throughputs, counts=COUNTS, asked="largest", **given):
     """Cells of ever more GPUs, each of which does so much."""
     return [
         fakes.cell(f"{count}xH100", asked=asked, tflops=each, **{"rows": 4 * at + 4} | given)
-        for at, (count, each) in enumerate(zip(counts, throughputs, strict=True))
+        for at, (count, each) in enumerate(zip(counts, throughputs, strict=False))
     ]
 
 
 def test_the_table_has_a_line_for_each_cell():
-    made = study(
-        fakes.cell(asked=4, tflops=440.4), fakes.cell(asked="largest", rows=22, tflops=0.12345),
-        fakes.cell(stage=1, peak=90), fakes.cell(stage=2, failed="out of luck"),
-    )  # fmt: skip
-    lines = [line.split() for line in str(made).splitlines()]
-    assert titles(str(made)) == [
-        "model", "GPUs", "stage", "rows", "peak", "TFLOP/s", "MFU", "tokens/s", "exposed",
-    ]  # fmt: skip
-    start = ["7.5b", "64xH100"]
-    assert lines[3] == [*start, "3", "4", "30.0", "GiB", "440", "44.5%", "262,144", "20%"]
-    assert lines[4][2:8] == ["3", "max", "22", "30.0", "GiB", "0.123"]
-    assert lines[5] == [*start, "1", "4", "90.0", "GiB", "no", "room", "-", "-", "-"]
-    assert lines[6] == [*start, "2", "4", "-", "failed", "-", "-", "-"]
+    made = fakes.study(
+        fakes.cell(asked=4, tflops=440.4),
+        fakes.cell(asked="largest", rows=22, tflops=0.12345),
+        fakes.cell(stage=1, peak=90),
+        fakes.cell(stage=2, failed="out of luck"),
+    )
     text = str(made)
-    assert "; remat full" in text.splitlines()[0]
+    heading = "model, GPUs, stage, rows, peak, TFLOP/s, MFU, tokens/s, exposed"
+    assert titles(text) == heading.split(", ") and "; remat full" in text.splitlines()[0]
+    assert [" ".join(line.split()) for line in text.splitlines()[3:7]] == [
+        "7.5b 64xH100 3 4 30.0 GiB 440 44.5% 262,144 20%",
+        "7.5b 64xH100 3 max 22 30.0 GiB 0.123 0.0% 1,441,792 20%",
+        "7.5b 64xH100 1 4 90.0 GiB no room - - -",
+        "7.5b 64xH100 2 4 - failed - - -",
+    ]
     assert "Failed: 7.5b on 64xH100, stage 2, 4 rows: out of luck" in text
     assert "Most of each GPU for 7.5b: 440 TFLOP/s, at stage 3 on 64xH100 with 4 rows." in text
     assert "<td>max 22</td>" in made._repr_html_() and "out of luck" in made._repr_html_()
@@ -49,71 +49,134 @@ def test_the_table_has_a_line_for_each_cell():
 
 def test_the_title_says_where_a_gpu_lacks_the_models_dtype():
     one = fakes.cell("8xT4", wide_matmuls="written in bfloat16, which a T4 does not have")
-    text = " ".join(str(study(fakes.cell(), one)).split())
-    assert "; remat full; matmuls: written in bfloat16, which a T4 does not have model" in text
-    old = {name: value for name, value in one.to_dict().items() if name != "wide_matmuls"}
-    assert Cell.of_dict(old).figures.wide_matmuls == "", "a file of an earlier version"
+    lacks = "; remat full; matmuls: written in bfloat16, which a T4 does not have model"
+    assert lacks in text_of(fakes.cell(), one)
+    told = fakes.study(one).to_dict()
+    del told["cells"][0]["wide_matmuls"]
+    (old,) = fakes.stored_cells(told)
+    assert old.figures.wide_matmuls == "", "a file of an earlier version"
 
 
 def test_growth_with_the_largest_rows_is_super_linear():
     growing, level = scaled(400.0, 440.0, 500.0), scaled(400.0, 440.0, 403.0, stage=2)
     fixed = scaled(400.0, 440.0, 500.0, asked=4, rows=4, stage=1)
-    too_large = scaled(300.0, 0, 0, peak=90, model="60b")[:1]
-    made = study(*reversed(growing), *level, *fixed, *too_large, *scaled(1.0, 0, 0, stage=0)[:1])
+    others = [*scaled(300.0, peak=90, model="60b"), *scaled(1.0, stage=0)]
+    made = fakes.study(*reversed(growing), *level, *fixed, *others)
     (growth,) = made.super_linear
     assert (growth.first, growth.last) == (growing[0], growing[2]) and growth.factor == 1.25
     line = (
         "Super-linear: 7.5b at stage 3. From 64 to 400 H100s, each GPU does 400 and then 500 "
         "TFLOP/s, with 4 and then 12 rows."
     )
-    assert str(made).endswith(line) and made.to_dict()["super_linear"] == [line]
+    assert str(made).endswith(line)
+    told = json.loads(json.dumps(made.to_dict()))
+    assert told["super_linear"] == [line] and fakes.stored_cells(told) == list(made.cells)
 
 
 def test_the_best_is_of_one_model_and_fits():
-    cells = [*scaled(400.0, 440.0, 430.0), *scaled(600.0, 0, 0, model="60b")[:1],
-             *scaled(700.0, 0, 0, peak=90)[:1]]  # fmt: skip
-    made = study(*cells)
+    cells = [*scaled(400.0, 440.0, 430.0), *scaled(600.0, model="60b"), *scaled(700.0, peak=90)]
+    made = fakes.study(*cells, fakes.cell(failed="no luck"))
     assert made.best("7.5b") is cells[1] and made.best("60b") is cells[3]
     assert made.best("other") is None
-
-
-def test_where_nothing_fits_a_remedy_is_named():
-    made = study(fakes.cell(peak=90), fakes.cell(stage=2, peak=85), fakes.cell(failed="no luck"))
-    assert "Nothing fits of 7.5b. The least is 85.0 GiB: use more GPUs, a higher" in str(made)
-    assert "Nothing fits" not in str(study(fakes.cell(failed="no luck")))
-
-
-def test_as_data():
-    cells = (fakes.cell(), fakes.cell(stage=1, failed="no luck"))
-    found = json.loads(json.dumps(study(*cells).to_dict()))
-    assert found["cells"] == [cell.to_dict() for cell in cells] and found["super_linear"] == []
-    assert found["cells"][0]["fits"] and "peak" not in found["cells"][1]
+    nothing = fakes.cell(peak=90), fakes.cell(stage=2, peak=85), fakes.cell(failed="no luck")
+    least = "Nothing fits of 7.5b. The least is 85.0 GiB: use more GPUs, a higher"
+    assert least in text_of(*nothing) and "Nothing fits" not in text_of(nothing[2])
 
 
 @pytest.mark.parametrize("model", ["llama-405b", "mixtral-8x7b tokens=4096 layers=16"])
-def test_it_fits_eighty_columns(model, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_it_fits_eighty_columns(model):
     cells = scaled(400.0, 440.0, 500.0, counts=(64, 128, 1024), model=model, peak=70)
     cells.append(dataclasses.replace(fakes.cell(failed="no " * 100), model=model))
-    with _text.fitted():
-        text = str(study(*cells))
-    assert not long_lines(text) and text.count("\n") >= 10
-    assert "TFLOP/s" in text
+    text = fitted(fakes.study(*cells))
+    assert text.count("\n") >= 10 and "TFLOP/s" in text
 
 
-def test_a_narrow_table_leaves_out_the_waiting_rather_than_go_on_below(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    cells = scaled(400.0, 440.0, 500.0, counts=(64, 128, 1024), model="mixtral-8x7b")
-    with _text.fitted():
-        text = str(study(*cells))
+def test_a_narrow_table_leaves_out_the_waiting_rather_than_go_on_below():
+    made = fakes.study(*scaled(400.0, 440.0, 500.0, model="mixtral-8x7b"))
+    text = fitted(made)
     assert titles(text)[-1] == "tokens/s" and text.count("64xH100") == 1
-    assert titles(str(study(*cells)))[-1] == "exposed"
+    assert titles(str(made))[-1] == "exposed"
 
 
-def test_the_guides_table_is_that_of_the_stored_study(monkeypatch):
+def test_the_guides_table_is_that_of_the_stored_study():
     root = pathlib.Path(__file__).parents[2]
-    monkeypatch.setenv("COLUMNS", "80")
-    cells = Stored(root / "benchmarks" / "study.json").cells
-    with _text.fitted():
-        text = str(Study(tuple(cells)))
-    assert len(cells) == 3 and f"```text\n{text}\n```" in (root / "docs/study.md").read_text()
+    found = json.loads((root / "benchmarks" / "study.json").read_text())
+    made = fakes.study(*fakes.stored_cells(found))
+    assert len(made.cells) == 3
+    assert f"```text\n{fitted(made)}\n```" in (root / "docs/study.md").read_text()
+
+
+# -- the picture
+
+
+@pytest.fixture
+def drawn():
+    def draw(*cells):
+        figure = fakes.study(*cells).plot()
+        figure.canvas.draw()
+        return figure
+
+    yield draw
+    plt.close("all")
+
+
+def swept(models=("7.5b",), stages=(1, 2, 3), asked=(4, "largest")):
+    def one(model, count, stage, rows):
+        given = {"rows": stage + count // 16} if rows == "largest" else {}
+        tflops = 300.0 + 20 * stage + count / 10
+        return fakes.cell(f"{count}xH100", stage, rows, model, tflops=tflops, **given)
+
+    sizes = [(model, count) for model in models for count in COUNTS]
+    return [one(*size, stage, rows) for size in sizes for stage in stages for rows in asked]
+
+
+def lines(axes):
+    return {
+        line.get_label(): dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in axes.lines
+    }
+
+
+def test_each_model_has_a_panel_for_one_for_all_and_for_the_rows(drawn):
+    models = "7.5b", "mixtral-8x7b"
+    figure = drawn(*swept(models))
+    panels = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
+    titled = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titled == [f"{model}, {panel}" for model in models for panel in panels]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "H100s"] * 2
+    each, together, rows = map(lines, figure.axes[:3])
+    throughput = {64: 346.4, 128: 352.8, 400: 380}
+    assert each["stage 2, largest rows"] == pytest.approx(throughput)
+    assert together["stage 3, 4 rows"][400] == pytest.approx(400 * 400 / 1e3)
+    assert together["in proportion"] == pytest.approx({n: 0.3664 * n for n in COUNTS})
+    assert list(rows) == [f"stage {stage}, largest rows" for stage in (1, 2, 3)]
+    assert rows["stage 1, largest rows"] == {64: 5, 128: 9, 400: 26}
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    ways = {f"stage {stage}, {asked} rows" for stage in (1, 2, 3) for asked in (4, "largest")}
+    assert sorted(named) == sorted(ways | {"in proportion"}), "each once"
+
+
+def test_it_is_legible_on_a_phone(drawn):
+    """Texts do not overlap, and are at least 11 pixels high where the picture is 390 wide."""
+    figure = drawn(*swept(("7.5b", "mixtral-8x7b")))
+    for axes in figure.axes:  # without the ticks beyond the axis, which are not drawn
+        axes.set_yticks([tick for tick in axes.get_yticks() if tick <= axes.get_ylim()[1]])
+    assert not overlapping(figure)
+    inch = 390 / figure.get_figwidth()
+    texts = [text for text in figure.findobj(plt.Text) if text.get_text() and text.get_visible()]
+    assert len(texts) > 30 and min(text.get_fontsize() for text in texts) / 72 * inch >= 11
+    assert figure.get_figwidth() < figure.get_figheight()
+    for axes in figure.axes:
+        highest = max(value for line in axes.lines for value in line.get_ydata())
+        assert axes.get_ylim() == (0, pytest.approx(1.1 * highest)), "no marker is cut off"
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128", "400"]
+
+
+def test_what_does_not_fit_is_marked_and_what_failed_is_not(drawn):
+    missing = fakes.cell("64xH100", 2, peak=90), fakes.cell("128xH100", 2, failed="no luck")
+    other = fakes.cell("64xA100-80GB", tflops=150.0)
+    figure = drawn(*swept(stages=(3,), asked=(4,)), *missing, other)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["", "H100s", "", "A100-80GBs"]
+    found = lines(figure.axes[0])
+    assert found["does not fit"] == {64: 0} and found["stage 2, 4 rows"] == {}

@@ -1,6 +1,7 @@
-"""`study`: what is compiled and what is not, and that its figures are a forecast's."""
+"""`study`: what is compiled and what is not, what its file keeps, and which rows fit."""
 
-import dataclasses
+import functools
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -11,57 +12,57 @@ import pytest
 
 import zerojax
 import zerojax.nnx
-from tests import audits, nnx_models
-from tests.study import fakes
-from zerojax._forecast import cache as _cache
-from zerojax._hlo import known as _known
+from tests import nnx_models
+from tests.checkpoint.damage import pipe_for
+from tests.forecast import fakes
+
+MINE = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
+USABLE = fakes.H100.usable / 2**30  # 72.8 GiB
 
 
 @pytest.fixture
 def compiled(monkeypatch):
+    """Stage 1 needs 70 GiB and one a row, stage 3 needs 30."""
     return fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: 90 - 20 * stage + rows)
 
 
-def made(gpus=("8xH100", "16xH100"), models=fakes.MINE, stages=(1, 3), rows=(4,), **options):
+def made(gpus=("8xH100", "16xH100"), models=MINE, stages=(1, 3), rows=(4,), **options):
     return zerojax.study(models, gpus=gpus, stages=stages, rows=rows, **options)
 
 
+def of(loss=fakes.loss, rate=1e-3, batch=fakes.batch):
+    return {"mine": (loss, functools.partial(fakes.make_state, rate), batch)}
+
+
 def test_each_combination_is_compiled_once_in_order(compiled):
-    found = made(models=fakes.MINE | {"again": fakes.MINE["mine"]}, rows=(4, 8, 4))
+    found = made(models=MINE | {"again": MINE["mine"]}, rows=(4, 8, 4))
     wanted = [(stage, count, rows) for count in (8, 16) for stage in (1, 3) for rows in (4, 8)]
     assert compiled == 2 * wanted
     asked = [(cell.model, cell.gpus, cell.stage, cell.asked) for cell in found.cells]
-    assert asked == [(model, f"{count}xH100", stage, rows) for model in ("mine", "again")
-                     for stage, count, rows in wanted]  # fmt: skip
-    assert all(cell.figures.rows == cell.asked for cell in found.cells)
+    ways = [(f"{count}xH100", stage, rows) for stage, count, rows in wanted]
+    assert asked == [(model, *way) for model in ("mine", "again") for way in ways]
+    one, (single,) = found.cells[0], made("8xH100", stages=1, rows=4).cells
+    assert single == one and str(one) == "mine on 8xH100, stage 1, 4 rows"
+    figures = one.figures
+    assert (figures.rows, figures.peak, figures.usable) == (4, 74 * 2**30, fakes.H100.usable)
+    assert (figures.wire_bytes, figures.network_bytes) == (7, 4)
+    assert figures.tflops == pytest.approx(989 * figures.mfu) and not figures.fits
 
 
-def test_one_of_each_needs_no_list(compiled):
-    (cell,) = made("8xH100", stages=3, rows=4).cells
-    assert (cell.gpus, cell.stage, cell.asked) == ("8xH100", 3, 4)
-    assert made("8xH100", stages=3, rows="largest").cells[0].asked == "largest"
-
-
-def test_the_largest_rows_fit_and_share_what_is_compiled(compiled):
-    """Stage 1 needs 70 GiB and one a row, of 72.8; stage 3 needs 30."""
-    found = made("8xH100", rows=["largest", 2])
-    assert [cell.figures.rows for cell in found.cells] == [2, 2, 40, 2]
-    assert all(cell.fitting for cell in found.cells)
-    assert len(compiled) == len(set(compiled)), "2 rows at stage 1 were tried for the largest"
-    found = made("8xH100", stages=3, rows="largest", accumulate=3)
-    assert found.cells[0].figures.rows == 42 and found.cells[0].settings == "accumulate=3"
-
-
-@pytest.mark.slow
-def test_a_step_of_nnx_costs_what_its_forecast_says(gpu_code):
-    step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, skip_nonfinite=True)
-    batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-    mine = {"net": (step, nnx_models.make, batch)}
-    (cell,) = made("8xH100", mine, stages=3, rows=4, cache=False).cells
-    assert not cell.failed
-    given = {"gpus": "8xH100", "stages": 3}
-    (case,) = zerojax.forecast(step, nnx_models.make, batch(32), **given).cases
-    assert (cell.figures.peak, cell.figures.mfu) == (case.peak, case.mfu)
+@pytest.mark.parametrize("network", [None, 1e9])
+def test_figures_are_those_of_a_forecast(network):
+    rates = network and zerojax.rates_of("H100", network=network)
+    options = {"gpus": "8xH100", "stages": 3, "accumulate": 2, "rates": rates}
+    with fakes.cpus_for_gpus():
+        (cell,) = zerojax.study(MINE, rows=4, cache=False, **options).cells
+        same = zerojax.forecast(fakes.loss, fakes.make_state, fakes.batch(32), **options)
+    (case,) = same.cases
+    figures = vars(cell.figures)
+    for name in figures.keys() & vars(case).keys() - {"compile_seconds"}:
+        assert figures[name] == getattr(case, name), name
+    assert figures["wire_bytes"] == case.wire_bytes > 0
+    cards = ", network cards of 1 GB/s" if network else ""
+    assert cell.settings == f"accumulate=2{cards}" and not cell.failed
 
 
 def test_a_step_of_nnx_keeps_its_options(compiled):
@@ -74,10 +75,66 @@ def test_a_step_of_nnx_keeps_its_options(compiled):
     assert cell.settings == "accumulate=4, skip_nonfinite=True", "its fields are its own"
 
 
+# -- the largest rows
+
+MEASURED = {4: 6.2, 56: 54.3, 72: 61.5, 80: 70.5, 88: 81.9, 96: 83.9}  # 7.5B on 64 H100s
+LADDER = [*range(1, 17), *range(18, 34, 2), *range(36, 68, 4), *range(72, 136, 8)]
+
+
+@pytest.mark.parametrize(
+    ("peak", "most"),
+    [
+        (lambda rows: 3 + rows, 64),
+        (lambda rows: 10 + 5 * rows, 12),
+        (lambda rows: 10 + 20 * rows, 3),
+        (lambda rows: 60 + 10 * rows, 1),
+        (lambda rows: 70 + 0.5 * rows, 5),
+        (lambda rows: 3 + 0.01 * rows, 6656),
+        (lambda rows: 20 + rows**1.5, 14),
+        (lambda rows: MEASURED[rows], 80),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_most_rows_that_fit_are_found_in_a_few_compiles(peak, most, microbatches, monkeypatch):
+    gib = lambda stage, count, rows: peak(rows // microbatches)
+    compiled = fakes.compiled_nowhere(monkeypatch, gib)
+    (cell,) = made("8xH100", stages=3, rows="largest", accumulate=microbatches).cells
+    assert (cell.figures.rows, cell.figures.fits) == (most * microbatches, True)
+    tried = [rows // microbatches for _, _, rows in compiled]
+    assert peak(most) <= USABLE < min(peak(rows) for rows in tried if rows > most)
+    assert len(tried) == len(set(tried)) <= 6
+    assert {rows for rows in tried if rows < 136} <= set(LADDER)
+
+
+@pytest.mark.parametrize(
+    ("need", "rows", "compiles"),
+    [
+        (lambda rows: 80 + rows, 2, 4),
+        (lambda rows: 3, 2 * 15 * 2**13, 3),
+        (lambda rows: 20 if rows < 200 else 80, 192, 50),  # no line at all
+    ],
+)
+def test_the_search_ends_whatever_memory_does(need, rows, compiles, monkeypatch):
+    compiled = fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: need(rows))
+    (cell,) = made("8xH100", stages=3, rows="largest", accumulate=2).cells
+    assert cell.figures.rows == rows and len(compiled) <= compiles
+    assert (3, 8, rows) in compiled
+
+
+def test_the_largest_rows_share_what_is_compiled(compiled):
+    found = made("8xH100", rows=["largest", 2])
+    assert [cell.figures.rows for cell in found.cells] == [2, 2, 40, 2]
+    assert all(cell.fitting for cell in found.cells)
+    assert len(compiled) == len(set(compiled)), "2 rows at stage 1 were tried for the largest"
+
+
 # -- the file
 
 
-def test_a_later_run_does_what_is_missing(compiled, tmp_path):
+def test_a_later_run_does_what_is_missing(compiled, tmp_path, monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("no compiler for GPUs")
+
     out = tmp_path / "study.json"
     first = made("8xH100", out=out)
     assert len(compiled) == 2
@@ -85,19 +142,13 @@ def test_a_later_run_does_what_is_missing(compiled, tmp_path):
     second = made(out=out, rows=[4, 8])
     assert compiled[2:] == [(1, 8, 8), (3, 8, 8), (1, 16, 4), (1, 16, 8), (3, 16, 4), (3, 16, 8)]
     assert set(first.cells) < set(second.cells) and len(second.cells) == 8
-    cells = json.loads(out.read_text())["cells"]
-    assert len(cells) == 8 and {"peak", "tflops", "key"} <= cells[0].keys()
-
-
-def test_what_is_done_needs_no_compiler(compiled, tmp_path, monkeypatch):
-    def missing():
-        raise ModuleNotFoundError("no compiler for GPUs")
-
-    made("8xH100", out=tmp_path / "study.json")
+    cells = {json.dumps(cell) for cell in json.loads(out.read_text())["cells"]}
+    assert cells == {json.dumps(cell.to_dict()) for cell in second.cells}
     monkeypatch.setattr(zerojax.aot, "check_packages", missing)
-    made("8xH100", out=tmp_path / "study.json")
+    assert made(out=out, rows=[4, 8]).cells == second.cells, "nothing is to be compiled"
     with pytest.raises(ModuleNotFoundError, match="no compiler for GPUs"):
-        made("16xH100", out=tmp_path / "study.json")
+        made("32xH100", out=out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["study.json"]
 
 
 def test_each_cell_is_written_as_it_is_done(monkeypatch, tmp_path):
@@ -117,68 +168,86 @@ def test_each_cell_is_written_as_it_is_done(monkeypatch, tmp_path):
     assert stages == [0, 1, 2, 2, 3]
 
 
-def faster(kind="H100", **changed):
-    return dataclasses.replace(_known.GPUS[kind].rates, **changed)
-
-
 def doubled(params, batch):
     return 2 * fakes.loss(params, batch)
 
 
-def newer(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "9.9.9")
-
-
-def known_faster(monkeypatch):
-    gpu = dataclasses.replace(_known.GPUS["H100"], memory_rate=9e12)
-    monkeypatch.setattr("zerojax._study.study.gpu_of", lambda *_: gpu)
+def narrow(rows):
+    return jax.ShapeDtypeStruct((rows, fakes.WIDTH), jnp.bfloat16)
 
 
 STALE = {
-    "loss": lambda _: {"models": {"mine": (doubled, *fakes.MINE["mine"][1:])}},
-    "rates": lambda _: {"rates": faster(memory=9e12)},
-    "zerojax's rates": known_faster,
+    "loss": lambda _: {"models": of(doubled)},
+    "optimizer": lambda _: {"models": of(rate=1e-2)},
+    "batch": lambda _: {"models": of(batch=narrow)},
+    "rates": lambda _: {"rates": zerojax.rates_of("H100", memory=9e12)},
     "hosts": lambda _: {"per_host": 4},
-    "JAX": newer,
-    "zerojax": lambda patch: patch.setattr(zerojax, "__version__", "0.0.1"),
-    "compiler": lambda patch: patch.setattr(_cache, "_version", lambda name: "1"),
-    "XLA's flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to="),
     "options": lambda _: {"precision": zerojax.Precision(compute="bfloat16")},
+    "JAX": lambda patch: patch.setattr(jax, "__version__", "9.9.9"),
+    "zerojax": lambda patch: patch.setattr(zerojax, "__version__", "0.0.1"),
+    "compiler": lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "1"),
+    "XLA's flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to="),
 }
 
 
 @pytest.mark.parametrize("what", STALE)
 def test_what_has_changed_since_is_done_again(what, compiled, tmp_path, monkeypatch):
     out = tmp_path / "study.json"
-    made("8xH100", out=out)
-    made("8xH100", out=out)
+    made("8xH100", stages=3, out=out)
+    options = {"stages": 3, "out": out} | (STALE[what](monkeypatch) or {})
+    found = made("8xH100", **options)
     assert len(compiled) == 2
-    options = STALE[what](monkeypatch) or {}
-    found = made("8xH100", out=out, **options)
-    assert len(compiled) == 4
-    assert made("8xH100", out=out, **options).cells == found.cells and len(compiled) == 4
+    assert made("8xH100", **options).cells == found.cells and len(compiled) == 2
+    of_another_place = what in ("rates", "hosts", "options")  # which its settings name
+    assert len(json.loads(out.read_text())["cells"]) == 1 + of_another_place
 
 
-def test_options_at_their_defaults_are_no_others(compiled, tmp_path):
+def test_what_says_the_same_in_other_words_is_done(compiled, tmp_path):
     out = tmp_path / "study.json"
     made("8xH100", out=out)
     usual = {"accumulate": 1, "order": "microbatches", "pad": True, "precision": None}
-    found = made("8xH100", out=out, per_host=8, rates=None, **usual)
+    same = of(lambda params, batch: fakes.loss(params, batch))
+    found = made("8xH100", same, out=out, per_host=8, rates=None, **usual)
     assert len(compiled) == 2 and {cell.settings for cell in found.cells} == {""}
 
 
-def test_a_foreign_file_is_refused_before_anything_compiles(compiled, tmp_path):
-    out = tmp_path / "mine.json"
-    out.write_text("[]")
-    with pytest.raises(ValueError, match="Name another file, or remove this one"):
-        made("8xH100", out=out)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"{", "it is no JSON: Expecting property name"),
+        (b"\xff\xfe", "it is no text"),
+        (b"[1]", "is missing or wrong"),
+        (b'{"rows": []}', "'zerojax_study' is missing or wrong"),
+        (b'{"zerojax_study": 9, "cells": []}', "its format is 9, not 1"),
+        (b'{"zerojax_study": 1}', "'cells' is missing or wrong"),
+        (b'{"zerojax_study": 1, "cells": [{"model": "x"}]}', "'gpus' is missing or wrong"),
+        (b'{"zerojax_study": 1, "cells": 3}', "is missing or wrong"),
+    ],
+)
+def test_a_broken_or_foreign_file_stays_as_it_is(tmp_path, text, why, compiled):
+    path = tmp_path / "mine.json"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match="Name another file, or remove this one") as raised:
+        made(out=path)
+    assert str(path) in str(raised.value) and why in str(raised.value)
+    assert path.read_bytes() == text and not compiled
+
+
+def test_where_no_file_can_be_is_said_first(tmp_path, compiled):
+    for path in (tmp_path, tmp_path / "nosuch" / "study.json"):
+        with pytest.raises(ValueError, match="name a file in a folder that exists") as raised:
+            made(out=path)
+        assert str(path) in str(raised.value)
+    path = tmp_path / "study.json"
+    with pipe_for(path), pytest.raises(ValueError, match=r"study.json' cannot be .*: name a file"):
+        made(out=path)  # without waiting for it
     assert not compiled
 
 
 # -- what fails
 
 
-def test_one_that_fails_is_a_row_with_its_reason(monkeypatch, tmp_path):
+def test_one_that_fails_is_a_row_with_its_reason_and_is_tried_again(monkeypatch, tmp_path):
     def peak(stage, count, rows):
         if count == 16 and stage == 3:
             raise RuntimeError("out\nof luck")
@@ -186,15 +255,18 @@ def test_one_that_fails_is_a_row_with_its_reason(monkeypatch, tmp_path):
             raise ValueError(f"{rows} rows do not divide")
         return 30
 
-    compiled = fakes.compiled_nowhere(monkeypatch, peak)
-    found = made(out=tmp_path / "study.json")
-    assert [cell.failed for cell in found.cells] == [
-        "4 rows do not divide", "", "4 rows do not divide", "RuntimeError: out of luck",
-    ]  # fmt: skip
+    compiled, out = fakes.compiled_nowhere(monkeypatch, peak), tmp_path / "study.json"
+    found = made(out=out)
+    odd, luck = "4 rows do not divide", "RuntimeError: out of luck"
+    assert [cell.failed for cell in found.cells] == [odd, "", odd, luck]
     assert [bool(cell.figures) for cell in found.cells] == [False, True, False, False]
     assert len(compiled) == 4
-    made(out=tmp_path / "study.json")
-    assert compiled[4:] == [(1, 8, 4), (1, 16, 4), (3, 16, 4)], "what failed is tried again"
+    assert made(out=out).cells == found.cells
+    assert compiled[4:] == [(1, 8, 4), (1, 16, 4), (3, 16, 4)]
+
+
+def unreadable(params, batch):
+    return params["nosuch"]
 
 
 @pytest.mark.parametrize(
@@ -205,25 +277,37 @@ def test_one_that_fails_is_a_row_with_its_reason(monkeypatch, tmp_path):
         ({"stages": (1, 4)}, ValueError, r"stages=4 is none of \(0, 1, 2, 3\)"),
         ({"rows": (4, 0)}, ValueError, "rows=0 must be positive, or 'largest'"),
         ({"rows": "most"}, ValueError, "rows='most' must be positive, or 'largest'"),
-        ({"models": "3x"}, ValueError, "no preset '3x'"),
-        ({"models": "124m", "remat": "some"}, ValueError,
-         "no remat 'some'. Name one of none, dots, full, or"),
+        ({"models": "3x"}, ValueError, "no preset '3x'. Name one of"),
+        ({"models": []}, ValueError, "no models. Name one or several presets"),
+        (
+            {"models": MINE | {"two": MINE["mine"][:2]}},
+            ValueError,
+            r"with a function batch\(rows\)",
+        ),
+        ({"models": of(batch=fakes.batch(8))}, ValueError, r"with a function batch\(rows\) that"),
+        ({"models": of(unreadable)}, KeyError, "nosuch"),
+        (
+            {"models": of(batch=lambda rows: fakes.batch(2 * rows))},
+            ValueError,
+            r"batch\(1\) of 'mine' has no array of 1 rows",
+        ),
+        (
+            {"models": "124m", "remat": "some"},
+            ValueError,
+            "no remat 'some'. Name one of none, dots, full, or",
+        ),
         ({"accumulate": (1, 2)}, ValueError, r"accumulate=\(1, 2\) must be one positive number"),
         ({"rng": None}, TypeError, r"takes no rng=. Beside its own: accumulate, order"),
-        ({"gpus": ("8xH100", "8xA100-40GB"), "rates": faster()}, ValueError,
-         r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each"),
+        (
+            {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")},
+            ValueError,
+            r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_before_anything_compiles(compiled, options, error, message):
     with pytest.raises(error, match=message):
         made(**{"gpus": "8xH100"} | options)
-    assert not compiled
-
-
-def test_a_broken_model_is_refused_before_anything_compiles(compiled):
-    broken = (lambda params, batch: params["nosuch"], *fakes.MINE["mine"][1:])
-    with pytest.raises(KeyError, match="nosuch"):
-        made(models=fakes.MINE | {"broken": broken})
     assert not compiled
 
 
@@ -236,42 +320,3 @@ def test_the_page_on_studies_runs(compiled, monkeypatch, tmp_path):
     assert [cell.gpus for cell in names["study"].cells] == ["64xH100", "128xH100", "400xH100"]
     assert {count for _, count, _ in compiled} == {64, 128, 400}
     assert (tmp_path / "study.json").exists() and (tmp_path / "study.png").stat().st_size > 5000
-
-
-# -- with a compiler
-
-
-def tokens(rows):
-    return jax.ShapeDtypeStruct((rows, 16), jnp.int32)
-
-
-OWN = {"own": (audits.loss, audits.make_state, tokens)}
-
-
-@pytest.mark.gpu_code
-def test_figures_are_those_of_a_forecast(tmp_path):
-    options = {"accumulate": 2, "rates": faster(network=1e9)}
-    found = zerojax.study(OWN, gpus="16xH100", stages=(2, 3), rows=4, **options)
-    same = zerojax.forecast(
-        audits.loss, audits.make_state, tokens(64), gpus="16xH100", stages=(2, 3), **options
-    )
-    for cell, case in zip(found.cells, same.cases, strict=True):
-        made = vars(cell.figures) | {"compile_seconds": 0.0}
-        for name in made.keys() & {field.name for field in dataclasses.fields(case)}:
-            if name != "compile_seconds":
-                assert made[name] == getattr(case, name), name
-        assert made["wire_bytes"] == case.wire_bytes > case.network_bytes > 0
-        assert made["tflops"] == pytest.approx(case.mfu * 989)
-        assert cell.settings == "accumulate=2, network cards of 1 GB/s"
-    assert found.cells[0].figures.peak > found.cells[1].figures.peak
-
-
-@pytest.mark.gpu_code
-def test_what_is_compiled_is_kept_for_other_studies(tmp_path, monkeypatch):
-    """Stages 1 and 2 are one program without microbatches."""
-    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
-    zerojax.study(OWN, gpus="8xH100", stages=(1, 2), rows=4)
-    files = list((tmp_path / "cache").iterdir())
-    assert len(files) == 1
-    zerojax.study(OWN, gpus="8xH100", stages=3, rows=4, cache=False)
-    assert list((tmp_path / "cache").iterdir()) == files

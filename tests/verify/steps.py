@@ -1,43 +1,62 @@
 """Steps to verify: made by the library, and written by hand with one fault at will."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import PartitionSpec
 
 import zerojax
 from tests.conftest import make_mesh
-from tests.models import ROWS, Model
-from tests.reference import make_state
 
+ROWS, DEVICES = 64, 2
 SPEC = PartitionSpec("data")
-W = {"w": jax.random.normal(jax.random.key(0), (24, 16)) / 5}
-X = jax.random.normal(jax.random.key(1), (ROWS, 24))
+W = {"w": np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32) / 5}
+X = np.random.default_rng(1).normal(size=(ROWS, 24)).astype(np.float32)
 # Uneven over the parts, and none without a true element.
-MASK = (jnp.arange(ROWS) % 8 == 0) | (jnp.arange(ROWS) % 7 < jnp.arange(ROWS) // 16)
+MASK = (np.arange(ROWS) % 8 == 0) | (np.arange(ROWS) % 7 < np.arange(ROWS) // 16)
 MASKED = {"x": X, "mask": MASK}
 ADAM = optax.adam(1e-3)  # its own small eps: full-size steps from rounding noise
+
+
+class State(TrainState):
+    batch_stats: Any = None
 
 
 def squares(params, x):
     return jnp.sum((x @ params["w"]) ** 2, -1)
 
 
+def mean_loss(params, x):
+    return squares(params, x).mean()
+
+
 def masked_loss(params, batch, mean=jnp.mean):
     return mean(squares(params, batch["x"]), where=batch["mask"])
 
 
-def placed(params, tx=ADAM, stage=3, **options):
-    state = make_state(Model(params, None, None), tx)
-    return zerojax.shard_train_state(state, stage, **options)
+def dropping(params, x, rng):
+    return squares(params, x * jax.random.bernoulli(rng, 0.5, x.shape)).mean()
 
 
-def verified(made, stage=3, tx=ADAM, accumulate=1, **options):
-    state = zerojax.shard_train_state(make_state(made, tx), stage)
-    step = zerojax.train_step(made.loss, accumulate=accumulate, mutable=tuple(made.fields))
-    rng = [] if made.rng is None else [made.rng]
-    return zerojax.verify(step, state, made.batch, *rng, **options)
+def roots(params, x):
+    return jnp.sqrt(jnp.sum((x @ params["w"]) ** 2))  # no gradient at 0
+
+
+def placed(params=W, tx=ADAM, stage=3, devices=DEVICES, fields=None, **options):
+    state = State.create(apply_fn=None, params=params, tx=tx, **(fields or {}))
+    return zerojax.shard_train_state(state, stage, **{"mesh": make_mesh(devices)} | options)
+
+
+def verified(loss=mean_loss, batch=X, *rng, state=None, made=None, **options):
+    """The verification of a step of `loss`, which is `made` with these options."""
+    state = placed() if state is None else state
+    step = zerojax.train_step(loss, **(made or {}))
+    return zerojax.verify(step, state, batch, *rng, **options)
 
 
 def by_hand(plan, tx, loss_fn, fault="", with_key=False):
@@ -75,26 +94,20 @@ def by_hand(plan, tx, loss_fn, fault="", with_key=False):
         return new, (loss if fault == "loss" else mean(loss))
 
     keys = (PartitionSpec(),) if with_key else ()
-    return jax.jit(jax.shard_map(
-        per_device, mesh=plan.mesh, in_specs=(specs, SPEC, *keys),
-        out_specs=(specs, PartitionSpec()), check_vma=False,
-    ), donate_argnums=(0, 1))  # fmt: skip
+    mapped = jax.shard_map(
+        per_device,
+        mesh=plan.mesh,
+        in_specs=(specs, SPEC, *keys),
+        out_specs=(specs, PartitionSpec()),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=(0, 1))
 
 
-def check_by_hand(fault="", tx=ADAM, stage=0, loss=None, rng=None, devices=8):
-    loss = loss or (lambda p, x: squares(p, x).mean())
+def check_by_hand(fault="", tx=ADAM, stage=0, loss=mean_loss, rng=None, devices=DEVICES):
     state = {"params": W, "opt_state": tx.init(W)}
     mesh = make_mesh(devices)
     plan = zerojax.plan(state, stage=stage, tx=tx, min_shard_size=0, mesh=mesh)
     step = by_hand(plan, tx, loss, fault, rng is not None)
-    rows = ROWS // devices * devices
-    batch = zerojax.shard_batch(X[:rows], plan=plan)
+    batch = zerojax.shard_batch(X[: ROWS // devices * devices], plan=plan)
     return zerojax.verify(step, plan.place(state), batch, rng, loss_fn=loss, tx=tx, plan=plan)
-
-
-def dropping(params, x, rng):
-    return squares(params, x * jax.random.bernoulli(rng, 0.5, x.shape)).mean()
-
-
-def roots(params, x):
-    return jnp.sqrt(jnp.sum((x @ params["w"]) ** 2))  # no gradient at 0

@@ -1,0 +1,224 @@
+"""Results of forecasts, studies and choices whose numbers are made up, and compilers for them.
+
+What tests need of private modules to print and to compare results is imported here, and only here.
+"""
+
+import contextlib
+import dataclasses
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
+
+import zerojax
+from tests.hlo.modules import gpu_named
+from zerojax._choose.choice import Choice, Compiled, Tried
+from zerojax._choose.ways import Way
+from zerojax._forecast.result import Case, Forecast
+from zerojax._study import study as _study
+from zerojax._study.cell import Cell, Figures
+from zerojax._study.result import Study
+
+GIB = 2**30
+H100 = gpu_named("H100")
+WIDTH = 16
+
+
+def loss(params, batch):
+    return jnp.mean(
+        jax.lax.scan(lambda x, w: (x @ w.astype(x.dtype), None), batch, params["w"])[0] ** 2
+    )
+
+
+def make_state(rate=1e-3, width=WIDTH, optimizer=optax.sgd):
+    params = {"w": jnp.zeros((3, width, width))}
+    return TrainState.create(apply_fn=None, params=params, tx=optimizer(rate))
+
+
+def batch(rows, width=WIDTH):
+    return jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+
+# A module of a user's.
+MODEL = """
+    import jax, jax.numpy as jnp, optax, zerojax
+    from flax.training.train_state import TrainState
+
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+    def state():
+        params = {"w": jnp.zeros((256, 256))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    def model():
+        return loss, state, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def six():
+        return loss, state, jax.ShapeDtypeStruct((60, 256), jnp.float32)
+
+    def step():
+        return zerojax.train_step(loss, stage=2, accumulate=2), state, model()[2]
+
+    def bare():
+        tx = optax.adam(1e-3)
+        params = {"w": jnp.zeros((256, 256))}
+        made = {"params": params, "opt_state": tx.init(params)}
+        return zerojax.train_step(loss, tx=tx), lambda: made, model()[2]
+
+    def untraceable():
+        return lambda params, batch: float(batch.sum()), state, jnp.ones((64, 256))
+
+    def list_of_three():
+        return [1, 2, 3]
+
+    def failing():
+        raise RuntimeError("no data\\nat all")
+"""
+
+
+# -- compilers that need no packages
+
+
+@contextlib.contextmanager
+def cpus_for_gpus():
+    """Has CPU devices stand for GPUs that are not there: as many of them, on one host."""
+
+    def mesh(gpus, shape=None, axis_names="data", *, per_host=8):
+        count = int(re.match(r"\d+", gpus)[0])
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        devices = np.array(jax.devices()[:count]).reshape(shape or count)
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zerojax.aot, "mesh", mesh)
+        patch.setattr(zerojax.aot, "check_packages", lambda: None)
+        yield
+
+
+def compiled_nowhere(monkeypatch, peak=lambda stage, count, rows: rows):
+    """Has steps of studies need `peak` GiB, and returns what was compiled: (stage, GPUs, rows of
+    each)."""
+    seen = []
+
+    class Work:
+        def __init__(self, make_state, batch, rng, tokens, gpu, planned, options):
+            self.rows, self.count = batch.shape[0], planned["mesh"].size
+
+        def case(self, variant, loss, stage, accumulate, order):
+            rows = self.rows // self.count
+            seen.append((stage, self.count, rows))
+            # Half of the time of one row is the same for many, and more GPUs take a little longer.
+            seconds = 0.5 + 0.5 * rows + self.count / 1000
+            costs = {"step_seconds": seconds, "mfu": 0.5 * rows / seconds}
+            costs |= {"link_bytes": 3, "network_bytes": 4, "parameters": GIB, "optimizer": 2 * GIB}
+            return case(stage, peak(stage, self.count, rows), **costs)
+
+    monkeypatch.setattr(_study, "Workload", Work)
+    mesh = lambda gpus, *_, **__: types.SimpleNamespace(size=int(gpus.partition("x")[0]))
+    monkeypatch.setattr(zerojax.aot, "mesh", mesh)
+    monkeypatch.setattr(zerojax.aot, "check_packages", lambda: None)
+    return seen
+
+
+def recorded(monkeypatch, name, result):
+    """Has `zerojax.<name>` return a result, and returns what it is called with: (args, options)."""
+    calls = []
+
+    def called(*args, **options):
+        calls.append((args, options))
+        return result
+
+    monkeypatch.setattr(zerojax, name, called)
+    return calls
+
+
+# -- forecasts
+
+
+def gpu(name="H100", network=None):
+    known = gpu_named(name)
+    if network is None:
+        return known
+    return dataclasses.replace(known, given_rates=zerojax.rates_of(name, network=network))
+
+
+def case(stage, peak, **changed):
+    """A case that needs `peak` GiB of an H100."""
+    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Case)), 0)
+    texts = {"order": "microbatches", "variant": "full", "groups": "", "wide_matmuls": ""}
+    memory = {"parameters": 20, "optimizer": 5, "gradients": 2, "peak": peak}
+    times = {"compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6}
+    sizes = {use: size * GIB for use, size in memory.items()}
+    how = {"stage": stage, "accumulate": 1, "matmuls": (), "fits": peak < 73}
+    return Case(**numbers | texts | sizes | times | how | changed)
+
+
+def forecast(*cases, name="H100", network=None, settings=()):
+    return Forecast(f"64x{name}", gpu(name, network), cases, settings)
+
+
+# -- choices
+
+
+def tried(seconds, peak=30, **way):
+    """A way that was compiled, and takes so long."""
+    made = case(3, peak, step_seconds=seconds, report=None, tokens_per_second=None)
+    return Compiled(Way("full", **way), seconds, peak * GIB, made)
+
+
+def untried(**way):
+    return Tried(Way(**way), 0.1, 1)
+
+
+def changed(one, **fields):
+    """A compiled way with other numbers."""
+    return dataclasses.replace(one, case=dataclasses.replace(one.case, **fields))
+
+
+def choice(*found, network=None, **more):
+    cases = {one.way: one.case for one in found if isinstance(one, Compiled)}
+    precision = more.pop("precision", None)
+    return Choice("8xH100", gpu(network=network), precision, 8, 4, found, cases, **more)
+
+
+# -- studies
+
+
+def cell(gpus="64xH100", stage=3, asked=4, model="7.5b", failed="", peak=30, **given):
+    figures = dict(
+        rows=4 if asked == "largest" else asked,
+        parameters=GIB,
+        optimizer=2 * GIB,
+        peak=peak * GIB,
+        usable=H100.usable,
+        step_seconds=1.0,
+        compute_seconds=0.8,
+        exposed_seconds=0.1,
+        waited_seconds=0.1,
+        tflops=400.0,
+        wire_bytes=2.0,
+        network_bytes=1.0,
+        compile_seconds=20.0,
+    )
+    figures |= given
+    figures["mfu"] = figures["tflops"] / 989
+    each = {"examples_per_second": 64.0, "tokens_per_second": 65536.0}
+    figures |= {name: rate * figures["rows"] for name, rate in each.items()}
+    made = None if failed else Figures(**figures)
+    return Cell(model, gpus, stage, asked, "remat full", "key", made, failed)
+
+
+def study(*cells):
+    return Study(cells)
+
+
+def stored_cells(found):
+    """The cells of a study's file, as data."""
+    return [Cell.of_dict(one) for one in found["cells"]]

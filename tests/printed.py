@@ -1,0 +1,27 @@
+"""Readings of what is printed: the titles of a table, lines that are too long."""
+
+import re
+
+import pytest
+
+from zerojax import _text
+
+
+def titles(text):
+    """The titles of a table's columns, each over its rule."""
+    heading, rule = re.search(r"^(.+)\n([- ]+)$", text, flags=re.MULTILINE).groups()
+    return [heading[under.start() : under.end()].strip() for under in re.finditer("-+", rule)]
+
+
+def long_lines(text, columns=80):
+    """Lines that are too long, but for words that cannot be split."""
+    return [line for line in text.splitlines() if len(line) > columns and " " in line.strip()]
+
+
+def fitted(result):
+    """A result as the command line prints it on 80 columns."""
+    with pytest.MonkeyPatch.context() as patch, _text.fitted():
+        patch.setenv("COLUMNS", "80")
+        text = str(result)
+    assert not long_lines(text)
+    return text
