@@ -9,7 +9,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -96,12 +95,10 @@ def test_meshes():
     assert [d.process_index for d in mesh.devices.flat] == [i // 8 for i in range(64)]
     assert zerojax.aot.mesh("64xH100") == mesh, "the same devices, so that plans are equal"
     two = zerojax.aot.mesh("16xa100-40gb", (4, 4), ("replica", "data"), per_host=4)
-    assert two.shape == {"replica": 4, "data": 4}
-    hosts = np.vectorize(lambda d: d.process_index)(two.devices)
-    np.testing.assert_array_equal(hosts, np.arange(4)[:, None].repeat(4, 1))
+    hosts = [[device.process_index for device in row] for row in two.devices]
+    assert two.shape == {"replica": 4, "data": 4} and hosts == [[i] * 4 for i in range(4)]
     assert len({d.process_index for d in zerojax.aot.mesh("4xH100").devices.flat}) == 1
-    (one,) = zerojax.aot.mesh("1xB200").devices.flat
-    assert one.platform in ("gpu", "cuda")
+    assert zerojax.aot.mesh("1xB200").devices.flat[0].platform in ("gpu", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,6 @@ def test_meshes():
     [
         (("H100",), "'H100' does not say how many of which GPU. Write for example '64xH100'"),
         (("0xH100",), "'0xH100' does not say how many"),
-        (("-8xH100",), "does not say how many"),
         (("8xV900",), r"no facts about a GPU 'V900'. Name one of T4, L4, L40S, A10G, RTX4090, RTX"),
         (("12xH100",), r"12 GPUs do not fill hosts of 8. Pass a multiple, or per_host="),
         (("8xH100", (2, 2), ("a", "b")), r"shape \(2, 2\) with axes \('a', 'b'\) does not hold 8"),

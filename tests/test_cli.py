@@ -194,54 +194,54 @@ def test_a_loss_names_the_axis_of_the_mesh(run, told, module, mymodel):
         assert code == BAD_INPUT and said in err
 
 
-FLAGS = [
-    ("", {"gpus": "64xA100", "groups": None, "rates": None, "stages": None, "offload": None}),
-    ("", {"update": None, "activations": None, "regather": None, "precision": None, "pad": True}),
-    ("", {"order": "microbatches", "accumulate": [1], "per_host": 8, "axis": None, "tokens": None}),
-    ("--nodes 16x4", {"per_host": 4, "gpus": "64xA100"}),
-    ("--per-host 2 --tokens 9", {"per_host": 2, "tokens": 9}),
-    ("--network 12.5", {"rates": zerojax.rates_of("A100", network=12.5e9)}),
-    (  # each GPU's, whatever the memory of its host
-        "--host-link 12",
-        {"rates": zerojax.rates_of("A100", host=12e9, host_memory=math.inf)},
-    ),
-    (
-        "--groups params=gpu,grads=gpu,opt_state=gpu+node",
-        {"groups": {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")}},
-    ),
-    ("--groups params=,opt_state=gpu", {"groups": {"params": (), "opt_state": ("gpu",)}}),
-    ("--no-pad --update backward", {"pad": False, "update": "backward"}),
-    (
-        "--offload opt_state,params --activations host",
-        {"offload": ["opt_state", "params"], "activations": ["host"]},
-    ),
-    ("--regather gpu", {"regather": ("gpu",)}),
-    ("--regather false", {"regather": False}),
-    ("--gather int8 --reduce int4", {"precision": zerojax.Precision(gather="int8", reduce="int4")}),
-    (
-        "--gather int8 --master",
-        {
-            "precision": zerojax.Precision(
-                gather="int8", compute="bfloat16", param="bfloat16", master="float32"
-            )
-        },
-    ),
-    (
-        "--compute bfloat16 --reduce float32",
-        {"precision": zerojax.Precision(compute="bfloat16", reduce="float32")},
-    ),
-    ("--order microbatches layers", {"order": ["microbatches", "layers"]}),
-    ("--stages 1 3 --accumulate 1 4", {"stages": [1, 3], "accumulate": [1, 4]}),
-]
+PRECISION = zerojax.Precision
+NARROW = {"compute": "bfloat16", "param": "bfloat16", "master": "float32"}
+FLAGS = {
+    "": {
+        **dict.fromkeys(("groups", "rates", "stages", "offload", "update", "activations")),
+        **dict.fromkeys(("regather", "precision", "axis", "tokens")),
+        **{"gpus": "64xA100", "pad": True, "order": "microbatches", "accumulate": [1]},
+        **{"per_host": 8},
+    },
+    "--nodes 16x4 --network 12.5 --groups params=gpu,grads=gpu,opt_state=gpu+node --regather gpu "
+    "--gather int8 --reduce int4 --no-pad --update backward --stages 1 3 --accumulate 1 4": {
+        "per_host": 4,
+        "rates": zerojax.rates_of("A100", network=12.5e9),
+        "groups": {"params": ("gpu",), "grads": ("gpu",), "opt_state": ("gpu", "node")},
+        "regather": ("gpu",),
+        "precision": PRECISION(gather="int8", reduce="int4"),
+        "pad": False,
+        "update": "backward",
+        "stages": [1, 3],
+        "accumulate": [1, 4],
+    },
+    "--per-host 2 --host-link 12 --groups params=,opt_state=gpu --regather false --gather int8 "
+    "--master --offload opt_state,params --activations host --tokens 9 --order auto layers": {
+        "per_host": 2,
+        # each GPU's, whatever the memory of its host
+        "rates": zerojax.rates_of("A100", host=12e9, host_memory=math.inf),
+        "groups": {"params": (), "opt_state": ("gpu",)},
+        "regather": False,
+        "precision": PRECISION(gather="int8", **NARROW),
+        "offload": ["opt_state", "params"],
+        "activations": ["host"],
+        "tokens": 9,
+        "order": ["auto", "layers"],
+    },
+    "--compute bfloat16 --reduce float32 --axis host,card": {
+        "precision": PRECISION(compute="bfloat16", reduce="float32"),
+        "axis": ("host", "card"),
+    },
+}
 
 
-@pytest.mark.parametrize(("flags", "wanted"), FLAGS)
-def test_flags_of_a_forecast_are_passed_on(flags, wanted, run, mymodel, monkeypatch):
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_of_a_forecast_are_passed_on(flags, run, mymodel, monkeypatch):
     calls = fakes.recorded(monkeypatch, "forecast", fakes.forecast(fakes.case(3, 30)))
     code, _, err = run("forecast", f"{mymodel}:model", "--gpus", "64xA100", *flags.split())
     assert (code, err) == (OK, "")
     ((_, given),) = calls
-    assert {name: given[name] for name in wanted} == wanted
+    assert {name: given[name] for name in FLAGS[flags]} == FLAGS[flags]
 
 
 def test_what_is_chosen_is_printed(run, monkeypatch):
@@ -299,14 +299,10 @@ STUDIED = """
 
     def of_nnx():
         step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, order="layers")
-        batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-        return step, nnx_models.make, batch
+        return step, nnx_models.make, lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
 
     def model():
         return loss, make_state, batch
-
-    def fixed():
-        return loss, make_state, batch(8)
 
     def keyed():
         return loss, make_state, batch, 1
@@ -317,16 +313,18 @@ def test_a_study_of_a_users_module(run, module, monkeypatch):
     compiled = fakes.compiled_nowhere(monkeypatch)
     name = module("mymodel", STUDIED)
     gpus = ("--gpus", "8xH100", "--stages", "3", "--rows", "4")
-    code, out, err = run("study", f"{name}:model", *gpus, "--json")
-    assert (code, err, compiled) == (OK, "", [(3, 8, 4)])
-    assert json.loads(out)["cells"][0]["model"] == "mymodel:model"
-    for flags, said in ((), 2), (("--accumulate", "4"), 4), (("--accumulate", "1"), 1):
-        _, out, _ = run("study", f"{name}:of_nnx", *gpus, *flags, "--json")
-        counted = "" if said == 1 else f"accumulate={said}, "
-        assert json.loads(out)["cells"][0]["settings"] == f"{counted}order='layers'", flags
-    for function in ("fixed", "keyed"):
-        code, _, err = run("study", f"{name}:{function}", *gpus)
-        assert code == BAD_INPUT and "with a function batch(rows) that returns a global" in err
+
+    def cell(function, *flags):
+        code, out, err = run("study", f"{name}:{function}", *gpus, *flags, "--json")
+        assert (code, err) == (OK, "")
+        return json.loads(out)["cells"][0]
+
+    assert cell("model")["model"] == "mymodel:model" and compiled == [(3, 8, 4)]
+    assert cell("of_nnx")["settings"] == "accumulate=2, order='layers'"
+    assert cell("of_nnx", "--accumulate", "4")["settings"] == "accumulate=4, order='layers'"
+    assert cell("of_nnx", "--accumulate", "1")["settings"] == "order='layers'"
+    code, _, err = run("study", f"{name}:keyed", *gpus)
+    assert code == BAD_INPUT and "with a function batch(rows) that returns a global" in err
 
 
 def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
@@ -336,16 +334,13 @@ def test_what_a_study_is_told_is_passed_on(run, monkeypatch):
     assert list(models) == ["7.5b", "60b"] and models["60b"].layers == 132
     usual = {"stages": [1, 2, 3], "rows": ["largest"], "remat": "full", "per_host": 8}
     assert given == usual | {"gpus": ["64xA100"], "cache": True, "pad": True}
-    more = ("--network", "12.5", "--no-cache", "--accumulate", "2", "--order", "layers")
-    more += ("--gather", "int8", "--offload", "opt_state", "--regather", "gpu")
-    run("study", "7.5b", "--set", "tokens=4096", "--gpus", "64xH100", "128xH100", *more)
+    more = "--network 12.5 --no-cache --accumulate 2 --order layers --offload opt_state"
+    run("study", "7.5b", "--set", "tokens=4096", "--gpus", "64xH100", "128xH100", *more.split())
     (models,), given = calls.pop()
     assert models["7.5b tokens=4096"].tokens == 4096
-    assert given["precision"] == zerojax.Precision(gather="int8")
-    assert given["rates"].network == 12.5e9 and not given["cache"]
-    assert (given["accumulate"], given["order"]) == (2, "layers")
-    assert (given["offload"], given["regather"]) == (["opt_state"], ("gpu",))
-    assert "nic_speed_gbps" in os.environ["XLA_FLAGS"], "XLA is told of the slow network"
+    wanted = {"cache": False, "accumulate": 2, "order": "layers", "offload": ["opt_state"]}
+    wanted |= {"rates": zerojax.rates_of("H100", network=12.5e9)}
+    assert {name: given[name] for name in wanted} == wanted
     monkeypatch.setattr(type(fakes.study()), "plot", lambda self, path: calls.append(path))
     documented = (
         "study 60b --gpus 64xH100 128xH100 400xH100 --stages 3 --out study.json --plot study.png"

@@ -24,7 +24,7 @@ OFFLOADED = fakes.case(
 )
 PRINTED = {
     "forecast": fakes.forecast(OFFLOADED, fakes.case(0, 100), network=1e9),
-    "study": fakes.study(fakes.cell(asked="largest"), fakes.cell("9xH100", tflops=9.0)),
+    "study": fakes.study(fakes.cell(asked="largest", rows=4), fakes.cell("9xH100", tflops=9.0)),
     "audit": stored.report("step3-8xH100-jax0.12"),
     "table": zerojax.memory_table(1e9, 8),
 }

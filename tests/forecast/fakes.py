@@ -75,9 +75,6 @@ MODEL = """
     def untraceable():
         return lambda params, batch: float(batch.sum()), state, jnp.ones((64, 256))
 
-    def list_of_three():
-        return [1, 2, 3]
-
     def failing():
         raise RuntimeError("no data\\nat all")
 """
@@ -192,26 +189,12 @@ def choice(*found, network=None, **more):
 
 
 def cell(gpus="64xH100", stage=3, asked=4, model="7.5b", failed="", peak=30, **given):
-    figures = dict(
-        rows=4 if asked == "largest" else asked,
-        parameters=GIB,
-        optimizer=2 * GIB,
-        peak=peak * GIB,
-        usable=H100.usable,
-        step_seconds=1.0,
-        compute_seconds=0.8,
-        exposed_seconds=0.1,
-        waited_seconds=0.1,
-        tflops=400.0,
-        wire_bytes=2.0,
-        network_bytes=1.0,
-        compile_seconds=20.0,
-    )
-    figures |= given
-    figures["mfu"] = figures["tflops"] / 989
-    each = {"examples_per_second": 64.0, "tokens_per_second": 65536.0}
-    figures |= {name: rate * figures["rows"] for name, rate in each.items()}
-    made = None if failed else Figures(**figures)
+    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Figures)), 0)
+    times = {"step_seconds": 1.0, "exposed_seconds": 0.1, "waited_seconds": 0.1, "tflops": 400.0}
+    sizes = {"parameters": GIB, "optimizer": 2 * GIB, "peak": peak * GIB, "usable": H100.usable}
+    numbers |= {"rows": asked, "wide_matmuls": ""} | times | sizes | given
+    numbers |= {"tokens_per_second": 65536 * numbers["rows"], "mfu": numbers["tflops"] / 989}
+    made = None if failed else Figures(**numbers)
     return Cell(model, gpus, stage, asked, "remat full", "key", made, failed)
 
 

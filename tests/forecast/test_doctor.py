@@ -11,6 +11,8 @@ import pytest
 PREFIXES = ("JAX_", "NCCL_", "SLURM_", "XLA_", "CUDA_", "WORLD_SIZE")
 ESTIMATOR = "--xla_gpu_analytical_latency_estimator_options"
 FLAG = f"{ESTIMATOR}=nic_speed_gbps=3"
+HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+COMBINED = "xla_gpu_all_gather_combine_threshold_bytes"
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
@@ -49,44 +51,31 @@ def test_nothing_hurts_in_a_clean_environment(statuses, run):
 
 
 @pytest.mark.parametrize(
-    ("environ", "name", "status", "message"),
+    ("variable", "value", "name", "status", "message"),
     [
-        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "warn", "host memory. Unset it."),
-        ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE", "warn", "talk over TCP"),
-        ({"JAX_DISABLE_JIT": "True"}, "JAX_DISABLE_JIT", "warn", "nothing is compiled"),
-        (
-            {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"},
-            "XLA_FLAGS",
-            "warn",
-            "no collective hides behind compute. Take it out of XLA_FLAGS",
-        ),
-        (
-            {"XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1"},
-            "XLA_FLAGS",
-            "warn",
-            "steps set it by what a layer needs",
-        ),
-        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "memory", "warn", "allocator is slow"),
-        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "memory", "warn", "which fragments"),
-        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, "memory", "ok", "takes 90% of each GPU"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, "memory", "ok", "takes 92% of each GPU"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, "memory", "fail", "'most' is no share of a"),
-        ({POOL_LIMIT: "128"}, "host memory", "ok", "offload= may use 128 GiB in each process"),
-        ({POOL_LIMIT: "all"}, "host memory", "fail", "'all' is no number of GiB. Set it to 64"),
-        ({ADDRESS: "nohost"}, "processes", "fail", "'nohost' is not host:port"),
-        ({ADDRESS: "h:99999"}, "processes", "fail", "is not host:port"),
-        ({ADDRESS: "nohost"}, "network", "note", f"put {FLAG} into XLA_FLAGS."),
-        ({"SLURM_NTASKS": "8"}, "network", "note", f"put {FLAG} into XLA_FLAGS."),
-        ({"WORLD_SIZE": "2", "XLA_FLAGS": f"{ESTIMATOR}=rtt_us=2"}, "network", "note", "put "),
+        ("NCCL_P2P_DISABLE", "1", "NCCL_P2P_DISABLE", "warn", "host memory. Unset it."),
+        ("JAX_DISABLE_JIT", "True", "JAX_DISABLE_JIT", "warn", "nothing is compiled"),
+        ("XLA_FLAGS", f"--{HIDING}=false", "XLA_FLAGS", "warn", "Take it out of XLA_FLAGS"),
+        ("XLA_FLAGS", f"--{COMBINED}=1", "XLA_FLAGS", "warn", "set it by what a layer needs"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "memory", "warn", "allocator is slow"),
+        ("XLA_CLIENT_MEM_FRACTION", ".9", "memory", "ok", "takes 90% of each GPU"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", "memory", "ok", "takes 92% of each GPU"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "most", "memory", "fail", "'most' is no share of a"),
+        (POOL_LIMIT, "128", "host memory", "ok", "offload= may use 128 GiB in each process"),
+        (POOL_LIMIT, "all", "host memory", "fail", "'all' is no number of GiB. Set it to 64"),
+        (ADDRESS, "nohost", "processes", "fail", "'nohost' is not host:port"),
+        (ADDRESS, "nohost", "network", "note", f"put {FLAG} into XLA_FLAGS."),
+        ("SLURM_NTASKS", "8", "network", "note", f"put {FLAG} into XLA_FLAGS."),
     ],
 )
-def test_what_hurts_has_a_remedy(environ, name, status, message, statuses):
-    found = statuses(**environ)
+def test_what_hurts_has_a_remedy(variable, value, name, status, message, statuses):
+    found = statuses(**{variable: value})
     assert found[name][0] == status and message in found[name][1]
 
 
 def test_the_speed_of_the_network_is_asked_for_once(statuses):
-    assert "network" not in statuses(**{ADDRESS: "nohost", "XLA_FLAGS": FLAG})
+    assert "network" in statuses(WORLD_SIZE="2", XLA_FLAGS=f"{ESTIMATOR}=rtt_us=2")
+    assert "network" not in statuses(WORLD_SIZE="2", XLA_FLAGS=FLAG)
     assert "network" not in statuses(SLURM_NTASKS="1", WORLD_SIZE="1")
 
 
@@ -99,21 +88,15 @@ def test_the_coordinator_is_reached(statuses):
     assert gone["processes"][0] == "warn" and "open the port" in gone["processes"][1]
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "installed", "warns"),
-    [
-        ("gpu", 2, "tensorflow", True),
-        ("gpu", 2, "tensorflow-cpu", False),
-        ("gpu", 1, "tensorflow", False),
-        ("cpu", 8, "tensorflow", False),
-    ],
-)
-def test_a_second_nccl_is_warned_of(backend, gpus, installed, warns, statuses, monkeypatch):
-    versions = importlib.metadata.version
-    with_it = lambda name: "2.20" if name == installed else versions(name)
-    monkeypatch.setattr(importlib.metadata, "version", with_it)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "device_count", lambda: gpus)
-    found = statuses().get("tensorflow")
-    assert (found is not None) == warns
-    assert not warns or (found[0] == "warn" and "tensorflow-cpu" in found[1])
+def test_a_second_nccl_is_warned_of(statuses, monkeypatch):
+    def told(backend, gpus, installed, version=importlib.metadata.version):
+        known = lambda name: "2.20" if name == installed else version(name)
+        monkeypatch.setattr(importlib.metadata, "version", known)
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jax, "device_count", lambda: gpus)
+        return statuses().get("tensorflow")
+
+    status, text = told("gpu", 2, "tensorflow")
+    assert status == "warn" and "tensorflow-cpu" in text
+    assert not told("gpu", 2, "tensorflow-cpu") and not told("gpu", 1, "tensorflow")
+    assert not told("cpu", 8, "tensorflow")

@@ -19,10 +19,8 @@ TX = optax.sgd(1.0)
 
 
 def loss_fn(params, batch, rng=None, *, shift=0.0):
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    x, _ = lax.scan(jax.checkpoint(layer), batch + shift, params["w"])
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    x, _ = lax.scan(layer, batch + shift, params["w"])
     return jnp.mean(x), {"shift": jnp.asarray(shift) + 1}
 
 
@@ -34,14 +32,15 @@ def make_state():
 @pytest.mark.parametrize(
     "options",
     [
-        *({"stage": stage} for stage in range(4)),
+        {"stage": 0},
+        {"stage": 3},
         {"offload": zerojax.Offload(params=True, min_bytes=0)},
         {"mesh": make_mesh(5)},  # over which `w` rests as [3, 65, 64]
     ],
     ids=str,
 )
 def test_a_step_needs_three_times_the_forward(options):
-    """What `jax.checkpoint` computes again, what devices share, and padding count once or not."""
+    """What `jax.checkpoint` computes again and padding do not count; what devices share, once."""
     plan = zerojax.plan(make_state, tx=TX, **options)
     w = plan.abstract()["params"]["w"]
     assert (w.shape[1] == 65) == ("mesh" in options)
@@ -49,17 +48,15 @@ def test_a_step_needs_three_times_the_forward(options):
     for accumulate in (1, 2):
         given = {"tx": TX, "mutable": ("shift",), "accumulate": accumulate}
         step = zerojax.train_step(loss_fn, plan=plan, **given)
-        assert zerojax.step_flops(step, plan.abstract(), BATCH) == 3 * FORWARD
         key = jax.random.key(0)
-        assert zerojax.step_flops(step, plan.place(make_state), BATCH, key) == 3 * FORWARD
+        assert zerojax.step_flops(step, plan.abstract(), BATCH, key) == 3 * FORWARD
+    assert zerojax.step_flops(step, plan.place(make_state), BATCH) == 3 * FORWARD
 
 
 def test_peak_flops_is_of_all_devices_or_unknown():
-    devices = lambda *kinds: [types.SimpleNamespace(device_kind=kind) for kind in kinds]
-    h100, t4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
-    assert zerojax.peak_flops(devices(h100, h100)) == 2 * 989e12
-    assert zerojax.peak_flops(devices(h100, t4)) == 989e12 + 65e12
-    assert zerojax.peak_flops(devices(h100, "another")) is None
+    peak = lambda *kinds: zerojax.peak_flops([types.SimpleNamespace(device_kind=k) for k in kinds])
+    assert peak("NVIDIA H100 80GB HBM3", "Tesla T4") == 989e12 + 65e12
+    assert peak("NVIDIA H100 80GB HBM3", "another") is None
 
 
 def convolved(x):
@@ -83,7 +80,6 @@ ONE = 2 * 8**3  # of a matmul of 8 by 8
         # the more expensive branch, and a loop of unknown length once
         (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), (8, 8), 2 * ONE),
         (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ c, x), (8, 8), ONE),
-        (jax.jit(lambda x: x @ x), (8, 8), ONE),
     ],
 )
 def test_flops_of_operations(function, shape, flops):

@@ -114,18 +114,15 @@ def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
 
 
 def test_orders_stand_side_by_side(cpus):
-    rates = zerojax.rates_of("H100", link=1e9)
-    given = {"gpus": "8xH100", "stages": 3, "accumulate": 2, "rates": rates}
-    orders = ("microbatches", "layers")
-    found = zerojax.forecast(audits.loss, audits.make_state, BATCH, order=orders, **given)
-    in_turn, layers = found.cases
+    rates = zerojax.rates_of("H100", link=1e6)
+    in_turn, layers = (
+        found := linear(stages=3, accumulate=2, order=("microbatches", "layers"), rates=rates)
+    ).cases
     assert [case.report.accumulate for case in found.cases] == [2, 1]
-    # All but the embedding, which is gathered and reduced for each microbatch, is sent once.
-    assert layers.wire_bytes < 0.7 * in_turn.wire_bytes
-    assert found.best is layers and layers.report.findings() == []
-    assert "2, layers" in str(found)
+    assert layers.wire_bytes < 0.6 * in_turn.wire_bytes, "what is sent once, but for the loss"
+    assert found.best is layers and "2, layers" in str(found)
     (chosen,) = linear(order="auto", accumulate=2, stages=3).cases
-    assert chosen.order in orders
+    assert chosen.order in ("microbatches", "layers")
     assert chosen.report.accumulate == (2 if chosen.order == "microbatches" else 1)
 
 
@@ -148,9 +145,8 @@ def test_a_step_of_nnx_is_forecast_with_the_function_that_makes_its_model(cpus):
     batch = jax.ShapeDtypeStruct(nnx_models.BATCH.shape, jnp.float32)
     (case,) = linear(step, make, batch, stages=3).cases
     case.report.check()
-    model, optimizer = zerojax.nnx.shard(make, stage=3, mesh=zerojax.aot.mesh("2xH100"))
-    plan = zerojax.nnx.state(model, optimizer).tx.plan
-    assert case.parameters == plan.bytes_per_device()["params"]
+    matrices, vectors = 2 * 16 * 32, 16 + 2 * 32  # which are too small to be sharded
+    assert case.parameters == 4 * (matrices // 2 + vectors)
 
 
 STEP = zerojax.train_step(fakes.loss)

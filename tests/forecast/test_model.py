@@ -70,27 +70,13 @@ def forecast(run, module, monkeypatch):
     return forecast
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("n=12", 12),
-        ("n=-1e-3", -1e-3),
-        ("n=True", True),
-        ("n=None", None),
-        ("n=(1, 2)", (1, 2)),
-        ("n='12'", "12"),
-        ("n=bfloat16", "bfloat16"),
-        ("n=a=b", "a=b"),
-        ("n=", ""),
-    ],
-)
-def test_values_are_literals_or_else_strings(text, value, forecast):
-    assert forecast("train:echo", None, text)[0] == {"n": value}
-
-
-@pytest.mark.parametrize("text", ["n", "=1", "1n=2", "a..b=3", "a-b=3"])
-def test_settings_have_names(text, forecast):
-    assert f"{text!r} is not name=value" in forecast("train:echo", None, text)
+def test_values_are_literals_or_else_strings(forecast):
+    literals = {"12": 12, "-1e-3": -1e-3, "True": True, "None": None, "(1, 2)": (1, 2)}
+    literals |= {"'12'": "12", "bfloat16": "bfloat16", "a=b": "a=b", "": ""}
+    for text, value in literals.items():
+        assert forecast("train:echo", None, f"n={text}")[0] == {"n": value}
+    for text in ("n", "=1", "1n=2", "a..b=3", "a-b=3"):
+        assert f"{text!r} is not name=value" in forecast("train:echo", None, text)
 
 
 @pytest.mark.parametrize("name", ["train:model", "train.py:model", "./train.py:model"])
@@ -128,13 +114,7 @@ def test_a_python_config_is_passed_whole_and_settings_change_it(forecast):
 @pytest.mark.parametrize(
     ("name", "config", "settings", "message"),
     [
-        (
-            "train:model",
-            None,
-            (),
-            "train:model(layers, width=256, *, name='gpt'): missing a required argument: 'layers'. "
-            "Give its arguments by --set",
-        ),
+        ("train:model", None, (), "train:model(layers, width=256, *, name='gpt'): missing a requ"),
         ("train:model", None, ("layers=1", "depth=2"), "got an unexpected keyword argument 'dep"),
         ("train:model", None, ("data.x=2",), "--set data.x: there is no 'data' in dict. It has n"),
         ("train:of_config", "configs.py", ("depth=2",), "'depth' in SimpleNamespace. Its fields: "),
@@ -142,10 +122,14 @@ def test_a_python_config_is_passed_whole_and_settings_change_it(forecast):
         ("train:of_config", "configs.py", ("free.x=1",), "ConfigDict. Its fields: items_, depth"),
         ("train:keyless", "configs.py", (), "train:keyless(**settings): too many positional argum"),
         ("train:keyless", None, (), "train:keyless returned dict. Return (loss_fn, make_state, "),
-        ("train.py:nosuch", None, (), "train.py:nosuch cannot be imported: module 'train' has no"),
+        (
+            "train.py:no",
+            None,
+            (),
+            "train.py:no cannot be imported: module 'train' has no attribute",
+        ),
         ("nosuch.py:f", None, (), "nosuch.py:f cannot be imported: No module named 'nosuch'. Give"),
         ("train:model", "nosuch.json", (), "--config nosuch.json cannot be read: No such file"),
-        ("train:model", "nosuch.py", (), "--config nosuch.py cannot be read: No such file"),
         ("train:model", "train.py", (), "--config train.py has no function get_config()."),
         ("train:model", "bad.json", (), "--config bad.json is no JSON: Expecting value"),
         ("train:model", "list.json", (), "--config list.json is no JSON object, but a list."),
@@ -171,8 +155,7 @@ THEIRS = """
     class CNN(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.relu(nn.Conv(features=32, kernel_size=(3, 3))(x))
-            return nn.Dense(features=10)(x.reshape((x.shape[0], -1)))
+            return nn.Dense(10)(nn.Conv(32, (3, 3))(x).reshape((x.shape[0], -1)))
 
     def create_train_state(rng, config):
         params = CNN().init(rng, jnp.ones([1, 28, 28, 1]))["params"]

@@ -79,38 +79,23 @@ def test_attention_of_cudnn_counts_the_same_flops(preset):
     assert flops_of(preset("124m", attention="cudnn")) == flops_of(preset("124m"))
 
 
-def test_presets_train(preset):
-    gpt = preset("124m", layers=2, hidden=32, heads=2, vocab=64, tokens=8)
-    draw = lambda s: 0.1 * np.random.default_rng(0).normal(size=s.shape).astype(np.float32)
-    params, tokens = jax.tree.map(draw, gpt.shapes()), jnp.arange(16).reshape(2, 8)
-    losses = gpt.losses()
-    assert list(losses) == ["none", "dots", "full"]
-    step = jax.jit(jax.value_and_grad(losses["full"]))
-    for remat in ("none", "dots"):
-        grad = jax.value_and_grad(losses[remat])
-        assert jax.eval_shape(grad, params, tokens) == jax.eval_shape(step, params, tokens)
-    value, grads = step(params, tokens)
-    new = jax.tree.map(lambda p, g: p - 0.1 * np.asarray(g), params, grads)
-    assert float(step(new, tokens)[0]) < float(value)
-    state = jax.eval_shape(gpt.make_state)
-    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, params)
-
-
 @pytest.mark.parametrize("name", ["7.5b", "llama-8b"])
 def test_what_is_kept_for_backward_has_names(name, preset):
     gpt = preset(name, layers=2, hidden=64, heads=8, vocab=64, tokens=8)
     names = "q+k+v" if name.startswith("llama") else "qkv"
 
     def matmuls(remat):
-        grad = jax.jit(jax.grad(gpt.losses([remat])[remat]))
-        return grad.lower(gpt.shapes(), gpt.batch(1)).as_text().count("stablehlo.dot_general")
+        grad = jax.make_jaxpr(jax.grad(gpt.losses([remat])[remat]))
+        return str(grad(gpt.shapes(), gpt.batch(1))).count("dot_general[")
 
+    assert list(gpt.losses()) == ["none", "dots", "full"]
     full, kept = matmuls("full"), len(names.split("+"))
     assert full - matmuls(names) == kept, "which are not computed again"
     assert "down" in gpt.named, "whose output backward does not read"
     for one in {*gpt.named} - {"down"}:
         assert matmuls(one) < full, one
-    assert full > matmuls(names) > matmuls("+".join(gpt.named))
+    assert full > matmuls(names) > matmuls("+".join(gpt.named)) >= matmuls("none")
+    assert full > matmuls("dots") >= matmuls("none")
 
 
 @pytest.mark.parametrize("remat", ["some", "q+k+v", "qkv+"])
@@ -186,15 +171,13 @@ def test_experts_count_the_flops_of_two_a_token(small, layer):
 
 def test_experts_are_sharded_gathered_and_compiled(small):
     """Stage 3 keeps its contract, and XLA multiplies no more than is counted."""
-    model = dataclasses.replace(small, hidden=256, inner=512)
-    losses = model.losses(["none"])
+    losses, batch = small.losses(["none"]), small.batch(16)
     with fakes.cpus_for_gpus():
-        given = {"gpus": "8xH100", "stages": 3}
-        found = zerojax.forecast(losses, model.make_state, model.batch(16), **given)
+        found = zerojax.forecast(losses, small.make_state, batch, gpus="8xH100", stages=3)
     (case,) = found.cases
     assert case.report.findings() == []
-    assert case.parameters == pytest.approx(4 * model.n_params / 8, rel=0.01)
-    gathered = 4 * 7 / 8 * (model.n_params - model.vocab * model.hidden)  # rows of the embedding
+    assert case.parameters == pytest.approx(4 * small.n_params / 8, rel=0.01)
+    gathered = 4 * 7 / 8 * (small.n_params - small.vocab * small.hidden)  # rows of the embedding
     assert case.report.totals["all-gather"] < 2.1 * gathered
     needed = case.mfu * case.step_seconds * found.gpu.flops
     assert case.report.replay.flops == pytest.approx(needed, rel=0.02)

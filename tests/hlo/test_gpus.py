@@ -12,13 +12,9 @@ import zerojax
 from tests.hlo.modules import RATES, gpu_named
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "gpus.md"
-MEMORY_GB = """
-    T4 16, L4 24, L40S 48, A10G 24, RTX4090 24, RTX5090 32, V100-16GB 16, V100-32GB 32,
-    A100-40GB 40, A100-80GB 80, H20 96, H100 80, H200 141, B200 180, B300 270, GH200 96,
-    GB200 186, GB300 279
-"""
-MEMORY_GB = {name: int(size) for name, size in map(str.split, MEMORY_GB.split(","))}
-GPUS = {name: gpu_named(name) for name in MEMORY_GB}
+with pytest.raises(ValueError, match=r"no facts about a GPU 'H9'\. Name one of") as said:
+    zerojax.rates_of("H9")
+GPUS = {name: gpu_named(name) for name in re.findall(r"[\w-]+", str(said.value).split(" of ")[1])}
 V100S = {"V100-16GB", "V100-32GB"}
 
 
@@ -28,13 +24,10 @@ V100S = {"V100-16GB", "V100-32GB"}
         ("h200", "H200"),
         ("A100", "A100-80GB"),
         ("h100-80gb", "H100"),
-        ("H20-96GB", "H20"),
         ("V100", "V100-32GB"),
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("RTX 4090", "RTX4090"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("rtx5090", "RTX5090"),
     ],
 )
 def test_gpus_by_their_names(text, name):
@@ -51,19 +44,23 @@ def test_gpus_by_what_they_report_to_jax():
     assert peak("TPU v5") is None and peak("") is None
 
 
-def test_facts_of_gpus():
-    with pytest.raises(ValueError, match=f"Name one of {', '.join(GPUS)}.$"):
-        zerojax.rates_of("H9")
-    assert {name: round(gpu.memory / 1e9) for name, gpu in GPUS.items()} == {
-        name: pytest.approx(size, rel=0.08) for name, size in MEMORY_GB.items()
-    }
+def test_the_guide_lists_every_gpu_with_its_numbers():
+    rows = re.findall(r"^\| (\S+) \|(.*)\|$", GUIDE.read_text(), flags=re.MULTILINE)
+    listed = {name: cells.split(" | ")[:6] for name, cells in rows if name in GPUS}
+    assert list(listed) == list(GPUS) and len(GPUS) == 18
+    for name, cells in listed.items():
+        gpu, machine = GPUS[name], GPUS[name].machine
+        facts = gpu.memory / 2**30, gpu.memory_rate / 1e12, gpu.flops / 1e12, machine.link / 1e9
+        facts += machine.network * 8 / 1e9, machine.host / 1e9
+        assert [float(cell.strip()) for cell in cells] == pytest.approx(facts, rel=5e-3), name
+
+
+def test_programs_reach_a_part_of_the_data_sheet():
     rates, gpu = zerojax.rates_of("H100"), GPUS["H100"]
     assert (rates.flops, rates.memory, rates.link) == pytest.approx((600e12, 2.7e12, 350e9))
     assert rates.network == 50e9 and gpu.usable == int(0.92 * gpu.memory)
     others = dataclasses.replace(gpu, given_rates=zerojax.Rates(1, 2, 3, 4))
     assert others.rates.flops == 1 and others.usable == gpu.usable
-    # As the ZeRO paper's 25 DGX-2: 800 Gb/s between nodes of 16.
-    assert zerojax.rates_of("V100").network == 800e9 / 8 / 16
 
 
 def test_what_each_generation_computes_in():
@@ -82,12 +79,9 @@ def test_what_each_generation_computes_in():
     ("name", "tf32", "fp32"),
     [
         ("V100-32GB", 15.7, 15.7),  # without TF32
-        ("T4", 8.1, 8.1),
         ("A100-80GB", 156, 19.5),
-        ("L4", 60.5, 30.3),
         ("RTX4090", 82.6, 82.6),
         ("H100", 494.5, 67),
-        ("B200", 1125, 75),
     ],
 )
 def test_float32_by_the_data_sheets(name, tf32, fp32):
@@ -99,38 +93,21 @@ def test_float32_by_the_data_sheets(name, tf32, fp32):
     assert rates.of_matmuls("bf16") == rates.flops
 
 
-# GB/s, by the GPUs of a host that copy at once. A superchip's GPU has its share of a CPU, of
-# however many superchips a host is made.
-LINKS = {
-    "T4": {1: 12.5},
-    "V100-16GB": {1: 12.5, 8: 6.8},
-    "V100-32GB": {8: 12.5, 16: 6.4},
-    "A100": {1: 25, 8: 20.5},
-    "H100": {1: 50, 4: 50, 8: 28.2},
-    "B200": {8: 28.2},
-    "B300": {8: 33.3},
-    "RTX5090": {2: 50},
-    "GH200": {1: 154, 4: 154},
-    "GB200": {4: 77},
-    "GB300": {72: 77},
-}
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name):
-    found = {gpus: zerojax.rates_of(name).to_host(gpus) / 1e9 for gpus in LINKS[name]}
-    assert found == pytest.approx(LINKS[name], rel=0.01)
-
-
-def test_the_guide_lists_every_gpu_with_its_numbers():
-    rows = re.findall(r"^\| (\S+) \|(.*)\|$", GUIDE.read_text(), flags=re.MULTILINE)
-    listed = {name: cells.split(" | ")[:6] for name, cells in rows if name in GPUS}
-    assert list(listed) == list(GPUS)
-    for name, cells in listed.items():
-        gpu, machine = GPUS[name], GPUS[name].machine
-        facts = gpu.memory / 2**30, gpu.memory_rate / 1e12, gpu.flops / 1e12, machine.link / 1e9
-        facts += machine.network * 8 / 1e9, machine.host / 1e9
-        assert [float(cell.strip()) for cell in cells] == pytest.approx(facts, rel=5e-3), name
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("A100", {1: 25, 8: 20.5}),
+        ("H100", {1: 50, 4: 50, 8: 28.2}),
+        ("V100-32GB", {8: 12.5, 16: 6.4}),
+        # A superchip's GPU has its share of a CPU, of however many superchips a host is made.
+        ("GH200", {1: 154, 4: 154}),
+        ("GB300", {72: 77}),
+    ],
+)
+def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name, links):
+    """GB/s, by the GPUs of a host that copy at once."""
+    found = {gpus: zerojax.rates_of(name).to_host(gpus) / 1e9 for gpus in links}
+    assert found == pytest.approx(links, rel=0.01)
 
 
 def test_rates_of_a_known_gpu_with_others_in_their_place():
@@ -145,7 +122,7 @@ def test_rates_of_a_known_gpu_with_others_in_their_place():
 
 
 def test_a_target_config_has_what_xla_has_of_a_v100():
-    """As in XLA's own `v100.txtpb`."""
+    """As in XLA's own `v100.txtpb`. From the A100 on, CUDA keeps 1 KiB of a block's memory."""
     text = GPUS["V100-16GB"].target_config()
     for line in (
         "shared_memory_per_core: 98304",
@@ -160,24 +137,9 @@ def test_a_target_config_has_what_xla_has_of_a_v100():
     ):
         assert f"{line}\n" in text, line
     assert "cuda_compute_capability { major: 10 minor: 3 }" in GPUS["B300"].target_config()
-
-
-def test_cuda_keeps_a_part_of_a_blocks_shared_memory_from_the_a100_on():
     chips = {name: gpu.chip for name, gpu in GPUS.items()}
     kept = {name: chip.shared_per_core - chip.shared_per_block for name, chip in chips.items()}
     assert kept == {name: 0 if name in {"T4", *V100S} else 1024 for name in GPUS}
-
-
-# -- collectives
-
-
-@pytest.mark.parametrize(
-    ("group", "on_host", "bandwidth"),
-    # within a host over its links; across hosts, as many cards as members stand on one
-    [(8, 8, 1e11), (16, 8, 8e10), (2, 1, 1e10), (64, 4, 4e10), (32, 16, 1e11)],
-)
-def test_bandwidth_of_a_group(group, on_host, bandwidth):
-    assert RATES.bandwidth(group, on_host) == bandwidth
 
 
 @pytest.mark.parametrize(
@@ -185,8 +147,8 @@ def test_bandwidth_of_a_group(group, on_host, bandwidth):
     [
         # Rings leave a host by another card for each GPU, so that each byte enters it once.
         ("all-gather", 64, 8, 1 / 8),
-        ("reduce-scatter", 64, 8, 1 / 8),
-        ("all-reduce", 8, 1, 1),
+        ("reduce-scatter", 2, 1, 1),
+        ("all-reduce", 64, 4, 1 / 4),
         ("all-gather", 8, 8, 0),
         ("all-to-all", 64, 8, 56 / 63),
         ("all-to-all", 8, 8, 0),
@@ -195,6 +157,8 @@ def test_bandwidth_of_a_group(group, on_host, bandwidth):
 def test_the_share_of_bytes_that_leaves_a_host(kind, group, on_host, share):
     bandwidth = dataclasses.replace(RATES, link=math.inf).bandwidth(group, on_host, kind)
     assert RATES.network / bandwidth == pytest.approx(share)
+    slower = RATES.bandwidth(group, on_host, kind)  # of the cards and the links
+    assert slower == min(RATES.link, bandwidth)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +167,6 @@ def test_the_share_of_bytes_that_leaves_a_host(kind, group, on_host, share):
         ("all-gather", 64, 8, 7, 56),
         ("reduce-scatter", 8, 1, 7, 0),
         ("all-gather", 8, 8, 0, 7),
-        ("all-gather", 1, 1, 0, 0),
-        ("all-reduce", 64, 8, 2 * 3, 2 * 7),
         ("all-reduce", 400, 8, 2 * 6, 2 * 7),
         ("all-reduce", 1, 1, 0, 0),
         ("all-to-all", 64, 8, 1, 0),

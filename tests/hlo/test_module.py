@@ -81,15 +81,16 @@ def test_gathers_that_xla_joined_are_traced_one_by_one():
 
 def test_a_collective_comes_from_the_innermost_line_outside_of_libraries():
     """Flax's BatchNorm reduces its statistics in a file of Flax."""
-    layer, x = nn.BatchNorm(use_running_average=False, axis_name="data"), jnp.ones((4, 16))
-    variables = layer.init(jax.random.key(0), x)
+    layer = nn.BatchNorm(use_running_average=False, axis_name="data")
+    x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
 
-    def normalised(x):
+    def normalised(variables, x):
         return layer.apply(variables, x, mutable=["batch_stats"])[0]
 
-    rows = PartitionSpec("data")
-    mapped = jax.shard_map(normalised, mesh=make_mesh(2), in_specs=rows, out_specs=rows)
-    found = zerojax.audit(jax.jit(mapped).lower(x).compile()).traffic
+    specs = PartitionSpec(), PartitionSpec("data")
+    mapped = jax.shard_map(normalised, mesh=make_mesh(2), in_specs=specs, out_specs=specs[1])
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    found = zerojax.audit(jax.jit(mapped).lower(variables, x).compile()).traffic
     line = inspect.getsourcelines(normalised)[1] + 1
     assert {one.source for one in found} == {f"{__file__}:{line}"}
 

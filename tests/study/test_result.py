@@ -120,33 +120,31 @@ def drawn():
     plt.close("all")
 
 
-def swept(models=("7.5b",), stages=(1, 2, 3), asked=(4, "largest")):
-    def one(model, count, stage, rows):
-        given = {"rows": stage + count // 16} if rows == "largest" else {}
+def swept(model, asked=(4, "largest")):
+    def one(count, stage, rows):
         tflops = 300.0 + 20 * stage + count / 10
-        return fakes.cell(f"{count}xH100", stage, rows, model, tflops=tflops, **given)
+        found = stage + count // 16 if rows == "largest" else rows
+        return fakes.cell(f"{count}xH100", stage, rows, model, rows=found, tflops=tflops)
 
-    sizes = [(model, count) for model in models for count in COUNTS]
-    return [one(*size, stage, rows) for size in sizes for stage in stages for rows in asked]
+    return [one(count, stage, rows) for count in COUNTS for stage in (1, 2, 3) for rows in asked]
 
 
 def lines(axes):
-    return {
-        line.get_label(): dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
-        for line in axes.lines
-    }
+    points = lambda line: zip(line.get_xdata(), line.get_ydata(), strict=True)
+    return {line.get_label(): dict(points(line)) for line in axes.lines}
 
 
 def test_each_model_has_a_panel_for_one_for_all_and_for_the_rows(drawn):
+    """Legible on a phone: texts do not overlap, and are at least 11 pixels high where the picture
+    is 390 wide."""
     models = "7.5b", "mixtral-8x7b"
-    figure = drawn(*swept(models))
+    figure = drawn(*swept(models[0]), *swept(models[1]))
     panels = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
     titled = [axes.get_title(loc="left") for axes in figure.axes]
     assert titled == [f"{model}, {panel}" for model in models for panel in panels]
     assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "H100s"] * 2
     each, together, rows = map(lines, figure.axes[:3])
-    throughput = {64: 346.4, 128: 352.8, 400: 380}
-    assert each["stage 2, largest rows"] == pytest.approx(throughput)
+    assert each["stage 2, largest rows"] == pytest.approx({64: 346.4, 128: 352.8, 400: 380})
     assert together["stage 3, 4 rows"][400] == pytest.approx(400 * 400 / 1e3)
     assert together["in proportion"] == pytest.approx({n: 0.3664 * n for n in COUNTS})
     assert list(rows) == [f"stage {stage}, largest rows" for stage in (1, 2, 3)]
@@ -155,28 +153,21 @@ def test_each_model_has_a_panel_for_one_for_all_and_for_the_rows(drawn):
     named = [text.get_text() for text in legend.get_texts()]
     ways = {f"stage {stage}, {asked} rows" for stage in (1, 2, 3) for asked in (4, "largest")}
     assert sorted(named) == sorted(ways | {"in proportion"}), "each once"
-
-
-def test_it_is_legible_on_a_phone(drawn):
-    """Texts do not overlap, and are at least 11 pixels high where the picture is 390 wide."""
-    figure = drawn(*swept(("7.5b", "mixtral-8x7b")))
     for axes in figure.axes:  # without the ticks beyond the axis, which are not drawn
         axes.set_yticks([tick for tick in axes.get_yticks() if tick <= axes.get_ylim()[1]])
-    assert not overlapping(figure)
-    inch = 390 / figure.get_figwidth()
-    texts = [text for text in figure.findobj(plt.Text) if text.get_text() and text.get_visible()]
-    assert len(texts) > 30 and min(text.get_fontsize() for text in texts) / 72 * inch >= 11
-    assert figure.get_figwidth() < figure.get_figheight()
-    for axes in figure.axes:
         highest = max(value for line in axes.lines for value in line.get_ydata())
         assert axes.get_ylim() == (0, pytest.approx(1.1 * highest)), "no marker is cut off"
+    assert not overlapping(figure)
+    texts = [text for text in figure.findobj(plt.Text) if text.get_text() and text.get_visible()]
+    smallest = min(text.get_fontsize() for text in texts) / 72 * 390 / figure.get_figwidth()
+    assert len(texts) > 30 and smallest >= 11 and figure.get_figwidth() < figure.get_figheight()
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128", "400"]
 
 
 def test_what_does_not_fit_is_marked_and_what_failed_is_not(drawn):
-    missing = fakes.cell("64xH100", 2, peak=90), fakes.cell("128xH100", 2, failed="no luck")
+    missing = fakes.cell("64xH100", 2, 8, peak=90), fakes.cell("128xH100", 2, 8, failed="no luck")
     other = fakes.cell("64xA100-80GB", tflops=150.0)
-    figure = drawn(*swept(stages=(3,), asked=(4,)), *missing, other)
+    figure = drawn(*swept("7.5b", asked=(4,)), *missing, other)
     assert [axes.get_xlabel() for axes in figure.axes] == ["", "H100s", "", "A100-80GBs"]
     found = lines(figure.axes[0])
-    assert found["does not fit"] == {64: 0} and found["stage 2, 4 rows"] == {}
+    assert found["does not fit"] == {64: 0} and found["stage 2, 8 rows"] == {}

@@ -116,13 +116,3 @@ def test_ways_are_valid_and_each_is_there_once():
     assert exact == [way for way in found if way.is_exact]
     alone = list(_ways.ways(["a"], [1], several_hosts=False, lossy=True))
     assert not any(way.names_levels or not way.is_exact for way in alone)
-
-
-def test_codes_are_added_to_the_precision():
-    given = zerojax.Precision(compute="bfloat16", reduce="float32")
-    assert Way().precision(given) is given and Way().precision(None) is None
-    coded = Way(gather="int8").precision(given)
-    assert (coded.compute, coded.reduce) == ("bfloat16", "float32")
-    assert coded.gather == zerojax.Blocks("int8")
-    assert Way(gather="int8", reduce="int4").precision(None).reduce == zerojax.Blocks("int4")
-    assert Way(gather="int8").placement == Way().placement, "codes place nothing"
