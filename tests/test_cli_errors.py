@@ -9,6 +9,7 @@ from tests.forecast import fakes
 
 STEP = str(stored.HERE / "step3-8xH100-jax0.12.hlo")
 G8 = ("--gpus", "8xH100")
+NAMED = ("mymodel:model", *G8, "--axis")
 BAD = {
     "unknown GPU": (("forecast", "124m", "--gpus", "8xV900"), "no facts about a GPU 'V900'. Name"),
     "no devices": (("table", "--devices", "0"), "--devices [0] must be positive"),
@@ -24,6 +25,16 @@ BAD = {
     "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "--groups shards params"),
     "codes": (("forecast", "mymodel:model", "--gather", "int4"), "Precision(gather='int4'): 15 l"),
     "dtype": (("audit", "mymodel:model", "--compute", "int8"), "(compute='int8'): not a float dt"),
+    "one axis": (
+        ("forecast", *NAMED, "batch", "--groups", "params=gpu"),
+        "is one axis over all GP",
+    ),
+    "hpZ": (("forecast", *NAMED, "batch", "--regather", "gpu"), "Name both in --axis"),
+    "three axes": (
+        ("forecast", *NAMED, "a,b,c"),
+        "must be the name of the mesh axis over all GPUs",
+    ),
+    "one twice": (("forecast", *NAMED, "a,a"), "two names: of the hosts, and of the GPUs of each"),
     "hosts of none": (("forecast", "mymodel:model", "--per-host", "0"), "or --per-host.\n"),
     "microbatches": (
         ("forecast", "124m", "--accumulate", "8"),

@@ -32,7 +32,6 @@ def told(flag):
             told(f"{NAME}rtt_us=2,nic_speed_gbps=20"),
         ),
         (f"{NAME}nic_speed_gbps=50,rtt_us=2", "H100", 12e9, PUT),
-        (f"{NAME}rtt_us=2", "H100", 12e9, PUT),
         ("", "H100", 25e9, "to spare."),
         ("", "A100-80GB", 3e9, "to spare."),  # its scheduler knows no speeds
         ("", "RTX5090", 3e9, "to spare."),

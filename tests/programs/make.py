@@ -177,6 +177,7 @@ def step(mesh, stage, accumulate=1):
 
 
 OLDEST, NEWEST = "jax0.10", "jax0.12"
+BY_AXES = functools.partial(cpu_mesh, (2, 4), ("data", "model"))
 PROGRAMS = {
     "layers-cpu8": (layers, cpu_mesh, (OLDEST, NEWEST)),
     "layers-8xH100": (layers, "8xH100", (OLDEST, NEWEST)),
@@ -184,12 +185,8 @@ PROGRAMS = {
     "nested-16xH100": (nested, "16xH100", (OLDEST, NEWEST)),
     "combined-cpu8": (combined, cpu_mesh, (NEWEST,)),
     "combined-8xH100": (combined, "8xH100", (OLDEST, NEWEST)),
-    "axes-cpu8": (axes, functools.partial(cpu_mesh, (2, 4), ("data", "model")), (OLDEST, NEWEST)),
-    "partitioned-cpu8": (
-        partitioned,
-        functools.partial(cpu_mesh, (2, 4), ("data", "model")),
-        (NEWEST,),
-    ),
+    "axes-cpu8": (axes, BY_AXES, (OLDEST, NEWEST)),
+    "partitioned-cpu8": (partitioned, BY_AXES, (NEWEST,)),
     "unknown-cpu8": (unknown, cpu_mesh, (OLDEST,)),
     "exchange-8xH100": (exchange, "8xH100", (NEWEST,)),
     "step3-8xH100": (functools.partial(step, stage=3), "8xH100", (NEWEST,)),

@@ -265,48 +265,35 @@ def test_one_that_fails_is_a_row_with_its_reason_and_is_tried_again(monkeypatch,
     assert compiled[4:] == [(1, 8, 4), (1, 16, 4), (3, 16, 4)]
 
 
-def unreadable(params, batch):
-    return params["nosuch"]
+def twice_as_many(rows):
+    return fakes.batch(2 * rows)
+
+
+OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")}
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"gpus": "8xV900"}, ValueError, "no facts about a GPU 'V900'"),
-        ({"gpus": []}, ValueError, r"nothing to try: gpus=\[\]"),
-        ({"stages": (1, 4)}, ValueError, r"stages=4 is none of \(0, 1, 2, 3\)"),
-        ({"rows": (4, 0)}, ValueError, "rows=0 must be positive, or 'largest'"),
-        ({"rows": "most"}, ValueError, "rows='most' must be positive, or 'largest'"),
-        ({"models": "3x"}, ValueError, "no preset '3x'. Name one of"),
-        ({"models": []}, ValueError, "no models. Name one or several presets"),
-        (
-            {"models": MINE | {"two": MINE["mine"][:2]}},
-            ValueError,
-            r"with a function batch\(rows\)",
-        ),
-        ({"models": of(batch=fakes.batch(8))}, ValueError, r"with a function batch\(rows\) that"),
-        ({"models": of(unreadable)}, KeyError, "nosuch"),
-        (
-            {"models": of(batch=lambda rows: fakes.batch(2 * rows))},
-            ValueError,
-            r"batch\(1\) of 'mine' has no array of 1 rows",
-        ),
-        (
-            {"models": "124m", "remat": "some"},
-            ValueError,
-            "no remat 'some'. Name one of none, dots, full, or",
-        ),
-        ({"accumulate": (1, 2)}, ValueError, r"accumulate=\(1, 2\) must be one positive number"),
-        ({"rng": None}, TypeError, r"takes no rng=. Beside its own: accumulate, order"),
-        (
-            {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")},
-            ValueError,
-            r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each",
-        ),
+        ({"gpus": "8xV900"}, "no facts about a GPU 'V900'"),
+        ({"gpus": []}, r"nothing to try: gpus=\[\]"),
+        ({"stages": (1, 4)}, r"stages=4 is none of \(0, 1, 2, 3\)"),
+        ({"rows": (4, 0)}, "rows=0 must be positive, or 'largest'"),
+        ({"rows": "most"}, "rows='most' must be positive, or 'largest'"),
+        ({"models": "3x"}, "no preset '3x'. Name one of"),
+        ({"models": []}, "no models. Name one or several presets"),
+        ({"models": {"two": MINE["mine"][:2]}}, r"with a function batch\(rows\) that returns"),
+        ({"models": of(batch=fakes.batch(8))}, r"with a function batch\(rows\) that returns"),
+        ({"models": of(lambda params, batch: params["nosuch"])}, "nosuch"),
+        ({"models": of(batch=twice_as_many)}, r"batch\(1\) of 'mine' has no array of 1 rows"),
+        ({"models": "124m", "remat": "some"}, "no remat 'some'. Name one of none, dots, full, or"),
+        ({"accumulate": (1, 2)}, r"accumulate=\(1, 2\) must be one positive number"),
+        ({"rng": None}, r"takes no rng=. Beside its own: accumulate, order"),
+        (OF_TWO, r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each"),
     ],
 )
-def test_bad_input_is_refused_before_anything_compiles(compiled, options, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_refused_before_anything_compiles(compiled, options, message):
+    with pytest.raises((KeyError, TypeError, ValueError), match=message):
         made(**{"gpus": "8xH100"} | options)
     assert not compiled
 
