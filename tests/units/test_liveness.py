@@ -1,9 +1,8 @@
 """Buffers that live at the peak of memory."""
 
 from tests.hlo.modules import ARGUMENTS, LAYER, SLICE, module
-from zerojax._hlo import (
-    liveness as _liveness,
-)
+from zerojax._hlo import liveness as _liveness
+from zerojax._hlo.module import Module
 
 
 def test_buffers_of_asynchronous_fusions_and_copies():
@@ -20,7 +19,7 @@ def test_buffers_of_asynchronous_fusions_and_copies():
 """,  # noqa: E501
         SLICE,
     )
-    live = {(b.name, b.index): b.nbytes for b in _liveness.peak(made)}
+    live = {(b.name, b.index): b.nbytes for b in _liveness.peak(Module(made))}
     assert {key: size for key, size in live.items() if size > 8} == {
         ("s", 2): LAYER, ("c", 0): LAYER,
     }  # fmt: skip
@@ -35,5 +34,5 @@ def test_what_is_updated_in_place_is_one_buffer():
 """,
         SLICE,
     )
-    live = {b.name: b.nbytes for b in _liveness.peak(made)}
+    live = {b.name: b.nbytes for b in _liveness.peak(Module(made))}
     assert {name: size for name, size in live.items() if size > 8} == {"copied": 8 * LAYER}
