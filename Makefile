@@ -30,9 +30,13 @@ gpu-code: gpu-compile
 processes: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'processes' --no-skips $(ARGS)
 
-# Random combinations of features against one device; those that are refused count as skipped.
+# Random rows of tests/space.py against one device, or the one of them with the number ONLY; those
+# that are refused count as skipped.
+SEED ?= 0
+COUNT ?= 200
 fuzz: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py --seed $(SEED) --count $(COUNT) \
+	  $(if $(ONLY),--only $(ONLY) -rP) $(ARGS)
 
 # Defects in the package, one at a time, and the tests that find them.
 mutants: $(VENV)/.test

@@ -1,0 +1,344 @@
+"""Runs a row of `tests/space.py` in a step, and compares it with one device."""
+
+import dataclasses
+import math
+import re
+import tempfile
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, struct
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
+
+import zerojax
+import zerojax.nnx
+from tests.space import Row
+from tests.trajectory import (
+    OPTIMIZERS,
+    RATE,
+    STEPS,
+    End,
+    batch_of,
+    key_of,
+    start,
+    subject_of,
+    trajectory,
+)
+
+
+class State(TrainState):
+    stats: Any = None
+
+
+@struct.dataclass
+class Modules(zerojax.ModuleState):
+    stats: Any = None
+
+
+KINDS = ("opt_state", "grads", "params")
+
+
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def placing(row: Row) -> dict[str, Any]:
+    """What `shard_train_state` is given."""
+    axes = tuple(row.sizes)
+    shared = {
+        kind: tuple(axis for axis in axes if min(row.kinds[axis], row.stage) > at)
+        for at, kind in enumerate(KINDS)
+    }
+    where = {"groups": shared} if "/" in row.layout else {"axis": axes}
+    offload = zerojax.Offload(**{k: k in row.offload for k in ("opt_state", "params")}, min_bytes=0)
+    return {
+        "stage": row.stage,
+        "mesh": mesh_of(row.sizes),
+        "pad": row.shapes != "whole",
+        "precision": zerojax.Precision(**row.types) if row.types else None,
+        "offload": offload if row.offload else None,
+        **where,
+    }
+
+
+def stepping(row: Row) -> dict[str, Any]:
+    """What `train_step` is given."""
+    names = ("accumulate", "order", "prefetch", "update", "activations", "donate")
+    options = {name: getattr(row, name) for name in names}
+    near = [axis for axis, kinds in row.kinds.items() if kinds == 3] or list(row.sizes)
+    return options | {
+        "regather": near[-1] if row.regather == "near" else row.regather,
+        "skip_nonfinite": row.skip,
+    }
+
+
+def loss_of(row: Row) -> Any:
+    """The loss, with as many arguments as the row needs."""
+    made, wrap = subject_of(row), jax.checkpoint if row.remat else lambda f: f
+
+    def loss(model, batch, *key, **fields):
+        stats = (
+            made.stats if row.model != "nnx" else {"mean": model.mean[...], "seen": model.seen[...]}
+        )
+        stats = fields.get("stats", stats)
+        losses, new, scale = made.apply(model, stats, batch["x"], *key or [None], RATE, wrap)
+        losses = losses * batch["gain"]
+        value = zerojax.mean(losses, where=batch["mask"]) if row.masked else losses.mean()
+        if row.fields and row.model == "nnx":
+            nnx.update(model, new)
+        return value, {"scale": scale} | ({"stats": new} if fields else {})
+
+    return loss
+
+
+def made(row: Row, end: End) -> Any:
+    """A state on one device that has been trained so far; of nnx, a model and its optimizer."""
+    subject, tx = subject_of(row), OPTIMIZERS[row.optimizer]()
+    model = subject.model_of(end.params)
+    if row.model == "nnx":
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        nnx.update(model, end.stats)
+        state = zerojax.nnx.state(model, optimizer)
+        zerojax.nnx.update(model, optimizer, state.replace(opt_state=end.opt_state))
+        return model, optimizer
+    fields = {"stats": end.stats} if row.fields else {}
+    if row.model == "equinox":  # whose arrays of numpy are constants
+        state = Modules.create(jax.tree.map(jnp.asarray, model), tx, **fields)
+    else:
+        state = State.create(apply_fn=None, params=model, tx=tx, **fields)
+    return state.replace(opt_state=end.opt_state)
+
+
+class Training:
+    """A placed state and its step, the same to use for nnx's objects and for states."""
+
+    def __init__(self, row: Row, source: Any) -> None:
+        self.is_nnx, loss, options = row.model == "nnx", loss_of(row), stepping(row)
+        if self.is_nnx:
+            source = (source,) if callable(source) else source
+            self.objects = zerojax.nnx.shard(*source, **placing(row))
+            self.step = zerojax.nnx.train_step(loss, **options)
+            self.compiled = self.step.functional
+        else:
+            self.state = zerojax.shard_train_state(source, **placing(row))
+            mutable = ("stats",) if row.fields else ()
+            self.step = self.compiled = zerojax.train_step(loss, mutable=mutable, **options)
+
+    def get(self) -> Any:
+        return zerojax.nnx.state(*self.objects) if self.is_nnx else self.state
+
+    def put(self, state: Any) -> None:
+        if self.is_nnx:
+            zerojax.nnx.update(*self.objects, state)
+        else:
+            self.state = state
+
+    def advance(self, batch: Any, *key: jax.Array) -> dict[str, Any]:
+        if self.is_nnx:
+            metrics = jax.block_until_ready(self.step(*self.objects, batch, *key))
+        else:
+            self.state, metrics = jax.block_until_ready(self.step(self.state, batch, *key))
+        return metrics | metrics["aux"]
+
+    def call(self, batch: Any, *key: jax.Array) -> tuple[Any, ...]:
+        """The step of states, and what it is called with."""
+        if self.is_nnx:
+            return self.step.pure(*self.objects, batch, *key)
+        return self.step, self.state, batch, *key
+
+
+# Where the checkpoint of a row is made that begins with one.
+ELSEWHERE = {
+    "saved flat": {"layout": "data=8", "stage": 1, "offload": ()},
+    "saved in groups": {
+        "layout": "node=2/1 gpu=2/3",
+        "stage": 3,
+        "offload": ("opt_state", "params"),
+    },
+}
+
+
+def started(row: Row, ends: list[End]) -> tuple[Training, int]:
+    """A row's training, and how many steps there were before it: one on one device, or none."""
+    if row.source == "function":
+        return Training(row, lambda: made(row, ends[0])), 0
+    if row.source == "arrays":
+        return Training(row, made(row, ends[1])), 1
+    pad = {"whole": "padded", "padded": "whole", "even": "even"}[row.shapes]
+    other = dataclasses.replace(row, shapes=pad, **ELSEWHERE[row.source])
+    training = Training(row, made(row, ends[0]))
+    with tempfile.TemporaryDirectory() as directory:
+        zerojax.save(f"{directory}/state", Training(other, made(row, ends[1])).get())
+        training.put(zerojax.restore(f"{directory}/state", like=training.get()))
+    return training, 1
+
+
+@dataclasses.dataclass
+class Run:
+    """A row's training after its steps, the first of which was this one."""
+
+    training: Training
+    first: int
+    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    gone: list[bool] = dataclasses.field(default_factory=list)  # of arrays of the state before
+
+
+def run(row: Row) -> Run:
+    with mock.patch("zerojax._engine.residuals.SMALL", 0):  # what layers keep is small here
+        training, first = started(row, trajectory(row))
+        found = Run(training, first)
+        for step in range(first, STEPS):
+            old = jax.tree.leaves(training.get())
+            metrics = training.advance(batch_of(row), *keys_of(row, step))
+            found.gone += [x.is_deleted() for x in old]
+            names = ("loss", "grad_norm", "scale", *["skipped"] * row.skip)
+            found.metrics.append({name: float(metrics[name]) for name in names})
+    return found
+
+
+def untrained(row: Row) -> tuple[Any, ...]:
+    """A row's step, and what it is called with first, on a state that has not been trained."""
+    training = Training(row, made(row, start(row)))
+    return training.call(batch_of(row), *keys_of(row, 0))
+
+
+def compiled(row: Row) -> str:
+    step, *args = untrained(row)
+    return step.lower(*args).compile().as_text()
+
+
+def keys_of(row: Row, step: int) -> tuple[jax.Array, ...]:
+    return (key_of(step),) if row.noisy else ()
+
+
+def check(row: Row, verified: bool = False) -> None:
+    """Compares everything that a row's steps made with one device."""
+    found, ends = run(row), trajectory(row)
+    state = found.training.get()
+    check_numbers(row, found, ends)
+    check_places(row, found, state)
+    if row.skip:
+        check_skips(row, found.training)
+    if verified:
+        with mock.patch("zerojax._engine.residuals.SMALL", 0):
+            step, *args = found.training.call(batch_of(row), *keys_of(row, 0))
+            zerojax.verify(step, *args, whole_batch=row.model != "convnet").check()
+    assert found.training.compiled._cache_size() == 1, "compiled more than once"
+
+
+# -- numbers
+
+# The most error of an optimizer's state, of parameters and of metrics where something is rounded.
+# Adam, and what normalizes like it, makes steps of full size of the rounding of small gradients.
+ROUNDED, COARSE = (0.05, 0.35, 0.02), (0.3, 0.6, 0.1)
+EXACT = (2e-5, 2e-5, 1e-5)
+CODES = {"int8", "int4", "float8_e4m3fn"}
+
+
+def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
+    state = found.training.get()
+    sent = set(re.findall(r"(?:weight|gradient) (\w+)", str(state.tx.plan))) & CODES
+    rounds = sent | (set(row.types.values()) - CODES)
+    of_state, of_params, of_metrics = COARSE if "int4" in sent else ROUNDED if rounds else EXACT
+    if row.optimizer == "muon" and "int4" in sent:
+        of_params = math.inf  # it makes steps of full size of all that codes are off by
+    for at, metrics in enumerate(found.metrics, found.first + 1):
+        wanted = ends[at].metrics | ({"skipped": 0.0} if row.skip else {})
+        assert metrics == pytest.approx(wanted, rel=of_metrics), f"metrics of step {at}"
+    before, wanted, shown = ends[found.first], ends[-1], shown_as_on_one_device(row, state)
+    off = errors(shown.opt_state, wanted.opt_state, before.opt_state)
+    assert_less(off, of_state, "opt_state")
+    assert_less(errors(shown.params, wanted.params, before.params), of_params, "params")
+    assert_less(errors(shown.stats, wanted.stats, before.stats), of_metrics, "stats")
+    assert not sent or max(off.values()) > 1e-4, f"{sent} did not travel as codes"
+    assert int(state.step) == len(found.metrics)
+
+
+def shown_as_on_one_device(row: Row, state: Any) -> End:
+    """Of parameters that are stored in 16 bits, the masters; frozen ones have none."""
+    state = jax.device_get(zerojax.logical(state))
+    params, opt_state = state.params, state.opt_state
+    if "moments" in row.types:
+        opt_state = opt_state.inner
+    if "master" in row.types:
+        params, opt_state, stored = opt_state.master, opt_state.inner, named(params)
+        for name, master in named(params).items():
+            np.testing.assert_array_equal(stored[name], master.astype(jnp.bfloat16), name)
+    stats = state.variables.values if row.model == "nnx" else getattr(state, "stats", None)
+    return End(params, opt_state, stats, {})
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
+
+
+def errors(found: Any, wanted: Any, before: Any) -> dict[str, float]:
+    """The error of each leaf, in parts of how far it went; of leaves that hardly move, in parts of
+    what others do. What one device leaves as it is may not change in a bit."""
+    found, wanted, before = map(named, (found, wanted, before))
+    assert found.keys() <= wanted.keys() == before.keys()
+    norm = lambda x: np.linalg.norm(np.asarray(x, np.float64))
+    moved = {name: norm(wanted[name] - before[name]) for name in wanted}
+    floor = 0.05 * max(moved.values(), default=0)
+    off = {}
+    for name, value in found.items():
+        stays = not moved[name] or value.dtype.kind in "biu"
+        off[name] = norm(value - wanted[name]) / max(moved[name], floor, 1e-30)
+        off[name] = math.inf if stays and off[name] else off[name]
+    return off
+
+
+def assert_less(off: dict[str, float], limit: float, what: str) -> None:
+    wrong = {name: f"{error:.1e}" for name, error in off.items() if not error <= limit}
+    assert not wrong, f"{what} are off by more than {limit:.0e} of how far they went: {wrong}"
+
+
+# -- places
+
+
+def check_places(row: Row, found: Run, state: Any) -> None:
+    plan = state.tx.plan
+    assert set(found.gone) == {row.donate}, "the old state is given away, or is not"
+    for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
+        assert value.sharding == leaf.rest.sharding(plan.mesh), leaf.path
+        outside = np.array(value)
+        outside[tuple(map(slice, leaf.shape))] = 0
+        assert not outside.any(), f"the padding of {leaf.path}"
+        if leaf.kind in ("params", "opt_state") and leaf.shape:
+            assert (value.sharding.memory_kind == "pinned_host") == (leaf.kind in row.offload)
+    check_shards(row, state)
+
+
+def check_shards(row: Row, state: Any) -> None:
+    """Large parameters, and what has their shapes, are in as many parts as the stage says."""
+    where = placing(row)
+    groups = where.get("groups") or dict.fromkeys(KINDS[: row.stage], where["axis"])
+    parts = math.prod(row.sizes[axis] for axis in groups.get("opt_state", ()))
+    cut = {"opt_state": parts, "params": parts if groups.get("params") else 1}
+    plan = state.tx.plan
+    large = {
+        p.path.removeprefix("params/"): p.shape for p in plan.params if math.prod(p.shape) >= 128
+    }
+    for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
+        follows = any(leaf.path.endswith(f"/{p}") and leaf.shape == large[p] for p in large)
+        if follows and leaf.kind in cut and not leaf.frozen and row.shapes != "whole":
+            found = value.size / value.addressable_shards[0].data.size
+            assert found == cut[leaf.kind], f"{leaf.path} is in {found} parts"
+
+
+def check_skips(row: Row, training: Training) -> None:
+    """A step that is not finite on one device changes nothing but the count of steps."""
+    batch = batch_of(row)
+    batch["gain"][0] = np.nan
+    before = jax.device_get(training.get())
+    assert training.advance(batch, *keys_of(row, 0))["skipped"] == 1
+    after = jax.device_get(training.get())
+    assert after.step == before.step + 1
+    jax.tree.map(np.testing.assert_array_equal, after, before.replace(step=after.step))

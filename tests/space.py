@@ -1,0 +1,304 @@
+"""The space of steps: features, their levels, what is refused, and rows that have every pair.
+
+    python tests/space.py           # all rows, and of how many pairs each is the first
+    python tests/space.py 17        # a row, these pairs, and the program that its step compiles to
+    python tests/space.py 7-113     # the same of the row that `make fuzz SEED=7 ONLY=113` draws
+
+`tests/test_pairs.py` compares each row with one device.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# -- a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One step, by its level of each feature; the default is the first level."""
+
+    model: str = "gpt"
+    remat: bool = False
+    shapes: str = "even"
+    layout: str = "data=3"
+    stage: int = 3
+    optimizer: str = "adamw"
+    precision: str = ""
+    codes: str = ""
+    accumulate: int = 1
+    order: str = "microbatches"
+    regather: bool | str = True
+    prefetch: int = 0
+    offload: tuple[str, ...] = ()
+    update: str = "auto"
+    activations: str | None = None
+    masked: bool = False  # zerojax.mean, with rows that do not count
+    noisy: bool = False  # dropout
+    fields: bool = False  # statistics that the loss updates
+    donate: bool = True
+    skip: bool = False  # what is not finite
+    source: str = "arrays"  # of the state: trained ones, a function, a checkpoint of another row
+
+    def __str__(self) -> str:
+        """As Python that makes it, with what is not the default."""
+        levels, plain = dataclasses.asdict(self), dataclasses.asdict(Row())
+        return f"Row({', '.join(f'{k}={v!r}' for k, v in levels.items() if v != plain[k])})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh: of each axis its number of devices."""
+        return {axis: int(text.split("/")[0]) for axis, text in settings(self.layout).items()}
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Of each axis, over how many kinds of arrays it may shard."""
+        return {axis: int(text[2:] or 3) for axis, text in settings(self.layout).items()}
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts devices and microbatches split a batch."""
+        return math.prod(self.sizes.values()) * self.accumulate
+
+    @property
+    def types(self) -> dict[str, str]:
+        """What `zerojax.Precision` is given."""
+        return settings(self.precision) | settings(self.codes)
+
+
+def settings(text: str) -> dict[str, str]:
+    return dict(one.split("=") for one in text.split())
+
+
+# -- the space
+
+# "node=2/1 gpu=3/3" is a mesh of 2 x 3 devices. As far as the stage shards them, one kind of arrays
+# is sharded over `node`, the optimizer state, and all three over `gpu`: gradients and parameters
+# too. The axis of the fast links is the last one.
+REPLICATED = "node=2/0 gpu=2/3"
+INT4 = "reduce=int4 gather=float8_e4m3fn"
+MASTERS = "compute=bfloat16 param=bfloat16 master=float32"
+BOTH = ("opt_state", "params")
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": ("gpt", "mlp", "linen", "convnet", "nnx", "equinox"),
+    "remat": (False, True),
+    "shapes": ("even", "padded", "whole"),  # which devices divide; or do not, with pad=False
+    "layout": (
+        "data=3",
+        "node=2 gpu=2",
+        REPLICATED,
+        "node=2/1 gpu=3/3",
+        "node=2/3 gpu=2/1",
+        "rack=2/2 node=2/1 gpu=2/3",
+    ),
+    "stage": (3, 2, 1, 0),
+    "optimizer": ("adamw", "adafactor", "muon", "several", "wrapped", "frozen"),
+    "precision": ("", "compute=bfloat16", MASTERS, "moments=bfloat16"),
+    "codes": ("", "reduce=int8", "gather=int8", INT4, "reduce=bfloat16 gather=bfloat16"),
+    "accumulate": (1, 2, 4),
+    "order": ("microbatches", "layers"),
+    "regather": (True, False, "near"),
+    "prefetch": (0, 1),
+    "offload": ((), ("opt_state",), BOTH),
+    "update": ("auto", "backward"),
+    "activations": (None, "host"),
+    "masked": (False, True),
+    "noisy": (False, True),
+    "fields": (False, True),
+    "donate": (True, False),
+    "skip": (False, True),
+    "source": ("arrays", "function", "saved flat", "saved in groups"),
+}
+LOOPLESS, SEVERAL = ("mlp", "linen", "convnet"), (2, 4)
+
+
+class Refusal(NamedTuple):
+    """Levels that no step has together: zerojax says so before anything compiles."""
+
+    levels: dict[str, tuple[Any, ...]]
+    says: str
+
+
+IN_BACKWARD = r"update='backward', and no parameter can be updated there"
+REFUSED = (
+    Refusal(
+        {"order": ("layers",), "model": LOOPLESS, "accumulate": SEVERAL},
+        r"order='layers'.*the loss has no scan over stacked parameters",
+    ),
+    Refusal(
+        {"activations": ("host",), "model": LOOPLESS},
+        r"activations=\('host',\).*the loss has no scan of stacked parameters",
+    ),
+    Refusal({"update": ("backward",), "model": LOOPLESS}, IN_BACKWARD),
+    Refusal({"update": ("backward",), "optimizer": ("adafactor", "wrapped")}, IN_BACKWARD),
+    Refusal(  # stacks are padded; of the vectors in stacks, muon makes matrices
+        {
+            "update": ("backward",),
+            "shapes": ("padded",),
+            "stage": (3, 2, 1),
+            "optimizer": ("muon", "frozen"),
+        },
+        IN_BACKWARD,
+    ),
+    Refusal(
+        {"update": ("backward",), "order": ("microbatches",), "accumulate": SEVERAL},
+        r"update='backward'.*accumulate=\d needs all gradients first",
+    ),
+    Refusal({"update": ("backward",), "regather": (False,)}, r"'backward'.*regather=False needs"),
+    Refusal({"update": ("backward",), "skip": (True,)}, r"'backward'.*skips what is not finite"),
+    Refusal(
+        {"codes": ("reduce=int8", INT4), "layout": (REPLICATED,)},
+        r"reduce=.*is for gradients between nodes, and groups= shards nothing over \('node',\)",
+    ),
+)
+
+# What has failed, though no pair of it had; and what FACTORS does not have.
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {"codes": "reduce=int8", "layout": "node=2/3 gpu=2/1", "stage": 2},
+    {"codes": "reduce=int8", "layout": "node=2/3 gpu=2/1", "stage": 3, "accumulate": 2},
+    {"codes": "reduce=int8", "layout": "rack=2/2 node=2/1 gpu=2/3", "stage": 2},
+    {"shapes": "padded", "model": "gpt", "optimizer": "frozen"},
+    {"shapes": "padded", "model": "mlp", "optimizer": "adafactor", "stage": 3},
+    {"shapes": "padded", "offload": BOTH, "stage": 1, "accumulate": 2},
+    {"offload": BOTH, "update": "backward", "order": "layers", "accumulate": 4},
+    {"offload": BOTH, "update": "backward", "precision": MASTERS},
+    {"noisy": True, "model": "linen", "stage": 3, "accumulate": 4},
+    {"noisy": True, "stage": 0, "accumulate": 2},
+    {"masked": True, "layout": "node=2/1 gpu=3/3", "accumulate": 4},
+    {"masked": True, "layout": REPLICATED, "accumulate": 2},
+    {"fields": True, "order": "layers", "accumulate": 2},
+    {"regather": False, "activations": "host", "prefetch": 1},
+    {"skip": True, "codes": "reduce=int8", "offload": ("opt_state",)},
+    {"layout": "node=2/2 gpu=2/3", "codes": "gather=int8", "prefetch": 1, "optimizer": "lamb"},
+    {"layout": "data=1", "optimizer": "lion", "precision": "", "codes": ""},
+    {"layout": "data=8", "optimizer": "momentum"},
+    {"layout": "data=5", "optimizer": "novograd"},
+    {"optimizer": "scheduled"},
+)
+
+
+# -- rows that have every pair
+
+# A row that has its pairs with any level of these has the first: exact, and compiled soonest.
+PLAIN = {"precision", "codes", "offload", "update", "source"}
+TRIES = 20
+Levels = dict[str, Any]  # of some features, or of all
+Pair = frozenset[tuple[str, Any]]
+
+
+def refusal_of(levels: Levels) -> Refusal | None:
+    has = lambda refusal: all(levels.get(name, ...) in of for name, of in refusal.levels.items())
+    return next(filter(has, REFUSED), None)
+
+
+def every_pair() -> Iterator[Pair]:
+    for one, other in itertools.combinations(FACTORS, 2):
+        for level, its in itertools.product(FACTORS[one], FACTORS[other]):
+            yield frozenset({(one, level), (other, its)})
+
+
+def pairs_of(levels: Levels) -> set[Pair]:
+    return set(map(frozenset, itertools.combinations(levels.items(), 2)))
+
+
+def _completed(levels: Levels, wanted: dict[Pair, None], rng: random.Random) -> Levels | None:
+    """A row that begins with these levels; each of the others adds the most wanted pairs."""
+
+    def gained(name: str, level: Any) -> int:
+        return sum(frozenset({(name, level), item}) in wanted for item in levels.items())
+
+    for name in rng.sample(list(FACTORS), len(FACTORS)):
+        among = [level for level in FACTORS[name] if not refusal_of(levels | {name: level})]
+        if name not in PLAIN:
+            rng.shuffle(among)
+        if name not in levels:
+            if not among:
+                return None
+            levels = levels | {name: max(among, key=functools.partial(gained, name))}
+    return levels
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """By a greedy search: of some completions of a start, the one that has the most new pairs."""
+    rng, found = random.Random(21), []
+    wanted = {pair: None for pair in every_pair() if not refusal_of(dict(pair))}
+    starts = list(TOGETHER)
+    while starts or wanted:
+        start = starts.pop(0) if starts else dict(next(iter(wanted)))
+        tried = filter(None, [_completed(start, wanted, rng) for _ in range(TRIES)])
+        best = max(tried, key=lambda levels: sum(pair in wanted for pair in pairs_of(levels)))
+        found.append(Row(**best))
+        for pair in pairs_of(best):
+            wanted.pop(pair, None)
+    return tuple(found)
+
+
+@functools.cache
+def verified() -> tuple[int, ...]:
+    """The numbers of some rows that have each level once."""
+    left = {(name, level) for name, levels in FACTORS.items() for level in levels}
+    levels = [set(dataclasses.asdict(row).items()) for row in rows()]
+    found = []
+    while left:
+        found.append(max(range(len(levels)), key=lambda number: len(left & levels[number])))
+        left -= levels[found[-1]]
+    return tuple(found)
+
+
+# -- rows at random
+
+RARE = ("lion", "lamb", "momentum", "novograd", "scheduled")
+CHAINS = tuple(
+    " ".join(f"{axis}/{kind}" for axis, kind in zip(mesh.split(), kinds, strict=True))
+    for mesh in ("data=8", "node=2 gpu=4", "rack=2 node=2 gpu=2")
+    for kinds in itertools.product(range(4), repeat=mesh.count("="))
+)
+
+
+def walk(seed: int, number: int) -> Row:
+    """The first have each mesh and all groups over it, with gradients as codes."""
+    rng = random.Random(f"{seed}-{number}")
+    others = {"optimizer": RARE, "layout": CHAINS}
+    levels = {
+        name: rng.choice(of + others.get(name, ())) if rng.random() < 0.4 else of[0]
+        for name, of in FACTORS.items()
+    }
+    if number < len(CHAINS):
+        levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
+    return Row(**levels)
+
+
+# -- the command line
+
+
+def main(which: str = "") -> None:
+    left = dict.fromkeys(every_pair())
+    for number, row in enumerate(rows()):
+        first = [pair for pair in pairs_of(dataclasses.asdict(row)) if left.pop(pair, 0) is None]
+        if not which:
+            print(f"{number:3}{len(first):5} pairs  {row}")
+        elif which == str(number):
+            texts = (", ".join(sorted(f"{name}={level!r}" for name, level in p)) for p in first)
+            print(*sorted(texts), sep="\n")
+    if which:
+        from tests.compared import compiled
+
+        row = walk(*map(int, which.split("-"))) if "-" in which else rows()[int(which)]
+        print(row, compiled(row), sep="\n\n")
+    else:
+        print(f"{len(left)} of {len(list(every_pair()))} pairs are refused")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+    from tests import conftest, space  # noqa: F401 the first has JAX emulate devices
+
+    space.main(*sys.argv[1:])

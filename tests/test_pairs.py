@@ -1,0 +1,63 @@
+"""Every pair of features: rows that have them, each compared with one device."""
+
+import dataclasses
+
+import pytest
+
+from tests.compared import check, untrained
+from tests.space import (
+    FACTORS,
+    REFUSED,
+    TOGETHER,
+    Row,
+    every_pair,
+    pairs_of,
+    refusal_of,
+    rows,
+    verified,
+)
+
+LEVELS = [dataclasses.asdict(row) for row in rows()]
+
+
+def test_every_pair_is_in_a_row_or_refused():
+    had = set().union(*map(pairs_of, LEVELS))
+    left = [sorted(pair) for pair in every_pair() if pair not in had and not refusal_of(dict(pair))]
+    assert not left, f"{len(left)} pairs are in no row: {left}"
+    refused = [number for number, levels in enumerate(LEVELS) if refusal_of(levels)]
+    assert not refused, f"zerojax refuses the rows {refused}"
+
+
+@pytest.mark.parametrize("levels", TOGETHER, ids=str)
+def test_what_has_failed_together_is_in_a_row(levels):
+    assert any(levels.items() <= row.items() for row in LEVELS)
+
+
+def test_defaults_are_first_levels():
+    assert dataclasses.asdict(Row()) == {name: levels[0] for name, levels in FACTORS.items()}
+
+
+@pytest.mark.parametrize("number", range(len(rows())))
+@pytest.mark.filterwarnings("ignore")
+def test_row(number):
+    row = rows()[number]
+    print(f"python tests/space.py {number}\n{row}")
+    check(row, number in verified())
+
+
+def refused():
+    """Each refusal with each of its levels, beside the first ones of the others."""
+    for refusal in REFUSED:
+        first = {name: of[0] for name, of in refusal.levels.items()}
+        each = ((name, level) for name, of in refusal.levels.items() for level in of)
+        for levels in {tuple({**first, name: level}.items()): None for name, level in each}:
+            yield Row(**dict(levels)), refusal.says
+
+
+@pytest.mark.parametrize(("row", "says"), list(refused()), ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_step_has_together_is_refused_before_it_compiles(row, says, compiled):
+    with pytest.raises(ValueError, match=says):
+        step, *args = untrained(row)
+        step.trace(*args)
+    assert "jit(step)" not in compiled
