@@ -34,23 +34,7 @@ PUBLIC = {
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
 CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
-MOST_FILES, MOST_LINES = 12, 350  # files of a folder, lines of a file
-# Each module's tests are in the file of its name, as tests/audit/test_contract.py; these are not.
-ELSEWHERE = {
-    "__main__": "test_cli.py",
-    "_audit.measured": "audit/test_audit.py",
-    "_checkpoint.tensor_files": "checkpoint/test_safetensors.py",
-    "_engine.ir": "engine/test_split.py",
-    "_forecast.flags": "test_cli.py",
-    "_jaxpr": "engine/test_run.py",
-    "_plan.layout": "plan/test_plan.py",
-    "_plan.move": "plan/test_place.py",
-    "_step.parameter": "test_collectives.py",
-    "_study.flags": "test_cli.py",
-    "_types": "test_surface.py",  # protocols
-    "_verify.field_checks": "loss/test_fields.py",
-    "_verify.reference": "verify/test_verify.py",
-}
+MOST_FILES, MOST_LINES, LONGEST = 12, 500, 60  # files of a folder, lines of a file, a function
 
 
 def test_public_names():
@@ -117,7 +101,7 @@ def test_the_formatter_formats_everything():
 def test_functions_are_short_and_typed():
     found = {name: house.measured(text) for name, text in MODULES.items()}
     longest = {name: max(lengths, default=0) for name, (_, lengths) in found.items()}
-    assert {name: length for name, length in longest.items() if length > 40} == {}
+    assert {name: length for name, length in longest.items() if length > LONGEST} == {}
     counts = sum((counts for counts, _ in found.values()), collections.Counter())
     assert 100 * counts["Any"] / counts["lines"] < 2
 
@@ -127,15 +111,6 @@ def test_the_hardest_packages_say_why(package):
     found = [house.measured(text)[0] for name, text in MODULES.items() if name.startswith(package)]
     counts = sum(found, collections.Counter())
     assert counts["comments"] + counts["trailing"] >= 0.04 * counts["lines"]
-
-
-def test_each_module_says_where_its_tests_are():
-    for name in [name for name, text in MODULES.items() if "def " in text]:
-        *folder, module = (part.strip("_") for part in name.split("."))
-        file = ROOT.parent.joinpath("tests", *folder, f"test_{module}.py")
-        assert file.exists() != (name in ELSEWHERE), file
-    for name, file in ELSEWHERE.items():
-        assert name in MODULES and (ROOT.parent / "tests" / file).exists(), name
 
 
 def test_only_public_jax_is_imported():
