@@ -277,7 +277,7 @@ def test_what_is_being_written_does_not_count(tmp_path, monkeypatch):
         go = holding(monkeypatch)
         checkpoints.save(2, STATE, metrics={"loss": 1.0})
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            interrupt = lambda _: signal.raise_signal(signal.SIGINT)
+            interrupt = lambda _: signal.default_int_handler(signal.SIGINT, None)
             patched.setattr(ocp.CheckpointManager, "wait_until_finished", interrupt)
             checkpoints.wait()
         assert checkpoints.busy() and checkpoints.steps() == [1]
