@@ -12,7 +12,7 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test gpu-code processes fuzz mutants foreign lint examples full-examples notebooks docs \
+.PHONY: demo test test-ci gpu-code processes fuzz mutants foreign lint full-examples notebooks docs \
   wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
@@ -21,6 +21,10 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# What `make test` leaves to CI: examples, pages, rivals, several processes.
+test-ci: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) -m ci --no-skips $(ARGS)
 
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
@@ -47,34 +51,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Runs each example for a few steps.
-examples: SMALL = --steps 3 --layers 2 --dim 64
-examples: $(VENV)/.examples
-	rm -rf $(VENV)/runs
-	$(BIN)/python examples/demo.py $(SMALL)
-	$(BIN)/python examples/train_gpt.py $(SMALL) --checkpoints $(VENV)/runs/gpt --accumulate 2
-	$(BIN)/python examples/finetune_lora.py $(SMALL) --base $(VENV)/runs/base_gpt --base-steps 3
-	$(BIN)/python examples/finetune_hf.py $(SMALL) --base $(VENV)/runs/hf
-	$(BIN)/python examples/train_convnet.py --steps 3 --checkpoints $(VENV)/runs/digits --stage 2
-	$(BIN)/python examples/train_vit.py --steps 3 --layers 2 --dim 32
-	$(BIN)/python examples/diffusion.py --steps 3 --layers 2 --dim 32 --times 3
-	$(BIN)/python examples/dpo.py $(SMALL) --base $(VENV)/runs/base_gpt
-	for run in first resumed; do $(BIN)/python examples/relora.py $(SMALL) --base $(VENV)/runs/base_gpt \
-	  --restart-every 2 --checkpoints $(VENV)/runs/relora --save-every 3 --steps 5 || exit 1; done
-	$(BIN)/python examples/mezo.py $(SMALL) --base $(VENV)/runs/base_gpt
-	$(BIN)/python examples/muon.py $(SMALL)
-	$(BIN)/python examples/nnx_loop.py $(SMALL)
-	$(BIN)/python examples/equinox_loop.py $(SMALL)
-	$(BIN)/python examples/compare_stages.py $(SMALL)
-	$(BIN)/python examples/tensor_parallel.py $(SMALL)
-	$(BIN)/python examples/mixture_of_experts.py $(SMALL)
-	$(BIN)/python examples/mixture_of_experts.py $(SMALL) --ragged
-	$(BIN)/python examples/context_parallel.py $(SMALL)
-	$(BIN)/python examples/context_parallel.py $(SMALL) --attention ring --sequence 4
-	$(BIN)/python examples/pipeline.py $(SMALL)
-	$(BIN)/python examples/one_gpu.py --steps 3 --layers 12 --dim 768
-
-# In full, against what their docstrings say that they reach.
+# The examples in full, against what their docstrings say that they reach.
 full-examples: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow --no-skips tests/test_examples.py
 
@@ -113,12 +90,10 @@ $(VENV)-foreign/.foreign: pyproject.toml
 gpu-compile: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jax[cuda13-local]' nvidia-cuda-nvcc
 
-# Steps compiled for GPUs: none may get slower or larger than the stored results. The tests check
-# that the rivals compute the same gradients.
+# Steps compiled for GPUs: none may get slower or larger than the stored results.
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
 	$(BIN)/python benchmarks/wires.py --check
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow --no-skips tests/test_benchmarks.py
 
 clean:
 	rm -rf .venv

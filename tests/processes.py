@@ -34,6 +34,42 @@ def python(code: str, *arguments: object, **env: str) -> tuple[int, str, str]:
     return ran.returncode, ran.stdout, ran.stderr
 
 
+def output(
+    program: object,
+    *arguments: object,
+    code: int = 0,
+    cwd: pathlib.Path = ROOT,
+    timeout: float = 600,
+    **env: str,
+) -> tuple[str, str]:
+    """(standard output, standard error) of a program, started as from a user's shell."""
+    interpreter = [sys.executable] if str(program).endswith(".py") else []
+    done = subprocess.run(
+        [*interpreter, str(program), *map(str, arguments)],
+        env={**environment(), **env},
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def stub(directory: pathlib.Path, name: str, script: str) -> dict[str, str]:
+    """Variables with which a command of that name, first on the PATH, runs a script of bash."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (directory / name).chmod(0o755)
+    return {"PATH": f"{directory}:{os.environ['PATH']}", "PYTHON": sys.executable}
+
+
+def ssh(directory: pathlib.Path) -> dict[str, str]:
+    """Variables with which `ssh` runs on this machine what it is to run on a host."""
+    return stub(directory, "ssh", 'exec bash -c "${@: -1}"') | {"PORT": str(free_port())}
+
+
 class Run:
     """Processes of `tests.worker`, or of `module`; their output is in files of `logs`."""
 
