@@ -1,8 +1,8 @@
 """Programs of other libraries at stage 3, and of some at stage 0: one device's numbers, the
 collectives of the plan, and how many lines of the authors' program have changed.
 
-`make foreign` installs the libraries and runs all; of those that the test extra has, stage 3 runs
-always."""
+`make foreign` installs the libraries and runs all. The test extra has two of them: one runs always,
+and the other in CI."""
 
 import functools
 import re
@@ -15,9 +15,10 @@ import zerojax
 import zerojax.nnx
 from examples import models_hf
 from tests.foreign import HEAVY, LIGHT, PORTED, program
-from tests.foreign.nnx_tutorials import TUTORIALS
+from tests.foreign.flax_sources import TUTORIALS
+from tests.processes import ROOT
 from tests.reference import assert_close, tree_bytes
-from tests.test_readme import ENV, README, ROOT, blocks, run
+from tests.test_readme import README, blocks, run
 
 STEPS, DEVICES = 2, 8
 QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed
@@ -56,11 +57,14 @@ def plain_step(one):
     return step
 
 
-CASES = [
-    pytest.param(name, stage, marks=[pytest.mark.slow] * (name in HEAVY or stage == 0))
-    for name in LIGHT | HEAVY
-    for stage in (0, 3)
-] + [pytest.param(name, 3, marks=pytest.mark.slow) for name in PORTED]
+def marks(name, stage):
+    if stage == 0 or name not in LIGHT:
+        return pytest.mark.slow
+    return pytest.mark.ci if name != "haiku_batch_norm" else ()
+
+
+STAGES = [(name, stage) for name in LIGHT | HEAVY for stage in (0, 3)]
+STAGES += [(name, 3) for name in PORTED]
 # Of the text of each: lines that were added, and lines that were left out.
 ROW = re.compile(r"\| `(\w+)`[^|]*\| (\d+) \| (\d+) \|")
 PAGE = ROW.findall((ROOT / "docs/coming_from.md").read_text())
@@ -71,7 +75,9 @@ def test_the_page_lists_the_programs_whose_lines_are_counted():
     assert CHANGED.keys() == PORTED.keys() | TUTORIALS.keys()
 
 
-@pytest.mark.parametrize("name, stage", CASES)
+@pytest.mark.parametrize(
+    ("name", "stage"), [pytest.param(*each, marks=marks(*each)) for each in STAGES]
+)
 def test_program(name, stage):
     one = program(name)
     wanted, losses = one_device(name)
@@ -83,8 +89,8 @@ def test_program(name, stage):
     args = (one.batch,) if one.rng is None else (one.batch, one.rng)
     report = zerojax.audit(step, state, *args)
     if stage == 3 and one.unmet:
-        found = report.findings()
-        assert found and all(re.search(one.unmet, finding) for finding in found)
+        findings = report.findings()
+        assert findings and all(re.search(one.unmet, finding) for finding in findings)
     else:
         report.check()
     if not one.port:  # the audit knows of what their losses send, and of weights they do not use
@@ -186,10 +192,9 @@ LOGS = {
 @pytest.mark.parametrize("library", LOGS)
 def test_the_page_on_logging_writes_what_the_library_reads(library, tmp_path, monkeypatch):
     pytest.importorskip(library)
-    monkeypatch.setitem(ENV, "WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     reading, steps = LOGS[library]
     (lines,) = [code for code in blocks(ROOT / "docs/logging.md", "py") if library in code]
     meter = "" if "Meter" in lines else "meter = zerojax.Meter(100, on_log=on_log)"
-    program = blocks(README, "python")[1]
-    printed = run("\n".join([program, lines, meter, LOOP, reading]), tmp_path)
+    printed = run(tmp_path, blocks(README, "python")[1], lines, meter, LOOP, reading)
     assert f"steps {' '.join(map(str, steps))}\n" in printed

@@ -3,14 +3,12 @@
 import functools
 from collections.abc import Callable
 
-from tests.foreign import flax_examples, libraries, others, transformers_models
+from tests.foreign import flax_sources, libraries, texts
 from tests.foreign.program import Program
 
 LIGHT: dict[str, Callable[[], Program]] = libraries.LIGHT
 HEAVY: dict[str, Callable[[], Program]] = libraries.HEAVY
-PORTED: dict[str, Callable[[], Program]] = (
-    flax_examples.PROGRAMS | transformers_models.PROGRAMS | others.PROGRAMS
-)
+PORTED: dict[str, Callable[[], Program]] = flax_sources.PROGRAMS | texts.PROGRAMS
 
 
 @functools.cache

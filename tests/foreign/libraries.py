@@ -19,13 +19,15 @@ from flax import struct
 
 import zerojax
 from tests.foreign.program import (
+    KEY,
     ROWS,
     TX,
     Program,
+    integers,
     library,
     next_token_loss,
     normal,
-    random,
+    of_module,
     state_of,
     tokens,
 )
@@ -58,8 +60,7 @@ def haiku_lstm() -> Program:
     net = hk.without_apply_rng(hk.transform(model))
     batch = tokens(8)
     loss = lambda params, ids: next_token_loss(net.apply(params, ids), ids)
-    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
-    return Program(lambda: state_of(init()), loss, batch)
+    return of_module(net, loss, batch)
 
 
 def equinox_gru() -> Program:
@@ -83,7 +84,7 @@ def equinox_gru() -> Program:
         return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
 
     batch = {"x": normal(ROWS, 6, 8), "y": (normal(ROWS) > 0).astype(np.float32)}
-    return Program(lambda: zerojax.ModuleState.create(Model(jax.random.key(0)), TX), loss, batch)
+    return Program(lambda: zerojax.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
 def linen_ctc() -> Program:
@@ -96,21 +97,20 @@ def linen_ctc() -> Program:
             return nn.Dense(8)(nn.RNN(cell)(x, seq_lengths=lengths))
 
     model = Model()
-    lengths, steps = random.integers(6, 9, ROWS), np.arange(8)
+    lengths, steps = integers(3, ROWS) + 6, np.arange(8)
     batch = {
         "x": normal(ROWS, 8, 16),
-        "lengths": lengths.astype(np.int32),
+        "lengths": lengths,
         "padding": (steps >= lengths[:, None]).astype(np.float32),
-        "labels": random.integers(1, 8, (ROWS, 3)).astype(np.int32),
+        "labels": integers(7, ROWS, 3) + 1,
     }
 
     def loss(params, batch):
-        logits = model.apply({"params": params}, batch["x"], batch["lengths"])
+        logits = model.apply(params, batch["x"], batch["lengths"])
         none = jnp.zeros(batch["labels"].shape)
         return optax.ctc_loss(logits, batch["padding"], batch["labels"], none).mean()
 
-    init = jax.jit(lambda: model.init(jax.random.key(0), batch["x"], batch["lengths"])["params"])
-    return Program(lambda: state_of(init()), loss, batch)
+    return of_module(model, loss, batch, batch["x"], batch["lengths"])
 
 
 def recurrentgemma() -> Program:
@@ -128,12 +128,11 @@ def recurrentgemma() -> Program:
     positions = lambda ids: jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
     def loss(params, ids):
-        logits, _ = model.apply({"params": params}, ids, positions(ids), return_cache=False)
+        logits, _ = model.apply(params, ids, positions(ids), return_cache=False)
         return next_token_loss(logits, ids)
 
-    init = jax.jit(lambda: model.init(jax.random.key(0), batch, positions(batch))["params"])
     # Its pairs of weights and its heads look like stacks of two layers, and are none.
-    return Program(lambda: state_of(init()), loss, batch, stacked="final_norm")
+    return of_module(model, loss, batch, batch, positions(batch), stacked="final_norm")
 
 
 # -- transformers
@@ -148,7 +147,7 @@ def huggingface_gpt2() -> Program:
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
     model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
-    init = jax.jit(lambda: model.init_weights(jax.random.key(0), (1, 8)))
+    init = jax.jit(lambda: model.init_weights(KEY, (1, 8)))
     loss = lambda params, ids: next_token_loss(model(ids, params=params).logits, ids)
     return Program(lambda: state_of(init()), loss, tokens(8))
 
@@ -164,7 +163,7 @@ def penzai_llama() -> Program:
     )  # fmt: skip
 
     def split():
-        model = llama.build_llamalike_transformer(config, jax.random.key(0))
+        model = llama.build_llamalike_transformer(config, KEY)
         model, params = pz.unbind_params(model)
         return model, pz.freeze_params(params)
 
@@ -198,7 +197,7 @@ def haiku_batch_norm() -> Program:
         return jnp.mean((y - x[:, :4]) ** 2), {"extra": extra}
 
     def make():
-        params, extra = net.init(jax.random.key(0), batch)
+        params, extra = net.init(KEY, batch)
         return state_of(params, extra=extra)
 
     return Program(make, loss, batch, ("extra",))
@@ -224,7 +223,7 @@ def equinox_batch_norm() -> Program:
         return jnp.mean((jnp.tanh(y) - x) ** 2), {"extra": extra}
 
     def make():
-        model, extra = eqx.nn.make_with_state(Model)(jax.random.key(0))
+        model, extra = eqx.nn.make_with_state(Model)(KEY)
         return ExtraModuleState.create(model, TX, extra=extra)
 
     return Program(make, loss, alike(normal(4, 32)), ("extra",))
@@ -267,8 +266,8 @@ def haiku_vq_vae() -> Program:
 
     def model(x):
         codes = hk.nets.VectorQuantizer(16, 64, commitment_cost=0.25)
-        found = codes(hk.nets.MLP([32, 16])(x), is_training=True)
-        return hk.nets.MLP([32, 8])(found["quantize"]), found["loss"]
+        coded = codes(hk.nets.MLP([32, 16])(x), is_training=True)
+        return hk.nets.MLP([32, 8])(coded["quantize"]), coded["loss"]
 
     net = hk.without_apply_rng(hk.transform(model))
     batch = normal(ROWS, 8)
@@ -277,8 +276,7 @@ def haiku_vq_vae() -> Program:
         y, commitment = net.apply(params, x)
         return jnp.mean((y - x) ** 2) + commitment
 
-    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
-    return Program(lambda: state_of(init()), loss, batch)
+    return of_module(net, loss, batch)
 
 
 def e3nn() -> Program:
@@ -300,8 +298,7 @@ def e3nn() -> Program:
     model = Model()
     batch = {"points": normal(ROWS, 4, 3), "y": normal(ROWS)}
     loss = lambda params, b: jnp.mean((model.apply(params, b["points"]) - b["y"]) ** 2)
-    init = jax.jit(lambda: model.init(jax.random.key(0), batch["points"]))
-    return Program(lambda: state_of(init()), loss, batch)
+    return of_module(model, loss, batch, batch["points"])
 
 
 # -- solvers
@@ -325,7 +322,7 @@ def diffrax_ode(adjoint: str) -> Program:
         return jnp.mean((jax.vmap(solve)(x) - 1) ** 2)
 
     def make():
-        mlp = eqx.nn.MLP(8, 8, 32, 1, jnp.tanh, key=jax.random.key(0))
+        mlp = eqx.nn.MLP(8, 8, 32, 1, jnp.tanh, key=KEY)
         return zerojax.ModuleState.create(Field(mlp), TX)
 
     return Program(make, loss, normal(ROWS, 8))
@@ -354,8 +351,7 @@ def distrax_flow() -> Program:
     net = hk.without_apply_rng(hk.transform(log_prob))
     batch = normal(ROWS, 4)
     loss = lambda params, x: -net.apply(params, x).mean()
-    init = jax.jit(lambda: net.init(jax.random.key(0), batch))
-    return Program(lambda: state_of(init()), loss, batch)
+    return of_module(net, loss, batch)
 
 
 def flowjax_flow() -> Program:
@@ -365,7 +361,7 @@ def flowjax_flow() -> Program:
 
     def make():
         flow = flows.masked_autoregressive_flow(
-            jax.random.key(0), base_dist=distributions.Normal(jnp.zeros(4)), flow_layers=2,
+            KEY, base_dist=distributions.Normal(jnp.zeros(4)), flow_layers=2,
             nn_width=32,
         )  # fmt: skip
         return zerojax.ModuleState.create(flow, TX)
@@ -395,7 +391,7 @@ def numpyro_svi() -> Program:
     guide = autoguide.AutoNormal(model)
     bound = infer.TraceMeanField_ELBO()
     svi = infer.SVI(model, guide, numpyro.optim.optax_to_numpyro(TX), bound)
-    start = svi.init(jax.random.key(0), **batch)
+    start = svi.init(KEY, **batch)
     params = svi.get_params(start)
 
     def loss(params, batch):
@@ -418,7 +414,7 @@ def brax_ppo() -> Program:
     )
 
     def make():
-        keys = jax.random.split(jax.random.key(0))
+        keys = jax.random.split(KEY)
         parts = {
             "policy": net.policy_network.init(keys[0]),
             "value": net.value_network.init(keys[1]),

@@ -1,6 +1,7 @@
 """What is run of each foreign program, and how a text of its authors becomes ours."""
 
 import difflib
+import functools
 import re
 import sys
 import types
@@ -24,7 +25,8 @@ SOURCES = Path(sys.prefix) / "sources"  # `make foreign` unpacks there what no w
 random = np.random.default_rng(0)
 KEY = jax.random.key(0)
 normal = lambda *shape: random.normal(size=shape).astype(np.float32)
-tokens = lambda length, vocab=64: random.integers(0, vocab, (ROWS, length)).astype(np.int32)
+integers = lambda below, *shape: random.integers(0, below, shape).astype(np.int32)
+tokens = lambda length, vocab=64: integers(vocab, ROWS, length)
 Edit = tuple[str, str]
 
 
@@ -67,15 +69,26 @@ def state_of(params: Any, **fields: Any) -> Any:
     return cls.create(apply_fn=None, params=params, tx=TX, **fields)
 
 
+def of_module(module: Any, loss: Callable[..., Any], batch: Any, *inputs: Any, **more: Any) -> Any:
+    """A program that trains what a module of Flax or Haiku makes for `inputs`, or for the batch."""
+    init = jax.jit(lambda: module.init(KEY, *(inputs or (batch,))))
+    return Program(lambda: state_of(init()), loss, batch, **more)
+
+
 def next_token_loss(logits: Any, ids: Any) -> Any:
     of_token = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
     return of_token.mean()
 
 
+# -- texts of the authors
+
+
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """`text` with each `(before, after)` replaced. A line of `...` stands for any lines."""
+    """`text` with each `(before, after)` replaced. A line of `...` stands for any lines; where it
+    is the last one, for all that follow."""
     for before, after in edits:
         pattern = re.escape(before).replace(re.escape("...\n"), "(?:.*\n)*?")
+        pattern += r"\Z" if before.endswith("...\n") else ""
         text, times = re.subn(pattern, lambda _, after=after: after, text)
         assert times == 1, f"the text has {times} of {before!r}"
     return text
@@ -98,6 +111,40 @@ def ported(name: str, before: str, edits: Iterable[Edit]) -> tuple[Any, Any, tup
     """A text of the authors as a module, the same with `edits`, and how many lines these change."""
     after = edited(before, edits)
     return module(name, before), module(f"{name}.ours", after), changed_lines(before, after)
+
+
+# Of a text that ends with its step for one device: its loss, with the function for the model.
+OUT_OF_THE_STEP = (
+    ("def train_step(state, batch):\n", "def train_loss(params, batch, apply_fn):\n"),
+    (" state.apply_fn(", " apply_fn("),
+    (
+        "    loss, grads = jax.value_and_grad(loss_fn)(state.params)\n...\n",
+        "    return loss_fn(params)\n",
+    ),
+)
+
+
+def trained(
+    name: str,
+    text: str,
+    edits: Iterable[Edit],
+    batch: Any,
+    model: Callable[[Any], tuple[Callable[..., Any], Callable[[], Any]]],
+    compiled: Callable[..., Any] = jax.jit,
+    create: Callable[..., Any] = TrainState.create,
+    **more: Any,
+) -> Program:
+    """A program of one text; `model` returns the function and the parameters for its module."""
+    theirs, ours, lines = ported(name, text, edits)
+    apply_fn, init = model(theirs)
+    init = jax.jit(init)
+    return Program(
+        lambda: create(apply_fn=apply_fn, params=init(), tx=TX),
+        functools.partial(ours.train_loss, apply_fn=apply_fn),
+        batch,
+        port=Port(compiled(theirs.train_step), lines),
+        **more,
+    )
 
 
 @contextmanager
