@@ -60,82 +60,62 @@ def test_links_to_missing_files_and_anchors_are_found(tmp_path):
     ]
 
 
-class Files(dict):
-    """Stands for mkdocs' own: pages by their path in docs/."""
-
-    get_file_from_path = dict.get
-
-
-def page(path, **others):
-    return types.SimpleNamespace(file=types.SimpleNamespace(src_uri=path, **others))
-
-
 def test_a_notebooks_links_into_the_repository_lead_to_pages(caplog):
     pages = {"notebooks/02.ipynb": "../02/", "stages.md": "../../stages/"}
-    files = Files({k: page(k, url_relative_to=lambda _, v=v: v).file for k, v in pages.items()})
-    html = (
-        '<a href="02.ipynb">2</a><a href="../docs/stages.md#dtypes">s</a><a href="#here">h</a>'
-        '<a href="https://jax.dev">j</a>'
-    )
-    made = hooks.on_page_content(html, page=page("notebooks/01.ipynb"), files=files)
-    assert re.findall('"(.*?)"', made) == [
-        "../02/", "../../stages/#dtypes", "#here", "https://jax.dev"
-    ]  # fmt: skip
-    assert not caplog.records
+    known = {
+        path: types.SimpleNamespace(url_relative_to=lambda _, to=to: to)
+        for path, to in pages.items()
+    }
+    files = types.SimpleNamespace(get_file_from_path=known.get)
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="notebooks/01.ipynb"))
+    links = ["02.ipynb", "../docs/stages.md#dtypes", "#here", "https://jax.dev"]
+    html = "".join(f'<a href="{link}">' for link in links)
+    shown = hooks.on_page_content(html, page=page, files=files)
+    led = ["../02/", "../../stages/#dtypes", "#here", "https://jax.dev"]
+    assert re.findall('"(.*?)"', shown) == led and not caplog.records
     with caplog.at_level(logging.WARNING):
-        hooks.on_page_content(
-            '<a href="../docs/no.md">', page=page("notebooks/01.ipynb"), files=Files()
-        )
+        hooks.on_page_content('<a href="../docs/no.md">', page=page, files=files)
     assert "notebooks/01.ipynb links to ../docs/no.md, which is no page" in caplog.text
 
 
 def test_a_page_with_code_has_the_program_that_it_continues_from():
-    made = hooks.on_page_markdown("# A\n\n```python\n1\n```\n\n```python\n2\n```\n", page=None)
-    assert made.count(hooks.SNIPPET) == 1
-    assert made.index("# A") < made.index(hooks.SNIPPET) < made.index("```python\n1")
+    shown = hooks.on_page_markdown("# A\n\n```python\n1\n```\n\n```python\n2\n```\n", page=None)
+    assert shown.count(hooks.SNIPPET) == 1
+    assert shown.index("# A") < shown.index(hooks.SNIPPET) < shown.index("```python\n1")
     text = "```bash\nls\n```\n"
     assert hooks.on_page_markdown(text, page=None) == text
     whole = "```python\nimport jax\n```\n"
     assert hooks.on_page_markdown(whole, page=None) == whole
 
 
-def test_pages_link_to_what_they_have_of_the_readme_and_the_site_shows_it():
+def test_pages_are_written_for_github_and_shown_by_the_site():
+    """Links to the README's text, and <picture>: the theme has its own text and fragments."""
     texts = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
-    assert not [name for name, text in texts.items() if "--8<--" in text], "GitHub shows these"
-    index = hooks.on_page_markdown(texts["index"], page=None)
+    for name, text in texts.items():
+        assert not re.search(r"--8<--|#only-|\){ ", text), f"GitHub shows these: {name}"
+        assert "<picture" not in hooks.PICTURE.sub("", text), name
+    index, groups, stages = (
+        hooks.on_page_markdown(texts[name], page=None) for name in ("index", "groups", "stages")
+    )
     assert "../README.md" not in index and index.count(hooks.SNIPPET) == 1
-    assert '--8<-- "README.md:stages"\n' in hooks.on_page_markdown(texts["stages"], page=None)
+    assert '--8<-- "README.md:stages"\n' in stages
+    for name, shown in (("index", index), ("groups", groups)):
+        alt, light = re.search(r'<img alt="(.+)" src="(.+)">', texts[name]).groups()
+        dark = light.replace("light", "dark")
+        assert f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)\n" in shown, name
 
 
-def test_pages_with_a_light_and_a_dark_picture_show_one():
-    """On GitHub by <picture>, on the site by the fragments that the theme's button switches."""
-    for name in ("index", "groups"):
-        text = (DOCS / f"{name}.md").read_text()
-        alt, light = re.search(r'<img alt="(.+)" src="(.+)">', text).groups()
-        made = hooks.on_page_markdown(text, page=None)
-        assert f"![{alt}]({light}#only-light)\n" in made, name
-        assert f"![{alt}]({light.replace('light', 'dark')}#only-dark)\n" in made, name
-    for path in DOCS.glob("*.md"):
-        text = path.read_text()
-        assert not re.search(r"#only-|\){ ", text), f"GitHub shows both, or attributes: {path.name}"
-        assert "<picture" not in hooks.PICTURE.sub("", text), path.name
-
-
-def test_the_version_is_in_the_header():
+def test_each_version_has_a_folder_and_the_newest_is_listed_first(tmp_path):
     config = types.SimpleNamespace(site_name="zerojax", site_dir="site")
     hooks.on_config(config)
     assert config.site_name == f"zerojax {zerojax.__version__}"
     assert pathlib.Path(config.site_dir) == pathlib.Path("site", zerojax.__version__)
-
-
-def test_versions_are_listed_from_the_newest(tmp_path):
-    folder = written(
-        tmp_path, **{"0.9.0": "", "0.10.0": "", "0.10.0rc1": "", "0.1.0": "", "dev": ""}
-    )
-    hooks.list_versions(folder)
-    listed = json.loads((folder / "versions.json").read_text())
-    assert [one["version"] for one in listed] == ["0.10.0", "0.10.0rc1", "0.9.0", "0.1.0"]
-    assert "url=0.10.0/" in (folder / "index.html").read_text()
+    newest_first = ["0.10.0", "0.10.0rc1", "0.9.0", "0.1.0"]
+    written(tmp_path, **dict.fromkeys(["dev", *newest_first[::-1]], ""))
+    hooks.list_versions(tmp_path)
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    assert [one["version"] for one in listed] == newest_first
+    assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
 
 
 def test_messages_are_read_from_the_source(tmp_path):
@@ -171,10 +151,10 @@ def test_the_index_has_the_messages_of_each_part_once():
 
 def test_arguments_that_share_a_text_have_a_line_each():
     heading, example = "Does.\n\nArguments:\n", "\nExample:\n    x, y: no argument\n"
-    given = '    a, b: as for `f`; b="x" on\n        two lines.\n    c: alone, d: not.\n'
-    made = '    a: as for `f`.\n    b: as for `f`; b="x" on two lines.\n    c: alone, d: not.\n'
+    before = '    a, b: as for `f`; b="x" on\n        two lines.\n    c: alone, d: not.\n'
+    after = '    a: as for `f`.\n    b: as for `f`; b="x" on two lines.\n    c: alone, d: not.\n'
     shown = example.replace("Example:", "Examples:")
-    assert extension.spelled(heading + given + example) == heading + made + shown
+    assert extension.spelled(heading + before + example) == heading + after + shown
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -187,12 +167,8 @@ def first_cell(notebook):
     return code
 
 
-def test_all_notebooks_install_in_the_same_way():
-    assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1
-
-
 @pytest.mark.parametrize(
-    ("source", "driver", "found", "wanted"),
+    ("source", "driver", "known", "wanted"),
     [
         ("..", None, (), "..[plot,gpu-compile]"),
         ("..", "550.54.15", (), "..[plot,cuda12]"),
@@ -202,22 +178,23 @@ def test_all_notebooks_install_in_the_same_way():
         ("..", "550.54.15", ("zerojax",), None),
     ],
 )
-def test_notebooks_install_what_fits(source, driver, found, wanted, tmp_path, monkeypatch):
+def test_notebooks_install_what_fits(source, driver, known, wanted, tmp_path, monkeypatch):
+    (code,) = {first_cell(notebook) for notebook in NOTEBOOKS}  # one for all
     version, pip = tmp_path / "version", []
     if driver is not None:
         version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Jun 6\n")
-    code = first_cell(NOTEBOOKS[0]).replace('SOURCE = ".."', f"SOURCE = {source!r}")
+    code = code.replace('SOURCE = ".."', f"SOURCE = {source!r}")
     code = code.replace("/proc/driver/nvidia/version", str(version))
     code = re.sub(r"%pip install -q (.*)", r"pip.append(f'\1')", code)
     spec = types.SimpleNamespace(origin="here")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in found else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in known else None)
     monkeypatch.chdir(ROOT / "notebooks")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     exec(code, {"pip": pip})
     assert pip == ([f'"{wanted}"'] if wanted else [])
     assert os.environ.get("JAX_PLATFORMS") == (None if driver else "cpu")
     monkeypatch.chdir(tmp_path)
-    if source == ".." and not found:
+    if source == ".." and not known:
         with pytest.raises(AssertionError, match=r"say in SOURCE where zerojax is, as './zerojax'"):
             exec(code, {"pip": pip})
 
