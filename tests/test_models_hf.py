@@ -1,6 +1,7 @@
 """The examples' GPT-2, Llama and ViT: the names of real checkpoints, and transformers' logits."""
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -11,7 +12,6 @@ import zerojax
 from examples import models_hf
 from tests import hf_reference
 from tests.hf_reference import expanded
-from zerojax._checkpoint.names import sources
 
 REFERENCE = json.loads(hf_reference.FILE.read_text())
 PUBLISHED, SMALL = REFERENCE["published"], REFERENCE["small"]
@@ -21,43 +21,29 @@ def model_of(config):
     return models_hf.MODELS[config["model_type"]](config)
 
 
-def tensors_of(model):
-    """The tensors that a model's names make of its parameters: names, shapes, and who has them."""
-    leaves = jax.tree_util.tree_flatten_with_path(models_hf.structs(model))[0]
-    shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
-    found = sources(model.names, shapes)
-    return shapes, found
+@pytest.mark.parametrize(
+    ("checkpoint", "millions"),
+    [
+        ("openai-community/gpt2", 124),
+        ("google/vit-base-patch16-224", 87),
+        ("meta-llama/Meta-Llama-3-8B", 8030),
+        ("meta-llama/Llama-3.2-1B", 1236),
+    ],
+)
+def test_models_have_the_parameters_of_published_checkpoints(checkpoint, millions):
+    """As many as their model cards say, and as their files have."""
+    published = PUBLISHED[checkpoint]
+    structs = jax.tree.leaves(models_hf.structs(model_of(published["config"])))
+    count = sum(struct.size for struct in structs)
+    files = expanded(published["shapes"], published["layers"])
+    assert count == sum(map(math.prod, files.values())) and round(count / 1e6) == millions
 
 
-@pytest.mark.parametrize("checkpoint", PUBLISHED)
-def test_each_tensor_of_a_published_checkpoint_is_named_once_with_its_shape(checkpoint):
-    given = PUBLISHED[checkpoint]
-    model = model_of(given["config"])
-    shapes, found = tensors_of(model)
-    want = expanded(given["shapes"], given["layers"])
-    want = {name.removeprefix("transformer."): shape for name, shape in want.items()}
-    made = {name: one.layout.stored_shape(one.shape) for name, (one,) in found.items()}
-    assert made == want  # one parameter has all of it
-    assert {one.leaf for (one,) in found.values()} == set(shapes)
-    count = sum(map(np.prod, shapes.values()))
-    assert (
-        count
-        == sum(map(np.prod, want.values()))
-        == sum(
-            one.layout.view(np.broadcast_to(np.uint8(0), made[name]), one.shape).size
-            for name, (one,) in found.items()
-        )
-    )
-    millions = {"openai-community/gpt2": 124, "google/vit-base-patch16-224": 87}
-    millions |= {"meta-llama/Meta-Llama-3-8B": 8030, "meta-llama/Llama-3.2-1B": 1236}
-    assert round(count / 1e6) == millions[checkpoint]  # as their model cards say
-
-
-def write(directory, given, shards=1, prefix="", more=()):
+def write(directory, reference, shards=1, prefix="", more=()):
     """A checkpoint as Hugging Face has it; its tensors spread over files."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(given["config"]))
-    shapes = expanded(given["shapes"], given["layers"])
+    (directory / "config.json").write_text(json.dumps(reference["config"]))
+    shapes = expanded(reference["shapes"], reference["layers"])
     tensors = {prefix + name: hf_reference.weight(name, shape) for name, shape in shapes.items()}
     tensors |= dict(more)
     names, index = sorted(tensors), {}
@@ -75,8 +61,8 @@ def write(directory, given, shards=1, prefix="", more=()):
 @pytest.mark.parametrize("family", SMALL)
 def test_a_model_computes_what_transformers_does(family, tmp_path):
     """From files into shards at stage 3, and back into the same files."""
-    given = SMALL[family]
-    tensors = write(tmp_path / "theirs", given, shards=3)
+    reference = SMALL[family]
+    tensors = write(tmp_path / "theirs", reference, shards=3)
     model = models_hf.model_of(tmp_path / "theirs")
     plan = zerojax.plan({"params": models_hf.structs(model)}, stage=3, min_shard_size=1)
     params = models_hf.load(tmp_path / "theirs", model, plan)
@@ -89,27 +75,27 @@ def test_a_model_computes_what_transformers_does(family, tmp_path):
     )
     with jax.default_matmul_precision("highest"):
         logits = model(full, inputs)
-    np.testing.assert_allclose(logits[:, -2:], given["logits"], atol=3e-5)
+    np.testing.assert_allclose(logits[:, -2:], reference["logits"], atol=3e-5)
 
     models_hf.save(tmp_path / "ours", model, params, plan=plan, max_file_bytes=30_000)
-    found, files = {}, sorted((tmp_path / "ours").glob("*.safetensors"))
+    read, files = {}, sorted((tmp_path / "ours").glob("*.safetensors"))
     for file in files:
-        found |= (here := safetensors.numpy.load_file(file))
+        read |= (here := safetensors.numpy.load_file(file))
         with safetensors.safe_open(file, "np") as opened:
             metadata = opened.metadata()
             assert metadata.pop("format") == "pt", "transformers 4 reads no other"
             assert metadata.keys() == {f"crc32:{name}" for name in here}
-    assert len(files) > 2 and found.keys() == {n.removeprefix("transformer.") for n in tensors}
+    assert len(files) > 2 and read.keys() == {n.removeprefix("transformer.") for n in tensors}
     for name, value in tensors.items():
-        assert found[name.removeprefix("transformer.")].tobytes() == value.tobytes(), name
-    assert json.loads((tmp_path / "ours" / "config.json").read_text()) == given["config"]
+        assert read[name.removeprefix("transformer.")].tobytes() == value.tobytes(), name
+    assert json.loads((tmp_path / "ours" / "config.json").read_text()) == reference["config"]
 
 
 def test_the_published_gpt2_has_no_prefix_and_has_masks(tmp_path):
-    given = dict(SMALL["gpt2"])
-    given["shapes"] = {n.removeprefix("transformer."): s for n, s in given["shapes"].items()}
+    shapes = SMALL["gpt2"]["shapes"].items()
+    reference = SMALL["gpt2"] | {"shapes": {n.removeprefix("transformer."): s for n, s in shapes}}
     masks = {f"h.{n}.attn.bias": np.ones((1, 1, 16, 16), np.float32) for n in range(3)}
-    tensors = write(tmp_path / "theirs", given, more=masks.items())
+    tensors = write(tmp_path / "theirs", reference, more=masks.items())
     model = models_hf.model_of(tmp_path / "theirs")
     params = models_hf.load(tmp_path / "theirs", model, {"params": models_hf.structs(model)})
     q, k, v = np.split(tensors["h.1.attn.c_attn.weight"], 3, axis=1)  # as transformers does
