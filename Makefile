@@ -12,7 +12,7 @@ comma := ,
 ifeq ($(wildcard /proc/driver/nvidia/version /dev/dxg /dev/kfd /dev/accel* /dev/vfio),)
 export JAX_PLATFORMS ?= cpu
 endif
-.PHONY: demo test test-ci gpu-code processes fuzz mutants foreign lint full-examples notebooks docs \
+.PHONY: demo test test-ci gpu-code fuzz mutants foreign lint full-examples notebooks docs \
   wheel gpu-compile regressions clean
 
 demo: $(VENV)/.examples
@@ -29,10 +29,6 @@ test-ci: $(VENV)/.test
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
-
-# Several processes that agree or not, hang, are killed, and go on; `make test` starts two once.
-processes: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'processes' --no-skips $(ARGS)
 
 # Random rows of tests/space.py against one device, or the one of them with the number ONLY; those
 # that are refused count as skipped.

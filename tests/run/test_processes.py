@@ -11,7 +11,7 @@ import pytest
 import zerojax
 from tests.processes import Run, check_written_together, completed
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.ci
 STEPS = 8
 OUTSIDE = "something outside of train() holds arrays or devices"
 OFFLOAD = ["--offload"]  # the worker asserts where its state was born, restored, and left
