@@ -66,7 +66,7 @@ def test_the_command_line_tells_xla_once(network, before, after, run, monkeypatc
 @pytest.mark.gpu_code
 def test_what_is_told_makes_a_step_faster():
     command = [sys.executable, "-m", "zerojax", "forecast", "124m", "--gpus", "16xH100"]
-    command += ["--network", "6.25", "--stages", "3", "--set", "layers=6"]
+    command += ["--network", "6.25", "--stages", "3", "--set", "vocab=1024"]
     without = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     taken_for_fast = without | {"XLA_FLAGS": f"{NAME}nic_speed_gbps=50"}  # as XLA does
     runs = [
