@@ -30,13 +30,9 @@ test-ci: $(VENV)/.test
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
 
-# Random rows of tests/space.py against one device, or the one of them with the number ONLY; those
-# that are refused count as skipped.
-SEED ?= 0
-COUNT ?= 200
+# Random combinations of features against one device; those that are refused count as skipped.
 fuzz: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py --seed $(SEED) --count $(COUNT) \
-	  $(if $(ONLY),--only $(ONLY) -rP) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py $(ARGS)
 
 # Defects in the package, one at a time, and the tests that find them.
 mutants: $(VENV)/.test

@@ -51,9 +51,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
-    parser.addoption("--seed", type=int, default=0, help="what tests/fuzz.py draws rows from")
-    parser.addoption("--count", type=int, default=200, help="how many rows it draws")
-    parser.addoption("--only", type=int, help="the number of the one that it draws")
+    parser.addoption("--combinations", type=int, default=200, help="how many tests/fuzz.py draws")
+    parser.addoption("--seed", type=int, default=0, help="what tests/fuzz.py draws from")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,8 +1,8 @@
 """The space of steps: features, their levels, what is refused, and rows that have every pair.
 
-    python tests/space.py           # all rows, and of how many pairs each is the first
+    python tests/space.py           # all rows, and how many pairs each of them is the first to have
     python tests/space.py 17        # a row, these pairs, and the program that its step compiles to
-    python tests/space.py 7-113     # the same of the row that `make fuzz SEED=7 ONLY=113` draws
+    python tests/space.py 7-113     # the same of the 113th row that is drawn from the seed 7
 
 `tests/test_pairs.py` compares each row with one device.
 """
@@ -14,7 +14,6 @@ import math
 import pathlib
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 # -- a row
@@ -159,6 +158,7 @@ REFUSED = (
     ),
 )
 
+EXACT = {"precision": "", "codes": ""}
 # What has failed, though no pair of it had; and what FACTORS does not have.
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"codes": "reduce=int8", "layout": "node=2/3 gpu=2/1", "stage": 2},
@@ -176,11 +176,12 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"fields": True, "order": "layers", "accumulate": 2},
     {"regather": False, "activations": "host", "prefetch": 1},
     {"skip": True, "codes": "reduce=int8", "offload": ("opt_state",)},
-    {"layout": "node=2/2 gpu=2/3", "codes": "gather=int8", "prefetch": 1, "optimizer": "lamb"},
-    {"layout": "data=1", "optimizer": "lion", "precision": "", "codes": ""},
-    {"layout": "data=8", "optimizer": "momentum"},
-    {"layout": "data=5", "optimizer": "novograd"},
-    {"optimizer": "scheduled"},
+    {"layout": "node=2/2 gpu=2/3", "codes": "gather=int8", "prefetch": 1},
+    {"layout": "data=1", "optimizer": "lion", **EXACT},
+    {"layout": "data=8", "optimizer": "momentum", **EXACT},
+    {"layout": "data=5", "optimizer": "novograd", **EXACT},
+    {"optimizer": "lamb", **EXACT},
+    {"optimizer": "scheduled", **EXACT},
 )
 
 
@@ -190,7 +191,7 @@ TOGETHER: tuple[dict[str, Any], ...] = (
 PLAIN = {"precision", "codes", "offload", "update", "source"}
 TRIES = 20
 Levels = dict[str, Any]  # of some features, or of all
-Pair = frozenset[tuple[str, Any]]
+Group = frozenset[tuple[str, Any]]  # of levels
 
 
 def refusal_of(levels: Levels) -> Refusal | None:
@@ -198,21 +199,26 @@ def refusal_of(levels: Levels) -> Refusal | None:
     return next(filter(has, REFUSED), None)
 
 
-def every_pair() -> Iterator[Pair]:
-    for one, other in itertools.combinations(FACTORS, 2):
-        for level, its in itertools.product(FACTORS[one], FACTORS[other]):
-            yield frozenset({(one, level), (other, its)})
+def groups_of(levels: Levels) -> set[Group]:
+    """The pairs of a row; and, where nothing is rounded, each level beside that."""
+    pairs = set(map(frozenset, itertools.combinations(levels.items(), 2)))
+    is_exact = EXACT.items() <= levels.items()
+    return pairs | {frozenset({level, *EXACT.items()}) for level in levels.items() if is_exact}
 
 
-def pairs_of(levels: Levels) -> set[Pair]:
-    return set(map(frozenset, itertools.combinations(levels.items(), 2)))
+def wanted() -> dict[Group, None]:
+    """What rows are to have: each level where nothing is rounded, and every pair."""
+    every = [(name, level) for name, levels in FACTORS.items() for level in levels]
+    groups = [frozenset({level, *EXACT.items()}) for level in every if level[0] not in EXACT]
+    groups += [frozenset({a, b}) for a, b in itertools.combinations(every, 2) if a[0] != b[0]]
+    return dict.fromkeys(group for group in groups if not refusal_of(dict(group)))
 
 
-def _completed(levels: Levels, wanted: dict[Pair, None], rng: random.Random) -> Levels | None:
-    """A row that begins with these levels; each of the others adds the most wanted pairs."""
+def _completed(levels: Levels, left: dict[Group, None], rng: random.Random) -> Levels | None:
+    """A row that begins with these levels; each of the others adds the most pairs that are left."""
 
     def gained(name: str, level: Any) -> int:
-        return sum(frozenset({(name, level), item}) in wanted for item in levels.items())
+        return sum(frozenset({(name, level), item}) in left for item in levels.items())
 
     for name in rng.sample(list(FACTORS), len(FACTORS)):
         among = [level for level in FACTORS[name] if not refusal_of(levels | {name: level})]
@@ -227,17 +233,15 @@ def _completed(levels: Levels, wanted: dict[Pair, None], rng: random.Random) -> 
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """By a greedy search: of some completions of a start, the one that has the most new pairs."""
-    rng, found = random.Random(21), []
-    wanted = {pair: None for pair in every_pair() if not refusal_of(dict(pair))}
-    starts = list(TOGETHER)
-    while starts or wanted:
-        start = starts.pop(0) if starts else dict(next(iter(wanted)))
-        tried = filter(None, [_completed(start, wanted, rng) for _ in range(TRIES)])
-        best = max(tried, key=lambda levels: sum(pair in wanted for pair in pairs_of(levels)))
+    """By a greedy search: of some completions of a start, the one that has most of what is left."""
+    rng, found, left, starts = random.Random(8), [], wanted(), list(TOGETHER)
+    while starts or left:
+        start = starts.pop(0) if starts else dict(next(iter(left)))
+        tried = filter(None, [_completed(start, left, rng) for _ in range(TRIES)])
+        best = max(tried, key=lambda levels: len(groups_of(levels) & left.keys()))
         found.append(Row(**best))
-        for pair in pairs_of(best):
-            wanted.pop(pair, None)
+        for group in groups_of(best):
+            left.pop(group, None)
     return tuple(found)
 
 
@@ -280,13 +284,15 @@ def walk(seed: int, number: int) -> Row:
 
 
 def main(which: str = "") -> None:
-    left = dict.fromkeys(every_pair())
+    left = wanted()
+    pairs = sum(len(group) == 2 for group in left)
     for number, row in enumerate(rows()):
-        first = [pair for pair in pairs_of(dataclasses.asdict(row)) if left.pop(pair, 0) is None]
+        first = groups_of(dataclasses.asdict(row)) & left.keys()
+        left = {group: None for group in left if group not in first}
         if not which:
-            print(f"{number:3}{len(first):5} pairs  {row}")
+            print(f"{number:3}{len(first):5} first  {row}")
         elif which == str(number):
-            texts = (", ".join(sorted(f"{name}={level!r}" for name, level in p)) for p in first)
+            texts = (", ".join(sorted(f"{name}={level!r}" for name, level in g)) for g in first)
             print(*sorted(texts), sep="\n")
     if which:
         from tests.compared import compiled
@@ -294,7 +300,7 @@ def main(which: str = "") -> None:
         row = walk(*map(int, which.split("-"))) if "-" in which else rows()[int(which)]
         print(row, compiled(row), sep="\n\n")
     else:
-        print(f"{len(left)} of {len(list(every_pair()))} pairs are refused")
+        print(f"{len(rows())} rows have {pairs} pairs; of the others, none is allowed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Every pair of features: rows that have them, each compared with one device."""
+"""Every pair of features: rows that have them, each compared with one device.
+
+The rows run with `-m slow`: all take 6 minutes of CPU, and the limits of 7 in 50 are not settled,
+whose update rounds much or whose moments are factored.
+"""
 
 import dataclasses
 
@@ -10,22 +14,21 @@ from tests.space import (
     REFUSED,
     TOGETHER,
     Row,
-    every_pair,
-    pairs_of,
+    groups_of,
     refusal_of,
     rows,
     verified,
+    wanted,
 )
 
 LEVELS = [dataclasses.asdict(row) for row in rows()]
 
 
-def test_every_pair_is_in_a_row_or_refused():
-    had = set().union(*map(pairs_of, LEVELS))
-    left = [sorted(pair) for pair in every_pair() if pair not in had and not refusal_of(dict(pair))]
-    assert not left, f"{len(left)} pairs are in no row: {left}"
+def test_every_pair_is_in_a_row():
+    left = wanted().keys() - set().union(*map(groups_of, LEVELS))
+    assert not left, f"in no row: {sorted(map(str, left))}"
     refused = [number for number, levels in enumerate(LEVELS) if refusal_of(levels)]
-    assert not refused, f"zerojax refuses the rows {refused}"
+    assert not refused, f"zerojax refuses rows {refused}"
 
 
 @pytest.mark.parametrize("levels", TOGETHER, ids=str)
@@ -37,6 +40,7 @@ def test_defaults_are_first_levels():
     assert dataclasses.asdict(Row()) == {name: levels[0] for name, levels in FACTORS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(rows())))
 @pytest.mark.filterwarnings("ignore")
 def test_row(number):
