@@ -1,6 +1,5 @@
 """Small steps to audit: a stack of layers in powers of two, for CPU devices or GPUs not there."""
 
-import functools
 from typing import Any
 
 import jax
@@ -23,14 +22,14 @@ def mesh_of(where: str) -> Any:
     return make_mesh(sizes[where]) if where in sizes else zerojax.aot.mesh(where)
 
 
-def make_state(tx: Any = None) -> Any:
+def make_state(tx: Any = None, layers: int = LAYERS, dim: int = DIM) -> Any:
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "layers": {
-            "w": jax.random.normal(keys[0], (LAYERS, DIM, DIM)) / 16,
-            "norm": jnp.ones((LAYERS, DIM)),
+            "w": jax.random.normal(keys[0], (layers, dim, dim)) / 16,
+            "norm": jnp.ones((layers, dim)),
         },
-        "embed": jax.random.normal(keys[1], (2 * DIM, DIM)),
+        "embed": jax.random.normal(keys[1], (2 * dim, dim)),
     }
     return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
 
@@ -52,12 +51,6 @@ def tokens(plan: Any, rows: int = ROWS) -> Any:
 
 def planned(where: str, stage: int, **options: Any) -> Any:
     return zerojax.plan(make_state, stage=stage, mesh=mesh_of(where), **options)
-
-
-@functools.cache
-def plain(where: str, stage: int) -> Any:
-    """The audit of the step as it should be."""
-    return audited(planned(where, stage))
 
 
 def audited(plan: Any, loss_fn: Any = loss, step: Any = None, state: Any = None, **options) -> Any:

@@ -1,5 +1,6 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
+import atexit
 import collections
 import gc
 import importlib.metadata
@@ -28,6 +29,7 @@ os.environ["ZEROJAX_CACHE"] = ""  # the command line keeps nothing
 # What one test has compiled, others load: those of all workers, of this run alone.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="zerojax-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -42,17 +44,18 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 import zerojax
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+from tests import costs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
     parser.addoption("--combinations", type=int, default=200, help="how many tests/fuzz.py draws")
     parser.addoption("--seed", type=int, default=0, help="what tests/fuzz.py draws from")
+    parser.addoption("--costs", action="store_true", help="what each file costs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(costs.Costs(config.getoption("costs")))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -88,8 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # newest: half of the tests of each of these files with the one, the others with the other. Those
 # of several processes (run) stay with both: they rest on what JAX calls experimental.
 ALTERNATING = """
-    audit checkpoint engine loss plan state step update verify test_benchmarks test_collectives
-    test_examples test_families test_foreign
+    checkpoint engine loss plan state step update verify test_benchmarks test_examples test_families
+    test_foreign
 """
 
 

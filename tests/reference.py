@@ -11,10 +11,11 @@ from flax.training.train_state import TrainState
 from tests.models import Model
 
 
-def make_state(model: Model, tx: optax.GradientTransformation) -> Any:
-    class State(TrainState):
-        batch_stats: Any = None
+class State(TrainState):
+    batch_stats: Any = None
 
+
+def make_state(model: Model, tx: optax.GradientTransformation) -> Any:
     return State.create(apply_fn=None, params=model.params, tx=tx, **model.fields)
 
 
@@ -91,8 +92,8 @@ def assert_equal_bits(actual: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def divided(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By name, the arrays that eight devices share and the others, read off their shapes alone.
+def divided(tree: Any, devices: int = 8) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name, the arrays that devices share and the others, read off their shapes alone.
 
     Arrays of fewer than 128 elements are not worth a collective; `blocks` are stacks of layers.
     """
@@ -100,7 +101,7 @@ def divided(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         dims = leaf.shape["blocks/" in name :]
-        divides = leaf.size >= 128 and any(dim % 8 == 0 for dim in dims)
+        divides = leaf.size >= 128 and any(dim % devices == 0 for dim in dims)
         (shared if divides else others)[name] = leaf
     return shared, others
 

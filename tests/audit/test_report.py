@@ -1,17 +1,13 @@
-"""An audit as text, as a dictionary and in a notebook."""
+"""An audit as text, as a dictionary, in a notebook and as a picture."""
 
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests import audits
-from tests.audit.models import audited
+from tests import steps
 from tests.stored import stored
-from zerojax._audit import contract as _contract
 
 
 def test_audits_in_notebooks_name_cells_by_their_lines():
@@ -61,9 +57,9 @@ def test_matmuls_in_float32_beside_narrower_ones_are_named_by_their_line():
 
 
 def test_to_dict_is_plain_and_complete():
-    report = audited("gpt", 3)[0]
+    report = steps.row("stage3").report
     found = json.loads(json.dumps(report.to_dict()))
-    assert found["stage"] == 3 and found["devices"] == 8
+    assert found["stage"] == 3 and found["devices"] == 4
     assert len(found["traffic"]) == len(report.traffic)
     assert sum(t["total_bytes"] for t in found["traffic"]) == report.wire_bytes
     assert found["memory"]["parameters"] == report.memory.parameters
@@ -71,20 +67,20 @@ def test_to_dict_is_plain_and_complete():
 
 
 def test_it_prints_as_a_table():
-    report = audited("gpt", 3)[0]
+    report = steps.row("stage3").report
     text = str(report)
-    assert text.startswith("ZeRO stage 3, 8 devices (cpu)\nmemory per device  ")
+    assert text.startswith("ZeRO stage 3, 4 devices (cpu)\nmemory per device  ")
     assert "donated and reused" in text and "modelled step" not in text
-    assert "all-gather 26" in text and ", reduce-scatter 134.8 KiB, all-reduce 1.6 KiB" in text
+    assert "all-gather 2" in text and ", reduce-scatter 115.5 KiB, all-reduce 1.4 KiB" in text
     header, _, *rows = text.split("\n\n")[1].splitlines()
     assert " ".join(header.split()) == "collective dtype sent times loops group when serves"
     (row,) = (r for r in rows if r.endswith("params/blocks/qkv") and r.startswith("reduce"))
-    # (32, 96) in fp32: 12 KiB, less the own eighth
-    assert " ".join(row.split()) == "reduce-scatter f32 10.5 KiB 3 1 data sync params/blocks/qkv"
+    # (32, 96) in fp32: 12 KiB, less the own quarter
+    assert " ".join(row.split()) == "reduce-scatter f32 9.0 KiB 3 1 data sync params/blocks/qkv"
 
 
-def test_it_says_whether_the_contract_holds(monkeypatch):
-    report = audited("gpt", 3)[0]
+def test_it_says_whether_the_contract_holds():
+    report = steps.row("stage3").report
     broken = dataclasses.replace(report, not_donated=("params/head",))
     twice = dataclasses.replace(broken, placement=(("params/head", "replicated"),))
     memory = dataclasses.replace(report.memory, parameters=0)
@@ -100,38 +96,63 @@ def test_it_says_whether_the_contract_holds(monkeypatch):
         assert verdict in str(one).split("\n\n")[0].splitlines()
         assert f"<br>{verdict}</p>" in one._repr_html_()
     assert "contract" not in str(zerojax.audit(stored("layers-cpu8-jax0.12")))
-    computed, report = [], dataclasses.replace(report)
-    monkeypatch.setattr(_contract, "findings", lambda report: computed.append(report) or [])
-    assert str(report) == str(report.check()) and computed == [report]
 
 
 def test_what_is_read_from_code_for_cpus_says_so():
     told = "the order of collectives are those of CPU code; zerojax.aot.mesh('8xH100') compiles for"
-    report = audited("gpt", 3)[0]
+    report = steps.row("stage3").report
     assert told in str(report).split("\n\n")[1] and "CPU code" in report._repr_html_()
     assert "CPU code" not in str(zerojax.audit(stored("layers-8xH100-jax0.12")))
     assert "CPU code" not in str(dataclasses.replace(report, traffic=()))
 
 
 def test_long_tables_say_how_much_is_left_out():
-    mesh = audits.mesh_of("cpu")
-
-    def run(xs):
-        return [jax.lax.all_gather(x * (i + 1), "data") for i, x in enumerate(xs)]
-
-    p = jax.sharding.PartitionSpec
-    xs = [jnp.ones((8, i + 1)) for i in range(43)]
-    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=p("data"), out_specs=p("data")))
-    report = zerojax.audit(run.lower(xs).compile())
-    assert len(report.traffic) >= 41
-    assert str(report).splitlines()[-2] == f"... and {len(report.traffic) - 40} smaller ones"
+    report = steps.row("stage3").report
+    long = dataclasses.replace(report, traffic=list(report.traffic) * 40)
+    assert str(long).splitlines()[-2] == f"... and {len(long.traffic) - 40} smaller ones"
+    assert len(long.to_dict()["traffic"]) == len(long.traffic)
 
 
-@pytest.mark.parametrize("precision", [None, zerojax.Precision(compute="bfloat16")])
-def test_on_cpus_the_dtypes_that_gpus_send_are_told(precision):
-    plan = zerojax.plan({"params": {"w": jnp.ones((64, 64))}}, precision=precision)
-    grad = jax.jit(zerojax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan))
-    compiled = grad.lower(plan.abstract()["params"], jnp.ones((8, 64))).compile()
-    report = zerojax.audit(compiled, plan=plan)
+@pytest.mark.parametrize("name", ["padded3", "bfloat16"])
+def test_on_cpus_the_dtypes_that_gpus_send_are_told(name):
     told = "CPUs send bfloat16 as f32; GPUs do not."
-    assert str(report).endswith(told) == (precision is not None)
+    assert str(steps.row(name).report).endswith(told) == (name == "bfloat16")
+
+
+# -- pictures
+
+
+def test_plots_need_times():
+    with pytest.raises(ValueError, match=r"no times to plot: .* for cpu. Pass gpu='H100' to audit"):
+        steps.row("stage3").report.plot()
+
+
+def test_plot_writes_a_picture(tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    import matplotlib.pyplot as plt
+
+    report = zerojax.audit(steps.row("stage3").compiled, gpu="H100")
+    figure = report.plot(str(tmp_path / "step.png"))
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    (axes,) = figure.axes
+    labels = {t.get_text() for t in axes.get_legend().get_texts()}
+    assert labels >= {"compute", "all-gather", "reduce-scatter", "exposed"}
+    assert any(t.get_text() == "x 3" for t in axes.texts), "loops say how often they run"
+    assert "on 4 x H100" in axes.get_title()
+    caveat = "compiled for CPUs, where no collective runs beside compute"
+    assert axes.get_title().endswith(f"exposed\n({caveat})") and f"; {caveat})" in str(report)
+    # One thing runs after another, and the later runs of a loop take no room.
+    drawn = sum(s.end - s.start for s in report.replay.spans if s.stream != "waiting")
+    assert axes.get_xlim()[1] == pytest.approx(1e3 * drawn) and drawn < report.step_seconds
+    plt.close(figure)
+
+
+def test_a_program_for_gpus_needs_no_caveat():
+    report = zerojax.audit(stored("step3-8xH100-jax0.12"), gpu="H100")
+    assert report.gpu is not None and not report.caveat and "CPU" not in str(report)
+
+
+def test_plot_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    with pytest.raises(ModuleNotFoundError, match="Run: pip install matplotlib"):
+        zerojax.audit(stored("step3-8xH100-jax0.12"), gpu="H100").plot()

@@ -1,15 +1,12 @@
 """Traces beside the modelled step: one of CPU devices, and one with the names that GPUs' have."""
 
 import os
-import types
 
 import jax
 import pytest
 
 import zerojax
-from tests import audits
-from zerojax._audit import trace as _trace
-from zerojax._hlo.module import Module
+from tests import steps
 
 # Some names say nothing of what an instruction is, and some the wrong thing.
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=2
@@ -86,22 +83,20 @@ def written(tmp_path):
     return write
 
 
-def modelled(program=PROGRAM, ways=()):
-    """A report of a program that takes 100 µs of compute and 25 of waiting."""
-    gather = types.SimpleNamespace(kind="all-gather", seconds=3e-5, trips=1)
-    scatter = types.SimpleNamespace(kind="reduce-scatter", seconds=5e-6, trips=2)
-    replay = types.SimpleNamespace(
-        step=1.25e-4, compute=1e-4, exposed=2.5e-5, waited=0.0,
-        transfers=[types.SimpleNamespace(way=way, seconds=2e-6, trips=3) for way in ways],
-    )  # fmt: skip
-    report = {"gpu": "H100", "traffic": [gather, scatter], "replay": replay}
-    return types.SimpleNamespace(module=Module(program), **report)
+@pytest.fixture
+def report():
+    return zerojax.audit(PROGRAM, gpu="H100")
 
 
-def test_streams_of_gpus(written):
+def table(found):
+    """The cells of each row of a printed comparison."""
+    return {line[:21].strip(): line[21:].split() for line in str(found).splitlines()[4:]}
+
+
+def test_streams_of_gpus(written, report):
     """Steps begin every 150 µs and take 110; the last one's gap is not seen."""
     path = written(plane("/device:GPU:0"), plane("/device:GPU:1"), plane("/host:CPU"))
-    found = _trace.compare(modelled(), path)
+    found = report.compare(path)
     assert (found.steps, found.devices) == (2, 2)
     measured = found.measured
     assert measured.step == pytest.approx(130e-6)  # from the first kernel to the last, 260
@@ -110,25 +105,25 @@ def test_streams_of_gpus(written):
     assert measured.exposed == pytest.approx((20 + 5 + 15) * 1e-6)
     assert measured.idle == pytest.approx(130e-6 - 110e-6)
     assert measured.kinds == pytest.approx({"all-gather": 60e-6, "reduce-scatter": 20e-6})
-    said = str(found).splitlines()
-    assert said[0] == "2 steps of 2 devices, measured; times of one step"
-    rows = {line[:21].strip(): line[21:].split() for line in said[4:]}
-    assert rows["step"] == ["125.0", "µs", "130.0", "µs", "1.04"]
-    assert rows["all-gather"] == ["30.0", "µs", "60.0", "µs", "2.00"]
-    assert found.to_dict()["modelled"]["kinds"] == {"all-gather": 3e-5, "reduce-scatter": 1e-5}
-    assert "<td>2.00</td>" in found._repr_html_()
+    assert str(found).splitlines()[0] == "2 steps of 2 devices, measured; times of one step"
+    *_, value, unit, ratio = table(found)["step"]
+    assert (value, unit) == ("130.0", "µs")
+    assert float(ratio) == pytest.approx(130e-6 / report.step_seconds, rel=0.01)
+    modelled = {one.kind: one.seconds for one in report.traffic}
+    assert found.to_dict()["modelled"]["kinds"] == pytest.approx(modelled)
+    assert f"<td>{ratio}</td>" in found._repr_html_()
 
 
-def test_hosts_whose_files_are_in_one_directory_are_read_together(written):
+def test_hosts_whose_files_are_in_one_directory_are_read_together(written, report):
     """Both call their GPUs alike. An older trace beside theirs is another one."""
     for second, host, periods in ((0, "a", [900]), (1, "a", [200, 300]), (1, "b", [400])):
         planes = [plane(f"/device:GPU:{n}", period=period) for n, period in enumerate(periods)]
         path = written(*planes, plane("/host:CPU"), host=host, second=second)
-    found = _trace.compare(modelled(), path)
+    found = report.compare(path)
     assert (found.steps, found.devices) == (2, 3)
     assert found.measured.step == pytest.approx((300 + 110) * 1e-6 / 2)  # the median of all three
     file = path / "plugins" / "profile" / "2026_01_01_00_00_01" / "b.xplane.pb"
-    assert _trace.compare(modelled(), file).devices == 1
+    assert report.compare(file).devices == 1
 
 
 HOST = "f32[4]{0:S(5)}"
@@ -155,18 +150,16 @@ ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {{
 def test_copies_to_and_from_the_host_are_no_compute(written):
     """The matmul has 40 µs; before and after it, copies run alone."""
     ops = {1: "gemm", 2: "back", 3: "fetch", 4: "rows"}
-    found = _trace.compare(
-        modelled(OFFLOADS, ("to the device", "to the host")),
-        written(plane("/device:GPU:0", ops=ops)),
-    )
+    report = zerojax.audit(OFFLOADS, gpu="H100")
+    found = report.compare(written(plane("/device:GPU:0", ops=ops)))
     measured = found.measured
     assert measured.compute == pytest.approx(40e-6) and measured.exposed == 0
     assert measured.idle == pytest.approx(measured.step - 40e-6)
     copies = {"copies to the host": 60e-6, "copies to the device": (2 * 15 + 20) * 1e-6}
     assert measured.kinds == pytest.approx(copies)
-    assert found.modelled.kinds["copies to the host"] == pytest.approx(6e-6)
-    rows = {line[:21].strip(): line[21:].split() for line in str(found).splitlines()[4:]}
-    assert rows["copies to the host"] == ["6.0", "µs", "60.0", "µs", "10.00"]
+    (back,) = (one for one in report.replay.transfers if one.way == "to the host")
+    assert found.modelled.kinds["copies to the host"] == pytest.approx(back.seconds)
+    assert table(found)["copies to the host"][-3:-1] == ["60.0", "µs"]
 
 
 @pytest.mark.parametrize(
@@ -181,50 +174,52 @@ def test_copies_to_and_from_the_host_are_no_compute(written):
          "does not say how many steps .* only such as 'all-reduce_fusion'. Trace whole steps"),
     ],
 )  # fmt: skip
-def test_traces_that_do_not_fit(written, planes, message):
+def test_traces_that_do_not_fit(written, report, planes, message):
     with pytest.raises(ValueError, match=message):
-        _trace.compare(modelled(), written(*planes))
+        report.compare(written(*planes))
 
 
-def test_a_directory_without_a_trace(tmp_path):
+def test_a_directory_without_a_trace(tmp_path, report):
     with pytest.raises(ValueError, match=r"no .xplane.pb at .*passed to jax.profiler.trace"):
-        _trace.compare(modelled(), tmp_path)
+        report.compare(tmp_path)
 
 
-def test_a_loop_whose_inside_is_not_in_the_trace(written):
+def test_a_loop_whose_inside_is_not_in_the_trace(written, report):
     """It is compute, unless it has collectives: these would count as compute as well."""
     path = written(plane("/device:GPU:0", ops=OPS | {3: "w"}))
-    measured = _trace.compare(modelled(), path).measured
+    measured = report.compare(path).measured
     assert measured.compute == pytest.approx(70e-6)
     path = written(plane("/device:GPU:0", ops=dict.fromkeys(OPS, "w")))  # all that it shows
-    found = _trace.compare(modelled(), path)
+    found = report.compare(path)
     assert found.steps * found.measured.compute == pytest.approx(2 * 110e-6)
     reduces = PROGRAM.replace("negate(", "all-reduce(")
     with pytest.raises(ValueError, match=r"has 'w' and nothing that runs in it, .* fewer steps"):
-        _trace.compare(modelled(reduces), path)
+        zerojax.audit(reduces).compare(path)
 
 
-def test_a_damaged_trace(written):
+def test_a_damaged_trace(written, report):
     path = written(plane("/device:GPU:0"))
     (file,) = path.rglob("*.xplane.pb")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"host.xplane.pb cannot be read .* or trace again"):
-        _trace.compare(modelled(), path)
+        report.compare(path)
 
 
 def test_a_trace_of_cpu_devices(tmp_path):
     """The real thing, though not of GPUs: steps are counted, and collectives found."""
-    plan = audits.planned("cpu", 3)
-    state, step = plan.place(audits.make_state), zerojax.train_step(audits.loss)
-    tokens = jax.numpy.zeros(audits.ROWS * 8, "int32")
-    report = zerojax.audit(step, state, tokens)
-    state, _ = jax.block_until_ready(step(state, tokens))
+    row = steps.row("padded3")
+    state, _ = jax.block_until_ready(row.step(row.fresh(), *row.args))
     with jax.profiler.trace(str(tmp_path)):
         for _ in range(3):
-            state, _ = jax.block_until_ready(step(state, tokens))
-    found = report.compare(tmp_path)
-    assert (found.steps, found.devices, found.modelled) == (3, 8, None)
+            state, _ = jax.block_until_ready(row.step(state, *row.args))
+    found = row.report.compare(tmp_path)
+    assert (found.steps, found.devices, found.modelled) == (3, 3, None)
     times = found.measured
     assert times.kinds.keys() >= {"all-gather", "reduce-scatter"}
     assert 0 < times.compute < times.step
     assert times.compute + times.exposed + times.idle == pytest.approx(times.step)
+    report = zerojax.audit(row.compiled, plan=row.plan, gpu="H100")
+    gathers = [one for one in report.traffic if one.kind == "all-gather"]
+    assert max(one.trips for one in gathers) > 1
+    modelled = report.compare(tmp_path).modelled.kinds["all-gather"]
+    assert modelled == pytest.approx(sum(one.seconds * one.trips for one in gathers))

@@ -5,27 +5,33 @@ import dataclasses
 import pytest
 
 import zerojax
-from tests import audits
-from zerojax._audit import transfers as _transfers
+from tests import steps
 from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
 
-MIB = 2**20
+MIB = 2**20  # bytes of a copy that may be anything
+
+
+def on_gpus(name="stage3", stage=3, **offload):
+    """An audit as of a program for GPUs, whose plan has state in host memory."""
+    row = steps.row(name)
+    state = steps.model_and_state(row.model)[1]
+    offload = zerojax.Offload(**offload)
+    plan = zerojax.plan(state, stage=stage, mesh=row.mesh, offload=offload)
+    return dataclasses.replace(row.report, plan=plan, backend="gpu")
 
 
 @pytest.fixture(scope="module")
 def report():
-    """An audit whose plan has the moments in host memory, as of a program for GPUs."""
-    mesh = audits.mesh_of("cpu")
-    plan = zerojax.plan(audits.make_state, mesh=mesh, offload=zerojax.Offload(min_bytes=1024))
-    made = audits.audited(audits.planned("cpu", 3))
-    return dataclasses.replace(made, plan=plan, backend="gpu")
+    return on_gpus(min_bytes=1024)
+
+
+def planned(report):
+    return sum(report.plan.host_bytes_per_device().values())
 
 
 def found(report, transfers, on_host=None, temporary=0, donated=True):
     """The findings for some copies of a program; by default, it has the planned bytes."""
-    planned = sum(report.plan.host_bytes_per_device().values())
-    assert 0 < planned < MIB
-    on_host = planned if on_host is None else on_host
+    on_host = planned(report) if on_host is None else on_host
     memory = dataclasses.replace(
         report.memory,
         on_host=on_host,
@@ -33,7 +39,7 @@ def found(report, transfers, on_host=None, temporary=0, donated=True):
         host_temporary=temporary,
     )
     replay = dataclasses.replace(report.replay, transfers=transfers)
-    return list(_transfers.findings(dataclasses.replace(report, memory=memory, replay=replay)))
+    return dataclasses.replace(report, memory=memory, replay=replay).findings()
 
 
 def copy(report, way, nbytes, by_engine=True, trips=1):
@@ -53,24 +59,26 @@ def test_what_travels_twice_is_found(report, way):
 
 
 @pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
-def test_moments_that_do_not_travel_are_found(report, monkeypatch, way):
-    monkeypatch.setattr(_transfers, "SMALL", 0)
-    planned = sum(report.plan.host_bytes_per_device().values())
+def test_moments_that_do_not_travel_are_found(way):
+    report = on_gpus("padded3", stage=0)  # whole on each device: more than any copy
+    size = planned(report)
     other = TO_HOST if way == TO_DEVICE else TO_DEVICE
-    sent = lambda share: [copy(report, way, share * planned), copy(report, other, planned)]
-    assert found(report, sent(1)) == found(report, sent(0.5)) == []  # some is only read
+    sent = lambda share: [copy(report, way, share * size), copy(report, other, size)]
+    assert found(report, sent(1)) == found(report, sent(0.9)) == []  # some is only read
     (finding,) = found(report, sent(0))
     assert finding.startswith(f"Hardly anything is copied {way} in a step, and the plan has")
     assert "of optimizer state in host memory, which is not updated then" in finding
 
 
 def test_on_cpus_there_is_one_memory(report):
-    text = str(dataclasses.replace(report, backend="cpu"))
-    assert "host memory        is counted as the device's: CPUs have one memory" in text
-    assert "host memory" not in str(audits.audited(audits.planned("cpu", 3)))
+    report = dataclasses.replace(report, backend="cpu")
+    assert "host memory        is counted as the device's: CPUs have one memory" in str(report)
+    assert "host memory" not in str(steps.row("padded3").report)
+    assert found(report, [copy(report, TO_DEVICE, 9 * MIB)]) == []
 
 
 def test_what_a_host_has_pinned(report):
+    report = dataclasses.replace(report, per_host=8)
     memory = dataclasses.replace(report.memory, on_host=9 * 2**30, host_donated=9 * 2**30)
     text = str(dataclasses.replace(report, memory=memory))
     assert "72.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins" in text
@@ -78,18 +86,14 @@ def test_what_a_host_has_pinned(report):
     assert "XLA pins" not in str(dataclasses.replace(report, memory=memory))
 
 
-def test_parameters_are_fetched_for_forward_backward_and_the_update(report):
-    plan = zerojax.plan(
-        audits.make_state, mesh=report.plan.mesh, offload=zerojax.Offload(0, True, min_bytes=0)
-    )
-    planned = sum(plan.host_bytes_per_device().values())
-    assert planned == plan.host_bytes_per_device()["params"] > 0
-    report = dataclasses.replace(report, plan=plan, accumulate=2)
-    small = _transfers.SMALL
-    (finding,) = found(report, [copy(report, TO_DEVICE, 5 * planned * 1.02 + small)])
+def test_parameters_are_fetched_for_forward_backward_and_the_update():
+    report = dataclasses.replace(on_gpus(opt_state=0, params=True, min_bytes=0), accumulate=2)
+    size = planned(report)
+    assert size == report.plan.host_bytes_per_device()["params"] > 0
+    (finding,) = found(report, [copy(report, TO_DEVICE, 5 * size * 1.02 + MIB)])
     assert "needs" in finding
-    assert found(report, [copy(report, TO_DEVICE, 5 * planned + small)]) == []
-    (finding,) = found(report, [copy(report, TO_HOST, planned * 1.02 + small)])
+    assert found(report, [copy(report, TO_DEVICE, 5 * size + MIB)]) == []
+    (finding,) = found(report, [copy(report, TO_HOST, size * 1.02 + MIB)])
     assert "copied to the host" in finding
 
 
@@ -133,7 +137,3 @@ def test_copies_that_the_gpu_waits_for_are_found_in_loops(report, way):
     beside = dataclasses.replace(waits, instruction=started)
     assert not any("waits for" in one for one in found(report, [beside]))
     assert not any("waits for" in one for one in found(report, [copy(report, way, 2 * MIB)]))
-
-
-def test_cpus_have_one_memory(report):
-    assert list(_transfers.findings(dataclasses.replace(report, backend="cpu"))) == []

@@ -1,6 +1,7 @@
 """What a layer's backward needs, kept in host memory or in parts until then."""
 
 import collections
+import functools
 import warnings
 
 import jax
@@ -9,18 +10,18 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
+from tests import audits, steps
+from tests.audits import DIM, LAYERS
 from tests.collectives import collectives
 from tests.conftest import make_mesh, mostly_slow
 from tests.reference import assert_close
 from tests.step import tensor
-from tests.step.test_stream import BATCH, BOTH, loss, stacks
+from tests.steps import BOTH
 from zerojax import _compat
-from zerojax._engine import residuals as _residuals
 from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
 from zerojax._step import host_slices as _slices
 
-LAYERS, DIM = 4, 128
-ROWS = len(BATCH) // 8
+ROWS = 256  # of a device; of fewer, a layer's input would be too small to travel
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["layer_in"],
@@ -29,38 +30,37 @@ OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
-@pytest.fixture(autouse=True)
-def all_sizes(monkeypatch):
-    monkeypatch.setattr(_residuals, "SMALL", 0)
+def named(x, p):
+    return audits.layer(checkpoint_name(x, "layer_in"), p)
 
 
-def with_a_policy(params, batch):
-    def layer(x, p):
-        x = checkpoint_name(x, "layer_in")
-        return x + jnp.tanh((x * p["norm"]) @ p["w"]), None
-
-    layer = jax.checkpoint(layer, policy=OFFLOADED)
-    x, _ = jax.lax.scan(layer, params["embed"][batch], params["blocks"])
-    return jnp.mean((x @ params["embed"].T) ** 2)
+with_a_policy = functools.partial(
+    audits.loss, wrap=lambda _: jax.checkpoint(named, policy=OFFLOADED), dtype="float32"
+)
+checkpointed = functools.partial(audits.loss, dtype="float32")
+plain = functools.partial(checkpointed, wrap=lambda layer: layer)
 
 
-def trained(loss, stage, devices=8, offload=None, steps=2, **options):
-    """The parameters after steps, and the shapes of what loops have returned in host memory."""
+def traced(loss, stage=3, devices=8, offload=None, rows=ROWS, **options):
+    """The jaxpr of a step, for shapes."""
     mesh = make_mesh(devices)
-    state = zerojax.shard_train_state(stacks, stage, mesh=mesh, offload=offload)
+    plan = zerojax.plan(audits.make_state, stage=stage, mesh=mesh, offload=offload)
     step = zerojax.train_step(loss, **options)
-    jaxpr = step.trace(state, BATCH).jaxpr.jaxpr
-    scans = [eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "scan"]
-    kept = {
+    return step.trace(plan.abstract(), audits.tokens(plan, rows)).jaxpr.jaxpr
+
+
+def scans(jaxpr):
+    return [eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "scan"]
+
+
+def kept(*args, **options):
+    """The shapes of what loops return in host memory."""
+    return {
         v.aval.shape
-        for eqn in scans
+        for eqn in scans(traced(*args, **options))
         for v in eqn.outvars[_compat.scan_counts(eqn.params)[1] :]
         if v.aval.memory_space == _compat.HOST
     }
-    for _ in range(steps):
-        state, metrics = jax.block_until_ready(step(state, BATCH))
-    assert step._cache_size() == 1
-    return jax.device_get((zerojax.gather_params(state), metrics)), kept
 
 
 @pytest.mark.parametrize(
@@ -75,53 +75,54 @@ def trained(loss, stage, devices=8, offload=None, steps=2, **options):
     ],
 )
 def test_layer_inputs_in_host_memory(stage, prefetch, options):
+    """`tests/test_steps.py` has such a step give one device's numbers."""
     options = {"prefetch": prefetch, **options}
-    got, kept = trained(loss, stage, activations="host", **options)
-    wanted, nothing = trained(loss, stage, **options)
     # As a loop's last layer computes its backward first, prefetching keeps its input at hand.
     ahead = prefetch and (stage == 3 or "update" in options)
-    assert kept == {(LAYERS - ahead, ROWS // options.get("accumulate", 1), DIM)}
-    assert not nothing
-    assert_close(got, wanted, 1e-6)
+    shape = (LAYERS - ahead, ROWS // options.get("accumulate", 1), DIM)
+    assert kept(checkpointed, stage, activations="host", **options) == {shape}
+    assert kept(checkpointed, stage, **options) == set()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_without_regather_full_weights_stay_on_the_devices(prefetch):
     options = {"regather": False, "prefetch": prefetch}
-    got, kept = trained(loss, 3, activations="host", **options)
-    wanted, nothing = trained(loss, 3, **options)
-    assert (kept, nothing) == ({(LAYERS, ROWS, DIM)}, set())
-    assert_close(got, wanted, 1e-6)
-    state = zerojax.shard_train_state(stacks, 3)
-    step = zerojax.train_step(loss, activations="host", **options)
-    found = collectives(step.trace(state, BATCH).jaxpr)
-    size = sum(leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1)
+    assert kept(checkpointed, activations="host", **options) == {(LAYERS, ROWS, DIM)}
+    assert kept(checkpointed, **options) == set()
+    found = collectives(traced(checkpointed, activations="host", **options))
+    size = (LAYERS + 2) * DIM * DIM  # the table has as many rows as two layers
     assert size <= sum(c.moved for c in found if c.kind == "all-gather") < 1.1 * size
 
 
 def test_on_one_device():
-    got, kept = trained(loss, 0, devices=1, activations="host")
-    wanted, _ = trained(loss, 0, devices=1)
-    assert kept == {(LAYERS, len(BATCH), DIM)}
-    assert_close(got, wanted, 1e-6)
+    assert kept(checkpointed, 0, devices=1, activations="host") == {(LAYERS, ROWS, DIM)}
 
 
 @pytest.mark.parametrize(("stage", "prefetch"), [(0, 0), (2, 0), (3, 0), (3, 1)])
 def test_a_policy_of_the_users_that_offloads(stage, prefetch):
-    got, kept = trained(with_a_policy, stage, prefetch=prefetch)
-    wanted, _ = trained(loss, stage, prefetch=prefetch)
-    assert kept == {(LAYERS - prefetch, ROWS, DIM)}
-    assert_close(got, wanted, 1e-6)
+    assert kept(with_a_policy, stage, prefetch=prefetch) == {(LAYERS - prefetch, ROWS, DIM)}
 
 
-def test_where_xla_does_not_find_them_by_the_counter(monkeypatch):
-    """As older JAX on GPUs: backward's slices are those of scanned indices."""
-    wanted, _ = trained(loss, 3, prefetch=0)
-    monkeypatch.setattr(_slices, "are_found", lambda device: False)
-    for found, where in ((with_a_policy, None), (loss, "host")):
-        got, kept = trained(found, 3, prefetch=0, activations=where)
-        assert kept == {(LAYERS, ROWS, DIM)}
-        assert_close(got, wanted, 1e-6)
+def test_small_arrays_stay():
+    assert kept(checkpointed, rows=ROWS // 4, activations="host") == set()
+
+
+def test_without_checkpoint_all_that_jax_keeps():
+    """A layer's input, and the derivative of tanh."""
+    assert kept(plain, prefetch=0, activations="host") == {(LAYERS, ROWS, DIM)}
+
+
+@pytest.mark.parametrize("how", ["policy", "plain", "indices", "indices and policy"])
+def test_gradients_are_those_of_one_device(how, monkeypatch):
+    """With `indices` as older JAX on GPUs, whose XLA does not find slices by a loop's counter:
+    backward's are those of scanned indices."""
+    if "indices" in how:
+        monkeypatch.setattr(_slices, "are_found", lambda device: False)
+    loss = {"plain": plain, "indices": checkpointed}.get(how, with_a_policy)
+    options = {"activations": None if "policy" in how else "host", "prefetch": 0}
+    row = steps.Row("layers", {"data": 2}, {"stage": 3}, options, loss=loss)
+    assert "<host>" in str(row.jaxpr)
+    assert_close(jax.device_get(row.result.state.params), row.reference[0].params)
 
 
 @pytest.mark.parametrize(("prefetch", "offload"), [(0, None), (1, None), (0, BOTH)])
@@ -129,88 +130,64 @@ def test_loops_with_host_memory_are_not_unrolled(prefetch, offload):
     """XLA for GPUs does not compile such loops."""
 
     def unrolled(params, batch):
-        layer = jax.checkpoint(lambda x, p: (x + jnp.tanh((x * p["norm"]) @ p["w"]), None))
-        x, _ = jax.lax.scan(layer, params["embed"][batch], params["blocks"], unroll=2)
-        return jnp.mean((x @ params["embed"].T) ** 2)
+        layer = jax.checkpoint(audits.layer)
+        x, _ = jax.lax.scan(layer, params["embed"][batch], params["layers"], unroll=2)
+        return jnp.mean(x**2)
 
     def found(offload, activations):
-        state = zerojax.shard_train_state(stacks, 3, offload=offload)
-        step = zerojax.train_step(unrolled, prefetch=prefetch, activations=activations)
-        eqns = _compat.every_eqn(step.trace(state, BATCH).jaxpr.jaxpr)
-        scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-        return {eqn.params["unroll"] for eqn in scans if eqn.params["length"] >= LAYERS - 1}
+        options = {"prefetch": prefetch, "activations": activations}
+        loops = scans(traced(unrolled, offload=offload, **options))
+        return {eqn.params["unroll"] for eqn in loops if eqn.params["length"] >= LAYERS - 1}
 
     assert found(offload, None if offload else "host") == {1}
     assert found(None, None) == {2}
 
 
-def test_without_checkpoint_all_that_jax_keeps():
-    def plain(params, batch):
-        def layer(x, p):
-            return x + jnp.tanh((x * p["norm"]) @ p["w"]), None
-
-        x, _ = jax.lax.scan(layer, params["embed"][batch], params["blocks"])
-        return jnp.mean((x @ params["embed"].T) ** 2)
-
-    got, kept = trained(plain, 3, prefetch=0, activations="host")
-    wanted, _ = trained(plain, 3, prefetch=0)
-    assert kept == {(LAYERS, ROWS, DIM)}  # its input, and the derivative of tanh
-    assert_close(got, wanted, 1e-6)
-
-
-def test_small_arrays_stay(monkeypatch):
-    monkeypatch.setattr(_residuals, "SMALL", 4 * ROWS * DIM + 1)
-    assert trained(loss, 3, activations="host", steps=1)[1] == set()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_in_parts_over_a_tensor_axis(stage):
-    """Half of each layer's input is kept, on the devices or in host memory."""
-    mesh, half = tensor.cpu_mesh(), f"f32[{tensor.LAYERS},8,{tensor.DIM // 2}]"
-    ends = {}
-    for activations in (None, "tensor", ("host", "tensor")):
-        state = tensor.placed(mesh, stage)
-        step = zerojax.train_step(tensor.scanned, activations=activations)
-        text = step.lower(state, tensor.BATCH).compile().as_text()
-        assert (half in text) == (activations is not None)
-        for _ in range(2):
-            state, metrics = jax.block_until_ready(step(state, tensor.BATCH))
-        ends[activations] = jax.device_get((state.params, metrics))
-    assert_close(ends["tensor"], ends[None], 1e-6)
-    assert_close(ends["host", "tensor"], ends[None], 1e-6)
-
-
-def test_parts_leave_the_matmuls_as_they_are():
-    """Of what travels over `tensor`, the all-gathers of layer inputs alone are new."""
-    sent = []
-    for activations in (None, "tensor"):
-        step = zerojax.train_step(tensor.scanned, activations=activations)
-        report = zerojax.audit(step, tensor.placed(tensor.cpu_mesh(), 3), tensor.BATCH)
-        over = [one for one in report.traffic if one.axes == ("tensor",)]
-        sent.append(collections.Counter((one.kind, one.wire_bytes, one.trips) for one in over))
-    part = len(tensor.BATCH) // 4 * tensor.DIM // 2
-    assert sent[1] - sent[0] == {("all-gather", 4 * part, tensor.LAYERS): 1}
-    assert not sent[0] - sent[1]
-
-
 def test_reductions_stay_as_they_are():
     """At stage 0, gradients of several microbatches are reduced once."""
-    found = []
-    for activations in (None, "host"):
-        state = zerojax.shard_train_state(stacks, 0)
-        step = zerojax.train_step(loss, accumulate=2, activations=activations)
-        report = zerojax.audit(step, state, BATCH)
-        found.append(report.totals)
+    found = [
+        collections.Counter(collectives(traced(checkpointed, 0, accumulate=2, activations=where)))
+        for where in (None, "host")
+    ]
     assert found[0] == found[1]
 
 
 def test_value_and_grad_has_it_too():
-    state = zerojax.shard_train_state(stacks, 3)
-    plan = zerojax.plan(state, stage=3)
-    fns = [zerojax.value_and_grad(loss, plan, activations=where) for where in ("host", None)]
-    texts = [str(jax.make_jaxpr(fn)(state.params, BATCH)) for fn in fns]
-    assert ["<host>" in text for text in texts] == [True, False]
-    assert_close(*(jax.device_get(jax.jit(fn)(state.params, BATCH)) for fn in fns), 1e-6)
+    plan = zerojax.plan(audits.make_state, stage=3)
+    args = plan.abstract().params, audits.tokens(plan, ROWS)
+    for where in ("host", None):
+        grad = zerojax.value_and_grad(checkpointed, plan, activations=where)
+        assert ("<host>" in str(jax.make_jaxpr(grad)(*args))) == (where is not None)
+
+
+# -- in parts over a tensor axis
+
+PARTS = steps.row("tensor")
+HALF = f"f32[{tensor.LAYERS},{steps.ROWS},{tensor.DIM // 2}]"
+
+
+def test_parts_leave_the_matmuls_as_they_are():
+    """Half of each layer's input is kept. Of what travels over `tensor`, the all-gathers of layer
+    inputs alone are new."""
+    whole = steps.Row(PARTS.model, PARTS.mesh_of, PARTS.placed)
+    assert [HALF in row.text for row in (whole, PARTS)] == [False, True]
+    sent = []
+    for row in (whole, PARTS):
+        over = [one for one in row.report.traffic if one.axes == ("tensor",)]
+        sent.append(collections.Counter((one.kind, one.wire_bytes, one.trips) for one in over))
+    part = 4 * steps.ROWS * tensor.DIM // 2
+    assert sent[1] - sent[0] == {("all-gather", part, tensor.LAYERS): 1}
+    assert not sent[0] - sent[1]
+
+
+def test_parts_in_host_memory():
+    options = {"activations": ("host", "tensor"), "prefetch": 0}
+    row = steps.Row(PARTS.model, PARTS.mesh_of, {**PARTS.placed, "stage": 0}, options)
+    assert HALF in row.text and "<host>" in str(row.jaxpr)
+    assert_close(jax.device_get(row.result.state.params), row.reference[0].params)
+
+
+# -- what is refused
 
 
 @pytest.mark.parametrize(
@@ -224,18 +201,18 @@ def test_value_and_grad_has_it_too():
 )  # fmt: skip
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        trained(loss, 3, **options)
+        traced(checkpointed, **options)
 
 
 def test_a_loss_without_layers_is_refused():
-    unrolled = lambda params, batch: jnp.mean(
-        (params["embed"][batch] @ params["blocks"]["w"][0]) ** 2
-    )
+    one = lambda params, batch: jnp.mean((params["embed"][batch] @ params["layers"]["w"][0]) ** 2)
     with pytest.raises(ValueError, match="the loss has no scan of stacked parameters outside"):
-        trained(unrolled, 3, activations="host")
+        traced(one, activations="host")
 
 
-HOW = [(loss, "host"), (with_a_policy, None)]
+# -- on GPUs
+
+HOW = [(checkpointed, "host"), (with_a_policy, None)]
 
 
 @pytest.mark.gpu_code
@@ -248,7 +225,7 @@ HOW = [(loss, "host"), (with_a_policy, None)]
 )
 def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     mesh, layers, dim, rows = zerojax.aot.mesh(gpus), 8, 512, 2048
-    plan = zerojax.plan(lambda: stacks(dim=dim, layers=layers), stage=3, mesh=mesh)
+    plan = zerojax.plan(lambda: audits.make_state(None, layers, dim), stage=3, mesh=mesh)
     step = zerojax.train_step(loss, plan=plan, activations=where)
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((rows * mesh.size,), "int32"), plan)
     with warnings.catch_warnings():
@@ -272,8 +249,8 @@ def test_on_gpus_parts_are_half():
     mesh = zerojax.aot.mesh("8xH100", shape=(4, 2), axis_names=("data", "tensor"))
     found = []
     for where in (None, "tensor"):
-        specs = {f"params/{name}": spec for name, spec in tensor.SPECS.items()}
-        plan = zerojax.plan(tensor.make_state, stage=3, mesh=mesh, axis="data", overrides=specs)
+        options = {"stage": 3, "mesh": mesh, "axis": "data", "overrides": steps.SPECS}
+        plan = zerojax.plan(tensor.make_state, **options)
         step = zerojax.train_step(tensor.scanned, plan=plan, activations=where, prefetch=0)
         shape = jax.ShapeDtypeStruct((2**16, tensor.DIM), "float32")
         compiled = step.lower(plan.abstract(), zerojax.aot.batch(shape, plan)).compile()

@@ -1,46 +1,24 @@
 """`regather=` by axis: backward gathers within a node what forward brought there."""
 
 import collections
-import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import audits
+from tests import audits, steps
 from tests.collectives import collectives, scans_of
-from tests.conftest import FUSED_AS_USERS, mostly_slow
-from tests.models import MODELS, OPTIMIZERS
-from tests.reference import assert_close, assert_equal_bits, make_state
+from tests.reference import assert_close
 from zerojax._hlo.groups import group_of
 from zerojax._hlo.lineage import NONE, Lineage
 from zerojax._hlo.module import Module
 
 AXES = ("node", "gpu")
 LAYERS, DIM = 4, 64
-
-
-@pytest.mark.parametrize(
-    ("model", "optimizer", "accumulate", "prefetch"),
-    mostly_slow(
-        itertools.product(MODELS, OPTIMIZERS, (1, 4), (0, 1)),
-        lambda *case: case in [("gpt", "adamw", 4, 1), ("mlp", "sgd", 1, 0)],
-    ),
-)
-def test_the_bits_are_those_of_gathering_over_all_axes_again(
-    model, optimizer, accumulate, prefetch
-):
-    made, states = MODELS[model](True), []
-    for regather in (True, "gpu"):
-        tx, mesh = OPTIMIZERS[optimizer](), zerojax.mesh(node=2, gpu=4)
-        state = zerojax.shard_train_state(make_state(made, tx), mesh=mesh, axis=AXES)
-        options = {"prefetch": prefetch, "compiler_options": FUSED_AS_USERS}
-        step = zerojax.train_step(made.loss, accumulate=accumulate, regather=regather, **options)
-        states.append(step(state, made.batch)[0])
-    assert_equal_bits(states[1].params, states[0].params)
 
 
 def layer(x, p):
@@ -51,47 +29,47 @@ def loss(params, batch):
     return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
 
 
-def step_of(regather, **options):
-    """A step over two stacked weights, the state and the batch that it takes."""
-    weights = jnp.ones((LAYERS, DIM, DIM)) / DIM
-    params, tx = {"w": weights, "x": weights}, optax.sgd(0.1)
-    state = {"params": params, "opt_state": tx.init(params)}
-    plan = zerojax.plan(state, mesh=zerojax.mesh(node=2, gpu=4), axis=AXES, tx=tx)
-    step = zerojax.train_step(loss, tx=tx, plan=plan, regather=regather, **options)
-    return step, plan.place(state), zerojax.shard_batch(jnp.ones((64, DIM)), plan=plan)
+WEIGHTS = np.ones((LAYERS, DIM, DIM), "f") / DIM
+PARAMS, TX = {"w": WEIGHTS, "x": WEIGHTS}, optax.sgd(0.1)
+STATE = {"params": PARAMS, "opt_state": TX.init(PARAMS)}
+BATCH = np.ones((64, DIM), "f")
 
 
-def gathers_by_axes(regather, **options):
-    step, state, batch = step_of(regather, **options)
+def traced(regather, **options):
+    """The jaxpr of a step over two stacked weights."""
+    plan = zerojax.plan(STATE, mesh=zerojax.mesh(node=2, gpu=4), axis=AXES, tx=TX)
+    step = zerojax.train_step(loss, tx=TX, plan=plan, regather=regather, **options)
+    return step.trace(plan.abstract(), BATCH).jaxpr
+
+
+def gathers_by_axes(jaxpr):
     times = collections.Counter()
-    for c in collectives(jax.make_jaxpr(step)(state, batch)):
-        if c.kind == "all-gather":
-            times[c.axes] += c.times
-    return dict(times)
+    for c in collectives(jaxpr):
+        times[c.axes] += c.times if c.kind == "all-gather" else 0
+    return dict(+times)
 
 
 @pytest.mark.parametrize(("prefetch", "last"), [(0, 0), (1, 1)])
 def test_forward_crosses_nodes_and_backward_does_not(prefetch, last):
-    assert gathers_by_axes(True, prefetch=prefetch) == {
+    assert gathers_by_axes(traced(True, prefetch=prefetch)) == {
         ("gpu", "node"): 2 * (2 * LAYERS - last)  # prefetched, the last layer is still there
     }
-    assert gathers_by_axes("gpu", prefetch=prefetch) == {
+    assert gathers_by_axes(traced("gpu", prefetch=prefetch)) == {
         ("node",): 2 * (LAYERS + last),  # prefetched, the last layer crosses twice
         ("gpu",): 2 * (2 * LAYERS - last),
     }
-    assert gathers_by_axes(("gpu", "node")) == gathers_by_axes(True)
+    assert gathers_by_axes(traced(("gpu", "node"))) == gathers_by_axes(traced(True))
 
 
 def test_microbatches_cross_nodes_once_a_step():
-    assert gathers_by_axes("gpu", accumulate=4, prefetch=0) == {
+    assert gathers_by_axes(traced("gpu", accumulate=4, prefetch=0)) == {
         ("node",): 2,  # of all layers together
         ("gpu",): 2 * 2 * LAYERS * 4,
     }
 
 
 def test_what_crosses_nodes_is_two_layers_ahead_of_its_use():
-    step, state, batch = step_of("gpu", prefetch=1)
-    forward, _ = scans_of(jax.make_jaxpr(step)(state, batch))
+    forward, _ = scans_of(traced("gpu", prefetch=1))
     made = {}
     for eqn in forward.params["jaxpr"].jaxpr.eqns:
         made |= dict.fromkeys(eqn.outvars, eqn)
@@ -102,15 +80,15 @@ def test_what_crosses_nodes_is_two_layers_ahead_of_its_use():
     assert all(e.invars[0] not in made for e in near)
 
 
-def test_a_step_keeps_its_contract_and_the_memory_of_what_it_keeps():
-    step, state, batch = step_of("gpu", prefetch=1)
-    report = zerojax.audit(step, state, batch, per_host=4).check()
-    layers = report.plan.params[0]
-    assert layers.rest.axes == ("gpu", "node") and layers.near.axes == ("gpu",)
-    assert report.plan.kept_bytes() == 2 * LAYERS * DIM * DIM * 4 // 4
-    assert step.recipe.plan.kept_bytes() == 0
-    crossing = {t.axes for t in report.traffic if t.kind == "all-gather"}
-    assert crossing == {("node",), ("gpu",)}
+def test_a_step_knows_the_memory_of_what_it_keeps():
+    """`tests/test_steps.py` has it keep its contract and give one device's numbers."""
+    row = steps.row("regather")
+    stack = next(leaf for leaf in row.report.plan.params if leaf.path == "params/layers/w")
+    assert stack.rest.axes == ("gpu", "node") and stack.near.axes == ("gpu",)
+    assert row.report.plan.kept_bytes() == sum(leaf.nbytes // 2 for leaf in row.plan.params)
+    assert row.plan.kept_bytes() == 0
+    crossing = {t.axes for t in row.report.traffic if t.kind == "all-gather"}
+    assert crossing >= {("node",), ("gpu",)}
 
 
 @pytest.mark.gpu_code
@@ -151,9 +129,9 @@ def test_backward_gathers_what_has_arrived():
 
 
 def by_hand(regather):
-    """Gradients of the loss with parts taken by hand, the same loss's own, and the gathers."""
-    step, state, batch = step_of(True)
-    plan, params = step.recipe.plan, state["params"]
+    """Gradients of the loss with parts taken by hand, and the gathers."""
+    plan = zerojax.plan(STATE, mesh=zerojax.mesh(node=2, gpu=4), axis=AXES)
+    params = plan.place(STATE)["params"]
 
     def grads(params, batch):
         def loss(parts):
@@ -171,15 +149,12 @@ def by_hand(regather):
         check_vma=False,
     )
     run = jax.jit(mapped)
-    gathers = [c for c in collectives(run.trace(params, batch).jaxpr) if c.kind == "all-gather"]
-    wanted = jax.grad(loss)(zerojax.gather_params(params), batch)
-    times = collections.Counter(axes for c in gathers for axes in [c.axes] * c.times)
-    return run(params, batch), wanted, dict(times)
+    return run(params, BATCH), gathers_by_axes(run.trace(params, BATCH).jaxpr)
 
 
 def test_parts_taken_by_hand_may_be_kept_within_a_node():
-    grads, wanted, times = by_hand("gpu")
-    assert_close(grads, wanted, 1e-5)
+    grads, times = by_hand("gpu")
+    assert_close(grads, jax.jit(jax.grad(loss))(PARAMS, BATCH), 1e-5)
     assert times == {("node",): 2 * LAYERS, ("gpu",): 2 * 2 * LAYERS}
 
 
@@ -195,9 +170,8 @@ def test_parts_taken_by_hand_may_be_kept_within_a_node():
     ],
 )
 def test_axes_that_backward_cannot_gather_over_are_refused(regather, message):
-    step, state, batch = step_of(regather)
     with pytest.raises(ValueError, match=message):
-        step(state, batch)
+        traced(regather)
 
 
 def test_by_hand_too():
@@ -208,7 +182,7 @@ def test_by_hand_too():
 
 
 def test_axes_are_checked_where_nothing_is_gathered_and_where_groups_leave_one():
-    params = {"w": jnp.ones((64, 64))}
+    params = {"w": np.ones((64, 64), "f")}
     mesh = zerojax.mesh(node=2, gpu=4)
     plan = zerojax.plan({"params": params}, stage=1, mesh=mesh, axis=AXES)
     with pytest.raises(ValueError, match=r"names 'bogus'"):

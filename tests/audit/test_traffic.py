@@ -1,0 +1,119 @@
+"""Traffic and memory of the steps of the table, to the byte, and the parameters that they serve."""
+
+import dataclasses
+import re
+
+import pytest
+
+import zerojax
+from tests import audits, steps
+from tests.reference import divided, tree_bytes
+
+N = 4
+SCALAR = 2 * 4 * (N - 1) // N  # bytes that each device sends to sum one float32
+
+
+def params_of(name):
+    """By name: the parameters that the devices share, and the others."""
+    model, _ = steps.model_and_state(steps.row(name).model)
+    return divided({"params": model.params}, N)
+
+
+def sent_for(report, kind):
+    """Bytes by parameter; of joined operations each array has its own."""
+    found = {}
+    for one in report.traffic:
+        for part in one.parts if one.kind == kind else ():
+            factor = {"all-gather": N - 1, "all-reduce": 2 * (N - 1) / N}.get(kind, (N - 1) / N)
+            path = ", ".join(part.paths)
+            found[path] = found.get(path, 0) + part.nbytes * factor * one.trips
+    return found
+
+
+@pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "in_line"])
+def test_traffic_is_the_papers_to_the_byte(name):
+    report, stage = steps.row(name).report, steps.row(name).plan.stage
+    psi, others = (tree_bytes(leaves) * (N - 1) / N for leaves in params_of(name))
+    assert psi > 9 * others
+    scalars = report.totals["all-reduce"] - 2 * (others if stage else others + psi)
+    assert scalars % SCALAR == 0 and 1 <= scalars / SCALAR < 10  # the loss, and parts of the norm
+    assert report.totals.get("reduce-scatter", 0) == (psi if stage else 0)
+    if stage < 3:
+        assert report.totals.get("all-gather", 0) == (psi if stage else 0)
+    assert report.wire_bytes == sum(report.totals.values())
+
+
+@pytest.mark.parametrize("name", ["stage3", "in_line"])
+def test_stage_3_gathers_every_weight_at_most_twice(name):
+    """Exactly twice in loops; XLA may spare itself the second gather of what is used once."""
+    report = steps.row(name).report
+    gathered = sent_for(report, "all-gather")
+    shared, _ = params_of(name)
+    assert set(gathered) == set(shared)
+    for path, leaf in shared.items():
+        times = gathered[path] / (leaf.nbytes * (N - 1) / N)
+        assert times == 2 if "/blocks/" in path else 1 <= times <= 2, path
+    layers = [t for t in report.traffic if "/blocks/" in t.serves and t.kind != "all-reduce"]
+    trips = {(t.trips, len(t.loops)) for t in layers}
+    assert trips == ({(3, 1)} if name == "stage3" else set())
+
+
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage3", "in_line"])
+def test_every_collective_is_traced_to_what_it_serves(name):
+    report = steps.row(name).report
+    shared, others = params_of(name)
+    share = (N - 1) / N
+    assert sent_for(report, "reduce-scatter") == {p: x.nbytes * share for p, x in shared.items()}
+    assert set(sent_for(report, "all-gather")) == set(shared)
+    assert set(sent_for(report, "all-reduce")) - {""} == set(others)
+    assert {t.axes for t in report.traffic} == {("data",)}
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", pytest.param("8xH100-stage3", marks=pytest.mark.gpu_code)]
+)
+def test_rows_of_a_table_travel_in_its_place(name):
+    """They are known by their scope; whatever else a step sends in all-to-alls is a finding."""
+    traffic = steps.row(name).report.traffic
+    exchanges = [t for t in traffic if t.kind == "all-to-all"]
+    assert [t.serves for t in exchanges] == ["params/embed"] * 4
+    assert sum(t.wire_bytes for t in exchanges) > 4 * 4096
+    assert "params/embed" not in {t.serves for t in traffic if t.kind == "all-gather"}
+
+
+# -- memory
+
+
+def test_gradients_of_microbatches_are_summed_whole_at_stage_1_and_in_shards_at_3():
+    """At the fullest moment: at stage 1 the sums, and those of a microbatch that are added next."""
+    memory = {n: steps.row(f"microbatches{n}").report.memory for n in (1, 3)}
+    stack = audits.LAYERS * audits.DIM**2 * 4
+    assert memory[1].gradients > memory[1].parameters + stack
+    assert memory[1].activations < memory[1].parameters / 4
+    assert 0 < memory[3].gradients < memory[3].parameters
+
+
+@pytest.mark.gpu_code
+def test_sums_that_are_reduced_as_one_array_are_gradients():
+    plan = zerojax.plan(audits.make_state, stage=0, mesh=audits.mesh_of("8xH100"))
+    memory = audits.audited(plan, accumulate=2).memory
+    assert memory.gradients == 2 * memory.parameters and memory.activations < 2**16
+
+
+def test_a_batch_and_its_statistics_are_neither_weights_nor_gradients():
+    """A convolution pads its batch, and a batch norm reduces statistics that go into it."""
+    memory = steps.row("fields").report.memory
+    whole = tree_bytes(steps.model_and_state("convnet")[0].params)
+    assert memory.gathered <= 2 * whole and memory.gradients <= 2 * whole
+    assert memory.activations > 4 * whole
+
+
+def test_memory_is_printed_in_units():
+    report = steps.row("stage3").report
+    memory = report.memory
+    assert re.match(r"\d+\.\d MiB at the peak: parameters \d+\.\d KiB, optimizer", str(memory))
+    assert f"memory per device  {memory}\n" in str(report)
+    away = dataclasses.replace(memory, on_host=3 * 2**20, host_donated=1, host_temporary=2**20)
+    assert str(away) == f"{memory}; in host memory: state 3.0 MiB"
+    kept = dataclasses.replace(memory, host_temporary=2**20)
+    assert str(kept) == f"{memory}; in host memory: kept for backward 1.0 MiB"
