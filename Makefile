@@ -31,8 +31,11 @@ gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
 
 # Random combinations of features against one device; those that are refused count as skipped.
+SEED ?= 0
+FIRST ?= 0
+COUNT ?= 200
 fuzz: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py --seed $(SEED) --first $(FIRST) --count $(COUNT) $(ARGS)
 
 # Defects in the package, one at a time, and the tests that find them.
 mutants: $(VENV)/.test

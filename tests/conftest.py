@@ -49,8 +49,12 @@ from tests import costs
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
-    parser.addoption("--combinations", type=int, default=200, help="how many tests/fuzz.py draws")
-    parser.addoption("--seed", type=int, default=0, help="what tests/fuzz.py draws from")
+    for name, default, says in (
+        ("seed", 0, "what tests/fuzz.py draws from"),
+        ("first", 0, "the number of the first row that it draws"),
+        ("count", 200, "how many it draws"),
+    ):
+        parser.addoption(f"--{name}", type=int, default=default, help=says)
     parser.addoption("--costs", action="store_true", help="what each file costs")
 
 

@@ -22,7 +22,7 @@ class Costs:
     def __init__(self, each_file: bool):
         self.each_file, self.file = each_file, "imports"
         self.by_file = collections.defaultdict(collections.Counter)
-        self.seconds, self.is_loaded = cpu_seconds(), False
+        self.seconds, self.is_loaded, self.has_workers = 0.0, False, False
         jax.monitoring.register_event_listener(self.heard)
         jax.monitoring.register_event_duration_secs_listener(self.timed)
 
@@ -46,12 +46,15 @@ class Costs:
         return (yield)
 
     def pytest_sessionfinish(self, session):
+        if self.has_workers:  # its children, which have told theirs
+            self.seconds += sum(os.times()[2:4])
         self.turn_to("")
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["costs"] = {k: dict(v) for k, v in self.by_file.items()}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
+        self.has_workers = True
         for file, counts in getattr(node, "workeroutput", {}).get("costs", {}).items():
             self.by_file[file].update(counts)
 

@@ -136,7 +136,10 @@ REFUSED = (
         r"activations=\('host',\).*the loss has no scan of stacked parameters",
     ),
     Refusal({"update": ("backward",), "model": LOOPLESS}, IN_BACKWARD),
-    Refusal({"update": ("backward",), "optimizer": ("adafactor", "wrapped")}, IN_BACKWARD),
+    Refusal(
+        {"update": ("backward",), "optimizer": ("adafactor", "wrapped", "lamb", "novograd")},
+        IN_BACKWARD,
+    ),
     Refusal(  # stacks are padded; of the vectors in stacks, muon makes matrices
         {
             "update": ("backward",),

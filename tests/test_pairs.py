@@ -1,8 +1,4 @@
-"""Every pair of features: rows that have them, each compared with one device.
-
-The rows run with `-m slow`: all take 6 minutes of CPU, and the limits of 7 in 50 are not settled,
-whose update rounds much or whose moments are factored.
-"""
+"""Every pair of features: rows that have them, each compared with one device."""
 
 import dataclasses
 
@@ -40,7 +36,6 @@ def test_defaults_are_first_levels():
     assert dataclasses.asdict(Row()) == {name: levels[0] for name, levels in FACTORS.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(rows())))
 @pytest.mark.filterwarnings("ignore")
 def test_row(number):
