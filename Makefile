@@ -28,7 +28,7 @@ test-ci: $(VENV)/.test
 
 # The tests that compile for GPUs; `make test` skips them if the packages for that are missing.
 gpu-code: gpu-compile
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow and not other_end' --no-skips $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
 
 # Random combinations of features against one device; those that are refused count as skipped.
 SEED ?= 0

@@ -1,11 +1,9 @@
 """Every test runs on 8 emulated CPU devices, and fails rather than skips without them."""
 
 import atexit
-import collections
 import gc
 import importlib.metadata
 import os
-import pathlib
 import shutil
 import signal
 import sys
@@ -19,7 +17,7 @@ OLDEST = importlib.metadata.version("jaxlib").startswith("0.10.")
 # Of a step whose bits or memory depend on what XLA fuses: `compiler_options`.
 FUSED_AS_USERS = {}
 if OLDEST:
-    # Compiles in two thirds of the time. Newer versions do not know the flag, and would abort.
+    # Halves the CPU time of tests/test_pairs.py. Newer versions do not know the flag, and would abort.
     flags += " --xla_cpu_use_fusion_emitters=false"
     FUSED_AS_USERS = {"xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = flags
@@ -87,32 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except ModuleNotFoundError as error:
         for item in gpu_code:
             item.add_marker(pytest.mark.skip(reason=str(error)))
-    if not any("::" in given for given in config.args):  # a test that is named runs
-        mark_alternating(items)
-
-
-# Nearly all time goes into compiling steps. CI runs the tests with the oldest JAX and with the
-# newest: half of the tests of each of these files with the one, the others with the other. Those
-# of several processes (run) stay with both: they rest on what JAX calls experimental.
-ALTERNATING = """
-    checkpoint engine loss plan state step update verify test_benchmarks test_examples test_families
-    test_foreign
-"""
-
-
-def mark_alternating(items: list[pytest.Item]) -> None:
-    """Marks what CI runs with the other end of the JAX versions."""
-    files = collections.defaultdict(lambda: collections.defaultdict(list))
-    for item in items:
-        part = item.path.relative_to(pathlib.Path(__file__).parent).parts[0].removesuffix(".py")
-        if part in ALTERNATING.split() and not item.get_closest_marker("slow"):
-            files[item.path][item.nodeid.partition("[")[0]].append(item)
-    for tests in files.values():
-        for test, cases in enumerate(tests.values()):
-            for case, item in enumerate(cases):
-                # Cases in the order 0 1 1 0: each end has each of two stages that change fastest.
-                if (test + case + case // 2) % 2 == OLDEST:
-                    item.add_marker(pytest.mark.other_end)
 
 
 def without_skips(report, config: pytest.Config):
