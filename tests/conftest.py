@@ -17,7 +17,7 @@ OLDEST = importlib.metadata.version("jaxlib").startswith("0.10.")
 # Of a step whose bits or memory depend on what XLA fuses: `compiler_options`.
 FUSED_AS_USERS = {}
 if OLDEST:
-    # Halves the CPU time of tests/test_pairs.py. Newer versions do not know the flag, and would abort.
+    # Halves the CPU time of tests/test_pairs.py. Newer versions abort: they do not know the flag.
     flags += " --xla_cpu_use_fusion_emitters=false"
     FUSED_AS_USERS = {"xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = flags
