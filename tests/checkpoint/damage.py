@@ -1,26 +1,14 @@
-"""What happens to files, and what is asked of them: damage, other writers, a full disk, pipes."""
+"""What happens to files: damage, a full disk, and pipes in their places."""
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import resource
 import threading
 
-import jax
-
 
 def files_of(path):
     return sorted(p for p in pathlib.Path(path).rglob("*") if p.is_file() and p.stat().st_size)
-
-
-def damage_all(path, how):
-    """Each file in turn: damaged, given to the caller, and put back."""
-    for file in files_of(path):
-        whole = file.read_bytes()
-        how(file, whole)
-        yield file
-        file.write_bytes(whole)
 
 
 def flip(file, whole):
@@ -34,26 +22,6 @@ DAMAGE = {
     "emptied": lambda file, whole: file.write_bytes(b""),
     "deleted": lambda file, whole: file.unlink(),
 }
-
-
-def parts_read(monkeypatch):
-    """The shapes of what devices ask for, from here on."""
-    shapes, real = [], jax.make_array_from_callback
-
-    def asking(shape, sharding, part):
-        return real(shape, sharding, lambda index: shapes.append(part(index).shape) or part(index))
-
-    monkeypatch.setattr(jax, "make_array_from_callback", asking)
-    return shapes
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Another writer to a path holds the lock beside it."""
-    with open(path.parent / f".{path.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    os.unlink(lock.name)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zerojax
-from tests.checkpoint.damage import DAMAGE, damage_all, files_of, full_disk, locked, pipe_for
+from tests.checkpoint.damage import DAMAGE, files_of, full_disk, pipe_for
 from tests.checkpoint.states import STATE, save_steps
 from tests.reference import assert_equal_bits
 
@@ -20,27 +20,24 @@ LISTING = "zerojax_checksums.json"
 IGNORED = "ignore::pytest.PytestUnraisableExceptionWarning"
 
 
-def test_a_missing_list_of_checksums_is_an_error_until_it_is_accepted(tmp_path):
-    zerojax.save(tmp_path / "c", STATE, step=3)
-    (tmp_path / "c" / LISTING).unlink()
-    for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
-        with pytest.raises(ValueError, match=rf"/{LISTING} is missing.*write {{}} into it"):
-            read(tmp_path / "c")
-    (tmp_path / "c" / LISTING).write_text("{}")
-    assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
-    assert zerojax.read_extras(tmp_path / "c").step == 3
-
-
-HOSTILE = ["[" * 10**5, "[1]", "3", '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', '{"a": [1, 2]']
+HOSTILE = ["[" * 10**5, "[1]", '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', '{"a": [1, 2]']
 OUTSIDE = ['{"../x": [1, 2]}', '{"/dev/zero": [1, 2]}']
 
 
-@pytest.mark.parametrize("listing", HOSTILE + OUTSIDE)
-def test_a_hostile_list_of_checksums_is_an_error(tmp_path, listing):
-    zerojax.save(tmp_path / "c", STATE)
-    (tmp_path / "c" / LISTING).write_text(listing)
-    with pytest.raises(ValueError, match=rf"{LISTING} is not the list.*Restore another"):
-        zerojax.restore(tmp_path / "c", STATE)
+def test_a_list_of_checksums_is_there_and_as_it_was_written(tmp_path):
+    zerojax.save(tmp_path / "c", STATE, step=3)
+    listing = tmp_path / "c" / LISTING
+    for text in HOSTILE + OUTSIDE:
+        listing.write_text(text)
+        with pytest.raises(ValueError, match=rf"{LISTING} is not the list.*Restore another"):
+            zerojax.restore(tmp_path / "c", STATE)
+    listing.unlink()
+    for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
+        with pytest.raises(ValueError, match=rf"/{LISTING} is missing.*write {{}} into it"):
+            read(tmp_path / "c")
+    listing.write_text("{}")
+    assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
+    assert zerojax.read_extras(tmp_path / "c").step == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*metrics cannot be read")
@@ -51,7 +48,9 @@ def test_damage_to_any_file_of_a_loop_is_never_read(tmp_path, how):
     state = tmp_path / "1" / "default"
     noted = {state / name for name in json.loads((state / LISTING).read_text())}
     wrong, right = set(), set()
-    for file in damage_all(tmp_path / "1", DAMAGE[how]):
+    for file in files_of(tmp_path / "1"):
+        whole = file.read_bytes()
+        DAMAGE[how](file, whole)
         with zerojax.Checkpoints(tmp_path, best="loss") as checkpoints:
             assert checkpoints.best() in (1, None)
             try:
@@ -64,16 +63,19 @@ def test_damage_to_any_file_of_a_loop_is_never_read(tmp_path, how):
                 assert_equal_bits(back["w"], STATE["w"] + 1)
                 assert saved.step == 1 and saved.data == {"at": 1}
                 right.add(file)
+        file.write_bytes(whole)
     assert wrong == noted | {state / LISTING} and len(wrong) >= 6 and right
     assert_equal_bits(zerojax.restore(tmp_path / "1", STATE)["w"], STATE["w"] + 1)
 
 
 def test_a_second_writer_to_one_path_is_refused(tmp_path):
     second = pytest.raises(ValueError, match=r"something else is writing to .*/c. Give each writer")
-    for write in (zerojax.save, zerojax.export_safetensors):
-        with locked(tmp_path / "c"), second:
-            write(tmp_path / "c", STATE)
-        assert not any(tmp_path.iterdir())
+    with open(tmp_path / ".c.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for write in (zerojax.save, zerojax.export_safetensors):
+            with second:
+                write(tmp_path / "c", STATE)
+    assert [p.name for p in tmp_path.iterdir()] == [".c.lock"]
     zerojax.save(tmp_path / "c", STATE)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
@@ -89,11 +91,9 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", IGNORED)
-@pytest.mark.parametrize("background", [True, False])
-def test_a_write_that_fails_names_the_file_and_takes_nothing_with_it(tmp_path, background):
+def test_a_write_that_fails_names_the_file_and_takes_nothing_with_it(tmp_path):
     large = {"w": np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)}
-    options = {"keep": 1, "background": background}
-    with zerojax.Checkpoints(tmp_path / "loop", **options) as checkpoints:
+    with zerojax.Checkpoints(tmp_path / "loop", keep=1) as checkpoints:
         checkpoints.save(1, {"w": large["w"][:64]})
         checkpoints.wait()
         before = {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")}
@@ -129,24 +129,18 @@ def test_a_pipe_in_the_place_of_any_file_is_refused_and_not_waited_for(tmp_path)
                     read(tmp_path / "c")
 
 
-PIPES = [
-    ("loop/1/_CHECKPOINT_METADATA", zerojax.Checkpoints, rf"1/_CHECKPOINT_METADATA {PIPE}. Remove"),
-    ("loop/goodput.json", zerojax.Goodput, "but a pipe or a device"),
-    ("w/model-00001-of-00001.safetensors", None, "model-00001-of-00001.safetensors is missing"),
-    ("w/model.safetensors.index.json", None, "there is no model.safetensors.index.json in"),
-    ("c/model.safetensors", None, "there is no model.safetensors.index.json in .*, or one file"),
-]
-
-
 def test_a_pipe_beside_is_not_waited_for(tmp_path):
     """Some are refused; others cost a run its history, and it goes on."""
     save_steps(tmp_path / "loop", 1, best="loss")
     zerojax.export_safetensors(tmp_path / "w", STATE)
-    (tmp_path / "c").mkdir()
-    for name, read, refused in PIPES:
-        read = read or (lambda path: zerojax.import_safetensors(path, STATE))
+    weights = lambda path: zerojax.import_safetensors(path, STATE)
+    for name, read, refused in [
+        ("loop/1/_CHECKPOINT_METADATA", zerojax.Checkpoints, f"1/_CHECKPOINT_METADATA {PIPE}. Re"),
+        ("w/model-00001-of-00001.safetensors", weights, "00001-of-00001.safetensors is missing"),
+        ("w/model.safetensors.index.json", weights, "there is no model.safetensors.index.json in"),
+    ]:
         directory = tmp_path / name.partition("/")[0]
-        with pipe_for(tmp_path / name), pytest.raises((ValueError, OSError), match=refused):
+        with pipe_for(tmp_path / name), pytest.raises(ValueError, match=refused):
             read(directory)
     for name, warned in [
         ("1/metrics/metrics", "metrics cannot be read .*but a pipe or a device"),
@@ -163,24 +157,15 @@ def test_a_pipe_beside_is_not_waited_for(tmp_path):
 
 @pytest.mark.filterwarnings(IGNORED)
 @pytest.mark.parametrize(
-    "name, what, why",
-    [
-        ("_METADATA", "the tree", "/_METADATA is damaged: Expecting value"),
-        ("_sharding", "the tree", "/_sharding is damaged: "),
-        ("manifest.ocdbt", "the tree", r"ValueError: .*/manifest.ocdbt"),
-        (
-            "array_metadatas/process_0",
-            "w",
-            "/array_metadatas/process_0 is damaged: Expecting value",
-        ),
-    ],
+    "name, why",
+    [("_METADATA", "/_METADATA is damaged: Expecting"), ("manifest.ocdbt", "/manifest.ocdbt")],
 )
-def test_what_others_wrote_and_is_damaged_says_what_cannot_be_read(tmp_path, name, what, why):
+def test_what_others_wrote_and_is_damaged_says_what_cannot_be_read(tmp_path, name, why):
     """There are no checksums, and Orbax's own errors seldom name a file."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "c", {"w": jax.device_put(STATE["w"])})
     (tmp_path / "c" / name).write_bytes(b"")
-    message = rf"{what} of .*/c cannot be read \(.*{why}.*\). Restore another checkpoint"
+    message = rf"the tree of .*/c cannot be read \(.*{why}.*\). Restore another checkpoint"
     with pytest.raises(ValueError, match=message) as raised:
         zerojax.restore(tmp_path / "c", STATE)
     assert "tensorstore_spec" not in str(raised.value)

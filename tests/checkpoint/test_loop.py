@@ -36,9 +36,7 @@ def steps_in(directory):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_loop_saves_now_and_then_and_a_resumed_one_ends_as_an_undisturbed_one(
-    tmp_path, background
-):
+def test_a_resumed_loop_ends_as_an_undisturbed_one(tmp_path, background):
     options = {"every": 2, "keep": 2, "background": background}
     want = run(tmp_path / "a", 9, **options)
     assert steps_in(tmp_path / "a") == [8, 9]
@@ -76,28 +74,23 @@ def test_the_last_step_is_saved_where_the_loop_ends(tmp_path, close):
 
 
 ENDS = [
-    (4, None, [2, 4]),  # which has nothing to do
-    (3, None, [2, 3]),
-    (3, SystemExit(), [2, 3]),
-    (3, SystemExit(0), [2, 3]),
-    (3, SystemExit(1), [2]),
-    (3, RuntimeError(), [2]),
-    (3, KeyboardInterrupt(), [2]),
+    (SystemExit(0), [2, 3]),
+    (SystemExit(1), [2]),
+    (RuntimeError(), [2]),
+    (KeyboardInterrupt(), [2]),
 ]
 
 
-@pytest.mark.parametrize("steps, error, saved", ENDS)
-def test_the_last_step_is_saved_unless_the_loop_fails(tmp_path, steps, error, saved):
-    ended = contextlib.nullcontext() if error is None else pytest.raises(type(error))
-    with ended, zerojax.Checkpoints(tmp_path, every=2) as checkpoints:
-        for n in range(1, steps + 1):
+@pytest.mark.parametrize("error, saved", ENDS)
+def test_the_last_step_is_saved_unless_the_loop_fails(tmp_path, error, saved):
+    with pytest.raises(type(error)), zerojax.Checkpoints(tmp_path, every=2) as checkpoints:
+        for n in (1, 2, 3):
             checkpoints.save(n, STATE)
-        if error is not None:
-            raise error
+        raise error
     assert steps_in(tmp_path) == saved
 
 
-def closing(directory, gone="state"):
+def closing(directory, gone):
     """The end of a loop whose last state, or its key, is gone."""
     state, key = {"w": jnp.ones(2)}, jax.random.key(0)
     checkpoints = zerojax.Checkpoints(directory, every=2)
@@ -106,29 +99,29 @@ def closing(directory, gone="state"):
     return checkpoints.close
 
 
-def between(module, inner):
+def inside(module, inner):
     """A function of that module that calls `inner`."""
     scope = {"__name__": module, "inner": inner}
     exec("def outer():\n    inner()", scope)
     return scope["outer"]
 
 
-def warned_at(call):
-    message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"
-    with pytest.warns(UserWarning, match=message) as seen:
-        call()
-    return seen[0].filename
-
-
 def test_a_last_state_that_is_gone_is_told_of_at_the_users_line(tmp_path):
-    """Whoever is between that line and zerojax."""
-    for gone in ("state", "key"):
-        assert warned_at(closing(tmp_path, gone)) == __file__
-    for module in ("contextlib", "jax._src.api", "equinox._jit", "haiku._src.base", "threading"):
-        outer = between("optax._src.base", between(module, closing(tmp_path)))
-        assert warned_at(outer) == __file__, module
-    alike = between("jaxtyping", closing(tmp_path))
-    assert warned_at(alike) == "<string>", "its name begins alike, no more"
+    """Whoever is between that line and zerojax; "jaxtyping" only begins as "jax" does."""
+    message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"
+    for modules, gone, file in [
+        ([], "state", __file__),
+        ([], "key", __file__),
+        (["jax._src.api", "optax._src.base"], "state", __file__),
+        (["contextlib", "equinox._jit"], "state", __file__),
+        (["jaxtyping"], "state", "<string>"),
+    ]:
+        end = closing(tmp_path, gone)
+        for module in modules:
+            end = inside(module, end)
+        with pytest.warns(UserWarning, match=message) as warned:
+            end()
+        assert warned[0].filename == file
     assert steps_in(tmp_path) == []
 
 
@@ -237,15 +230,11 @@ def test_what_others_saved_goes_on_from_the_step_of_its_directory(tmp_path):
 # -- what is refused
 
 
-def test_what_cannot_be_saved_is_refused_at_the_first_step(tmp_path):
-    checkpoints = zerojax.Checkpoints(tmp_path, every=100)
-    with checkpoints, pytest.raises(TypeError, match=r"f is a builtin_f.*, not an array"):
-        checkpoints.save(1, {"w": STATE["w"], "f": len})
-
-
-def test_steps_that_cannot_be_saved(tmp_path):
+def test_steps_and_states_that_cannot_be_saved(tmp_path):
     with zerojax.Checkpoints(tmp_path) as checkpoints:
-        for step, said in ((-1, "-1"), (1.5, "1.5"), (2.0, "2.0"), ("3", "'3'"), (STATE, "a dict")):
+        with pytest.raises(TypeError, match=r"f is a builtin_f.*, not an array"):
+            checkpoints.save(1, {"w": STATE["w"], "f": len})
+        for step, said in ((-1, "-1"), (2.0, "2.0"), ("3", "'3'"), (STATE, "a dict")):
             with pytest.raises(ValueError, match=f"step is {said}, not a count of steps. Pass an"):
                 checkpoints.save(step, STATE)
         assert checkpoints.save(jnp.int32(2), STATE) is True  # JAX's, as in a state
@@ -304,7 +293,7 @@ def test_a_directory_named_like_a_step_is_none(tmp_path):
     assert (tmp_path / "8" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("damage", [b"[" * 10**5, b"[1]", b'{"loss\0": 1}', None])
+@pytest.mark.parametrize("damage", [b"[" * 10**5, b'{"loss\0": 1}', None])
 def test_a_damaged_file_of_metrics_costs_a_rank_and_nothing_more(tmp_path, damage):
     save_steps(tmp_path, 1, 2, 3, best="loss")
     file = tmp_path / "3" / "metrics" / "metrics"  # the best one's
@@ -326,11 +315,9 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "mode, losses, kept",
     [
-        ("min", [3, 1, 2, 4, 5], [2, 5]),
         ("max", [-3, -1, -2, -4, -5], [2, 5]),
         ("min", [3, 1, 1, 4], [3, 4]),  # the newest of equals
         ("min", [3, 1, NAN], [2, 3]),
-        ("max", [-3, -1, NAN], [2, 3]),
         ("min", [NAN, 1, 5], [2, 3]),
     ],
 )

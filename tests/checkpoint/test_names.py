@@ -10,7 +10,6 @@ import pytest
 import safetensors.numpy
 
 import zerojax
-from tests.checkpoint.damage import parts_read
 from tests.conftest import make_mesh
 from tests.reference import assert_equal_bits
 
@@ -65,15 +64,14 @@ def exported(path, params, names, **options):
     return safetensors.numpy.load_file(file)
 
 
-def stage3(tree, devices=8):
+def stage3(tree, devices):
     state = {"params": tree}
     return zerojax.plan(state, mesh=make_mesh(devices), min_shard_size=1, stacked="^layers")
 
 
-@pytest.mark.parametrize("devices", [8, 3])
-def test_each_value_goes_where_it_belongs_and_back(tmp_path, devices):
-    """Into shards of any number of devices, padded where they do not divide it."""
-    want, plan = ours(theirs()), stage3(ours(theirs()), devices)
+def test_each_value_goes_where_it_belongs_and_back(tmp_path):
+    """Into shards of devices that do not divide it, which are padded."""
+    want, plan = ours(theirs()), stage3(ours(theirs()), 3)
     params = zerojax.import_safetensors(saved(tmp_path), plan, names=NAMES)
     assert_equal_bits(zerojax.logical({"params": params}, plan)["params"], want)
     for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
@@ -89,7 +87,7 @@ def test_a_layer_at_a_time_is_on_the_host(tmp_path):
     """Of a stack of eight, to write it; to read it, the parts of the devices."""
     names = {"layers": ("m.{}.w", "out in -> in out")}
     layers = numbers(8, 256, 256)
-    plan = stage3({"layers": layers})
+    plan = stage3({"layers": layers}, 8)
     params = plan.place({"params": {"layers": layers}})["params"]
     zerojax.export_safetensors(tmp_path / "first", params, names=names)  # compiled
     tracemalloc.start()
@@ -98,18 +96,6 @@ def test_a_layer_at_a_time_is_on_the_host(tmp_path):
     tracemalloc.stop()
     assert written < 3.5 * layers[0].nbytes
     assert_equal_bits(zerojax.import_safetensors(tmp_path / "w", plan, names=names), params)
-
-
-def test_experts_are_counted_too_and_each_device_reads_its_own(tmp_path, monkeypatch):
-    files = {f"m.{n}.experts.{e}.w": numbers(5, 8) + 10 * n + e for n in range(2) for e in range(4)}
-    names = {"layers": ("m.{}.experts.{}.w", "out in -> in out")}
-    over = jax.sharding.NamedSharding(make_mesh(2), jax.sharding.PartitionSpec(None, "data"))
-    like = {"layers": jax.ShapeDtypeStruct((2, 4, 8, 5), jnp.float32, sharding=over)}
-    asked = parts_read(monkeypatch)
-    params = zerojax.import_safetensors(saved(tmp_path, files), like, names=names)
-    assert asked == [(2, 2, 8, 5)] * 2
-    for n, e in np.ndindex(2, 4):
-        assert_equal_bits(params["layers"][n, e], files[f"m.{n}.experts.{e}.w"].T)
 
 
 def test_what_is_counted_may_be_sharded_and_padded(tmp_path):
@@ -122,17 +108,6 @@ def test_what_is_counted_may_be_sharded_and_padded(tmp_path):
     assert_equal_bits(params["w"][:33], layers["w"])
 
 
-def test_names_follow_rename_and_dtypes_cast(tmp_path):
-    files = {f"pre.{name}": value for name, value in theirs().items()}
-    like = jax.tree.map(lambda x: np.zeros(x.shape, jnp.bfloat16), ours(theirs()))
-    options = {"names": NAMES, "rename": lambda name: name.removeprefix("pre.")}
-    with pytest.raises(ValueError, match=r"float32 saved, bfloat16 wanted.*\(cast=True"):
-        zerojax.import_safetensors(saved(tmp_path, files), like, **options)
-    params = zerojax.import_safetensors(tmp_path, like, cast=True, **options)
-    want = ours(theirs())["layers"]["q"]["kernel"].astype(jnp.bfloat16)
-    assert_equal_bits(params["layers"]["q"]["kernel"], want)
-
-
 def laid(layout):
     return {"embed": ("wte", layout)}
 
@@ -142,25 +117,22 @@ MISTAKES = [
     ({"layers/q/kernel": "m.{}.{}.{}.{}.{}"}, r"each \{\} there counts.* is \[3, 16, 2, 4\]"),
     ({"layers/q/bias": ("m.{}.qk.bias", "d -> d")}, "1 axes.*with 1 to count layers. Name each"),
     ({"cls": "wte"}, "has embed, cls in wte, which they do not fill"),
-    ({"layers/k/kernel": "m.{}.up.weight"}, "layers/q/kernel in m.0.qk.weight, which they"),
     ({"up_0": "first"}, r"up_0 twice, by 'up_\{\}' and by 'up_0'. Leave one out"),
     (laid("a b c -> a b c"), r"embed 3 axes, as 'a b c -> a b c', and it is \[24,"),
     (laid("a b -> b a"), r"wte is \[24, 16\] in the.*make it \[16, 24\]. Give"),
     (laid("a b"), "embed out as 'a b'. Name each axis once on each side of ->"),
-    (laid("a b c -> a b"), "Name each axis once"),
     (laid("a b -> (a b)"), "ours are names alone"),
     (laid("2 a b -> a b"), "with a 1, or a part of several"),
     (laid("(2/2 a) b -> a b"), r"a part of several, as in '\(0/3 out\)'"),
-    (laid("(a b -> a b"), r"embed out as '\(a b -> a b'. Name each.*in brackets"),
     (laid("((a) b) -> a b"), "in brackets"),
-    (laid("( ) a b -> a b"), "in brackets"),
 ]
 
 
-@pytest.mark.parametrize("change, says", MISTAKES)
-def test_a_mistake_in_the_names_is_an_error(tmp_path, change, says):
-    with pytest.raises(ValueError, match=says):
-        zerojax.import_safetensors(saved(tmp_path), ours(theirs()), names=NAMES | change)
+def test_a_mistake_in_the_names_is_an_error(tmp_path):
+    saved(tmp_path)
+    for change, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            zerojax.import_safetensors(tmp_path, ours(theirs()), names=NAMES | change)
 
 
 FLOAT8 = jnp.ones((2, 4), "float8_e4m3fn")
@@ -170,29 +142,21 @@ CORNERS = {"k": ("t", "(0/2 out) in -> out in"), "q": ("t", "out (1/2 in) -> out
 ONE = np.ones((24, IN), np.float32)
 
 
-@pytest.mark.parametrize(
-    "params, names, says",
-    [
-        ({"e": ONE}, [("e", "wte")], "names= is a list. Pass a dict.*a tensor is its name, or a p"),
-        ({"e": ONE}, {0: "wte"}, "has 0 as 'wte'. Write paths to tensors"),
-        ({"e": ONE}, {"e": None}, "has 'e' as None. Write.*pair of its name and a layout"),
-        ({"e": ONE}, {"e": ("wte", None)}, r"has 'e' as \('wte', None\). Write"),
-        ({"e": ONE}, {"e": "h.{n}"}, r"has 'e' as 'h.\{n\}'. Write \{\} alone.*from \{0\}"),
-        ({"e": ONE}, {"e": "h.{}.{0}"}, "or number all"),
-        ({"e": ONE}, {"e": ("h.{", "a b -> a b")}, "or number all"),
-        ({"e_0": ONE}, {"e_{}": "m.{}.{}"}, r"Number them, the path's first: 'layer.\{1\}.expert"),
-        ({"k": ONE[:4], "q": ONE[:8, :8]}, CORNERS, "k, q in t, which they do not fill"),
-        ({"k": FLOAT8, "q": FLOAT8.astype("float8_e5m2")}, HALVES, "q, float8_e5m2, as.*one dtype"),
-        (
-            {"k": FLOAT8, "q": FLOAT8.astype("int32")},
-            HALVES,
-            "t has k, float8_e4m3fn, and q, int32",
-        ),
-    ],
-)
-def test_names_that_cannot_be_are_refused_before_anything_is_written(tmp_path, params, names, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        zerojax.export_safetensors(tmp_path / "w", params, names=names)
+REFUSED = [
+    ({"e": ONE}, {0: "wte"}, "has 0 as 'wte'. Write paths to tensors"),
+    ({"e": ONE}, {"e": None}, "has 'e' as None. Write.*pair of its name and a layout"),
+    ({"e": ONE}, {"e": "h.{n}"}, r"has 'e' as 'h.\{n\}'. Write \{\} alone.*from \{0\}"),
+    ({"e": ONE}, {"e": "h.{}.{0}"}, "or number all"),
+    ({"e_0": ONE}, {"e_{}": "m.{}.{}"}, r"Number them, the path's first: 'layer.\{1\}.expert"),
+    ({"k": ONE[:4], "q": ONE[:8, :8]}, CORNERS, "k, q in t, which they do not fill"),
+    ({"k": FLOAT8, "q": FLOAT8.astype("float8_e5m2")}, HALVES, "q, float8_e5m2, as.*one dtype"),
+]
+
+
+def test_names_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
+    for params, names, message in REFUSED:
+        with pytest.raises((TypeError, ValueError), match=message):
+            zerojax.export_safetensors(tmp_path / "w", params, names=names)
     assert not any(tmp_path.iterdir())
 
 
@@ -248,9 +212,8 @@ def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
 def test_a_tensor_that_is_named_as_a_parameter_of_another_is_refused(tmp_path):
     """It would be neither read nor reported as left over."""
     files, like = {"wte": numbers(4), "embed": numbers(4) + 1}, {"embed": numbers(4)}
-    for names in ({"embed": "wte"}, {"embed": "absent"}):
-        with pytest.raises(ValueError, match=r"embed in .* is named as the .*finds in .*ignore="):
-            zerojax.import_safetensors(saved(tmp_path, files), like, names=names)
+    with pytest.raises(ValueError, match=r"embed in .* is named as the .*finds in .*ignore="):
+        zerojax.import_safetensors(saved(tmp_path, files), like, names={"embed": "wte"})
     params = zerojax.import_safetensors(tmp_path, like, names={"embed": "wte"}, ignore="embed")
     assert_equal_bits(params["embed"], files["wte"])
     names = {"embed": "wte", "wte": "embed"}

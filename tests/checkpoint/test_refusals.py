@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import zerojax
@@ -63,8 +62,6 @@ REFUSED = [
     (export(STATE, "w"), r"/w exists, and nothing is overwritten. Export to a new path"),
     (save(STATE, "file/c"), r"/file/c cannot be written \(.*Choose another directory"),
     (save({"p": {"w": W, "n": "adam"}}), r"p/n is a str, not an array. Make it a static field"),
-    (save({"p": {"w": W, "n": object()}}), "p/n is a object, not an array"),
-    (save({"p": {"w": W, "n": np.array(["a"])}}), "p/n is a ndarray of <U1, not an array"),
     (save({"p": {"f": loss_fn}}), "p/f is a function, not an array. Checkpoints have no functions"),
     (save({}), "no leaves, so there is nothing to save"),
     (save(SHAPES), "w is a shape without values. Pass a state that is made"),
@@ -80,7 +77,6 @@ REFUSED = [
     (restore("loop"), "is no checkpoint, but has some: 5, 10, 100. Give one of them: .*/loop/100"),
     (restore("file"), r"is a file.*flax.serialization.from_bytes\(make_state"),
     (restore("w"), "has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors"),
-    (restore("w/model-00001-of-00001.safetensors"), "has safetensors, not a checkpoint"),
     (restore("headless"), "no complete checkpoint at .*Its _METADATA is missing"),
     (restore("c", make_state), r"nothing of placement. Pass zerojax.plan\(make_state"),
     (restore("c", cast="x"), "cast='x' must be True or False"),
@@ -89,24 +85,15 @@ REFUSED = [
     (restore("c", keep="("), r"keep= has .*'\(', which is no regular.*Escape"),
     (restore("c", SHAPES, keep="w"), "no value for it, only a shape. Give a placed state"),
     (export(None), "a NoneType without parameters was passed.*Pass a state"),
-    (export([]), "a list without parameters was passed.*Pass a state"),
-    (export(GONE), "this state was donated to an earlier step"),
     (export({"k": jax.random.key(0)}), "k is key<fry>.*Cast it or leave it out"),
     (export({"a": {"b": W}, "a.b": W}), r"a/b and a\.b are both a\.b\. Rename one"),
     (export({"a": W, "b": W}, names={"a": "b"}), "a and b are both b. Rename one"),
     (export(STATE, max_file_bytes=3), "max_file_bytes=3 must be a number from 1000.*5 GB"),
-    (export(STATE, max_file_bytes="x"), "max_file_bytes='x' must be a number"),
-    (export(STATE, plan=3), "plan= takes a plan, got 3"),
     (weights("none"), r"/none does not exist. Give a directory with model.safetensors.index.json"),
-    (weights("c"), "there is no model.safetensors.index.json in .*/c. Give"),
-    (weights(cast="x"), "cast='x' must be True or False"),
-    (weights(ignore=3), f"ignore=3 {NO_PATTERN}"),
     (weights(names=[]), "names= is a list. Pass a dict"),
     (weights(rename={"a": "w"}), "rename= is dict. Pass a function"),
     (weights(rename=lambda name: None), "rename= made None of 'w'.*ignore="),
     (loop(keep=0), f"keep=0, .*{EVERY}"),
-    (loop(keep=1.5), f"keep=1.5, .*{EVERY}"),
-    (loop(keep=True), f"keep=True, .*{EVERY}"),
     (loop(every="3"), f"every='3', .*{EVERY}"),
     (loop(every=0), f"every=0, .*{EVERY}"),
     (loop(mode="least"), "mode='least', .*mode is 'min' or 'max'"),
