@@ -44,12 +44,20 @@ def example(monkeypatch, as_it_was):
 
 
 @pytest.fixture
-def said(example, monkeypatch, capsys):
+def filled(request, tmp_path):
+    """Returns a line with the directories that it names; there is no `{new}` yet."""
+    named = lambda name: tmp_path / "new" if name == "new" else request.getfixturevalue(name)
+    return lambda line: re.sub(r"\{(\w+)\}", lambda match: str(named(match[1])), line)
+
+
+@pytest.fixture
+def said(example, filled, monkeypatch, capsys):
     """Runs an example in this process; returns what it prints."""
 
     def said(line, *more):
-        monkeypatch.setattr(sys, "argv", [*line.split(), *map(str, more)])
-        example(line.split()[0]).main()
+        script, *options = filled(line).split()
+        monkeypatch.setattr(sys, "argv", [script, *options, *map(str, more)])
+        example(script).main()
         return capsys.readouterr()
 
     return said
@@ -123,7 +131,6 @@ RUNS = {
     f"compare_stages {TINY} --steps 1": r"\n +0 .* 3 x, \S+ +- +- +1\.00 x\n",
     f"tensor_parallel {TINY} --steps 1": "all-(reduce|gather) over tensor.*all-(gather|reduce) ov",
     f"mixture_of_experts {TINY} --steps 1": "all-to-all over expert",
-    f"mixture_of_experts {TINY} --steps 1 --ragged": "all-to-all over expert",
     f"context_parallel {TINY} --dim 64 --steps 1": "all-to-all over sequence",
     f"context_parallel {TINY} --dim 64 --steps 1 --attention ring --sequence 4": "permute over",
     f"pipeline {TINY} --steps 1": "collective-permute over pipe",
@@ -132,9 +139,9 @@ RUNS = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize("line", RUNS, ids=lambda line: line.partition(" --")[0])
-def test_a_few_steps_run(line, said, base, crops, tmp_path):
+def test_a_few_steps_run(line, said):
     """Those on meshes of two axes raise where their first step is not that of one device."""
-    printed = said(line.format(new=tmp_path / "new", base=base, crops=crops)).out
+    printed = said(line).out
     assert re.search(RUNS[line], printed), printed
     assert ("as on one device" in printed) == line.startswith(OF_MESHES)
     gathered = figures(r"all-gather over expert \((\d+) KiB", printed)
@@ -161,59 +168,28 @@ RESUMED = {  # and how they go on
 
 @pytest.mark.ci
 @pytest.mark.parametrize("line", RESUMED, ids=lambda line: line.partition(" --")[0])
-def test_runs_go_on_where_they_were(line, said, base, tmp_path):
+def test_runs_go_on_where_they_were(line, said, tmp_path):
     """The data too, and what dropout draws: each loss is the same to the last digit printed."""
     at = line.partition("--save-every ")[2][0]
-    line, options = f"{line.format(base=base)} --checkpoints", RESUMED[line].split()
-    whole = said(line, tmp_path / "whole")
+    whole = said(line, "--checkpoints", tmp_path / "whole")
     shutil.copytree(tmp_path / "whole" / at, tmp_path / "half" / at)
-    half = said(line, tmp_path / "half", *options)
+    half = said(line, *RESUMED[line].split(), "--checkpoints", tmp_path / "half")
     assert f"goes on from step {at}" in half.out and "goes on" not in whole.out
     resumed, unbroken = (figures(r"validation \w+ (\d+\.\d+)", run.out) for run in (half, whole))
     assert resumed == unbroken[-len(resumed) :] != []
     assert figures(BAR, half.err)[-1:] == figures(BAR, whole.err)[-1:]
 
 
-NO_DRAWS = {"train_gpt": "--sample 0", "nnx_loop": "--dropout 0"}
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("script", NO_DRAWS)
-def test_several_processes_train_the_same_with_no_edit(script, said, tmp_path):
-    """Two of them, 16 devices in all, started as on two hosts; without dropout, which draws
-    differently for each device."""
-    line = f"{script} {TINY} --lr 1e-2 --steps 4 " + NO_DRAWS[script]
-    alone, env = said(line).out, ssh(tmp_path / "bin")
-    program, *options = line.split()
-    program = f"examples/{program}.py"
-    printed, _ = output("examples/multihost_ssh.sh", "127.0.0.1 other", program, *options, **env)
+def test_several_processes_train_the_same_with_no_edit(said, tmp_path):
+    """Without dropout, which draws differently for each of the 16 devices."""
+    options = f"{TINY} --lr 1e-2 --steps 4 --dropout 0"
+    alone = said(f"nnx_loop {options}").out
+    hosts, env = ("examples/multihost_ssh.sh", "127.0.0.1 other"), ssh(tmp_path / "bin")
+    printed, _ = output(*hosts, "examples/nnx_loop.py", *options.split(), **env)
     assert printed.startswith("zerojax: 2 processes, 16 devices")
     assert figures(LOSS, printed) == pytest.approx(figures(LOSS, alone), abs=2e-3)
     assert printed.count("nats a byte") == 1
-
-
-SLOWLY = """
-import pathlib, sys, time
-sys.path.insert(0, "examples")
-import finetune_hf, models_hf, zerojax
-
-write = pathlib.Path.write_text
-pathlib.Path.write_text = lambda *args: (time.sleep(2), write(*args))
-zerojax.initialize()
-args = finetune_hf.parser.parse_args(["--base", sys.argv[1], *sys.argv[2:]])
-finetune_hf.make_base(args)
-print(f"layers: {models_hf.model_of(args.base).config['n_layer']}")
-"""
-
-
-@pytest.mark.ci
-def test_no_process_reads_the_config_of_a_checkpoint_before_it_is_there(tmp_path):
-    (tmp_path / "program.py").write_text(SLOWLY)
-    program, env = [tmp_path / "program.py", tmp_path / "base"], ssh(tmp_path / "bin")
-    printed, _ = output(
-        "examples/multihost_ssh.sh", "127.0.0.1 other", *program, *TINY.split(), **env
-    )
-    assert printed.count("layers: 2") == 2
 
 
 # -- what their parts promise
@@ -245,9 +221,8 @@ def test_they_say_what_to_do(example, monkeypatch, capsys, tmp_path):
         example("train_convnet").read_cifar(tmp_path)
 
 
-@pytest.mark.parametrize("shape", [(40,), (1, 40)])  # as tokenizers return them, too
-def test_token_ids_are_read_in_one_row(example, tmp_path, shape):
-    np.save(tmp_path / "ids.npy", np.arange(40).reshape(shape))
+def test_token_ids_are_read_in_one_row(example, tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(40).reshape(1, 40))  # as tokenizers return them
     finetune = example("finetune_hf")
     args = finetune.parser.parse_args(["--data", str(tmp_path / "ids.npy")])
     training, validation = finetune.read_ids(args)
@@ -255,16 +230,15 @@ def test_token_ids_are_read_in_one_row(example, tmp_path, shape):
 
 
 @pytest.mark.ci
-def test_lora_trains_and_reduces_adapters_alone(said, example, base, tmp_path):
-    adapters = tmp_path / "adapters"
+def test_lora_trains_and_reduces_adapters_alone(said, example, tmp_path):
     line = f"finetune_lora {SMALL} --steps 20 --eval-every 20 --sample 0 --accumulate 2"
-    printed = said(line, "--base", base, "--export", adapters).out
+    printed = said(f"{line} --base {{base}} --export {{new}}").out
     before, after = figures(LOSS, printed)
     assert after < before - 0.1
     trained = 2 * 8 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64))  # two layers, of rank 8
     assert f"trains {trained:,} of" in printed
     assert figures(r"(\d+) KiB of optimizer", printed) == [round(8 * trained / 8 / 1024)]
-    with safe_open(next(adapters.glob("*.safetensors")), framework="np") as file:
+    with safe_open(next((tmp_path / "new").glob("*.safetensors")), framework="np") as file:
         assert len(file.keys()) == 8 and all("lora_" in name for name in file.keys())  # noqa: SIM118
 
     lora = example("finetune_lora")
@@ -365,12 +339,11 @@ def test_relora_merges_without_a_change_and_forgets(example):
     assert not new["lora_b"]["kernel"].any()
     run = jax.jit(lambda params: model.apply({"params": params}, TEXT[:, :-1]))
     np.testing.assert_allclose(run(after), run(before), atol=1e-5)
-    moments, updates = tx.init(jnp.ones(4)), []
+    moments = tx.init(jnp.ones(4))
     for n in range(4):
         update, moments = tx.update(jnp.arange(4.0) + n, moments)
-        updates.append(update)
-    assert np.allclose(updates[3], 1, atol=1e-5)  # Adam's first update is the sign
-    assert not np.allclose(updates[2], 1, atol=1e-5)
+        # Adam's first update is the sign.
+        assert np.allclose(update, 1, atol=1e-5) == (n in (0, 3))
 
 
 @pytest.mark.ci
@@ -399,11 +372,9 @@ def test_mezo_steps_the_same_on_one_device(example):
 def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
     """Of two stacks of three layers, no device orthogonalizes more than one layer."""
     muon, mesh = example("muon"), make_mesh()
-    shapes, draw = (
-        {"up": (3, 32, 64), "down": (3, 64, 32), "head": (32, 8)},
-        np.random.default_rng(0),
-    )
+    draw = np.random.default_rng(0)
     normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+    shapes = {"up": (3, 32, 64), "down": (3, 64, 32), "head": (32, 8)}
     params = {name: normal(*shape) / 8 for name, shape in shapes.items()}
 
     def loss_fn(params, x):
@@ -413,9 +384,8 @@ def test_muon_by_layer_is_optax_s_for_the_flops_of_a_share(example):
 
     x = normal(8, 32)
     state = TrainState.create(apply_fn=None, params=params, tx=muon.optax_muon(0.1))
-    alone = jax.jit(
-        lambda state, x: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x))
-    )
+    grad = jax.grad(loss_fn)
+    alone = jax.jit(lambda state, x: state.apply_gradients(grads=grad(state.params, x)))
     sharded = TrainState.create(apply_fn=None, params=params, tx=muon.muon(0.1, mesh))
     plan = zerojax.plan(sharded, stage=3, mesh=mesh)
     sharded, step = plan.place(sharded), zerojax.train_step(loss_fn)
@@ -445,7 +415,7 @@ def test_ragged_experts_with_rooms_for_all_are_the_batched_ones(example):
     assert_close(its_grads, grads)
 
 
-# -- in full, as their docstrings state; the first run of four trains a base for the others
+# -- in full, as their docstrings state
 
 PERCENT = r"accuracy (\d+\.\d+)%"
 FULL = {  # figures, the last of its kind each, and between what they are
@@ -468,9 +438,6 @@ FULL = {  # figures, the last of its kind each, and between what they are
     "muon": {LOSS: (0, 2.4)},
     "muon --compare --steps 0": {  # GFLOP and MiB
         r"Adam, stage 3 +(\d\.\d+) ": (0.45, 0.49),
-        r"Adam, stage 3 .* (\d+\.\d+) \(": (15.4, 17.0),
-        r"Muon, data parallel +(\d\.\d+) ": (4.95, 5.47),
-        r"Muon, data parallel .* (\d+\.\d+) \(": (10.3, 11.3),
         r"Muon, stage 3 +(\d\.\d+) ": (1.15, 1.27),
         r"Muon, stage 3 .* (\d+\.\d+) \(": (59.0, 65.2),
         r"Muon by layer, stage 3 +(\d\.\d+) ": (1.04, 1.14),
@@ -487,8 +454,8 @@ FULL = {  # figures, the last of its kind each, and between what they are
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", FULL)
-def test_they_reach_what_their_docstrings_state(line, crops, tmp_path):
-    script, *options = line.format(crops=crops, new=tmp_path / "new").split()
+def test_they_reach_what_their_docstrings_state(line, filled):
+    script, *options = filled(line).split()
     printed, _ = output(f"examples/{script}.py", *options, timeout=3600)
     for pattern, (low, high) in FULL[line].items():
         assert low <= figures(pattern, printed)[-1] <= high, (pattern, printed)

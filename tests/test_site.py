@@ -171,10 +171,9 @@ def first_cell(notebook):
     ("source", "driver", "known", "wanted"),
     [
         ("..", None, (), "..[plot,gpu-compile]"),
-        ("..", "550.54.15", (), "..[plot,cuda12]"),
-        ("./zerojax", "580.65.06", (), "./zerojax[plot,gpu]"),
+        ("./zerojax", "550.54.15", (), "./zerojax[plot,cuda12]"),
         ("zerojax", "590.1", ("jax_cuda12_plugin",), "zerojax[plot,cuda12]"),
-        ("https://x/z.whl", None, (), "zerojax[plot,gpu-compile] @ https://x/z.whl"),
+        ("https://x/z.whl", "580.65.06", (), "zerojax[plot,gpu] @ https://x/z.whl"),
         ("..", "550.54.15", ("zerojax",), None),
     ],
 )

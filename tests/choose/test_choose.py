@@ -88,51 +88,33 @@ def test_a_loss_that_names_one_axis_gets_no_mesh_of_two(cpus):
     assert "mesh" not in found.python(found.best.way)
 
 
-@pytest.mark.filterwarnings("ignore:.*puts nothing in host memory")
-def test_a_step_of_nnx_stands_for_its_loss(cpus):
-    step = zerojax.nnx.train_step(nnx_models.loss_fn, precision=BF16)
-    given = {"batch": nnx_models.BATCH, "gpus": "2xH100", "lossy": False}
-    found = zerojax.choose(step, nnx_models.make, **given)
-    lines = found.python(found.best.way)
-    assert lines.startswith("model, optimizer = zerojax.nnx.shard(make, stage=")
-    assert 'precision=zerojax.Precision(compute="bfloat16"' in lines
-
-
 fixed = functools.partial(zerojax.nnx.train_step, nnx_models.loss_fn)
 UNKNOWN = {"xla_gpu_enable_x": True}
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "error", "message"),
-    [
-        (zerojax.train_step(loss), TypeError, "got one that is made. Give it the loss"),
-        (
-            fixed(accumulate=2, regather=False),
-            ValueError,
-            r"accumulate=..., regather=...\). Leave that out, and",
-        ),
-        (  # its Python would not have them
-            fixed(prefetch=0, skip_nonfinite=True, donate=False, compiler_options=UNKNOWN),
-            ValueError,
-            r"prefetch=..., skip_nonfinite=..., donate=..., compiler_options=...\). Leave that out",
-        ),
-        (
-            fixed(batch_specs=PartitionSpec(None, "data")),
-            ValueError,
-            r"batch_specs=...\). choose splits batches along their f",
-        ),
-        (
-            {"a": fixed(), "b": fixed()},
-            TypeError,
-            r"'a' is a step. Give one step, not in a dict",
-        ),
-    ],
-)
-def test_what_has_nothing_that_is_to_be_found_is_refused(loss_fn, error, message):
+REFUSED = [
+    (zerojax.train_step(loss), TypeError, "got one that is made. Give it the loss"),
+    # Its Python would not have them.
+    (
+        fixed(accumulate=2, prefetch=0, donate=False, compiler_options=UNKNOWN),
+        ValueError,
+        r"accumulate=..., prefetch=..., donate=..., compiler_options=...\). Leave that out, and",
+    ),
+    (
+        fixed(batch_specs=PartitionSpec(None, "data")),
+        ValueError,
+        r"batch_specs=...\). choose splits batches along their f",
+    ),
+    ({"a": fixed(), "b": fixed()}, TypeError, r"'a' is a step. Give one step, not in a dict"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "error", "message"), REFUSED)
+def test_a_step_that_leaves_nothing_to_choose_is_refused(loss_fn, error, message):
     with pytest.raises(error, match=message):
         zerojax.choose(loss_fn, nnx_models.make, nnx_models.BATCH, gpus="8xH100")
 
 
-def test_it_refuses_what_a_forecast_refuses():
+def test_a_batch_without_arrays_is_refused():
     with pytest.raises(ValueError, match="the batch has no arrays"):
         zerojax.choose(loss, make_state, None, gpus="8xH100")

@@ -182,7 +182,6 @@ def test_what_was_not_read_for_longest_goes_first(audit, tmp_path, monkeypatch, 
 
 
 WHERE = [
-    ("linux", "ZEROJAX_CACHE", "~/there", "home/there"),
     ("linux", "XDG_CACHE_HOME", "~", "home/zerojax"),
     ("linux", "OTHER", "", "home/.cache/zerojax"),
     ("darwin", "OTHER", "", "home/Library/Caches/zerojax"),
@@ -191,13 +190,16 @@ WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("platform", "variable", "value", "where"), WHERE)
-def test_where_it_is(platform, variable, value, where, audit, tmp_path, monkeypatch):
+def test_where_it_is(audit, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("ZEROJAX_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    audit()
-    found = [path.parent for path in tmp_path.rglob("*.zerojax")]
-    assert found == ([tmp_path / where] if where else [])
+    for platform, variable, value, where in WHERE:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            patch.setattr(sys, "platform", platform)
+            audit()
+        kept = list(tmp_path.rglob("*.zerojax"))
+        assert [path.parent for path in kept] == ([tmp_path / where] if where else [])
+        for path in kept:
+            path.unlink()

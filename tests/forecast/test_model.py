@@ -79,9 +79,9 @@ def test_values_are_literals_or_else_strings(forecast):
         assert f"{text!r} is not name=value" in forecast("train:echo", None, text)
 
 
-@pytest.mark.parametrize("name", ["train:model", "train.py:model", "./train.py:model"])
-def test_settings_are_arguments(name, forecast):
-    assert forecast(name, None, "layers=3") == (("loss", 3), ("state", 256), "gpt", None)
+def test_settings_are_arguments(forecast):
+    for name in ("train:model", "train.py:model", "./train.py:model"):
+        assert forecast(name, None, "layers=3") == (("loss", 3), ("state", 256), "gpt", None)
     named = forecast(name, None, "layers=3", "width=8", "name=x")
     assert named == (("loss", 3), ("state", 8), "x", None)
 
@@ -117,18 +117,9 @@ def test_a_python_config_is_passed_whole_and_settings_change_it(forecast):
         ("train:model", None, (), "train:model(layers, width=256, *, name='gpt'): missing a requ"),
         ("train:model", None, ("layers=1", "depth=2"), "got an unexpected keyword argument 'dep"),
         ("train:model", None, ("data.x=2",), "--set data.x: there is no 'data' in dict. It has n"),
-        ("train:of_config", "configs.py", ("depth=2",), "'depth' in SimpleNamespace. Its fields: "),
-        ("train:of_config", "configs.py", ("model.depth=2",), "in Model. Its fields: layers."),
         ("train:of_config", "configs.py", ("free.x=1",), "ConfigDict. Its fields: items_, depth"),
-        ("train:keyless", "configs.py", (), "train:keyless(**settings): too many positional argum"),
         ("train:keyless", None, (), "train:keyless returned dict. Return (loss_fn, make_state, "),
-        (
-            "train.py:no",
-            None,
-            (),
-            "train.py:no cannot be imported: module 'train' has no attribute",
-        ),
-        ("nosuch.py:f", None, (), "nosuch.py:f cannot be imported: No module named 'nosuch'. Give"),
+        ("train.py:no", None, (), "train.py:no cannot be imported: module 'train' has no att"),
         ("train:model", "nosuch.json", (), "--config nosuch.json cannot be read: No such file"),
         ("train:model", "train.py", (), "--config train.py has no function get_config()."),
         ("train:model", "bad.json", (), "--config bad.json is no JSON: Expecting value"),
@@ -138,12 +129,6 @@ def test_a_python_config_is_passed_whole_and_settings_change_it(forecast):
 )
 def test_errors_name_the_argument_and_the_signature(forecast, name, config, settings, message):
     assert message in forecast(name, config, *settings)
-
-
-def test_settings_change_a_preset(forecast):
-    losses, make_state, batch, rng = forecast("124m", None, "tokens=64", "layers=3")
-    assert (list(losses), batch.shape, rng) == (["full"], (4 * 8, 64), None)
-    assert make_state.__self__.shapes()["blocks"]["qkv"].shape[0] == 3
 
 
 # -- the guide's way from a training script to a forecast

@@ -92,16 +92,9 @@ def test_what_is_kept_for_backward_has_names(name, preset):
     full, kept = matmuls("full"), len(names.split("+"))
     assert full - matmuls(names) == kept, "which are not computed again"
     assert "down" in gpt.named, "whose output backward does not read"
-    for one in {*gpt.named} - {"down"}:
-        assert matmuls(one) < full, one
-    assert full > matmuls(names) > matmuls("+".join(gpt.named)) >= matmuls("none")
+    assert all(matmuls(one) < full for one in {*gpt.named} - {"down"})
+    assert matmuls(names) > matmuls("+".join(gpt.named)) >= matmuls("none")
     assert full > matmuls("dots") >= matmuls("none")
-
-
-@pytest.mark.parametrize("remat", ["some", "q+k+v", "qkv+"])
-def test_what_is_unknown_to_be_kept_is_refused(remat, run):
-    code, _, err = run("forecast", "124m", "--remat", remat)
-    assert code == 2 and re.search("Name one of none, dots, full, or .*: qkv, attended", err)
 
 
 # -- experts
@@ -161,12 +154,6 @@ def test_an_expert_without_room_gives_the_tokens_that_come_last_nothing(small, l
     found, wanted = jax.jit(small.fed_forward)(h, p), jax.jit(through_all_experts)(h, p)
     np.testing.assert_allclose(found[:, :room], wanted[:, :room], **ROUNDING)
     assert not np.any(found[:, room:]) and np.any(found[:, :room])
-
-
-def test_experts_count_the_flops_of_two_a_token(small, layer):
-    p, h = layer
-    router, two = small.hidden * small.experts, 2 * 3 * small.hidden * small.inner
-    assert flops(small.fed_forward, h, p) == 2 * ROWS * small.tokens * (router + two)
 
 
 def test_experts_are_sharded_gathered_and_compiled(small):

