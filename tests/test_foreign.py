@@ -16,9 +16,9 @@ import zerojax.nnx
 from examples import models_hf
 from tests.foreign import HEAVY, LIGHT, PORTED, program
 from tests.foreign.flax_sources import TUTORIALS
+from tests.pages import README, blocks, run
 from tests.processes import ROOT
 from tests.reference import assert_close, tree_bytes
-from tests.test_readme import README, blocks, run
 
 STEPS, DEVICES = 2, 8
 QUICK = {"xla_backend_optimization_level": 0}  # compile sooner; values are checked, not speed

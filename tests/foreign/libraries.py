@@ -1,11 +1,8 @@
 """Models, layers and likelihoods of other libraries, as their guides write them for one device, at
 sizes that compile soon. None knows of zerojax."""
 
-import contextlib
 import functools
-import importlib
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +20,6 @@ from tests.foreign.program import (
     ROWS,
     TX,
     Program,
-    integers,
     library,
     next_token_loss,
     normal,
@@ -31,11 +27,6 @@ from tests.foreign.program import (
     state_of,
     tokens,
 )
-
-# TensorFlow Probability, under Distrax, needs TF-Keras if TensorFlow has been imported before it.
-with warnings.catch_warnings(), contextlib.suppress(ImportError):
-    warnings.simplefilter("ignore")
-    importlib.import_module("distrax")
 
 alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each device the same rows
 
@@ -46,21 +37,6 @@ class ExtraModuleState(zerojax.ModuleState):
 
 
 # -- recurrence
-
-
-def haiku_lstm() -> Program:
-    hk = library("haiku")
-
-    def model(ids):
-        core = hk.LSTM(32)
-        x = hk.Embed(64, 32)(ids).swapaxes(0, 1)
-        y, _ = hk.dynamic_unroll(core, x, core.initial_state(ids.shape[0]))
-        return hk.BatchApply(hk.Linear(64))(y).swapaxes(0, 1)
-
-    net = hk.without_apply_rng(hk.transform(model))
-    batch = tokens(8)
-    loss = lambda params, ids: next_token_loss(net.apply(params, ids), ids)
-    return of_module(net, loss, batch)
 
 
 def equinox_gru() -> Program:
@@ -87,32 +63,6 @@ def equinox_gru() -> Program:
     return Program(lambda: zerojax.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
-def linen_ctc() -> Program:
-    """Flax's `RNN` and optax's loss of unaligned labels, both with padding."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x, lengths):
-            cell = nn.OptimizedLSTMCell(32)
-            return nn.Dense(8)(nn.RNN(cell)(x, seq_lengths=lengths))
-
-    model = Model()
-    lengths, steps = integers(3, ROWS) + 6, np.arange(8)
-    batch = {
-        "x": normal(ROWS, 8, 16),
-        "lengths": lengths,
-        "padding": (steps >= lengths[:, None]).astype(np.float32),
-        "labels": integers(7, ROWS, 3) + 1,
-    }
-
-    def loss(params, batch):
-        logits = model.apply(params, batch["x"], batch["lengths"])
-        none = jnp.zeros(batch["labels"].shape)
-        return optax.ctc_loss(logits, batch["padding"], batch["labels"], none).mean()
-
-    return of_module(model, loss, batch, batch["x"], batch["lengths"])
-
-
 def recurrentgemma() -> Program:
     """Griffin: a recurrent block and one of local attention, each under `nn.remat`."""
     griffin = library("recurrentgemma.jax")
@@ -136,20 +86,6 @@ def recurrentgemma() -> Program:
 
 
 # -- transformers
-
-
-def huggingface_gpt2() -> Program:
-    transformers = library("transformers")
-    if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
-        pytest.skip("`make foreign` installs transformers<5, the last with models in Flax")
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
-    model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
-    init = jax.jit(lambda: model.init_weights(KEY, (1, 8)))
-    loss = lambda params, ids: next_token_loss(model(ids, params=params).logits, ids)
-    return Program(lambda: state_of(init()), loss, tokens(8))
 
 
 def penzai_llama() -> Program:
@@ -331,29 +267,6 @@ def diffrax_ode(adjoint: str) -> Program:
 # -- likelihoods
 
 
-def distrax_flow() -> Program:
-    """A coupling flow of splines, its conditioners in Haiku."""
-    hk, distrax = library("haiku"), library("distrax")
-    bins = 4
-
-    def log_prob(x):
-        layers, mask = [], jnp.arange(4) % 2 == 0
-        for _ in range(2):
-            conditioner = hk.Sequential(
-                [hk.nets.MLP([32, 4 * (3 * bins + 1)]), hk.Reshape((4, 3 * bins + 1))]
-            )
-            spline = lambda p: distrax.RationalQuadraticSpline(p, range_min=-3.0, range_max=3.0)
-            layers.append(distrax.MaskedCoupling(mask, conditioner, spline))
-            mask = ~mask
-        base = distrax.Independent(distrax.Normal(jnp.zeros(4), jnp.ones(4)), 1)
-        return distrax.Transformed(base, distrax.Inverse(distrax.Chain(layers))).log_prob(x)
-
-    net = hk.without_apply_rng(hk.transform(log_prob))
-    batch = normal(ROWS, 4)
-    loss = lambda params, x: -net.apply(params, x).mean()
-    return of_module(net, loss, batch)
-
-
 def flowjax_flow() -> Program:
     """A stack of layers under a scan; what is not to be trained is wrapped as such."""
     flows, paramax = library("flowjax.flows"), library("paramax")
@@ -401,67 +314,19 @@ def numpyro_svi() -> Program:
     return Program(lambda: state_of(params), loss, batch)
 
 
-# -- others
-
-
-def brax_ppo() -> Program:
-    """PPO's loss of trajectories: a policy, a value, an advantage from a scan over time."""
-    losses = library("brax.training.agents.ppo.losses")
-    networks = library("brax.training.agents.ppo.networks")
-    types = library("brax.training.types")
-    net = networks.make_ppo_networks(
-        8, 2, policy_hidden_layer_sizes=(32, 32), value_hidden_layer_sizes=(32, 32)
-    )
-
-    def make():
-        keys = jax.random.split(KEY)
-        parts = {
-            "policy": net.policy_network.init(keys[0]),
-            "value": net.value_network.init(keys[1]),
-        }
-        return zerojax.ModuleState.create(losses.PPONetworkParams(**parts), TX)
-
-    steps = (ROWS, 5)
-    zeros = np.zeros(steps, np.float32)
-    batch = types.Transition(
-        observation=normal(*steps, 8), action=normal(*steps, 2), reward=normal(*steps),
-        discount=zeros + 1, next_observation=normal(*steps, 8),
-        extras={
-            "state_extras": {"truncation": zeros},
-            "policy_extras": {
-                "raw_action": normal(*steps, 2), "log_prob": normal(*steps) - 2,
-                "distribution_params": normal(*steps, 4),
-            },
-        },
-    )  # fmt: skip
-
-    def loss(params, data):
-        # Advantages are normalized by the batch that is seen: not one number on parts of it.
-        return losses.compute_ppo_loss(
-            params, None, data, jax.random.key(1), net, entropy_cost=0.0, normalize_advantage=False
-        )[0]
-
-    return Program(make, loss, batch)
-
-
 LIGHT: dict[str, Callable[[], Program]] = {
     "haiku_batch_norm": haiku_batch_norm,
     "equinox_batch_norm": equinox_batch_norm,
 }
 HEAVY: dict[str, Callable[[], Program]] = {
     "equinox_gru": equinox_gru,
-    "haiku_lstm": haiku_lstm,
     "haiku_vq_vae": haiku_vq_vae,
-    "linen_ctc": linen_ctc,
-    "huggingface_gpt2": huggingface_gpt2,
     "penzai_llama": penzai_llama,
     "recurrentgemma": recurrentgemma,
     "keras": keras,
     "e3nn": e3nn,
     "diffrax_direct": functools.partial(diffrax_ode, "DirectAdjoint"),
     "diffrax_backsolve": functools.partial(diffrax_ode, "BacksolveAdjoint"),
-    "distrax_flow": distrax_flow,
     "flowjax_flow": flowjax_flow,
     "numpyro_svi": numpyro_svi,
-    "brax_ppo": brax_ppo,
 }

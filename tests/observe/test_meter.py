@@ -96,17 +96,9 @@ def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
     assert seen[-1] == [1, 5, 10, 12]  # the last: nothing comes after it
 
 
-def ready(monkeypatch, answers):
-    """Whether steps are done when they are looked at."""
-    array = type(jnp.float32(0))
-    monkeypatch.setattr(array, "is_ready", lambda _: next(answers))
-
-
-def test_a_step_that_devices_still_run_is_timed_by_when_it_is_done(
-    clock, monkeypatch, on_log, logged
-):
+def test_a_running_step_is_timed_by_when_it_is_done(clock, monkeypatch, on_log, logged):
     """A loop that takes no time, and steps that take 3 seconds each."""
-    ready(monkeypatch, itertools.repeat(False))
+    monkeypatch.setattr(type(jnp.float32(0)), "is_ready", lambda _: False)
     get = jax.device_get
 
     def slowly(leaves):
@@ -120,11 +112,10 @@ def test_a_step_that_devices_still_run_is_timed_by_when_it_is_done(
     assert [values.get("step_seconds") for _, values in logged] == [None, 3.0, 3.0]
 
 
-def test_times_add_up_where_devices_are_sometimes_faster_than_the_loop(
-    clock, monkeypatch, on_log, logged
-):
-    """Every second step is done when it is looked at; each takes 2 seconds of the loop's time."""
-    ready(monkeypatch, itertools.cycle([True, False]))
+def test_times_add_up_where_every_second_step_is_done(clock, monkeypatch, on_log, logged):
+    """When it is looked at; each takes 2 seconds of the loop's time."""
+    done = itertools.cycle([True, False])
+    monkeypatch.setattr(type(jnp.float32(0)), "is_ready", lambda _: next(done))
     for n in (meter := zerojax.Meter(9, every=1, on_log=on_log, bar=False)):
         clock.seconds += 2
         meter.update({"loss": jnp.float32(n + 1)})
@@ -149,16 +140,13 @@ def test_the_bar_shows_units_that_people_read(clock, capsys, gpus):
     assert re.search(rf"21/21 .*{re.escape(shown)}[\d.]+ \w+", bar)
 
 
-def test_in_a_file_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
-    with open(tmp_path / "job.log", "w") as file:
-        monkeypatch.setattr("sys.stderr", file)
+def test_in_a_file_and_without_tqdm_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
+    with open(tmp_path / "job.log", "w") as file, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", file)
         run(zerojax.Meter(21), clock)
         run(zerojax.Meter(21, bar=True), clock)
     assert capsys.readouterr().out.count("of 21") == 4  # steps 1, 10, 20 and 21
     assert (tmp_path / "job.log").read_text().count("21/21") == 1
-
-
-def test_without_tqdm_logs_are_lines(clock, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for n in (meter := zerojax.Meter(10, per_step={"tokens": 4000})):
         clock.seconds += 2.0
@@ -195,21 +183,19 @@ def test_own_values_go_above_the_bar_and_to_the_log(on_log, logged, capsys):
 def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, last, steps, capsys):
     """At once, whether it breaks or is preempted; the fourth is not due."""
 
-    def loop(raises):
+    def loop(error):
         for n in (meter := zerojax.Meter(9, every=5, on_log=on_log, bar=bar)):
             meter.update({"loss": jnp.float32(n)})
-            if n + 1 == last and raises:
-                raise zerojax.Preempted(last)
+            if n + 1 == last and error:
+                raise error
             if n + 1 == last:
                 break
-        assert [step for step, _ in logged] == steps
         assert bar is False or f"loss={steps[-1] - 1}," in capsys.readouterr().err
 
-    loop(raises=False)
-    logged.clear()
+    loop(error=None)
     with pytest.raises(zerojax.Preempted):
-        loop(raises=True)
-    assert [step for step, _ in logged] == steps
+        loop(zerojax.Preempted(last))
+    assert [step for step, _ in logged] == 2 * steps
 
 
 def test_memory_is_what_a_device_holds(on_log, logged):
@@ -226,10 +212,10 @@ def test_memory_is_what_a_device_holds(on_log, logged):
     assert [found - before for found in after] == [64 * 1024 * 4 // 8] * 3
 
 
-@pytest.mark.parametrize("arguments", [{"steps": -1}, {"steps": 5, "every": 0}])
-def test_counts_that_cannot_be(arguments):
-    with pytest.raises(ValueError, match="steps and start count from 0, every from 1"):
-        zerojax.Meter(**arguments)
+def test_counts_that_cannot_be():
+    for counts in ({"steps": -1}, {"steps": 5, "every": 0}):
+        with pytest.raises(ValueError, match="steps and start count from 0, every from 1"):
+            zerojax.Meter(**counts)
 
 
 def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
