@@ -210,25 +210,6 @@ def assert_same(one, other, tolerance=1e-5):
     assert_close(*map(zerojax.gather_params, (one, other)), tolerance)
 
 
-def test_they_say_what_to_do(example, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py", "--accumulate", "2"])
-    with pytest.raises(SystemExit):
-        example("mixture_of_experts").main()
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "--accumulate 2: the balancing loss multiplies two means" in printed
-    assert "Leave --accumulate out" in printed
-    with pytest.raises(FileNotFoundError, match=r"data_batch_\*.bin. Download .*kriz/cifar.html"):
-        example("train_convnet").read_cifar(tmp_path)
-
-
-def test_token_ids_are_read_in_one_row(example, tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(40).reshape(1, 40))  # as tokenizers return them
-    finetune = example("finetune_hf")
-    args = finetune.parser.parse_args(["--data", str(tmp_path / "ids.npy")])
-    training, validation = finetune.read_ids(args)
-    assert training.tolist() == list(range(36)) and validation.tolist() == list(range(36, 40))
-
-
 @pytest.mark.ci
 def test_lora_trains_and_reduces_adapters_alone(said, example, tmp_path):
     line = f"finetune_lora {SMALL} --steps 20 --eval-every 20 --sample 0 --accumulate 2"
@@ -242,16 +223,16 @@ def test_lora_trains_and_reduces_adapters_alone(said, example, tmp_path):
         assert len(file.keys()) == 8 and all("lora_" in name for name in file.keys())  # noqa: SIM118
 
     lora = example("finetune_lora")
-    args = lora.parser.parse_args(SMALL.split())
-    _, make_state, loss_fn = lora.with_adapters(args)
-    plan, text = zerojax.plan(make_state, stage=3), np.zeros((args.batch, 65), np.int32)
+    _, make_state, loss_fn = lora.with_adapters(lora.parser.parse_args(SMALL.split()))
+    plan = zerojax.plan(make_state, stage=3)
+    text = np.zeros((32, 65), np.int32)
     report = zerojax.audit(zerojax.train_step(loss_fn), plan.abstract(), text).check()
     reduced = [path for one in report.traffic if one.kind == "reduce-scatter" for path in one.paths]
     assert len(reduced) == 8 and all("/lora_" in path for path in reduced)
 
 
 @pytest.mark.ci
-def test_cifar_10_is_read_and_all_of_its_images_are_scored(example, crops):
+def test_cifar_10_is_read(example, crops):
     convnet = example("train_convnet")
     training, validation = convnet.read_images(convnet.parser.parse_args(["--cifar", str(crops)]))
     assert len(training["label"]) == 2000 and len(validation["label"]) == 300
@@ -259,21 +240,6 @@ def test_cifar_10_is_read_and_all_of_its_images_are_scored(example, crops):
     image, label = training["image"][807], training["label"][807]
     assert label == record[0] and (image.shape, image.dtype) == ((32, 32, 3), np.float32)
     assert image[5, 9, 2] * 255 == pytest.approx(record[1 + 2 * 1024 + 5 * 32 + 9])
-
-    def logits_of(params, images):  # of a model that compiles sooner
-        return (images - 0.4).sum((1, 2)) @ params["w"]
-
-    def eval_loss(params, batch):
-        logits = logits_of(params, batch["image"])
-        loss, aux = convnet.scores(logits, batch["label"], batch["real"])
-        return loss, {**aux, "real": jnp.mean(batch["real"])}
-
-    state = {"params": {"w": np.eye(3, 10, dtype=np.float32)}}
-    plan = zerojax.plan(state, stage=3)
-    eval_step = zerojax.eval_step(eval_loss, plan=plan)
-    accuracy = convnet.accuracy_of(eval_step, plan.place(state), validation, 128)
-    right = logits_of(state["params"], validation["image"]).argmax(-1) == validation["label"]
-    assert accuracy == pytest.approx(np.mean(right), abs=1e-6) and 0 < accuracy < 1
 
 
 @pytest.mark.ci
@@ -292,18 +258,9 @@ def test_dpo_starts_at_the_reference_and_leaves_it(example):
     assert on_device(state.params["reference"]) < size(state.params["reference"]) / 7
     assert size(state.opt_state) < 2 * size(state.params["policy"]) + 10  # two moments, counts
     traffic = zerojax.audit(step, plan.abstract(), pairs, plan=plan).traffic
-    reference = [one for one in traffic if any("/reference/" in path for path in one.paths)]
-    assert {one.kind for one in reference} == {"all-gather"}
-    kernels = [one for one in reference if "params/reference/blocks/up/kernel" in one.paths]
-    assert [one.trips for one in kernels] == [2]  # a layer at a time, and not in backward
-
-
-def test_dpo_pairs_have_one_prompt_and_the_same_words(example):
-    text = np.frombuffer(b"a prompt, then some words in their order", np.uint8).astype(np.int32)
-    chosen, other = (bytes(one.astype(np.uint8)) for one in example("dpo").pair(text))
-    assert chosen == bytes(text.astype(np.uint8)) != other
-    assert other.startswith(b"a prompt, then some ")
-    assert sorted(other[20:].split(b" ")) == [b"in", b"order", b"their", b"words"]
+    kernels = [one for one in traffic if "params/reference/blocks/up/kernel" in one.paths]
+    assert [one.kind for one in kernels] == ["all-gather"]
+    assert kernels[0].trips == 2  # a layer at a time, and not in backward
 
 
 @pytest.mark.ci

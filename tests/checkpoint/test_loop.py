@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -38,33 +39,24 @@ def steps_in(directory):
 @pytest.mark.parametrize("background", [True, False])
 def test_a_resumed_loop_ends_as_an_undisturbed_one(tmp_path, background):
     options = {"every": 2, "keep": 2, "background": background}
-    want = run(tmp_path / "a", 9, **options)
-    assert steps_in(tmp_path / "a") == [8, 9]
+    whole = run(tmp_path / "a", 9, **options)
     run(tmp_path / "b", 4, **options)
-    assert steps_in(tmp_path / "b") == [2, 4]
-    assert_equal_bits(run(tmp_path / "b", 9, **options), want)
-
-
-class Rows:
-    """A data iterator, whose state is where it is."""
-
-    at = 0
-
-    def get_state(self):
-        return {"at": self.at}
+    assert (steps_in(tmp_path / "a"), steps_in(tmp_path / "b")) == ([8, 9], [2, 4])
+    assert_equal_bits(run(tmp_path / "b", 9, **options), whole)
 
 
 @pytest.mark.parametrize("close", [False, True])
 def test_the_last_step_is_saved_where_the_loop_ends(tmp_path, close):
     """It is none of `every`, has no metrics, and the data have gone on since."""
-    rows, options = Rows(), {"every": 4, "keep": 1, "best": "loss"}
+    at, options = {"at": 0}, {"every": 4, "keep": 1, "best": "loss"}
+    rows = types.SimpleNamespace(get_state=lambda: dict(at))
     checkpoints = zerojax.Checkpoints(tmp_path, **options)
     with contextlib.nullcontext() if close else checkpoints:
         for n in range(1, 7):
-            rows.at, metrics = n, {"loss": 1.0} if n == 4 else None
+            at["at"], metrics = n, {"loss": 1.0} if n == 4 else None
             state = {"w": STATE["w"] + n}
             assert checkpoints.save(n, state, data=rows, metrics=metrics) is (n == 4)
-        rows.at = 100
+        at["at"] = 100
     checkpoints.close()
     with zerojax.Checkpoints(tmp_path, **options) as checkpoints:
         assert checkpoints.steps() == [4, 6] and checkpoints.best() == 4
@@ -90,15 +82,6 @@ def test_the_last_step_is_saved_unless_the_loop_fails(tmp_path, error, saved):
     assert steps_in(tmp_path) == saved
 
 
-def closing(directory, gone):
-    """The end of a loop whose last state, or its key, is gone."""
-    state, key = {"w": jnp.ones(2)}, jax.random.key(0)
-    checkpoints = zerojax.Checkpoints(directory, every=2)
-    checkpoints.save(1, state, rng=key)
-    (state["w"] if gone == "state" else key).delete()
-    return checkpoints.close
-
-
 def inside(module, inner):
     """A function of that module that calls `inner`."""
     scope = {"__name__": module, "inner": inner}
@@ -110,13 +93,17 @@ def test_a_last_state_that_is_gone_is_told_of_at_the_users_line(tmp_path):
     """Whoever is between that line and zerojax; "jaxtyping" only begins as "jax" does."""
     message = r"last steps are not saved in .*state of step 1, .*donated since. Call save after ea"
     for modules, gone, file in [
-        ([], "state", __file__),
+        ([], "w", __file__),
         ([], "key", __file__),
-        (["jax._src.api", "optax._src.base"], "state", __file__),
-        (["contextlib", "equinox._jit"], "state", __file__),
-        (["jaxtyping"], "state", "<string>"),
+        (["jax._src.api", "optax._src.base"], "w", __file__),
+        (["contextlib", "equinox._jit"], "w", __file__),
+        (["jaxtyping"], "w", "<string>"),
     ]:
-        end = closing(tmp_path, gone)
+        state = {"w": jnp.ones(2), "key": jax.random.key(0)}
+        checkpoints = zerojax.Checkpoints(tmp_path, every=2)
+        checkpoints.save(1, {"w": state["w"]}, rng=state["key"])
+        state[gone].delete()
+        end = checkpoints.close
         for module in modules:
             end = inside(module, end)
         with pytest.warns(UserWarning, match=message) as warned:
@@ -185,14 +172,10 @@ def test_an_earlier_run_is_not_removed_for_one_that_did_not_resume_it(tmp_path):
         message = r"step 3 cannot be saved: .* has an earlier run, up to step 9, .*resume\(\)"
         with pytest.raises(ValueError, match=message):
             checkpoints.save(3, STATE)
-        assert checkpoints.steps() == [6, 9]
         checkpoints.resume(STATE, step=6)
         checkpoints.save(7, STATE)  # meant: after a step that was chosen
         checkpoints.wait()
         assert checkpoints.steps() == [7, 9]
-    with zerojax.Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(10, STATE)  # goes on behind it without its state
-    assert steps_in(tmp_path) == [9, 10]
 
 
 def test_a_plan_resumes_without_a_second_state(tmp_path):
@@ -207,8 +190,7 @@ def test_a_plan_resumes_without_a_second_state(tmp_path):
         checkpoints.save(1, state)
         again, saved = checkpoints.resume(plan, make)
         assert saved.step == 1 and made == [1]
-    for at, leaf in enumerate(jax.tree.leaves(again)):
-        assert leaf.sharding.is_equivalent_to(plan.shardings[at], leaf.ndim)
+    assert again.tx.plan == plan
 
 
 def test_what_others_saved_goes_on_from_the_step_of_its_directory(tmp_path):
@@ -250,25 +232,15 @@ def test_steps_and_states_that_cannot_be_saved(tmp_path):
 # -- which count, and which are kept
 
 
-def holding(monkeypatch):
-    """Holds writes where Orbax ends them, until the event that it returns is set."""
-    go, real = threading.Event(), ocp.PyTreeCheckpointHandler.finalize
-    held = lambda *args: (go.wait(60), real(*args))[1]
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", held)
-    return go
-
-
 def test_what_is_being_written_does_not_count(tmp_path, monkeypatch):
-    """Until it is waited for. Ctrl-C ends the waiting and not the write."""
+    """Until it is waited for."""
     with zerojax.Checkpoints(tmp_path, best="loss", keep=1) as checkpoints:
         checkpoints.save(1, STATE, metrics={"loss": 2.0})
         checkpoints.wait()
-        go = holding(monkeypatch)
+        go, finalize = threading.Event(), ocp.PyTreeCheckpointHandler.finalize
+        held = lambda *args: (go.wait(60), finalize(*args))[1]
+        monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", held)
         checkpoints.save(2, STATE, metrics={"loss": 1.0})
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            interrupt = lambda _: signal.default_int_handler(signal.SIGINT, None)
-            patched.setattr(ocp.CheckpointManager, "wait_until_finished", interrupt)
-            checkpoints.wait()
         assert checkpoints.busy() and checkpoints.steps() == [1]
         assert checkpoints.latest() == 1 and checkpoints.best() == 1
         threading.Timer(0.1, go.set).start()
@@ -305,8 +277,6 @@ def test_a_damaged_file_of_metrics_costs_a_rank_and_nothing_more(tmp_path, damag
         checkpoints.save(4, STATE, metrics={"loss": 9.0})
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3, 4]
-    with zerojax.Checkpoints(tmp_path) as checkpoints:  # nobody asks for metrics
-        assert checkpoints.best() is None
 
 
 NAN = float("nan")
@@ -329,8 +299,9 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, mode, losses, kept):
         assert checkpoints.steps() == kept and checkpoints.best() == kept[0]
         with pytest.raises(ValueError, match=r"best='loss' is not among .*Pass metrics="):
             checkpoints.save(9, STATE, metrics={"accuracy": 1.0})
-    with zerojax.Checkpoints(tmp_path, best="accuracy") as checkpoints:
-        assert checkpoints.best() is None
+    for other in ("accuracy", None):
+        with zerojax.Checkpoints(tmp_path, best=other) as checkpoints:
+            assert checkpoints.best() is None
 
 
 # -- no `with` block
@@ -356,10 +327,5 @@ def test_without_a_with_block_save_waits_and_dropping_it_lets_another_in(tmp_pat
     checkpoints = zerojax.Checkpoints(tmp_path)
     checkpoints.save(1, STATE)
     assert not checkpoints.busy() and checkpoints.steps() == [1]
-    del checkpoints
-    assert not (tmp_path / ".lock").exists()
-    save_steps(tmp_path, 2)
-    checkpoints = zerojax.Checkpoints(tmp_path, every=5)
-    checkpoints.save(3, STATE)  # is not due, and kept in mind for close()
     del checkpoints
     assert not (tmp_path / ".lock").exists()
