@@ -2,9 +2,6 @@
 
 import contextlib
 import functools
-import json
-import os
-import pathlib
 
 import jax
 import orbax.checkpoint as ocp
@@ -141,26 +138,6 @@ def test_reading_checkpoints_is_no_start(clock, tmp_path):
     assert (tmp_path / "goodput.json").read_bytes() == before
 
 
-def test_writes_are_rare_where_they_are_slow(clock, tmp_path, monkeypatch):
-    """Each takes half a second, so 50 seconds pass between two; what is saved is written."""
-    written, replace = [], os.replace
-
-    def replacing(source, target):
-        if str(target).endswith("goodput.json"):
-            written.append(json.loads(pathlib.Path(source).read_text())[-1]["step"])
-            clock.seconds += 0.5
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", replacing)
-    with zerojax.Checkpoints(tmp_path, every=1000) as checkpoints:
-        for step in range(1, 102):
-            clock.seconds += 1
-            checkpoints.save(step, STATE)
-        assert written == [0, 50, 100]
-        checkpoints.save(102, STATE, force=True)
-    assert written == [0, 50, 100, 102, 102]
-
-
 def test_it_prints_a_table(clock, tmp_path):
     for event in (killed(1, 1801), wait(41), killed(1701, 1801)):
         event(clock, tmp_path)
@@ -184,17 +161,15 @@ def test_damage_does_not_stop_training(clock, tmp_path):
     with pytest.warns(UserWarning, match="goodput.json is damaged .* left out of this run's"):
         train(4)(clock, tmp_path)
     assert zerojax.Goodput(tmp_path).starts == 1
+    (tmp_path / ".goodput.json.new").mkdir()
+    with pytest.warns(UserWarning, match="goodput.json cannot be written"):
+        train(8)(clock, tmp_path)
 
 
-def test_process_0_alone_keeps_the_file_and_goes_on_without(clock, tmp_path, monkeypatch):
+def test_process_0_alone_keeps_the_file(clock, tmp_path, monkeypatch):
     with zerojax.Checkpoints(tmp_path, every=1000) as checkpoints:
         with monkeypatch.context() as patched:
             patched.setattr(jax, "process_index", lambda: 1)
             checkpoints.save(1, STATE)
             checkpoints.save(2, STATE)
         assert zerojax.Goodput(tmp_path).steps == 0
-        (tmp_path / ".goodput.json.new").mkdir()
-        with pytest.warns(UserWarning, match="goodput.json cannot be written"):
-            checkpoints.save(3, STATE)
-        (tmp_path / ".goodput.json.new").rmdir()
-    assert zerojax.Goodput(tmp_path).steps == 3

@@ -98,16 +98,6 @@ def test_a_layer_at_a_time_is_on_the_host(tmp_path):
     assert_equal_bits(zerojax.import_safetensors(tmp_path / "w", plan, names=names), params)
 
 
-def test_what_is_counted_may_be_sharded_and_padded(tmp_path):
-    """33 tensors on 8 devices, of which the last has none."""
-    layers, names = {"w": numbers(33, 3)}, {"w": "m.{}.w"}
-    plan = zerojax.plan({"params": layers}, min_shard_size=1)
-    assert len(exported(tmp_path / "w", layers, names)) == 33
-    params = zerojax.import_safetensors(tmp_path / "w", plan, names=names)
-    assert [s.data.shape for s in params["w"].addressable_shards] == [(5, 3)] * 8
-    assert_equal_bits(params["w"][:33], layers["w"])
-
-
 def laid(layout):
     return {"embed": ("wte", layout)}
 
@@ -189,10 +179,8 @@ def test_files_that_differ_are_an_error(tmp_path):
     narrow = lambda name: {name: theirs()[name].astype(np.float16)}
     without = lambda what: {name: x for name, x in theirs().items() if what not in name}
     for files, message in [
-        (theirs() | narrow("m.1.up.weight"), r"up_1: float16 saved, float32 wanted"),
         (theirs() | narrow("m.2.qk.bias"), r"layers of layers/q/bias are float16 and float32 in"),
         (without("m.1.qk.bias"), r"m.1.qk.bias is not in the files, and other layers of l"),
-        (without("qk.bias"), r": layers/k/bias \(as m.0.qk.bias\); layers/q/bi"),
         (theirs() | {"m.3.up": numbers(2)}, r"only in the checkpoint: m.3.up \(ignore="),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -214,8 +202,6 @@ def test_a_tensor_that_is_named_as_a_parameter_of_another_is_refused(tmp_path):
     files, like = {"wte": numbers(4), "embed": numbers(4) + 1}, {"embed": numbers(4)}
     with pytest.raises(ValueError, match=r"embed in .* is named as the .*finds in .*ignore="):
         zerojax.import_safetensors(saved(tmp_path, files), like, names={"embed": "wte"})
-    params = zerojax.import_safetensors(tmp_path, like, names={"embed": "wte"}, ignore="embed")
-    assert_equal_bits(params["embed"], files["wte"])
     names = {"embed": "wte", "wte": "embed"}
     params = zerojax.import_safetensors(tmp_path, like | {"wte": numbers(4)}, names=names)
     assert_equal_bits([params["embed"], params["wte"]], [files["wte"], files["embed"]])

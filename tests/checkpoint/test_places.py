@@ -16,7 +16,6 @@ from flax.training import checkpoints as flax_checkpoints
 import zerojax
 from tests.checkpoint.states import (
     PARAMS,
-    STATE,
     assert_holds,
     by_name,
     make_state,
@@ -210,9 +209,3 @@ def test_each_state_of_several_drops_its_own_padding(tmp_path):
         wanted |= {f"{name}/{path}": x for path, x in values(pair[of]).items()}
     assert_same(on_disk(tmp_path / "c"), wanted)
     assert_equal_bits(words(zerojax.restore(tmp_path / "c", like=pair)), words(pair))
-
-
-def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    zerojax.save("~/c", STATE)
-    assert (tmp_path / "c" / "_METADATA").exists()

@@ -110,7 +110,10 @@ def test_it_is_refused(at, use, message):
     assert contents(at) == before
 
 
-def test_a_path_is_a_path():
+def test_a_path_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    zerojax.save("~/c", STATE)
+    assert (tmp_path / "c" / "_METADATA").exists()
     for path in (None, 3, b"c"):
         refused = pytest.raises(TypeError, match=rf"{path} is no path. Pass a str or a pathlib")
         for call in (zerojax.Checkpoints, zerojax.read_extras):

@@ -95,9 +95,7 @@ def test_names_of_others_are_renamed(tmp_path):
     dotted = lambda name: name.removeprefix("model.").replace("weight", "scale")
     for rename in (dotted, lambda name: dotted(name).replace(".", "/")):
         back = zerojax.import_safetensors(tmp_path / "w", plan, rename=rename)
-        first, second = (layer["scale"] for layer in back["h"])
-        assert_equal_bits([first, second], list(tensors.values()))
-        assert first.addressable_shards[0].data.shape == (512,)
+        assert_equal_bits([layer["scale"] for layer in back["h"]], list(tensors.values()))
     with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
         zerojax.import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
     message = r"model.h.0.weight, model.h.1.weight and not h.0.scale, h.1.scale. Pass rename="
@@ -105,19 +103,10 @@ def test_names_of_others_are_renamed(tmp_path):
         zerojax.import_safetensors(tmp_path / "w", plan)
 
 
-def test_what_jax_would_narrow_goes_out_as_it_is(tmp_path):
-    tensors = {"a": np.arange(3) / 7, "b": np.array([2**40]), "c": 3}
-    zerojax.export_safetensors(tmp_path / "w", tensors)
-    found = safetensors.numpy.load_file(tmp_path / "w" / ONE)
-    dtypes = {name: value.dtype.name for name, value in found.items()}
-    assert dtypes == {"a": "float64", "b": "int64", "c": "int64"}
-    assert found["a"].tolist() == tensors["a"].tolist() and found["b"] == 2**40 and found["c"] == 3
-
-
 def test_master_copies_would_write_old_parameters_back(tmp_path):
     params = {"frozen": np.ones((16, 8), np.float32), "w": np.ones((16, 8), np.float32)}
-    labels = {"frozen": "no", "w": "yes"}
-    tx = optax.multi_transform({"yes": optax.adam(1e-3), "no": optax.set_to_zero()}, labels)
+    txs = {"w": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+    tx = optax.multi_transform(txs, {name: name for name in params})
     make = lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=tx)
     precision = zerojax.Precision(param="bfloat16", master="float32")
     state = zerojax.shard_train_state(make, stage=3, precision=precision)
@@ -129,10 +118,7 @@ def test_master_copies_would_write_old_parameters_back(tmp_path):
     zerojax.import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
 
 
-# -- exports that end early
-
-
-def test_an_export_that_fails_names_the_file_and_leaves_nothing_behind(tmp_path):
+def test_an_export_that_ends_early_names_the_file_and_leaves_nothing_behind(tmp_path):
     """Where the disk is full, and by Ctrl-C: of that a signal comes, too."""
     full = pytest.raises(OSError, match=rf"large; .*/{ONE} is not complete")
     ignores = signal.getsignal(signal.SIGXFSZ)
@@ -143,9 +129,7 @@ def test_an_export_that_fails_names_the_file_and_leaves_nothing_behind(tmp_path)
             zerojax.export_safetensors(tmp_path / "w", {"a": np.ones(10_000)})
         assert not any(tmp_path.iterdir())
     signal.signal(signal.SIGXFSZ, ignores)
-
-
-def test_an_export_that_was_killed_leaves_nothing_behind(tmp_path):
+    # And where one was killed before.
     (tmp_path / "w.unfinished").mkdir()
     (tmp_path / "w.unfinished" / "model-00009-of-00009.safetensors").write_text("old")
     zerojax.export_safetensors(tmp_path / "w", A)
