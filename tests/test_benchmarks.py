@@ -148,23 +148,6 @@ def test_what_is_checked_must_be_stored():
         assert {row.name for row in compiled.CHECKED} <= {row["row"] for row in stored(file)}
 
 
-def test_rows_that_are_put_leave_the_others(tmp_path):
-    results, path = importlib.import_module("results"), tmp_path / "rows.json"
-    made_by = {"jax": "1.2"}
-    old = {"row": "b", "ms": 1, "date": "2026-01-01"}
-    path.write_text(json.dumps({**made_by, "rows": [old]}))
-    kept = results.Results(path, ["a", "b", "c"], made_by)
-    kept.put("c", {"row": "c", "ms": 2})
-    kept.put("a", {"row": "a", "ms": 3})
-    stored = json.loads(path.read_text())
-    assert [(row["row"], row["ms"]) for row in stored["rows"]] == [("a", 3), ("b", 1), ("c", 2)]
-    assert stored["jax"] == "1.2" and stored["rows"][1] == old
-    assert stored["rows"][0]["date"] > old["date"]
-    with pytest.raises(SystemExit, match=r"was made by \{'jax': '1.2'\}, not by \{'jax': '1.3'\}"):
-        results.Results(path, ["a"], {"jax": "1.3"})
-    assert json.loads(path.read_text()) == stored
-
-
 # What docs/offload.md calls the rows of MaxText.
 OFFLOADED = {
     "MaxText's own step: nothing": "on the devices",
@@ -217,15 +200,6 @@ def test_the_library_reaches_what_was_fitted():
         assert reached == pytest.approx(fitted[chip], rel=rel)
 
 
-def test_errors_of_published_steps_and_their_order():
-    published = importlib.import_module("published")
-    row = lambda measured, error: {"use": "held out", "measured": measured, "error": error}
-    rows = [row(1.0, 50.0), row(1.2, -5.0), row(1.25, 0.0), row(9.0, 1.0)]
-    summary = published.summary({"rows": rows}, error="error")
-    # 1.2 and 1.25 are too close to be a pair; the first is told to be slower than both.
-    assert summary == {"rows": 4, "mean": 14.0, "worst": 50.0, "pairs": 5, "pairs_in_order": 3}
-
-
 # -- the paper's model and tables
 
 
@@ -260,19 +234,6 @@ def test_the_papers_model_is_the_gpt_on_parts_of_heads():
     step = zerojax.train_step(mine.loss, plan=plan)
     replay = zerojax.audit(step, plan.abstract(), batch, plan=plan).replay
     assert 2 * replay.flops == mine.flops(2)
-
-
-@pytest.mark.parametrize(("guess", "fixed"), [(1, 0), (30, 300), (2000, 0)])
-def test_the_largest_that_fits_is_found_along_a_line(guess, fixed):
-    paper, tried = importlib.import_module("paper"), []
-
-    def peak(count):
-        tried.append(count)
-        return 300 + 7 * count + (count % 2)
-
-    assert paper.largest(peak, guess, fixed, room=995) == 99
-    assert 99 in tried and len(tried) == len(set(tried)) <= 5
-    assert paper.largest(lambda count: 5000, guess, fixed, room=1000) == 1
 
 
 def test_the_papers_rows_are_all_stored_as_they_are_made_now():

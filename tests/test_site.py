@@ -30,12 +30,6 @@ def imported(name):
 hooks, links, errors, extension = map(imported, ("hooks", "links", "errors", "griffe_extension"))
 
 
-def test_warnings_fail_the_build():
-    (command,) = re.findall("mkdocs build.*", (ROOT / "Makefile").read_text())
-    assert command.split()[2:] == ["--strict"]  # --quiet would hide from it what it counts
-    assert hooks.LOG.name.startswith("mkdocs.")
-
-
 def written(folder, **pages):
     for name, text in pages.items():
         path = folder / name / "index.html"
@@ -196,7 +190,3 @@ def test_notebooks_install_what_fits(source, driver, known, wanted, tmp_path, mo
     if source == ".." and not known:
         with pytest.raises(AssertionError, match=r"say in SOURCE where zerojax is, as './zerojax'"):
             exec(code, {"pip": pip})
-
-
-def test_binder_installs_this_repository():
-    assert (ROOT / "binder" / "requirements.txt").read_text() == ".[plot,gpu-compile]\n"

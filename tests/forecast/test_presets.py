@@ -79,10 +79,9 @@ def test_attention_of_cudnn_counts_the_same_flops(preset):
     assert flops_of(preset("124m", attention="cudnn")) == flops_of(preset("124m"))
 
 
-@pytest.mark.parametrize("name", ["7.5b", "llama-8b"])
-def test_what_is_kept_for_backward_has_names(name, preset):
+@pytest.mark.parametrize(("name", "names"), [("7.5b", "qkv"), ("llama-8b", "q+k+v")])
+def test_what_is_kept_for_backward_has_names(name, names, preset):
     gpt = preset(name, layers=2, hidden=64, heads=8, vocab=64, tokens=8)
-    names = "q+k+v" if name.startswith("llama") else "qkv"
 
     def matmuls(remat):
         grad = jax.make_jaxpr(jax.grad(gpt.losses([remat])[remat]))
@@ -160,11 +159,11 @@ def test_experts_are_sharded_gathered_and_compiled(small):
     """Stage 3 keeps its contract, and XLA multiplies no more than is counted."""
     losses, batch = small.losses(["none"]), small.batch(16)
     with fakes.cpus_for_gpus():
-        found = zerojax.forecast(losses, small.make_state, batch, gpus="8xH100", stages=3)
+        found = zerojax.forecast(losses, small.make_state, batch, gpus="4xH100", stages=3)
     (case,) = found.cases
     assert case.report.findings() == []
-    assert case.parameters == pytest.approx(4 * small.n_params / 8, rel=0.01)
-    gathered = 4 * 7 / 8 * (small.n_params - small.vocab * small.hidden)  # rows of the embedding
+    assert case.parameters == pytest.approx(4 * small.n_params / 4, rel=0.01)
+    gathered = 4 * 3 / 4 * (small.n_params - small.vocab * small.hidden)  # rows of the embedding
     assert case.report.totals["all-gather"] < 2.1 * gathered
     needed = case.mfu * case.step_seconds * found.gpu.flops
     assert case.report.replay.flops == pytest.approx(needed, rel=0.02)

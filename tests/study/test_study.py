@@ -112,13 +112,6 @@ def test_the_search_ends_whatever_memory_does(monkeypatch):
         assert cell.figures.rows == rows and len(compiled) <= compiles
 
 
-def test_the_largest_rows_share_what_is_compiled(compiled):
-    found = made("8xH100", rows=["largest", 2])
-    assert [cell.figures.rows for cell in found.cells] == [2, 2, 40, 2]
-    assert all(cell.fitting for cell in found.cells)
-    assert len(compiled) == len(set(compiled)), "2 rows at stage 1 were tried for the largest"
-
-
 # -- the file
 
 
@@ -173,9 +166,7 @@ STALE = {
     "batch": lambda _: {"models": of(batch=narrow)},
     "rates": lambda _: {"rates": zerojax.rates_of("H100", memory=9e12)},
     "hosts": lambda _: {"per_host": 4},
-    "options": lambda _: {"precision": zerojax.Precision(compute="bfloat16")},
     "JAX": lambda patch: patch.setattr(jax, "__version__", "9.9.9"),
-    "zerojax": lambda patch: patch.setattr(zerojax, "__version__", "0.0.1"),
     "compiler": lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "1"),
     "XLA's flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to="),
 }
@@ -189,7 +180,7 @@ def test_what_has_changed_since_is_done_again(what, compiled, tmp_path, monkeypa
     found = made("8xH100", **options)
     assert len(compiled) == 2
     assert made("8xH100", **options).cells == found.cells and len(compiled) == 2
-    of_another_place = what in ("rates", "hosts", "options")  # which its settings name
+    of_another_place = what in ("rates", "hosts")  # which its settings name
     assert len(json.loads(out.read_text())["cells"]) == 1 + of_another_place
 
 
