@@ -13,10 +13,8 @@ from jax.sharding import AxisType
 
 import zerojax
 import zerojax.nnx
-from examples import models_hf
 from tests.foreign import HEAVY, LIGHT, PORTED, program
 from tests.foreign.flax_sources import TUTORIALS
-from tests.pages import README, blocks, run
 from tests.processes import ROOT
 from tests.reference import assert_close, tree_bytes
 
@@ -142,59 +140,3 @@ def test_tutorial(name):
         assert losses == pytest.approx(one.losses, rel=1e-4)
     else:  # its rate starts at zero: the noise alone differs
         assert losses[0] != losses[1]
-
-
-def test_transformers_reads_what_names_have_written(tmp_path):
-    """Version 4, which refuses files of formats that it does not know."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
-        pytest.skip("`make foreign` installs transformers<5, the last with models in Flax")
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
-    model = models_hf.GPT2({**config, "vocab_size": 64, "layer_norm_epsilon": 1e-5})
-    keys = iter(jax.random.split(jax.random.key(0), 16))
-    draw = lambda leaf: jax.random.normal(next(keys), leaf.shape) / 5
-    params = jax.tree.map(draw, models_hf.structs(model))
-    models_hf.save(tmp_path / "gpt2", model, params)
-    (file,) = (tmp_path / "gpt2").glob("*.safetensors")
-    file.rename(tmp_path / "gpt2" / "model.safetensors")  # their loader for Flax reads no index
-    (tmp_path / "gpt2" / "model.safetensors.index.json").unlink()
-    theirs = transformers.FlaxGPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
-    tokens = jax.numpy.arange(32).reshape(2, 16)
-    assert_close(theirs(tokens).logits, model(params, tokens), 1e-4)
-
-
-LOOP = """
-for n in meter:
-    state, metrics = step(state, batch)
-    meter.update(metrics)
-"""
-TENSORBOARD = """
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-writer.flush()
-events = EventAccumulator("runs/a", {"tensors": 0}).Reload()
-read = events.Tensors if events.Tags()["tensors"] else events.Scalars
-print("steps", *(event.step for event in read("grad_norm")))
-"""
-WANDB = """
-wandb.log({}, commit=True)  # as when a program ends; until then it holds the last step back
-assert wandb.run.summary["grad_norm"] == float(metrics["grad_norm"])
-print("steps", wandb.run.summary["_step"])
-"""
-LOGS = {
-    "clu": (TENSORBOARD, [1, *range(10, 101, 10)]),
-    "tensorboardX": (TENSORBOARD, [1, *range(10, 101, 10)]),
-    "wandb": (WANDB, [100]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LOGS)
-def test_the_page_on_logging_writes_what_the_library_reads(library, tmp_path, monkeypatch):
-    pytest.importorskip(library)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    reading, steps = LOGS[library]
-    (lines,) = [code for code in blocks(ROOT / "docs/logging.md", "py") if library in code]
-    meter = "" if "Meter" in lines else "meter = zerojax.Meter(100, on_log=on_log)"
-    printed = run(tmp_path, blocks(README, "python")[1], lines, meter, LOOP, reading)
-    assert f"steps {' '.join(map(str, steps))}\n" in printed

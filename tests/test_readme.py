@@ -13,14 +13,24 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from tests.pages import README, blocks, run
 from tests.processes import ROOT, output
 
+README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 QUICK_PAGE = "stages"
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def run(directory, *parts):
+    """What a program prints, started as a user's."""
+    (directory / "page.py").write_text("\n".join(parts))
+    return output(directory / "page.py", cwd=directory, MPLBACKEND="agg")[0]
 
 
 def test_the_readme_is_a_program(tmp_path):

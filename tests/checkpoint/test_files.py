@@ -19,7 +19,6 @@ LISTING = "zerojax_checksums.json"
 # Of Orbax's threads and event loops, where it fails; they are collected while it is ignored.
 IGNORED = "ignore::pytest.PytestUnraisableExceptionWarning"
 
-
 HOSTILE = ["[" * 10**5, "[1]", '{"_METADATA": 3}', '{"_METADATA": [1, 2, 3]}', '{"a": [1, 2]']
 OUTSIDE = ['{"../x": [1, 2]}', '{"/dev/zero": [1, 2]}']
 
