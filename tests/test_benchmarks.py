@@ -122,8 +122,6 @@ def test_the_page_holds_what_is_stored():
 
 
 ROW = {"row": "a", "step_ms": 100.0, "wire_gib": 10.0, "peak_gib": 5.0}
-
-
 WORSE = [
     ({"step_ms": 100.9, "peak_gib": 1.0}, []),
     ({"step_ms": 101.1}, ["a: step_ms 100.0 -> 101.1"]),

@@ -298,7 +298,7 @@ def test_relora_merges_without_a_change_and_forgets(example):
     np.testing.assert_allclose(run(after), run(before), atol=1e-5)
     moments = tx.init(jnp.ones(4))
     for n in range(4):
-        update, moments = tx.update(jnp.arange(4.0) + n, moments)
+        update, moments = tx.update(jnp.arange(4.0) + n + 1, moments)
         # Adam's first update is the sign.
         assert np.allclose(update, 1, atol=1e-5) == (n in (0, 3))
 

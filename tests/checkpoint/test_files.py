@@ -150,16 +150,12 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.filterwarnings(IGNORED)
-@pytest.mark.parametrize(
-    "name, why",
-    [("_METADATA", "/_METADATA is damaged: Expecting"), ("manifest.ocdbt", "/manifest.ocdbt")],
-)
-def test_what_others_wrote_and_is_damaged_says_what_cannot_be_read(tmp_path, name, why):
+def test_what_others_wrote_and_is_damaged_says_what_cannot_be_read(tmp_path):
     """There are no checksums, and Orbax's own errors seldom name a file."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "c", {"w": jax.device_put(STATE["w"])})
-    (tmp_path / "c" / name).write_bytes(b"")
-    message = rf"the tree of .*/c cannot be read \(.*{why}.*\). Restore another checkpoint"
+    (tmp_path / "c" / "manifest.ocdbt").write_bytes(b"")
+    message = r"the tree of .*/c cannot be read \(.*/manifest.ocdbt.*\). Restore another checkpoint"
     with pytest.raises(ValueError, match=message) as raised:
         zerojax.restore(tmp_path / "c", STATE)
     assert "tensorstore_spec" not in str(raised.value)

@@ -58,29 +58,6 @@ def test_a_second_command_reads_what_the_first_compiled(audit, tmp_path, compile
     assert files(tmp_path / "cache") == [file]
 
 
-def test_other_commands_read_it_too(run, module, tmp_path, monkeypatch, compiled):
-    """A forecast, and one of another network; a study keeps what it compiles unless told."""
-    name = module("mymodel", fakes.MODEL)
-    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "cache"))
-
-    def step(network, *more):
-        flags = ("--gpus", "2xH100", "--stages", "3", "--network", network, "--json", *more)
-        code, out, err = run("forecast", f"{name}:model", *flags)
-        assert (code, err) == (0, "")
-        (case,) = json.loads(out)["cases"]
-        return {key: value for key, value in case.items() if key != "compile_seconds"}
-
-    with fakes.cpus_for_gpus():
-        same, again = [step("12.5") for _ in range(2)]
-        assert same == again and len(files(tmp_path / "cache")) == 1
-        mine = {"mine": (fakes.loss, fakes.make_state, fakes.batch)}
-        given = {"gpus": "2xH100", "rows": 4}
-        zerojax.study(mine, stages=(1, 2), **given)
-        assert len(files(tmp_path / "cache")) == 2, "without microbatches stages 1 and 2 are one"
-        zerojax.study(mine, stages=3, cache=False, **given)
-    assert len(files(tmp_path / "cache")) == 2
-
-
 def test_what_the_compiler_warned_of_is_kept(audit, compiled):
     said = "Involuntary full rematerialization. The compiler was not able to go from"
 

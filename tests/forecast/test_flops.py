@@ -74,7 +74,6 @@ ONE = 2 * 8**3  # of a matmul of 8 by 8
         (lambda x: jnp.einsum("bij,bjk->bik", x, x), (3, 8, 8), 3 * ONE),
         # Each of 2 * 8 * 8 * 16 outputs adds 3 * 3 * 3 products.
         (convolved, (2, 8, 8, 3), 2 * 2 * 8 * 8 * 16 * 27),
-        (jnp.tanh, (8, 8), 0),
         (lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0], (8, 8), 5 * ONE),
         (jax.checkpoint(lambda x: jnp.sin(x @ x)), (8, 8), ONE),
         # the more expensive branch, and a loop of unknown length once
