@@ -76,6 +76,7 @@ def test_what_the_compiler_warned_of_is_kept(audit, compiled):
 
 DIFFERENT = [
     ("six", "", ()),
+    ("model", "", ("setattr", type(jax.devices()[0]), "device_kind", "another GPU")),
     ("model", "--stage 2", ()),
     ("model", "--accumulate 2", ()),
     ("optioned", "", ()),
