@@ -129,27 +129,6 @@ def test_where_nothing_can_be_kept_all_else_goes_on(audit, tmp_path, monkeypatch
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_what_was_not_read_for_longest_goes_first(audit, tmp_path, monkeypatch, compiled):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (mine := folder / "mine.txt").write_text("x" * 10**6)
-    kinds = [("--stage", "3"), ("--stage", "0"), ("--accumulate", "2")]
-    for age, kind in zip((3, 2), kinds, strict=False):
-        before = set(files(folder))
-        audit(*kind)
-        (file,) = set(files(folder)) - before
-        os.utime(file, (file.stat().st_mtime - 1000 * age,) * 2)
-    audit(*kinds[0])  # reads the oldest
-    monkeypatch.setattr("zerojax._forecast.cache.MOST_BYTES", 2.5 * file.stat().st_size)
-    audit(*kinds[2])
-    assert len(compiled) == 3 and len(files(folder)) == 3
-    audit(*kinds[0])
-    assert len(compiled) == 3, "was kept"
-    audit(*kinds[1])
-    assert len(compiled) == 4, "was dropped"
-    assert mine.exists(), "what is not ours"
-
-
 WHERE = [
     ("linux", "XDG_CACHE_HOME", "~", "home/zerojax"),
     ("linux", "OTHER", "", "home/.cache/zerojax"),
