@@ -82,7 +82,7 @@ def test_program(name, stage):
     if one.port:
         assert one.port.lines == CHANGED[name]
     mesh = jax.make_mesh((DEVICES,), (one.axis,), axis_types=(AxisType.Auto,))
-    state = zerojax.shard_train_state(one.make(), stage, mesh=mesh, stacked=one.stacked)
+    state = zerojax.shard_train_state(one.make(), stage, mesh=mesh)
     step = zerojax.train_step(one.loss, mutable=one.mutable, compiler_options=QUICK)
     args = (one.batch,) if one.rng is None else (one.batch, one.rng)
     report = zerojax.audit(step, state, *args)

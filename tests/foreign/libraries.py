@@ -63,28 +63,6 @@ def equinox_gru() -> Program:
     return Program(lambda: zerojax.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
-def recurrentgemma() -> Program:
-    """Griffin: a recurrent block and one of local attention, each under `nn.remat`."""
-    griffin = library("recurrentgemma.jax")
-    common = library("recurrentgemma.common")
-    kinds = (common.TemporalBlockType.RECURRENT, common.TemporalBlockType.ATTENTION)
-    config = griffin.GriffinConfig(
-        vocab_size=64, width=32, mlp_expanded_width=64, num_heads=2, block_types=kinds,
-        embeddings_scale_by_sqrt_dim=True, attention_window_size=4, logits_soft_cap=30.0,
-        scan_type=common.ScanType.LINEAR_NATIVE,
-    )  # fmt: skip
-    model = griffin.Griffin(config)
-    batch = jnp.asarray(tokens(8))
-    positions = lambda ids: jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-
-    def loss(params, ids):
-        logits, _ = model.apply(params, ids, positions(ids), return_cache=False)
-        return next_token_loss(logits, ids)
-
-    # Its pairs of weights and its heads look like stacks of two layers, and are none.
-    return of_module(model, loss, batch, batch, positions(batch), stacked="final_norm")
-
-
 # -- transformers
 
 
@@ -322,7 +300,6 @@ HEAVY: dict[str, Callable[[], Program]] = {
     "equinox_gru": equinox_gru,
     "haiku_vq_vae": haiku_vq_vae,
     "penzai_llama": penzai_llama,
-    "recurrentgemma": recurrentgemma,
     "keras": keras,
     "e3nn": e3nn,
     "diffrax_direct": functools.partial(diffrax_ode, "DirectAdjoint"),

@@ -39,14 +39,13 @@ class Port(NamedTuple):
 
 
 class Program(NamedTuple):
-    """`mutable` is `train_step`'s, `stacked` that of `zerojax.plan`, `axis` the mesh's; `unmet` is
-    what an audit at stage 3 rightly finds."""
+    """`mutable` is `train_step`'s, `axis` the mesh's; `unmet` is what an audit at stage 3 rightly
+    finds."""
 
     make: Callable[[], Any]
     loss: Callable[..., Any]
     batch: Any
     mutable: tuple[str, ...] = ()
-    stacked: str | None = None
     unmet: str | None = None
     rng: Any = None
     axis: str = "data"

@@ -29,23 +29,20 @@ def undisturbed(tmp_path_factory):
     """Runs one process with four devices, once for each way; returns the digest of its state."""
 
     @functools.cache
-    def digest(*flags, stage=3):
+    def digest(*flags):
         logs = tmp_path_factory.mktemp("undisturbed")
-        options = {"devices": 4, "stage": stage}
-        return completed(1, logs, *arguments(logs / "c", *flags, **options)).digest()
+        return completed(1, logs, *arguments(logs / "c", *flags, devices=4)).digest()
 
     return digest
 
 
-@pytest.mark.parametrize("count, stage, flags", [(4, 3, OFFLOAD), (2, 1, [])])
-def test_several_processes_compute_what_one_does(undisturbed, tmp_path, count, stage, flags):
-    """Also with the state in the memory of each process's host, updated in backward."""
-    options = {"devices": 4 // count, "stage": stage}
-    run = completed(count, tmp_path, *arguments(tmp_path / "c", *flags, **options))
-    assert run.said(r"zerojax: (.*)") == f"{count} processes, 4 devices"
+def test_several_processes_compute_what_one_does(undisturbed, tmp_path):
+    """With the state in the memory of each process's host, updated in backward."""
+    run = completed(4, tmp_path, *arguments(tmp_path / "c", *OFFLOAD, devices=1))
+    assert run.said(r"zerojax: (.*)") == "4 processes, 4 devices"
     assert all(f"digest {run.digest()}" in log.read_text() for log in run.logs)
-    check_written_together(tmp_path / "c" / str(STEPS), count)  # stage 1: whole parameters too
-    assert run.digest() == undisturbed(*flags, stage=stage)
+    check_written_together(tmp_path / "c" / str(STEPS), 4)
+    assert run.digest() == undisturbed(*OFFLOAD)
 
 
 def test_a_killed_run_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path):
@@ -105,7 +102,7 @@ def test_processes_that_disagree_are_all_told_in_what(tmp_path):
 
 
 def elastic(tmp_path, count, *flags, **options):
-    options = {"devices": 1, "dim": 48, "rows": 12, **options}
+    options = {"devices": 1, "dim": 48, "rows": 12, "heartbeat": 20, **options}
     options = arguments(tmp_path / "c", "--no-data", *flags, **options)
     return Run(count, tmp_path / "logs", options)
 
