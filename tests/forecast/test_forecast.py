@@ -3,6 +3,8 @@
 Most are of programs for CPU devices that stand for GPUs; what GPUs' programs have is marked.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -208,3 +210,9 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
     passes = stack * (3 - 1 / audits.LAYERS) + 2 * (PSI - stack)
     assert case.link_bytes == pytest.approx(accumulate * 2 * passes * 3 / 4, rel=0.01)
     assert case.groups.startswith("params over gpu, grads over gpu, opt_state over gpu")
+
+
+@pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])
+def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
+    given = inspect.signature(getattr(zerojax, name)).bind_partial("step", "state", "batch", "rng")
+    assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
