@@ -55,3 +55,11 @@ def scans_of(jaxpr: Any, nested: bool = False) -> Iterator[jex_core.JaxprEqn]:
         if nested or not is_scan:
             for inner in jex_core.jaxprs_in_params(eqn.params):
                 yield from scans_of(inner, nested)
+
+
+def every_equation(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
+    """The equations of a jaxpr, at any depth."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from every_equation(inner)

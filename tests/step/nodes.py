@@ -1,0 +1,79 @@
+"""A loop over two stacked weights on nodes of GPUs, and what crosses which links."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.collectives import collectives
+
+LAYERS, DIM = 4, 64
+LEVELS = ("gpu", "node")  # of a spec: shards begin at the fast axis
+HSDP = {"params": "gpu", "grads": "gpu", "opt_state": "gpu"}
+AMSP = {"params": "gpu", "grads": "gpu", "opt_state": LEVELS}
+SGD = optax.sgd(0.1)
+WEIGHTS = np.ones((LAYERS, DIM, DIM), "f") / DIM
+PARAMS = {"w": WEIGHTS, "x": WEIGHTS}
+BATCH = np.ones((64, DIM), "f")
+
+
+def layer(x, p):
+    p = jax.tree.map(lambda w: w.astype(x.dtype), p)
+    return jnp.tanh(x @ p["w"] + x @ p["x"]), None
+
+
+def loss(params, batch, wrap=lambda f: f, dtype="float32", **options):
+    loop = wrap(lambda params, x: jax.lax.scan(layer, x, params, **options)[0])
+    return jnp.mean(loop(params, batch.astype(dtype)).astype("float32") ** 2)
+
+
+def planned(tx=SGD, **placing):
+    """A plan for 2 nodes of 4 GPUs."""
+    state = {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+    return zerojax.plan(state, mesh=zerojax.mesh(node=2, gpu=4), tx=tx, **placing)
+
+
+def traced(plan, loss=loss, tx=SGD, **options):
+    """The jaxpr of a step."""
+    step = zerojax.train_step(loss, tx=tx, plan=plan, **options)
+    return step.trace(plan.abstract(), BATCH).jaxpr
+
+
+def crossings(jaxpr):
+    """How often a step runs each collective on weights; by its kind, its axes, and how many layers
+    of a weight it makes or reduces."""
+    times = collections.Counter()
+    for c in collectives(jaxpr):
+        if (size := c.elements / DIM**2) >= 1 / 8:
+            times[c.kind, c.axes, size] += c.times
+    return dict(times)
+
+
+def gathers(jaxpr):
+    """How often a step gathers weights over which axes."""
+    times = collections.Counter()
+    for (kind, axes, _), count in crossings(jaxpr).items():
+        times[axes] += count if kind == "all-gather" else 0
+    return dict(+times)
+
+
+def by_hand(plan, **options):
+    """A function that returns the gradients of parts which a loss has taken itself."""
+
+    def grads(params, batch):
+        def total(parts):
+            x, _ = zerojax.scan(layer, batch, parts, **options)
+            return jnp.mean(x**2) / plan.size
+
+        parts = jax.grad(total)(zerojax.shards(params, plan))
+        return {name: part.data for name, part in parts.items()}
+
+    specs = zerojax.param_specs(plan)
+    in_specs = (specs, P(plan.batch_axes))
+    return jax.jit(
+        jax.shard_map(grads, mesh=plan.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    )
