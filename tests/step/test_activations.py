@@ -12,14 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 import zerojax
 from tests import audits, steps
 from tests.audits import DIM, LAYERS
-from tests.collectives import collectives
-from tests.conftest import make_mesh, mostly_slow
+from tests.collectives import collectives, scans_of
+from tests.conftest import make_mesh
 from tests.reference import assert_close
 from tests.step import tensor
 from tests.steps import BOTH
-from zerojax import _compat
-from zerojax._hlo.transfers import TO_DEVICE, TO_HOST
-from zerojax._step import host_slices as _slices
 
 ROWS = 256  # of a device; of fewer, a layer's input would be too small to travel
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -28,6 +25,7 @@ OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
+HOST = {"activations": "host"}
 
 
 def named(x, p):
@@ -43,90 +41,68 @@ plain = functools.partial(checkpointed, wrap=lambda layer: layer)
 
 def traced(loss, stage=3, devices=8, offload=None, rows=ROWS, **options):
     """The jaxpr of a step, for shapes."""
-    mesh = make_mesh(devices)
-    plan = zerojax.plan(audits.make_state, stage=stage, mesh=mesh, offload=offload)
+    plan = zerojax.plan(audits.make_state, stage=stage, mesh=make_mesh(devices), offload=offload)
     step = zerojax.train_step(loss, **options)
-    return step.trace(plan.abstract(), audits.tokens(plan, rows)).jaxpr.jaxpr
+    return step.trace(plan.abstract(), audits.tokens(plan, rows)).jaxpr
 
 
-def scans(jaxpr):
-    return [eqn for eqn in _compat.every_eqn(jaxpr) if eqn.primitive.name == "scan"]
-
-
-def kept(*args, **options):
-    """The shapes of what loops return in host memory."""
-    return {
-        v.aval.shape
-        for eqn in scans(traced(*args, **options))
-        for v in eqn.outvars[_compat.scan_counts(eqn.params)[1] :]
-        if v.aval.memory_space == _compat.HOST
-    }
+def kept(jaxpr):
+    """The shapes of what loops stack up in host memory: an array of each turn."""
+    shapes = set()
+    for eqn in scans_of(jaxpr, nested=True):
+        body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        for whole, one in zip(eqn.outvars, body.outvars, strict=True):
+            is_stacked = whole.aval.shape[1:] == one.aval.shape != whole.aval.shape
+            if is_stacked and whole.aval.memory_space == jax.memory.Space.Host:
+                shapes.add(whole.aval.shape)
+    return shapes
 
 
 @pytest.mark.parametrize(
-    ("stage", "prefetch", "options"),
+    ("loss", "options", "layers", "rows"),
     [
-        (3, 0, {}),
-        (3, 1, {"update": "backward"}),
-        (2, 1, {"update": "backward"}),
-        (2, 0, {"accumulate": 2}),
-        (0, 0, {"accumulate": 2}),
-        (3, 1, {"offload": BOTH, "update": "backward"}),
+        (checkpointed, HOST | {"prefetch": 0}, LAYERS, ROWS),
+        # A loop's last layer computes its backward first, which has its input at hand.
+        (checkpointed, HOST | {"prefetch": 1, "update": "backward"}, LAYERS - 1, ROWS),
+        (checkpointed, HOST | {"stage": 2, "accumulate": 2, "prefetch": 0}, LAYERS, ROWS // 2),
+        (
+            checkpointed,
+            HOST | {"prefetch": 1, "offload": BOTH, "update": "backward"},
+            LAYERS - 1,
+            ROWS,
+        ),
+        (checkpointed, HOST | {"regather": False}, LAYERS, ROWS),
+        (checkpointed, HOST | {"stage": 0, "devices": 1}, LAYERS, ROWS),
+        # Without a checkpoint there is the derivative of tanh, too.
+        (plain, HOST | {"prefetch": 0}, LAYERS, ROWS),
+        (with_a_policy, {"stage": 0, "prefetch": 0}, LAYERS, ROWS),
+        (with_a_policy, {"prefetch": 1}, LAYERS - 1, ROWS),
     ],
 )
-def test_layer_inputs_in_host_memory(stage, prefetch, options):
+def test_layer_inputs_are_kept_in_host_memory(loss, options, layers, rows):
     """`tests/test_steps.py` has such a step give one device's numbers."""
-    options = {"prefetch": prefetch, **options}
-    # As a loop's last layer computes its backward first, prefetching keeps its input at hand.
-    ahead = prefetch and (stage == 3 or "update" in options)
-    shape = (LAYERS - ahead, ROWS // options.get("accumulate", 1), DIM)
-    assert kept(checkpointed, stage, activations="host", **options) == {shape}
-    assert kept(checkpointed, stage, **options) == set()
+    assert kept(traced(loss, **options)) == {(layers, rows, DIM)}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_without_regather_full_weights_stay_on_the_devices(prefetch):
-    options = {"regather": False, "prefetch": prefetch}
-    assert kept(checkpointed, activations="host", **options) == {(LAYERS, ROWS, DIM)}
-    assert kept(checkpointed, **options) == set()
-    found = collectives(traced(checkpointed, activations="host", **options))
+@pytest.mark.parametrize("options", [{}, {"regather": False}, HOST | {"rows": ROWS // 4}])
+def test_what_is_small_or_not_asked_for_stays(options):
+    assert kept(traced(checkpointed, **options)) == set()
+
+
+def test_without_regather_full_weights_stay_on_the_devices():
+    found = collectives(traced(checkpointed, regather=False, **HOST))
     size = (LAYERS + 2) * DIM * DIM  # the table has as many rows as two layers
     assert size <= sum(c.moved for c in found if c.kind == "all-gather") < 1.1 * size
 
 
-def test_on_one_device():
-    assert kept(checkpointed, 0, devices=1, activations="host") == {(LAYERS, ROWS, DIM)}
-
-
-@pytest.mark.parametrize(("stage", "prefetch"), [(0, 0), (2, 0), (3, 0), (3, 1)])
-def test_a_policy_of_the_users_that_offloads(stage, prefetch):
-    assert kept(with_a_policy, stage, prefetch=prefetch) == {(LAYERS - prefetch, ROWS, DIM)}
-
-
-def test_small_arrays_stay():
-    assert kept(checkpointed, rows=ROWS // 4, activations="host") == set()
-
-
-def test_without_checkpoint_all_that_jax_keeps():
-    """A layer's input, and the derivative of tanh."""
-    assert kept(plain, prefetch=0, activations="host") == {(LAYERS, ROWS, DIM)}
-
-
-@pytest.mark.parametrize("how", ["policy", "plain", "indices", "indices and policy"])
-def test_gradients_are_those_of_one_device(how, monkeypatch):
-    """With `indices` as older JAX on GPUs, whose XLA does not find slices by a loop's counter:
-    backward's are those of scanned indices."""
-    if "indices" in how:
-        monkeypatch.setattr(_slices, "are_found", lambda device: False)
-    loss = {"plain": plain, "indices": checkpointed}.get(how, with_a_policy)
-    options = {"activations": None if "policy" in how else "host", "prefetch": 0}
-    row = steps.Row("layers", {"data": 2}, {"stage": 3}, options, loss=loss)
+def test_a_policy_of_the_users_gives_what_one_device_gives():
+    row = steps.Row("layers", {"data": 2}, {"stage": 3}, {"prefetch": 0}, loss=with_a_policy)
     assert "<host>" in str(row.jaxpr)
     assert_close(jax.device_get(row.result.state.params), row.reference[0].params)
 
 
-@pytest.mark.parametrize(("prefetch", "offload"), [(0, None), (1, None), (0, BOTH)])
-def test_loops_with_host_memory_are_not_unrolled(prefetch, offload):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_loops_with_host_memory_are_not_unrolled(prefetch):
     """XLA for GPUs does not compile such loops."""
 
     def unrolled(params, batch):
@@ -134,22 +110,21 @@ def test_loops_with_host_memory_are_not_unrolled(prefetch, offload):
         x, _ = jax.lax.scan(layer, params["embed"][batch], params["layers"], unroll=2)
         return jnp.mean(x**2)
 
-    def found(offload, activations):
-        options = {"prefetch": prefetch, "activations": activations}
-        loops = scans(traced(unrolled, offload=offload, **options))
+    def times(**options):
+        loops = scans_of(traced(unrolled, prefetch=prefetch, **options), nested=True)
         return {eqn.params["unroll"] for eqn in loops if eqn.params["length"] >= LAYERS - 1}
 
-    assert found(offload, None if offload else "host") == {1}
-    assert found(None, None) == {2}
+    assert times(activations="host") == times(offload=BOTH) == {1}
+    assert times() == {2}
 
 
 def test_reductions_stay_as_they_are():
     """At stage 0, gradients of several microbatches are reduced once."""
-    found = [
-        collections.Counter(collectives(traced(checkpointed, 0, accumulate=2, activations=where)))
-        for where in (None, "host")
-    ]
-    assert found[0] == found[1]
+    usual, on_host = (
+        collections.Counter(collectives(traced(checkpointed, 0, accumulate=2, **options)))
+        for options in ({}, HOST)
+    )
+    assert usual == on_host
 
 
 def test_value_and_grad_has_it_too():
@@ -187,41 +162,12 @@ def test_parts_in_host_memory():
     assert_close(jax.device_get(row.result.state.params), row.reference[0].params)
 
 
-# -- what is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activations": "tensor"}, "activations='tensor' is not known. Pass 'host', or an axis of "
-         "the mesh over which the batch is not split: this mesh has none; "),
-        ({"activations": "data"}, "activations='data' is not known"),
-        ({"activations": 1}, "activations=1 does not say where they are kept. Pass 'host'"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        traced(checkpointed, **options)
-
-
-def test_a_loss_without_layers_is_refused():
-    one = lambda params, batch: jnp.mean((params["embed"][batch] @ params["layers"]["w"][0]) ** 2)
-    with pytest.raises(ValueError, match="the loss has no scan of stacked parameters outside"):
-        traced(one, activations="host")
-
-
-# -- on GPUs
-
-HOW = [(checkpointed, "host"), (with_a_policy, None)]
+# -- compiled for GPUs
 
 
 @pytest.mark.gpu_code
 @pytest.mark.parametrize(
-    ("gpus", "loss", "where"),
-    mostly_slow(
-        [(gpus, *how) for gpus in ("1xH100", "8xH100") for how in HOW],
-        lambda gpus, loss, where: (gpus == "8xH100") == (where == "host"),
-    ),
+    ("gpus", "loss", "where"), [("8xH100", checkpointed, "host"), ("1xH100", with_a_policy, None)]
 )
 def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     mesh, layers, dim, rows = zerojax.aot.mesh(gpus), 8, 512, 2048
@@ -235,7 +181,7 @@ def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
     one = 4 * rows * dim
     kept = compiled.memory_analysis().host_temp_size_in_bytes
     assert kept in (layers * one, (layers - 1) * one)
-    assert report.host_bytes(TO_HOST) == report.host_bytes(TO_DEVICE) == kept
+    assert report.host_bytes("to the host") == report.host_bytes("to the device") == kept
     in_loops = [copy for copy in report.replay.transfers if copy.trips > 1]
     assert in_loops and all(copy.asynchronous for copy in in_loops)
     if jax.__version_info__ >= (0, 11):
@@ -247,13 +193,14 @@ def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
 @pytest.mark.gpu_code
 def test_on_gpus_parts_are_half():
     mesh = zerojax.aot.mesh("8xH100", shape=(4, 2), axis_names=("data", "tensor"))
-    found = []
+    temporary = []
     for where in (None, "tensor"):
         options = {"stage": 3, "mesh": mesh, "axis": "data", "overrides": steps.SPECS}
         plan = zerojax.plan(tensor.make_state, **options)
         step = zerojax.train_step(tensor.scanned, plan=plan, activations=where, prefetch=0)
         shape = jax.ShapeDtypeStruct((2**16, tensor.DIM), "float32")
         compiled = step.lower(plan.abstract(), zerojax.aot.batch(shape, plan)).compile()
-        found.append(compiled.memory_analysis().temp_size_in_bytes)
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     kept = tensor.LAYERS * 4 * 2**14 * tensor.DIM
-    assert found[0] - found[1] > 0.3 * kept  # where backward begins, one layer's input is whole
+    # Where backward begins, one layer's input is whole.
+    assert temporary[0] - temporary[1] > 0.3 * kept

@@ -1,0 +1,135 @@
+"""What placed states and their steps refuse, and what they say. Nothing compiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from tests import audits
+from tests.conftest import make_mesh
+from tests.step import nodes, stacks
+from tests.step.nodes import LEVELS
+
+FLAT = {"axis": LEVELS[::-1]}
+
+
+def groups(**groups):
+    return lambda: nodes.planned(groups=groups)
+
+
+def nodes_step(placing, **options):
+    return lambda: nodes.traced(nodes.planned(**placing), **options)
+
+
+def regather(names, placing=FLAT):
+    return nodes_step(placing, regather=names)
+
+
+def by_hand(regather):
+    run = nodes.by_hand(nodes.planned(**FLAT), regather=regather)
+    return lambda: run.trace(nodes.PARAMS, nodes.BATCH)
+
+
+def in_backward(make=stacks.stacks, loss=stacks.loss, devices=2):
+    def trace():
+        plan = zerojax.plan(make, mesh=make_mesh(devices))
+        step = zerojax.train_step(loss, update="backward")
+        step.trace(plan.abstract(), stacks.BATCH)
+
+    return trace
+
+
+def activations(where, loss=audits.loss):
+    def trace():
+        plan = zerojax.plan(audits.make_state)
+        step = zerojax.train_step(loss, activations=where)
+        step.trace(plan.abstract(), audits.tokens(plan))
+
+    return trace
+
+
+def one_stack():
+    """Alone, its shape does not show a stack."""
+    params = {"w": stacks.stacks().params["blocks"]["w"]}
+    return TrainState.create(apply_fn=None, params=params, tx=stacks.adam())
+
+
+def of_one_stack(params, batch):
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    return jnp.mean(jax.lax.scan(layer, jnp.ones((len(batch), 32)), params["w"])[0] ** 2)
+
+
+def constant(params, batch):
+    x = stacks.loop(params["embed"][batch], params["blocks"])
+    return jnp.mean(jax.lax.stop_gradient(x)) + jnp.mean(params["embed"] ** 2)
+
+
+def without_layers(params, batch):
+    return jnp.mean((params["embed"][batch] @ params["layers"]["w"][0]) ** 2)
+
+
+in_a_checkpoint = lambda params, batch: jax.checkpoint(stacks.loss)(params, batch)
+odd = functools.partial(stacks.stacks, dim=33, layers=4)
+WRONG_PATH = {"precision": zerojax.Precision(gather={"params/w2": "int8"})}
+NO_PATH = r"Precision\(gather=\) has the path pattern 'params/w2'.* Did you mean params/w"
+NO_AXES = r"must be True or False, or name the mesh axes over which"
+UNREAD = "its only reader must be a scan over its layers, in no other loop or checkpoint"
+
+REFUSED = [
+    (groups(params=("gpu", "node"), grads="gpu"), r"grads.*needs.*'node'"),
+    (groups(grads=("gpu", "node"), opt_state="gpu"), r"opt_state.*needs.*'node'"),
+    (groups(opt_state="gpu"), r"^stage 3 shards grads .* or groups= grads over fewer axes"),
+    (groups(params="tpu"), r"no axis 'tpu'. Name one of those, or pass a mesh that has it"),
+    (groups(params=None), r"params over None. Name an axis.*\(\) replicates"),
+    (groups(optimizer="gpu"), r"'optimizer'. Name one of params, grads, opt_state"),
+    (groups(grads=["gpu", 8]), r"grads over \['gpu', 8\]. Name an axis of the mesh"),
+    (nodes_step({"groups": "gpu"}), r"groups='gpu' is not a mapping. Pass for example {'params'"),
+    (lambda: zerojax.mesh(node=3, gpu=2), r"3 x 2.*8 devices"),
+    (regather("tensor"), r"names 'tensor', and the batch is split over \('node', 'gpu'\)\. Name"),
+    (regather("node"), r"over \('gpu',\) first, .* Name the first of these: regather='gpu'"),
+    (regather(("gpu", "bogus")), r"names 'bogus', and the batch is split over"),
+    (regather("bogus", FLAT | {"stage": 1}), r"names 'bogus'"),
+    (regather("node", {"groups": {"params": "gpu"}}), r"Name the first of these: regather='gpu'"),
+    *[(regather(names), NO_AXES) for names in ((), 1, None, ["gpu", 2])],
+    (by_hand("node"), r"from the fastest axis on\. .*: regather='gpu'"),
+    (by_hand(("gpu", "bogus")), r"names 'bogus', and .* is gathered over"),
+    (nodes_step(FLAT | WRONG_PATH), NO_PATH),
+    (nodes_step(FLAT, **WRONG_PATH), NO_PATH),
+    (in_backward(loss=in_a_checkpoint), f"params/blocks/w: {UNREAD}"),
+    (in_backward(loss=constant), "params/blocks/w: it has no gradient"),
+    (in_backward(one_stack, of_one_stack), r"params/w: the plan does not take it .*stacked= names"),
+    (
+        in_backward(odd),
+        r"w: it is padded \(pad=False replicates it\).*alone\. Pass",
+    ),
+    (
+        lambda: zerojax.train_step(stacks.loss, update="later"),
+        "must be 'backward', 'after' or 'auto', got 'later'",
+    ),
+    (
+        activations("tensor"),
+        "activations='tensor' is not known. Pass 'host', or an axis of the mesh over which the "
+        "batch is not split: this mesh has none; ",
+    ),
+    (activations("data"), "activations='data' is not known"),
+    (activations(1), "activations=1 does not say where they are kept. Pass 'host'"),
+    (activations("host", without_layers), "the loss has no scan of stacked parameters outside"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_is_refused_is_told(call, message, compiled):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+    assert "jit(step)" not in compiled
+
+
+def test_axes_that_nothing_is_gathered_over_are_taken():
+    """At stage 1, and where groups have parameters gathered within a node alone."""
+    for placing in (FLAT | {"stage": 1}, {"groups": {"params": "gpu"}}):
+        plan = nodes.planned(**placing)
+        usual, named = (nodes.traced(plan, regather=over) for over in (True, "gpu"))
+        assert nodes.crossings(usual) == nodes.crossings(named)
