@@ -1,4 +1,4 @@
-"""A loop over two stacked weights on nodes of GPUs, and what crosses which links."""
+"""A loop over two stacked weights on 2 nodes of 4 GPUs, and what crosses which links."""
 
 import collections
 
@@ -12,13 +12,14 @@ import zerojax
 from tests.collectives import collectives
 
 LAYERS, DIM = 4, 64
-LEVELS = ("gpu", "node")  # of a spec: shards begin at the fast axis
+AXES = ("node", "gpu")
+LEVELS = AXES[::-1]  # of a spec: shards begin at the fast axis
 HSDP = {"params": "gpu", "grads": "gpu", "opt_state": "gpu"}
 AMSP = {"params": "gpu", "grads": "gpu", "opt_state": LEVELS}
 SGD = optax.sgd(0.1)
-WEIGHTS = np.ones((LAYERS, DIM, DIM), "f") / DIM
-PARAMS = {"w": WEIGHTS, "x": WEIGHTS}
-BATCH = np.ones((64, DIM), "f")
+DRAW = np.random.default_rng(0)
+PARAMS = {name: DRAW.normal(size=(LAYERS, DIM, DIM)).astype("f") / 16 for name in ("w", "x")}
+BATCH = DRAW.normal(size=(64, DIM)).astype("f")
 
 
 def layer(x, p):
@@ -32,9 +33,9 @@ def loss(params, batch, wrap=lambda f: f, dtype="float32", **options):
 
 
 def planned(tx=SGD, **placing):
-    """A plan for 2 nodes of 4 GPUs."""
-    state = {"params": PARAMS, "opt_state": tx.init(PARAMS)}
-    return zerojax.plan(state, mesh=zerojax.mesh(node=2, gpu=4), tx=tx, **placing)
+    placing = {"mesh": zerojax.mesh(node=2, gpu=4), "tx": tx, **placing}
+    axis = {} if "groups" in placing else {"axis": AXES}
+    return zerojax.plan({"params": PARAMS, "opt_state": tx.init(PARAMS)}, **axis | placing)
 
 
 def traced(plan, loss=loss, tx=SGD, **options):
@@ -66,14 +67,11 @@ def by_hand(plan, **options):
 
     def grads(params, batch):
         def total(parts):
-            x, _ = zerojax.scan(layer, batch, parts, **options)
-            return jnp.mean(x**2) / plan.size
+            return jnp.mean(zerojax.scan(layer, batch, parts, **options)[0] ** 2) / plan.size
 
         parts = jax.grad(total)(zerojax.shards(params, plan))
         return {name: part.data for name, part in parts.items()}
 
     specs = zerojax.param_specs(plan)
-    in_specs = (specs, P(plan.batch_axes))
-    return jax.jit(
-        jax.shard_map(grads, mesh=plan.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-    )
+    options_of_map = {"in_specs": (specs, P(plan.batch_axes)), "out_specs": specs}
+    return jax.jit(jax.shard_map(grads, mesh=plan.mesh, check_vma=False, **options_of_map))

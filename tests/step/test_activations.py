@@ -188,19 +188,3 @@ def test_on_gpus_they_travel_by_the_copy_engines(gpus, loss, where):
         assert all(copy.by_engine for copy in in_loops)
         assert report.findings() == []
     assert "kept for backward" in str(report)
-
-
-@pytest.mark.gpu_code
-def test_on_gpus_parts_are_half():
-    mesh = zerojax.aot.mesh("8xH100", shape=(4, 2), axis_names=("data", "tensor"))
-    temporary = []
-    for where in (None, "tensor"):
-        options = {"stage": 3, "mesh": mesh, "axis": "data", "overrides": steps.SPECS}
-        plan = zerojax.plan(tensor.make_state, **options)
-        step = zerojax.train_step(tensor.scanned, plan=plan, activations=where, prefetch=0)
-        shape = jax.ShapeDtypeStruct((2**16, tensor.DIM), "float32")
-        compiled = step.lower(plan.abstract(), zerojax.aot.batch(shape, plan)).compile()
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
-    kept = tensor.LAYERS * 4 * 2**14 * tensor.DIM
-    # Where backward begins, one layer's input is whole.
-    assert temporary[0] - temporary[1] > 0.3 * kept

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests import audits, steps
+from tests import steps
 from tests.collectives import collectives
 from tests.reference import assert_close
 from tests.step import nodes
-from tests.step.nodes import AMSP, BATCH, DIM, HSDP, LAYERS, LEVELS, PARAMS, SGD
+from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, PARAMS, SGD
 
 GPU, NODE = ("gpu",), ("node",)
 BOTH_WAYS = 2 * 2 * LAYERS  # of each weight each layer, in forward and in backward
@@ -24,72 +24,51 @@ LABELS = {"w": "frozen", "x": "trained"}
 ONE_FROZEN = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": SGD}, LABELS)
 
 
+GATHERED, FETCHED = ("all-gather", GPU, 1), ("all-gather", NODE, 1 / 4)
+SCATTERED, SENT = ("reduce-scatter", GPU, 1), ("reduce-scatter", NODE, 1 / 4)
+SUMMED = ("all-reduce", NODE, 1 / 4)
+
+
+def all_layers(collective):
+    """The same of all layers at once."""
+    kind, axes, layers = collective
+    return kind, axes, layers * LAYERS
+
+
 @pytest.mark.parametrize(
     ("groups", "options", "crossing"),
     [
-        pytest.param(
-            HSDP,
-            {},
-            {
-                ("all-gather", GPU, 1): BOTH_WAYS,
-                ("reduce-scatter", GPU, 1): 2 * LAYERS,
-                ("all-reduce", NODE, 1 / 4): 2 * LAYERS,
-            },
-            id="hsdp sums shards between nodes",
-        ),
-        pytest.param(
+        # Shards are summed between nodes.
+        (HSDP, {}, {GATHERED: BOTH_WAYS, SCATTERED: 2 * LAYERS, SUMMED: 2 * LAYERS}),
+        # What crosses nodes waits for the last microbatch.
+        (
             HSDP,
             {"accumulate": 4},
-            {
-                ("all-gather", GPU, 1): 4 * BOTH_WAYS,
-                ("reduce-scatter", GPU, 1): 4 * 2 * LAYERS,
-                ("all-reduce", NODE, LAYERS / 4): 2,
-            },
-            id="what crosses nodes waits for the last microbatch",
+            {GATHERED: 4 * BOTH_WAYS, SCATTERED: 4 * 2 * LAYERS, all_layers(SUMMED): 2},
         ),
-        pytest.param(
+        # Forward brings each layer into the node, and backward has it there.
+        (
             AMSP,
             {},
             {
-                ("all-gather", NODE, 1 / 4): 2 * LAYERS,
-                ("all-gather", GPU, 1): BOTH_WAYS,
-                ("reduce-scatter", GPU, 1): 2 * LAYERS,
-                ("reduce-scatter", NODE, 1 / 4): 2 * LAYERS,
+                **{FETCHED: 2 * LAYERS, GATHERED: BOTH_WAYS},
+                **{SCATTERED: 2 * LAYERS, SENT: 2 * LAYERS},
             },
-            id="forward brings each layer into the node and backward has it there",
         ),
-        pytest.param(
-            AMSP,
-            {"prefetch": 1},
-            {
-                ("all-gather", NODE, 1 / 4): 2 * (LAYERS + 1),
-                ("all-gather", GPU, 1): BOTH_WAYS - 2,
-                ("reduce-scatter", GPU, 1): 2 * LAYERS,
-                ("reduce-scatter", NODE, 1 / 4): 2 * LAYERS,
-            },
-            id="prefetched, the last layer crosses nodes twice and is still there in backward",
-        ),
-        pytest.param(
+        # All layers come before the first microbatch.
+        (
             AMSP,
             {"accumulate": 4},
             {
-                ("all-gather", NODE, LAYERS / 4): 2,
-                ("all-gather", GPU, 1): 4 * BOTH_WAYS,
-                ("reduce-scatter", GPU, 1): 4 * 2 * LAYERS,
-                ("reduce-scatter", NODE, LAYERS / 4): 2,
+                **{all_layers(FETCHED): 2, GATHERED: 4 * BOTH_WAYS},
+                **{SCATTERED: 4 * 2 * LAYERS, all_layers(SENT): 2},
             },
-            id="all layers come before the first microbatch",
         ),
-        pytest.param(
+        # Frozen weights stay in the node.
+        (
             AMSP,
             {"tx": ONE_FROZEN},
-            {
-                ("all-gather", NODE, 1 / 4): LAYERS,
-                ("all-gather", GPU, 1): BOTH_WAYS,
-                ("reduce-scatter", GPU, 1): LAYERS,
-                ("reduce-scatter", NODE, 1 / 4): LAYERS,
-            },
-            id="frozen weights stay in the node",
+            {FETCHED: LAYERS, GATHERED: BOTH_WAYS, SCATTERED: LAYERS, SENT: LAYERS},
         ),
     ],
 )
@@ -132,7 +111,7 @@ def test_an_unrolled_loop_gathers_again_in_backward():
     [
         ({"groups": HSDP}, {}, {GPU: BOTH_WAYS}),
         ({"groups": AMSP}, {}, {NODE: 2 * LAYERS, GPU: BOTH_WAYS}),
-        ({"axis": LEVELS[::-1]}, {"regather": "gpu"}, {NODE: 2 * LAYERS, GPU: BOTH_WAYS}),
+        ({"axis": AXES}, {"regather": "gpu"}, {NODE: 2 * LAYERS, GPU: BOTH_WAYS}),
     ],
 )
 def test_parts_taken_by_hand_are_gathered_as_in_a_step(placing, options, times):
@@ -170,7 +149,7 @@ def test_an_override_over_fewer_axes_is_a_leaf_with_another_group():
     draw = np.random.default_rng(0)
     params = {name: draw.normal(size=(16, 16)).astype("f") for name in ("w", "v")}
     state = {"params": params, "opt_state": ()}
-    options = {"axis": ("node", "gpu"), "overrides": {"v$": P(None, "gpu")}}
+    options = {"axis": AXES, "overrides": {"v$": P(None, "gpu")}}
     plan = zerojax.plan(state, mesh=steps.row("regather").mesh, **options)
     specs = {leaf.path: leaf.spec for leaf in plan.params}
     assert specs == {"params/w": P(LEVELS), "params/v": P(None, "gpu")}
@@ -181,21 +160,6 @@ def test_an_override_over_fewer_axes_is_a_leaf_with_another_group():
     batch = draw.normal(size=(8, 16)).astype("f")
     _, grads = zerojax.value_and_grad(loss, plan)(plan.place(state)["params"], batch)
     assert_close(grads, jax.jit(jax.grad(loss))(params, batch), 1e-6)
-
-
-def test_a_mesh_of_levels_has_the_devices_of_a_node_next_to_each_other():
-    mesh = zerojax.mesh(node=2, gpu=4)
-    assert dict(mesh.shape) == {"node": 2, "gpu": 4}
-    assert [d.id for d in mesh.devices[0]] == [0, 1, 2, 3]
-    assert dict(zerojax.mesh(node=-1, gpu=2).shape) == {"node": 4, "gpu": 2}
-
-
-def test_an_audit_knows_groups():
-    report = steps.row("groups").report
-    head, _ = str(report).split("\n", 1)
-    assert "params over gpu" in head, head
-    stack = [t for t in report.traffic if "params/layers/w" in t.paths and t.loops]
-    assert {t.axes for t in stack if t.kind == "all-gather"} == {GPU, NODE}
 
 
 @pytest.mark.parametrize(("row", "over"), [("groups", " over node"), ("stage1", "")])
@@ -215,26 +179,3 @@ def test_a_step_over_other_groups_breaks_the_contract():
     hsdp = zerojax.plan(state, mesh=row.mesh, groups=HSDP)
     with pytest.raises(AssertionError, match=r"params/layers/w reaches.*not as the plan shards it"):
         zerojax.audit(row.compiled, plan=hsdp).check()
-
-
-@pytest.mark.gpu_code
-def test_bytes_by_level_on_two_hosts_of_four_gpus():
-    """HSDP sends only a quarter of each gradient between hosts, twice over; AMSP the same bytes,
-    in one reduce-scatter and one all-gather."""
-    mesh = zerojax.aot.mesh("8xH100", (2, 4), ("node", "gpu"), per_host=4)
-    sent = {}
-    for name, groups in (("HSDP", HSDP), ("AMSP", AMSP)):
-        plan = zerojax.plan(audits.make_state, mesh=mesh, groups=groups)
-        step = zerojax.train_step(audits.loss, plan=plan)
-        batch = zerojax.aot.batch(jax.ShapeDtypeStruct((256,), jnp.int32), plan)
-        report = zerojax.audit(step, plan.abstract(), batch)
-        assert report.check().findings() == []
-        sent[name] = report.network_bytes
-    params = audits.make_state().params
-    elements = sum(x.size for x in jax.tree.leaves(params))
-    width = 2  # of what the loss casts to bfloat16, all but a few norms
-    assert sent["HSDP"] == pytest.approx(2 * elements / 4 * width / 2, rel=0.05)
-    # A loop that prefetches brings its last layer into the node twice.
-    layer = sum(x.size for x in jax.tree.leaves(params["layers"])) / audits.LAYERS
-    again = layer / 4 * width / 2
-    assert sent["AMSP"] == pytest.approx(2 * elements / 4 * width / 2 + again, rel=0.01)

@@ -11,9 +11,9 @@ import zerojax
 from tests import audits
 from tests.conftest import make_mesh
 from tests.step import nodes, stacks
-from tests.step.nodes import LEVELS
+from tests.step.nodes import AXES
 
-FLAT = {"axis": LEVELS[::-1]}
+FLAT = {"axis": AXES}
 
 
 def groups(**groups):

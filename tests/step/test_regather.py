@@ -5,10 +5,10 @@ import pytest
 from tests import steps
 from tests.collectives import scans_of
 from tests.step import nodes
-from tests.step.nodes import LAYERS, LEVELS
+from tests.step.nodes import AXES, LAYERS, LEVELS
 
 GPU, NODE = ("gpu",), ("node",)
-PLAN = nodes.planned(axis=LEVELS[::-1])
+PLAN = nodes.planned(axis=AXES)
 LAST = 2  # prefetching, backward has the last layer of both weights from forward
 
 
@@ -20,7 +20,7 @@ def gathers(regather, **options):
     ("regather", "options", "times"),
     [
         (True, {"prefetch": 0}, {LEVELS: 2 * 2 * LAYERS}),
-        (LEVELS[::-1], {"prefetch": 0}, {LEVELS: 2 * 2 * LAYERS}),
+        (AXES, {"prefetch": 0}, {LEVELS: 2 * 2 * LAYERS}),
         (True, {"prefetch": 1}, {LEVELS: 2 * 2 * LAYERS - LAST}),
         ("gpu", {"prefetch": 0}, {NODE: 2 * LAYERS, GPU: 2 * 2 * LAYERS}),
         # Prefetched, the last layer crosses nodes twice.
