@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.training.train_state import TrainState
 
@@ -19,8 +18,6 @@ from tests.step.stacks import BATCH, adam, is_on_host, loop, loss, on_gpus
 
 LAYERS, DIM = 3, 32
 OWN, PART = (LAYERS, DIM, DIM), (LAYERS, DIM // 2, DIM)
-LABELS = {"blocks": {"w": "trained", "norm": "frozen"}, "embed": "frozen"}
-FROZEN = optax.multi_transform({"trained": adam(), "frozen": optax.set_to_zero()}, LABELS)
 
 
 def carried_by_updates(jaxpr):
@@ -50,12 +47,6 @@ def test_the_loop_carries_the_state_and_no_gradients(stage, shapes, prefetch):
     stages = {"stage": stage, "prefetch": prefetch}
     assert sorted(s for s in carried(**stages) if s in (OWN, PART)) == sorted(shapes)
     assert not carried(update="after", **stages)
-
-
-def test_frozen_stacks_are_not_carried():
-    make = functools.partial(stacks.stacks, FROZEN)
-    arrays = [shape for shape in carried(make) if shape[:1] == (LAYERS,) and shape[1:]]
-    assert arrays == [PART] * 3, "the matrices and their moments, and no norms"
 
 
 def test_a_stack_that_is_read_twice_is_updated_after():

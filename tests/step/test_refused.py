@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from flax.training.train_state import TrainState
 
 import zerojax
 from tests import audits
@@ -51,17 +50,6 @@ def activations(where, loss=audits.loss):
     return trace
 
 
-def one_stack():
-    """Alone, its shape does not show a stack."""
-    params = {"w": stacks.stacks().params["blocks"]["w"]}
-    return TrainState.create(apply_fn=None, params=params, tx=stacks.adam())
-
-
-def of_one_stack(params, batch):
-    layer = lambda x, w: (jnp.tanh(x @ w), None)
-    return jnp.mean(jax.lax.scan(layer, jnp.ones((len(batch), 32)), params["w"])[0] ** 2)
-
-
 def constant(params, batch):
     x = stacks.loop(params["embed"][batch], params["blocks"])
     return jnp.mean(jax.lax.stop_gradient(x)) + jnp.mean(params["embed"] ** 2)
@@ -100,7 +88,6 @@ REFUSED = [
     (nodes_step(FLAT, **WRONG_PATH), NO_PATH),
     (in_backward(loss=in_a_checkpoint), f"params/blocks/w: {UNREAD}"),
     (in_backward(loss=constant), "params/blocks/w: it has no gradient"),
-    (in_backward(one_stack, of_one_stack), r"params/w: the plan does not take it .*stacked= names"),
     (
         in_backward(odd),
         r"w: it is padded \(pad=False replicates it\).*alone\. Pass",
