@@ -65,12 +65,7 @@ def kept(jaxpr):
         # A loop's last layer computes its backward first, which has its input at hand.
         (checkpointed, HOST | {"prefetch": 1, "update": "backward"}, LAYERS - 1, ROWS),
         (checkpointed, HOST | {"stage": 2, "accumulate": 2, "prefetch": 0}, LAYERS, ROWS // 2),
-        (
-            checkpointed,
-            HOST | {"prefetch": 1, "offload": BOTH, "update": "backward"},
-            LAYERS - 1,
-            ROWS,
-        ),
+        (checkpointed, HOST | {"prefetch": 1, "offload": BOTH}, LAYERS - 1, ROWS),
         (checkpointed, HOST | {"regather": False}, LAYERS, ROWS),
         (checkpointed, HOST | {"stage": 0, "devices": 1}, LAYERS, ROWS),
         # Without a checkpoint there is the derivative of tanh, too.

@@ -18,63 +18,35 @@ from tests.step import nodes
 from tests.step.nodes import AMSP, AXES, BATCH, DIM, HSDP, LAYERS, LEVELS, PARAMS, SGD
 
 GPU, NODE = ("gpu",), ("node",)
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 BOTH_WAYS = 2 * 2 * LAYERS  # of each weight each layer, in forward and in backward
 SAVEABLE = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
 LABELS = {"w": "frozen", "x": "trained"}
 ONE_FROZEN = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": SGD}, LABELS)
 
 
-GATHERED, FETCHED = ("all-gather", GPU, 1), ("all-gather", NODE, 1 / 4)
-SCATTERED, SENT = ("reduce-scatter", GPU, 1), ("reduce-scatter", NODE, 1 / 4)
-SUMMED = ("all-reduce", NODE, 1 / 4)
-
-
-def all_layers(collective):
-    """The same of all layers at once."""
-    kind, axes, layers = collective
-    return kind, axes, layers * LAYERS
-
-
 @pytest.mark.parametrize(
-    ("groups", "options", "crossing"),
+    ("groups", "options", "within", "between"),
     [
-        # Shards are summed between nodes.
-        (HSDP, {}, {GATHERED: BOTH_WAYS, SCATTERED: 2 * LAYERS, SUMMED: 2 * LAYERS}),
-        # What crosses nodes waits for the last microbatch.
-        (
-            HSDP,
-            {"accumulate": 4},
-            {GATHERED: 4 * BOTH_WAYS, SCATTERED: 4 * 2 * LAYERS, all_layers(SUMMED): 2},
-        ),
+        # Gathers and reduce-scatters within a node; gathers, reduce-scatters and sums between them.
+        (HSDP, {}, (BOTH_WAYS, 2 * LAYERS), (0, 0, 2 * LAYERS)),
+        # What crosses nodes waits for the last microbatch, or comes before the first.
+        (HSDP, {"accumulate": 4}, (4 * BOTH_WAYS, 4 * 2 * LAYERS), (0, 0, 2)),
+        (AMSP, {"accumulate": 4}, (4 * BOTH_WAYS, 4 * 2 * LAYERS), (2, 2, 0)),
         # Forward brings each layer into the node, and backward has it there.
-        (
-            AMSP,
-            {},
-            {
-                **{FETCHED: 2 * LAYERS, GATHERED: BOTH_WAYS},
-                **{SCATTERED: 2 * LAYERS, SENT: 2 * LAYERS},
-            },
-        ),
-        # All layers come before the first microbatch.
-        (
-            AMSP,
-            {"accumulate": 4},
-            {
-                **{all_layers(FETCHED): 2, GATHERED: 4 * BOTH_WAYS},
-                **{SCATTERED: 4 * 2 * LAYERS, all_layers(SENT): 2},
-            },
-        ),
+        (AMSP, {}, (BOTH_WAYS, 2 * LAYERS), (2 * LAYERS, 2 * LAYERS, 0)),
         # Frozen weights stay in the node.
-        (
-            AMSP,
-            {"tx": ONE_FROZEN},
-            {FETCHED: LAYERS, GATHERED: BOTH_WAYS, SCATTERED: LAYERS, SENT: LAYERS},
-        ),
+        (AMSP, {"tx": ONE_FROZEN}, (BOTH_WAYS, LAYERS), (LAYERS, LAYERS, 0)),
     ],
 )
-def test_what_crosses_which_links(groups, options, crossing):
+def test_what_crosses_which_links(groups, options, within, between):
+    """Whole layers are sent within a node; between nodes a quarter, of all layers at once where
+    microbatches share it."""
     plan = nodes.planned(options.get("tx", SGD), groups=groups)
-    assert nodes.crossings(nodes.traced(plan, **{"prefetch": 0, **options})) == crossing
+    quarter = (LAYERS if "accumulate" in options else 1) / 4
+    times = {(kind, GPU, 1): n for kind, n in zip(KINDS, within, strict=False)}
+    times |= {(kind, NODE, quarter): n for kind, n in zip(KINDS, between, strict=True) if n}
+    assert nodes.crossings(nodes.traced(plan, **{"prefetch": 0, **options})) == times
 
 
 @pytest.mark.parametrize(("wrap", "times"), [(jax.checkpoint, 3), (SAVEABLE, 2)])

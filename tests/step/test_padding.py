@@ -52,13 +52,6 @@ def test_moments_are_padded_as_their_parameters():
     }
 
 
-def test_the_table_of_gpt2_gets_three_rows_on_seven_devices():
-    params = {"embed": jax.ShapeDtypeStruct((50257, 768), "float32")}
-    plan = zerojax.plan({"params": params, "opt_state": ()}, mesh=make_mesh(7))
-    (leaf,) = plan.params
-    assert leaf.padded_shape == (50260, 768) and leaf.spec == P("data")
-
-
 def test_shards_of_all_groups_nest():
     """One padding in all placements: a device's part of an outer group is in its inner one."""
     mesh = steps.row("groups").mesh  # 2 nodes of 3 GPUs
