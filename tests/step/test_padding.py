@@ -3,7 +3,6 @@
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
