@@ -1,4 +1,4 @@
-"""Losses that read a state's own copies of parameters, a target network say, which rest padded."""
+"""Losses that close over arrays: on one device, sharded, or copies of parameters that rest padded."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ import optax
 import pytest
 from flax import nnx, struct
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 import zerojax.nnx
-from tests.conftest import stages
+from tests.conftest import make_mesh
 from tests.reference import assert_close
 
 X = np.random.default_rng(0).normal(size=(16, 84)).astype(np.float32)
@@ -34,36 +35,27 @@ def difference(online, target):
     return jnp.mean((online - jax.lax.stop_gradient(target) - 1) ** 2)
 
 
-def loss(state, params, x):
-    """Reads the target in the ways that a loss may, which closes over the state."""
-    online = NET.apply({"params": params}, x)
-    by_logical = NET.apply({"params": zerojax.logical(state).target}, x)
-    return difference(online, by_logical) + difference(
-        online, state.apply_fn({"params": state.target}, x)
-    )
-
-
-def wanted():
-    state = make()
-    target = NET.apply({"params": state.target}, X)
-    return jax.value_and_grad(lambda p: 2 * difference(NET.apply({"params": p}, X), target))(
-        state.params
-    )
-
-
-@pytest.mark.parametrize("stage", stages(1, 3))
-def test_a_target_network_has_its_logical_shape(stage):
-    plan = zerojax.plan(make, stage=stage)
+def test_a_target_network_has_its_logical_shape():
+    """In the ways that a loss may read it, which closes over the state."""
+    plan = zerojax.plan(make)
     state = plan.place(make)
     assert state.target["kernel"].shape == (88, 13)
 
+    def loss(state, params, x):
+        online = NET.apply({"params": params}, x)
+        by_logical = NET.apply({"params": zerojax.logical(state).target}, x)
+        by_apply = state.apply_fn({"params": state.target}, x)
+        return difference(online, by_logical) + difference(online, by_apply)
+
     @jax.jit
     def value_and_grad(state, x):
-        td = lambda params, x: loss(state, params, x)
-        return zerojax.value_and_grad(td, plan)(plan.logical(state).params, x)
+        of = lambda params, x: loss(state, params, x)
+        return zerojax.value_and_grad(of, plan)(plan.logical(state).params, x)
 
     value, grads = value_and_grad(state, X)
-    assert_close((value, grads), wanted(), 1e-5)
+    target = NET.apply({"params": make().target}, X)
+    plain = lambda p: 2 * difference(NET.apply({"params": p}, X), target)
+    assert_close((value, grads), jax.value_and_grad(plain)(make().params), 1e-5)
     held = jax.tree.map(jnp.copy, state)  # which no step donates
     _, metrics = zerojax.train_step(lambda params, x: loss(held, params, x))(state, X)
     assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
@@ -77,9 +69,8 @@ class Taught(zerojax.ModuleState):
 def test_a_teacher_of_a_module_state():
     weights = {"w": jnp.ones((84, 13))}
     model = jax.tree_util.Partial(lambda p, x: x @ p["w"], weights)
-    placed = zerojax.shard_train_state(
-        lambda: Taught.create(model, optax.adam(0.1), teacher=weights), stage=3
-    )
+    make_state = lambda: Taught.create(model, optax.adam(0.1), teacher=weights)
+    placed = zerojax.shard_train_state(make_state)
     held = jax.tree.map(jnp.copy, placed)
 
     def loss(model, x):
@@ -95,12 +86,12 @@ def test_a_teacher_of_nnx():
     expected = float(difference(*(model(X) for model in models)))
     optimizers = [nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        zerojax.nnx.shard(model, optimizer, stage=3)
+        zerojax.nnx.shard(model, optimizer)
     step = zerojax.nnx.train_step(lambda model, x: difference(model(x), models[1](x)))
     assert float(step(models[0], optimizers[0], X)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_copy_read_as_it_rests_is_told_of(monkeypatch):
+def test_a_copy_read_as_it_rests_is_told_of():
     """At stage 1 no parameter rests padded, and its copy does."""
     state = zerojax.shard_train_state(make, stage=1)
     held = state.target
@@ -111,12 +102,6 @@ def test_a_copy_read_as_it_rests_is_told_of(monkeypatch):
     with pytest.raises(Exception, match=r"expected to generate shape \(84, 13\)") as caught:
         zerojax.train_step(as_it_rests)(state, X)
     assert any("zerojax.logical(state)" in note for note in caught.value.__notes__)
-    monkeypatch.setattr("zerojax._plan.padding._WARNED", [])
-    plain = lambda: make().replace(apply_fn=None)
-    with pytest.warns(
-        UserWarning, match=r"target/kernel has the shape \(84, 13\).*logical\(state\)"
-    ):
-        zerojax.shard_train_state(plain, stage=1)
 
 
 def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_derivative():
@@ -133,3 +118,39 @@ def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_deriv
     loss, grads = jax.value_and_grad(compared)(params, X, params)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
+
+
+def test_arrays_elsewhere_are_replicated():
+    on_one = jax.device_put(jnp.linspace(0.5, 2, 8), jax.devices()[3])
+    sharded = jax.device_put(jnp.arange(8.0), NamedSharding(make_mesh(), P("data")))
+    numbers = np.asarray(on_one)
+    params = {"w": jnp.ones((84, 8)) / 84}
+    loss = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) * numbers + sharded) ** 2)
+    plan = zerojax.plan({"params": params})
+    grads = zerojax.value_and_grad(loss, plan)(params, X)[1]
+    assert_close(grads, jax.grad(loss)(params, X), 2e-6)
+
+
+@pytest.mark.parametrize(("stage", "rows"), [(0, 8), (3, 9)])
+def test_debug_flags_of_jax_say_where_a_bad_value_comes_from(stage, rows):
+    def loss(params, batch):
+        logarithms = jnp.log(batch["x"] @ params["w"])
+        return jnp.mean(logarithms**2) + jnp.sqrt(params["b"])
+
+    def step_on(x, b, **flags):
+        params = {"w": jnp.ones((rows, 31)), "b": jnp.float32(b)}
+        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+        state = zerojax.shard_train_state(state, stage=stage, mesh=make_mesh(2))
+        with jax.debug_nans("nans" in flags), jax.debug_infs("infs" in flags):
+            return zerojax.train_step(loss)(state, {"x": np.full((8, rows), x, np.float32)})
+
+    for x, flag in ((np.nan, "nans"), (np.inf, "infs")):
+        with pytest.raises(FloatingPointError, match="not finite, in batch/x"):
+            step_on(x, 1, **{flag: True})
+    for x, flag in ((-1, "nans"), (0, "infs")):
+        with pytest.raises(FloatingPointError, match="encountered") as caught:
+            step_on(x, 1, **{flag: True})
+        assert "logarithms = jnp.log" in str(caught.traceback[-1].statement)
+    with pytest.raises(FloatingPointError, match="derivatives of the loss"):
+        step_on(1, 0, infs=True)
+    assert np.isfinite(step_on(1, 1, nans=True, infs=True)[1]["loss"])

@@ -1,7 +1,5 @@
 """Gradients that a loss takes itself: of `zerojax.mean`, one device's numbers or an error."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +10,7 @@ from tests.reference import assert_close
 
 W = {"w": jax.random.normal(jax.random.key(0), (16, 2)) / 4}
 X = jax.random.normal(jax.random.key(1), (32, 16))
+PLAN = zerojax.plan((W, ()), mesh=make_mesh(4))
 PARTS = r"itself \(jax.grad\), .* its own part .*average it .*: jax.lax.pmean\(jax.grad.*, 'data'\)"
 
 
@@ -82,38 +81,41 @@ def with_the_value(average, params, x):
     return outer(params["w"] - grads / (1 + jnp.linalg.norm(grads)), x) + value
 
 
+def alike(average, params, x):
+    """Gradients of two means, which are not to be multiplied."""
+    one, two = (average(jax.grad(loss)(params["w"], x)) for loss in (inner, outer))
+    return outer(params["w"], x) + jnp.vdot(one, two)
+
+
 LOSSES = [maml, linear, inner_loop, inner_loop_of_while, at_one_of_two, scanned_layers]
-LOSSES += [hessian_vector, gradient_of_a_gradient, with_the_value]
+LOSSES += [hessian_vector, gradient_of_a_gradient, with_the_value, alike]
+
+
+def test_gradients_that_are_averaged_are_those_of_one_device():
+    """Each loss has parameters of its own, so that each has its own gradients."""
+
+    def total(average):
+        def loss(params, x):
+            each = [one(average, params[one.__name__], x) for one in LOSSES]
+            return sum(each), jnp.stack(each)
+
+        return loss
+
+    params = {loss.__name__: W for loss in LOSSES}
+    plan = zerojax.plan((params, ()), mesh=make_mesh(4))
+    averaged = total(lambda grad: jax.lax.pmean(grad, "data"))
+    got = jax.jit(zerojax.value_and_grad(averaged, plan, has_aux=True))(params, X)
+    wanted = jax.jit(jax.value_and_grad(total(lambda grad: grad), has_aux=True))(params, X)
+    assert_close(got[0], wanted[0], 2e-6)
+    for name, grads in wanted[1].items():
+        assert_close(got[1][name], grads, 5e-6, name)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_gradient_of_a_mean_is_averaged_or_refused(loss):
-    plan = zerojax.plan((W, ()), stage=3)
-
-    def derived(average):
-        loss_fn = lambda params, x: loss(average, params, x)
-        return jax.jit(zerojax.value_and_grad(loss_fn, plan))(W, X)
-
-    value, grads = derived(lambda grad: jax.lax.pmean(grad, "data"))
-    wanted = jax.jit(jax.value_and_grad(lambda params: loss(lambda grad: grad, params, X)))(W)
-    assert_close((value, grads), wanted, 2e-6)
+def test_gradients_that_are_not_averaged_are_refused(loss):
+    grad = zerojax.value_and_grad(lambda params, x: loss(lambda grad: grad, params, x), PLAN)
     with pytest.raises(ValueError, match=PARTS):
-        derived(lambda grad: grad)
-
-
-def test_gradients_of_two_means_are_not_multiplied():
-    def alike(average, params, x):
-        one, two = (average(jax.grad(loss)(params["w"], x)) for loss in (inner, outer))
-        return outer(params["w"], x), jnp.vdot(one, two)
-
-    plan = zerojax.plan((W, ()), stage=3)
-    cosine = lambda average: zerojax.value_and_grad(
-        functools.partial(alike, average), plan, has_aux=True
-    )(W, X)
-    (_, found), _ = cosine(lambda grad: jax.lax.pmean(grad, "data"))
-    assert float(found) == pytest.approx(float(alike(lambda grad: grad, W, X)[1]), rel=1e-5)
-    with pytest.raises(ValueError, match=PARTS):
-        cosine(lambda grad: grad)
+        jax.eval_shape(grad, W, X)
 
 
 def per_example(params, x):
@@ -127,16 +129,15 @@ def forward(params, x):
     return outer(w * jax.jvp(lambda w: inner(w, x), (w,), (jnp.ones_like(w),))[1], x)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("loss", [per_example, forward])
+@pytest.mark.parametrize(("loss", "accumulate"), [(per_example, 2), (forward, 1)])
 def test_what_is_one_devices_number_as_it_comes_is_taken(loss, accumulate):
-    plan = zerojax.plan((W, ()), stage=3)
-    fn = zerojax.value_and_grad(loss, plan, accumulate=accumulate)
-    if loss is forward and accumulate > 1:
-        with pytest.raises(ValueError, match=r"not linear .*use accumulate=1"):
-            jax.jit(fn)(W, X)
-        return
-    assert_close(jax.jit(fn)(W, X), jax.value_and_grad(loss)(W, X), 2e-6)
+    grad = jax.jit(zerojax.value_and_grad(loss, PLAN, accumulate=accumulate))
+    assert_close(grad(W, X), jax.jit(jax.value_and_grad(loss))(W, X), 2e-6)
+
+
+def test_a_derivative_of_a_mean_that_accumulation_cannot_know_is_refused():
+    with pytest.raises(ValueError, match=r"not linear .*use accumulate=1"):
+        jax.eval_shape(zerojax.value_and_grad(forward, PLAN, accumulate=2), W, X)
 
 
 def test_a_gradient_with_respect_to_examples_is_that_of_a_sum():
@@ -144,28 +145,22 @@ def test_a_gradient_with_respect_to_examples_is_that_of_a_sum():
         slopes = jax.grad(lambda x: zerojax.mean(jnp.tanh(x @ params["w"])))(x)
         return zerojax.mean(jnp.linalg.norm(slopes, axis=-1))
 
-    plan = zerojax.plan((W, ()), stage=3)
     with pytest.raises(ValueError, match=r"With respect to examples, take that of a sum, jnp.sum"):
-        zerojax.value_and_grad(penalty, plan)(W, X)
-    evaluate = zerojax.eval_step(penalty, plan=plan)
+        zerojax.value_and_grad(penalty, PLAN)(W, X)
     with pytest.raises(ValueError, match=PARTS):
-        evaluate(plan.place((W, ())), X)
+        zerojax.eval_step(penalty, plan=PLAN)(PLAN.place((W, ())), X)
 
 
-def test_an_average_over_some_devices_is_none():
+def test_an_average_over_some_devices_is_none_and_on_one_device_none_is_needed():
     mesh = zerojax.mesh(node=2, gpu=4)
-    plan = zerojax.plan((W, ()), stage=3, mesh=mesh, axis=("node", "gpu"))
-    over = lambda axes: lambda params, x: maml(lambda g: jax.lax.pmean(g, axes), params, x)
+    plan = zerojax.plan((W, ()), mesh=mesh, axis=("node", "gpu"))
+    within = lambda g: jax.lax.pmean(g, "gpu")
+    hops = lambda g: jax.lax.pmean(within(g), "node")
     with pytest.raises(ValueError, match=r"pmean\(jax.grad\(...\)\(...\), \('node', 'gpu'\)\)"):
-        zerojax.value_and_grad(over("gpu"), plan)(W, X)
-    hops = lambda g: jax.lax.pmean(jax.lax.pmean(g, "gpu"), "node")
-    for loss in (over(("node", "gpu")), lambda params, x: maml(hops, params, x)):
-        value, _ = jax.jit(zerojax.value_and_grad(loss, plan))(W, X)
-        assert float(value) == pytest.approx(float(maml(lambda g: g, W, X)), rel=1e-5)
-
-
-def test_on_one_device_there_is_nothing_to_average():
-    plan = zerojax.plan((W, ()), stage=3, mesh=make_mesh(1))
-    as_it_comes = lambda params, x: maml(lambda g: g, params, x)
-    value, _ = zerojax.value_and_grad(as_it_comes, plan)(W, X)
-    assert float(value) == pytest.approx(float(as_it_comes(W, X)), rel=1e-5)
+        zerojax.value_and_grad(lambda params, x: maml(within, params, x), plan)(W, X)
+    one = zerojax.plan((W, ()), mesh=make_mesh(1))
+    wanted = float(maml(lambda g: g, W, X))
+    for average, where in ((hops, plan), (lambda g: g, one)):
+        loss = lambda params, x, average=average: maml(average, params, x)
+        value, _ = jax.jit(zerojax.value_and_grad(loss, where))(W, X)
+        assert float(value) == pytest.approx(wanted, rel=1e-5)

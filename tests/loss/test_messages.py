@@ -1,0 +1,355 @@
+"""What is said where a step, its loss or its batch is not what it should be. Nothing compiles."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+import zerojax.nnx
+from tests.conftest import make_mesh
+from tests.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
+from tests.models import convnet
+from tests.placed import place
+from zerojax import pad_batch, process_slice, shard_batch
+
+NOISY, KEY = zerojax.train_step(noisy), jax.random.key(0)
+
+
+class WithField(TrainState):
+    c: Any = None
+
+
+def call(function, *args, **options):
+    return lambda: function(*args, **options)
+
+
+def train(loss=loss, batch=BATCH, state=placed, **options):
+    """Calls a step of this loss."""
+    return lambda: zerojax.train_step(loss, **options)(state(), batch)
+
+
+def returns(of_batch):
+    return train(lambda params, batch: of_batch(batch))
+
+
+def named(params, batch, *_):
+    return loss(params, batch["x"])
+
+
+def grads(batch, *rest, devices=8, **options):
+    def use():
+        plan = zerojax.plan(made(), mesh=make_mesh(devices))
+        zerojax.value_and_grad(named, plan, **options)(made().params, batch, *rest)
+
+    return use
+
+
+def rows(**lengths):
+    """Leaves with so many rows each."""
+    return {name: np.ones((n, 64), np.float32) for name, n in lengths.items()}
+
+
+def on_one(value, index=0):
+    return jax.device_put(value, jax.devices()[index])
+
+
+def weights_elsewhere():
+    return placed().replace(params={"w": on_one(jnp.ones((64, 16)), 2)})
+
+
+def nnx_model():
+    return nnx.Linear(64, 16, rngs=nnx.Rngs(0))
+
+
+def nnx_pair():
+    model = nnx_model()
+    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+
+def pair():
+    return zerojax.plan((made().params, ())).place((made().params, ()))
+
+
+def on_seven():
+    return zerojax.shard_train_state(made(), mesh=make_mesh(7))
+
+
+def of_other_plan():
+    plan = zerojax.plan(made(), stage=1, mesh=make_mesh(2))
+    zerojax.train_step(loss, plan=plan)(placed(), BATCH)
+
+
+def field(new, c=None, name="c"):
+    """Calls a step whose loss makes `new(c)` of the field `c`."""
+
+    def state():
+        fields = {"n": jnp.int32(0), "key": KEY} if c is None else c
+        tx = optax.sgd(0.1)
+        made_with = WithField.create(apply_fn=None, params=made().params, tx=tx, c=fields)
+        return zerojax.shard_train_state(made_with)
+
+    of = lambda params, batch, **fields: (loss(params, batch), {"c": new(fields["c"])})
+    return train(of, state=state, mutable=name)
+
+
+def normalized(**placing):
+    """Calls a step of a network that was written for a `pmap` over an axis 'batch'."""
+
+    def use():
+        model = convnet(False, axis_name="batch")
+        zerojax.train_step(model.loss, mutable="batch_stats")(place(model, **placing), model.batch)
+
+    return use
+
+
+def layers(loss):
+    """Calls a step whose microbatches go through each layer together."""
+
+    def state():
+        params = {"w": jnp.ones((4, 64, 64))}
+        return zerojax.shard_train_state(zerojax.ModuleState.create(params, optax.sgd(0.1)))
+
+    batch = np.ones((64, 64), np.float32)
+    return train(loss, batch, state=state, accumulate=2, order="layers")
+
+
+def scanned(p, x):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]
+
+
+def with_own_derivative(p, x):
+    run = jax.custom_vjp(scanned)
+    run.defvjp(lambda p, x: (scanned(p, x), p), lambda p, g: (p, g))
+    return jnp.mean(run(p, x))
+
+
+def over_time(p, x):
+    step = lambda x, _: (x @ p["w"][0], None)
+    return jnp.mean(jax.lax.scan(step, x, None, length=2)[0])
+
+
+IN_ANOTHERS_PLACE = [
+    (lambda: STEP(BATCH, placed()), r"in the other order. Call step\(state, batch"),
+    (lambda: STEP(placed()), r"called as step\(state, batch\).*argument: 'batch'"),
+    (lambda: EVAL(), r"called as step\(state, batch\).*argument: 'state'"),
+    (lambda: STEP(placed(), BATCH, BATCH, BATCH), r"called as step\(state.*too many"),
+    (lambda: STEP(placed(), BATCH, key=1), r"called as step\(state.*'key'"),
+    (lambda: STEP(placed(), {"id": "a"}), r"batch leaf id is a str.*leave it out"),
+    (lambda: STEP(placed(), np.array(["a"])), r"the batch is a ndarray of <U1"),
+    (lambda: STEP(placed(), iter([BATCH])), r"a list_iterator. Pass one batch of it"),
+    (lambda: STEP(None, BATCH), r"the state is None. Call step\(state, batch\)"),
+    (lambda: STEP(BATCH, BATCH), r"the state is an array of shape \(8, 64\). Call step"),
+    (lambda: STEP((placed(), {}), BATCH), r"Take it apart: state, metrics = step"),
+    (lambda: STEP.lower(BATCH, placed()), r"in the other order"),
+    (lambda: STEP(nnx_model(), BATCH), r"a Flax nnx model, not a state.*nnx.shard"),
+    (lambda: STEP(nnx_pair(), BATCH), r"a Flax nnx model, not a state.*nnx.shard"),
+    (lambda: STEP(*nnx_pair(), BATCH), r"a Flax nnx model, not a state"),
+    (lambda: EVAL(nnx_model(), BATCH), r"a Flax nnx model, not a state.*nnx.train_step"),
+    (lambda: STEP(nn.Dense(16), BATCH), r"the Flax module Dense, not a state.*init"),
+    (lambda: zerojax.shard_train_state(nn.Dense(16)), r"module Dense.*TrainState"),
+    (lambda: zerojax.train_step(nnx_model()), r"the loss is a Linear. Pass a function"),
+    (lambda: zerojax.eval_step(nn.Dense(1)), r"the loss is a Dense. Pass a funct"),
+    (lambda: zerojax.nnx.train_step(nnx_model()), r"the loss is a Linear.*model, batch"),
+    (lambda: zerojax.train_step(made()), r"the loss is a TrainState. Pass"),
+    (train(plan=3), r"takes a plan, got 3.*plan\(state"),
+    (train(tx=optax.adam), r"tx= is adam, not an.*call it"),
+    (train(noisy), r"the loss with \(params, batch\): .*Give .* key after.*random.key\(n\)"),
+    (lambda: STEP(placed(), BATCH, KEY), r"\(params, batch, rng\): .*leave it out, step"),
+    (lambda: shard_batch(BATCH, placed()), r"mesh= is a plan, or .*Pass it as plan=\."),
+    (lambda: zerojax.mean(BATCH, where=BATCH), r"float32.*takes no weights. Pass weights > 0"),
+]
+RETURNED = [
+    (returns(lambda b: b), r"must be a scalar, got shape \(1, 64\). Reduce it"),
+    (returns(lambda b: b.sum().astype(int)), r"float dtype, got int32. Convert it"),
+    (returns(lambda b: "no"), r"scalar array, got str. Return a scalar"),
+    (returns(lambda b: (b.sum(), "no")), r"aux is a str, not a numeric array.*Leave it out"),
+    (returns(lambda b: (b.sum(), {"k": KEY})), r"aux\['k'\].*key.*Leave it out"),
+    (returns(lambda b: (b.sum(), 1.0, 2.0)), r"a tuple of 3. Return a scalar, or \(loss, aux\)"),
+    (grads(rows(x=8), has_aux=True), r"must return \(loss, aux\).*leave has_aux out"),
+    (field(lambda c: {"n": c["n"]}), r"without c/key, which the state has. Return every.*as None"),
+    (field(lambda c: {**c, "m": 1}), r"with c/m, which the state has not. Return every leaf"),
+    (
+        field(lambda c: {**c, "n": 0.5 * c["n"]}),
+        r"returned c/n, .* as float32\[\], and the state has it as int32\[\].*yours to round",
+    ),
+    (field(lambda c: {**c, "n": jnp.zeros(2, int)}), r"c/n, .*int32\[2\], and .*int32\[\]"),
+    (field(lambda c: {**c, "key": jnp.uint32([1, 2])}), r"c/key, .* as uint32\[2\], and .*key"),
+    (field(None, name="tx"), r"names 'tx', .* has an optimizer,.*arrays alone: 'c'\."),
+    (field(None, name="replace"), r"names 'replace', .* has a method,.*arrays alone: 'c'\."),
+    (field(None, c=(), name="tx"), r"This state has none .*: add one to its class"),
+]
+INSIDE = r"inside {}, whose microbatches cannot.*Take the scan out.*order='microbatches'"
+NO_LAYERS = r"the loss has no scan over stacked parameters\. Stack the layers \(jax\.lax\.scan"
+WRONG = [
+    (lambda: STEP(placed(), on_one(BATCH, 3)), r"batch was put on device 3.*mesh has 8.*shard_"),
+    (lambda: EVAL(placed(), on_one(BATCH)), r"the batch was put on device 0 alone.*shard_batch"),
+    (train(state=weights_elsewhere), r"leaf params/w was put on device 2.*plan.place\(state\)"),
+    (lambda: NOISY(placed(), BATCH, on_one(KEY)), r"the rng was put on.*random.key"),
+    (train(state=made), r"not placed.*First: state = zerojax.shard_train"),
+    (train(state=pair), r"a tuple cannot carry its plan.*plan=plan, tx=tx\), with plan = zerojax"),
+    (train(state=lambda: {"params": pair()[0], "opt_state": ()}), r"a dict cannot carry its plan"),
+    (train(stage=1), r"for stage 1.*for stage 3. Place it again.*stage=1"),
+    (of_other_plan, r"stage 3 on 8 devices.*stage 1 on 2.*plan.place"),
+    (train(order="turn", accumulate=2), r"'microbatches', 'layers' or 'auto', got 'turn'"),
+    (layers(lambda p, x: jnp.mean(x @ p["w"][0])), NO_LAYERS),
+    (layers(over_time), NO_LAYERS),
+    (
+        layers(lambda p, x: jnp.mean(jax.lax.cond(x.sum() > 0, scanned, lambda p, x: x, p, x))),
+        INSIDE.format("cond"),
+    ),
+    (layers(with_own_derivative), INSIDE.format(r"custom_vjp_call\w*")),
+]
+# A batch of 60 rows, with all that is to be said of it.
+SIXTY = (
+    r"batch leaf x has a leading dimension of 60.*8 devices. Use 56 or 64 examples, or pad: "
+    r"batch, mask = zerojax.pad_batch\(batch\), with zerojax.mean\(values, where=mask\) in"
+)
+UNEVEN = r"batch leaf x has 64 and batch leaf y has 8. Give every leaf one row"
+BATCHES = [
+    (train(named, rows(x=60)), SIXTY),
+    (lambda: zerojax.eval_step(named)(placed(), rows(x=60)), SIXTY),
+    (grads(rows(x=60)), SIXTY),
+    (lambda: shard_batch(rows(x=60)), SIXTY),
+    (
+        train(named, rows(x=64), accumulate=3),
+        r"64.*8 devices x 3 microbatches. Use 48 or 72.*pad_batch\(batch, accumulate=3\), with",
+    ),
+    (
+        train(named, rows(x=60), state=on_seven),
+        r"60.*7 devices.*pad_batch\(batch, plan=state\), with",
+    ),
+    (lambda: shard_batch(np.ones((0, 2))), r"leading dimension of 0.*Use 8 examples"),
+    (train(named, rows(x=64, y=8)), UNEVEN),
+    (lambda: shard_batch(rows(x=64, y=8)), UNEVEN),
+    (grads(rows(x=64), np.zeros(7)), r"argument 3 of the loss has 7.*argument alone; .*statistics"),
+    (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
+    (
+        grads(rows(x=2), np.array([3, 5], np.uint32), devices=2),
+        r"argument 3 of the loss is uint32\[2\] beside no longer batch.*jax.random.key",
+    ),
+    (lambda: process_slice(30), r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="),
+    (
+        lambda: shard_batch(BATCH, make_mesh(), plan=placed()),
+        r"plan= brings its own mesh.*Leave the mesh and axis= out",
+    ),
+    (lambda: process_slice(16, axis="gpu", plan=placed()), r"Leave the mesh and axis= out"),
+    (lambda: shard_batch(BATCH, plan=made()), r"not placed.*First: .*zerojax.shard_train_state"),
+    (
+        lambda: shard_batch(BATCH, zerojax.mesh(node=2, gpu=4)),
+        r"none is called 'data'.*pass axis='node'.*or both",
+    ),
+]
+MIXED = {"x": np.ones((6, 32), np.float32), "y": np.arange(32)}
+SPECS = [
+    (
+        {"x": P("model")},
+        r"P\('model',?\) for batch leaf x of shape \(6, 32\).*split over 'data'. Use "
+        r"P\('data'\).*P\(None, 'data'\).*P\(\) for what is replicated",
+    ),
+    ({"y": P(None, "data")}, r"batch leaf y of shape \(32,\).*Use P\('data'\)"),
+    ({"y": "data"}, r"'data' for batch leaf y.*Use P\('data'\)"),
+    ({"x": None}, r"batch leaf x has 6 and batch leaf y has 32|y has 32.*x has 6"),
+    ({"z": P()}, r"batch_specs= does not fit the batch.*Give one PartitionSpec for all of it"),
+]
+for specs, says in SPECS:
+    specs = {"x": P(None, "data"), "y": P("data"), **specs}
+    BATCHES += [(train(named, MIXED, batch_specs=specs), says)]
+    BATCHES += [(call(shard_batch, MIXED, batch_specs=specs), says)]
+PADDED = [
+    (
+        call(pad_batch, np.ones(20), to=16),
+        r"to=16 must be.*divides over 8 devices, and at least the 20 examples that the batch has. "
+        r"Use to=24 or another multiple of 8",
+    ),
+    (call(pad_batch, rows(x=5), to=12), r"to=12.*5 examples that batch leaf x has. Use to=8"),
+    (call(pad_batch, np.ones(5), to=16, accumulate=4), r"8 devices x 4 .*Use to=32 or.*of 32"),
+    (call(pad_batch, np.ones(5), to=8.0), r"to=8.0 must be an integer"),
+    (call(pad_batch, np.ones(5), accumulate=0), r"accumulate must be a positive integer, got 0"),
+    (call(pad_batch, np.ones((0, 2))), r"the batch has 0 examples in this process.*Pass to="),
+    (call(pad_batch, rows(x=5, y=6)), r"batch leaf x has 5 and batch leaf y has 6. Give"),
+    (call(pad_batch, {"n": 3}), r"no leaf with examples to pad.*at least one array.*batch_specs="),
+    (call(pad_batch, rows(x=5), batch_specs=P("model")), r"batch leaf x.*Use P\('data'\)"),
+]
+NAMES = [
+    (normalized(), r"axis 'batch', and its batch is split over 'data'. .*axis_name='data' in Ba"),
+    (
+        normalized(mesh=zerojax.mesh(node=2, gpu=4), axis=("node", "gpu")),
+        r"over \('node', 'gpu'\). Name that: axis_name=\('node",
+    ),
+    (train(lambda *_: nowhere), r"^name 'nowhere' is not defined"),  # noqa: F821
+]
+SAID = {
+    TypeError: [*IN_ANOTHERS_PLACE, *RETURNED, (call(pad_batch, ["a"]), "str")],
+    ValueError: [*WRONG, *BATCHES, *PADDED],
+    NameError: NAMES,
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "use", "says"), [(error, *row) for error, rows in SAID.items() for row in rows]
+)
+def test_what_is_said_of(error, use, says):
+    with pytest.raises(error, match=says):
+        use()
+
+
+@pytest.mark.parametrize(("stage", "less"), [(2, "stage=3, more"), (3, "more devices, more")])
+def test_out_of_memory_says_what_fills_it_and_what_needs_less(stage, less):
+    def exhausted(params, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as raised:
+        zerojax.train_step(exhausted)(placed(stage=stage), BATCH)
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("Out of memory")]
+    params = "4.0 KiB" if stage == 2 else "512 B"
+    assert f"parameters {params}, optimizer state 1.0 KiB, other 4 B, gradients 512 B" in note
+    largest = "params/w 4.0 KiB" if stage == 2 else "params/w 512 B, opt_state/0/mu/w 512 B"
+    looks = ("print(plan)", "zerojax.audit(step, state, batch)", "zerojax.forecast(")
+    for said in (f"the largest leaves are {largest}", less, "accumulate=", *looks):
+        assert said in note
+
+
+@pytest.mark.parametrize("narrow", ["compute", "param"])
+def test_a_carry_that_changes_its_dtype_is_told_of_precision(narrow):
+    """In float32 it would run; the carry begins in the dtype that the loss writes."""
+    precision = zerojax.Precision(**{narrow: "bfloat16"})
+    state = zerojax.shard_train_state(made(), precision=precision)
+
+    def trace(begin, state):
+        def of(params, batch):
+            turn = lambda n, x: jnp.tanh(x.astype(params["w"].dtype))
+            return jnp.mean(jax.lax.fori_loop(0, 2, turn, begin(batch, params)))
+
+        return zerojax.train_step(of).trace(state, BATCH)
+
+    message = r"(?s)equal types.*parameters in bfloat16 .*jnp.zeros\(shape, x.dtype\), or cast what"
+    with pytest.raises(TypeError, match=message):
+        trace(lambda x, _: jnp.ones(x.shape), state)
+    trace(lambda x, params: jnp.ones(x.shape, params["w"].dtype), state)
+    with pytest.raises(TypeError, match=r"equal types(?s:(?!parameters in).)*$"):
+        trace(lambda x, _: jnp.ones(x.shape, jnp.int32), placed())
+
+
+def test_a_step_does_as_jax_does_where_that_is_right():
+    """It moves what was never put anywhere, and calls a loss that looks like another."""
+
+    def configured(config, params, batch):
+        return config * loss(params, batch)
+
+    @functools.wraps(configured)
+    def disguised(params, batch):
+        return configured(2.0, params, batch)
+
+    state = placed().replace(params={"w": jnp.full((64, 16), 2.0)})
+    new, metrics = zerojax.train_step(jax.jit(disguised))(state, jnp.asarray(BATCH))
+    assert metrics["loss"] == 2 * 4 * 4096
+    assert new.params["w"].sharding == placed().params["w"].sharding
