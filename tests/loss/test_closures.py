@@ -1,4 +1,4 @@
-"""Losses that close over arrays: on one device, sharded, or copies of parameters that rest padded."""
+"""Losses that close over arrays: elsewhere, sharded, or copies of parameters that rest padded."""
 
 from typing import Any
 
