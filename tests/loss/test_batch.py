@@ -79,16 +79,6 @@ def test_a_key_that_is_said_to_be_replicated_is_not_folded():
     np.testing.assert_array_equal(metrics["aux"], np.repeat(one, 8))
 
 
-def test_two_labels_are_not_taken_for_a_key():
-    plan = zerojax.plan({"params": PARAMS}, mesh=make_mesh(2))
-    x, labels = np.ones((2, 12), np.float32), np.array([3, 5], np.uint32)
-    mean = lambda x, y: jnp.mean(x) + jnp.mean(1.0 * y)
-    apart = zerojax.value_and_grad(lambda params, x, y: mean(x, y), plan)
-    assert float(apart(PARAMS, x, labels.astype(np.int32))[0]) == 5
-    together = zerojax.value_and_grad(lambda params, batch: mean(*batch), plan)
-    assert float(together(PARAMS, (x, labels))[0]) == 5
-
-
 def time_major():
     table, x = BATCH["table"], DRAWN.normal(size=(16, 24, 12)).astype(np.float32)
     rest = lambda x: {"y": jnp.zeros(x.shape[1], int), "table": table}

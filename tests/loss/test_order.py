@@ -78,7 +78,7 @@ def test_layers_go_first_where_what_is_sent_or_fetched_takes_longer_than_hides(o
 def test_in_turn_where_what_all_keep_would_not_fit(on):
     on(link=1e6, memory=40_000)
     assert chosen(placed()) == "microbatches"
-    on(link=1e6, memory=100_000)
+    on(link=1e6, memory=10**6)
     assert chosen(placed()) == "layers"
 
 

@@ -83,13 +83,6 @@ def test_it_fills_up_to_what_the_devices_and_microbatches_divide(rows, devices, 
     assert again.shape == padded.shape
 
 
-def test_a_batch_that_divides_comes_back_as_it_is():
-    batch = rows_of(DATA, slice(16))
-    padded, mask = zerojax.pad_batch(batch)
-    assert all(padded[name] is batch[name] for name in batch)
-    assert mask.shape == (16,) and mask.all()
-
-
 def test_examples_may_be_along_another_dimension_and_some_leaves_have_none():
     specs = {"x": P(None, "data"), "y": P("data"), "table": P()}
     batch = {"x": DRAWN.normal(size=(6, 5, 2)), "y": np.arange(5), "table": np.ones((3, 2))}
