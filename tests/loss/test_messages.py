@@ -21,7 +21,7 @@ from tests.models import convnet
 from tests.placed import place
 from zerojax import pad_batch, process_slice, shard_batch
 
-NOISY, KEY = zerojax.train_step(noisy), jax.random.key(0)
+NOISY, KEY, LEVELS = zerojax.train_step(noisy), jax.random.key(0), ("node", "gpu")
 
 
 class WithField(TrainState):
@@ -126,6 +126,10 @@ def scanned(p, x):
     return jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]
 
 
+def at_times(p, x):
+    return jnp.mean(jax.lax.cond(x.sum() > 0, scanned, lambda p, x: x, p, x))
+
+
 def with_own_derivative(p, x):
     run = jax.custom_vjp(scanned)
     run.defvjp(lambda p, x: (scanned(p, x), p), lambda p, g: (p, g))
@@ -177,10 +181,7 @@ RETURNED = [
     (grads(rows(x=8), has_aux=True), r"must return \(loss, aux\).*leave has_aux out"),
     (field(lambda c: {"n": c["n"]}), r"without c/key, which the state has. Return every.*as None"),
     (field(lambda c: {**c, "m": 1}), r"with c/m, which the state has not. Return every leaf"),
-    (
-        field(lambda c: {**c, "n": 0.5 * c["n"]}),
-        r"returned c/n, .* as float32\[\], and the state has it as int32\[\].*yours to round",
-    ),
+    (field(lambda c: {**c, "n": 0.5 * c["n"]}), r"c/n, .*float32\[\], .* int32\[\].*to round"),
     (field(lambda c: {**c, "n": jnp.zeros(2, int)}), r"c/n, .*int32\[2\], and .*int32\[\]"),
     (field(lambda c: {**c, "key": jnp.uint32([1, 2])}), r"c/key, .* as uint32\[2\], and .*key"),
     (field(None, name="tx"), r"names 'tx', .* has an optimizer,.*arrays alone: 'c'\."),
@@ -202,10 +203,7 @@ WRONG = [
     (train(order="turn", accumulate=2), r"'microbatches', 'layers' or 'auto', got 'turn'"),
     (layers(lambda p, x: jnp.mean(x @ p["w"][0])), NO_LAYERS),
     (layers(over_time), NO_LAYERS),
-    (
-        layers(lambda p, x: jnp.mean(jax.lax.cond(x.sum() > 0, scanned, lambda p, x: x, p, x))),
-        INSIDE.format("cond"),
-    ),
+    (layers(at_times), INSIDE.format("cond")),
     (layers(with_own_derivative), INSIDE.format(r"custom_vjp_call\w*")),
 ]
 # A batch of 60 rows, with all that is to be said of it.
@@ -219,33 +217,21 @@ BATCHES = [
     (lambda: zerojax.eval_step(named)(placed(), rows(x=60)), SIXTY),
     (grads(rows(x=60)), SIXTY),
     (lambda: shard_batch(rows(x=60)), SIXTY),
-    (
-        train(named, rows(x=64), accumulate=3),
-        r"64.*8 devices x 3 microbatches. Use 48 or 72.*pad_batch\(batch, accumulate=3\), with",
-    ),
-    (
-        train(named, rows(x=60), state=on_seven),
-        r"60.*7 devices.*pad_batch\(batch, plan=state\), with",
-    ),
+    (train(named, rows(x=64), accumulate=3), r"8 devices x 3 .* 48 or 72.*batch, accumulate=3\)"),
+    (train(named, rows(x=60), state=on_seven), r"60.*7 devices.*pad_batch\(batch, plan=state\)"),
     (lambda: shard_batch(np.ones((0, 2))), r"leading dimension of 0.*Use 8 examples"),
     (train(named, rows(x=64, y=8)), UNEVEN),
     (lambda: shard_batch(rows(x=64, y=8)), UNEVEN),
     (grads(rows(x=64), np.zeros(7)), r"argument 3 of the loss has 7.*argument alone; .*statistics"),
     (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
-    (
-        grads(rows(x=2), np.array([3, 5], np.uint32), devices=2),
-        r"argument 3 of the loss is uint32\[2\] beside no longer batch.*jax.random.key",
-    ),
+    (grads(rows(x=2), np.uint32([3, 5]), devices=2), r"3 of the loss is uint32\[2\] .*random.key"),
     (lambda: process_slice(30), r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="),
-    (
-        lambda: shard_batch(BATCH, make_mesh(), plan=placed()),
-        r"plan= brings its own mesh.*Leave the mesh and axis= out",
-    ),
+    (lambda: shard_batch(BATCH, make_mesh(), plan=placed()), r"its own mesh.*Leave the mesh and"),
     (lambda: process_slice(16, axis="gpu", plan=placed()), r"Leave the mesh and axis= out"),
     (lambda: shard_batch(BATCH, plan=made()), r"not placed.*First: .*zerojax.shard_train_state"),
     (
         lambda: shard_batch(BATCH, zerojax.mesh(node=2, gpu=4)),
-        r"none is called 'data'.*pass axis='node'.*or both",
+        r"called 'data'.*axis='node'.*or both",
     ),
 ]
 MIXED = {"x": np.ones((6, 32), np.float32), "y": np.arange(32)}
@@ -282,8 +268,8 @@ PADDED = [
 NAMES = [
     (normalized(), r"axis 'batch', and its batch is split over 'data'. .*axis_name='data' in Ba"),
     (
-        normalized(mesh=zerojax.mesh(node=2, gpu=4), axis=("node", "gpu")),
-        r"over \('node', 'gpu'\). Name that: axis_name=\('node",
+        normalized(axis=LEVELS, mesh=zerojax.mesh(node=2, gpu=4)),
+        r"over \('node', 'gpu'\). Name that",
     ),
     (train(lambda *_: nowhere), r"^name 'nowhere' is not defined"),  # noqa: F821
 ]
