@@ -26,7 +26,7 @@ class WithTarget(TrainState):
 
 
 def make():
-    params = NET.init(jax.random.key(0), X)["params"]
+    params = jax.jit(NET.init)(jax.random.key(0), X)["params"]
     target = jax.tree.map(lambda p: p + 0.1, params)
     return WithTarget.create(apply_fn=NET.apply, params=params, tx=optax.adam(0.1), target=target)
 
@@ -55,7 +55,7 @@ def test_a_target_network_has_its_logical_shape():
     value, grads = value_and_grad(state, X)
     target = NET.apply({"params": make().target}, X)
     plain = lambda p: 2 * difference(NET.apply({"params": p}, X), target)
-    assert_close((value, grads), jax.value_and_grad(plain)(make().params), 1e-5)
+    assert_close((value, grads), jax.jit(jax.value_and_grad(plain))(make().params), 1e-5)
     held = jax.tree.map(jnp.copy, state)  # which no step donates
     _, metrics = zerojax.train_step(lambda params, x: loss(held, params, x))(state, X)
     assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
@@ -95,7 +95,7 @@ def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_deriv
     step = zerojax.train_step(lambda p, x: compared(p, x, zerojax.logical(other).params))
     _, metrics = step(zerojax.shard_train_state(make), X)
     params = make().params
-    loss, grads = jax.value_and_grad(compared)(params, X, params)
+    loss, grads = jax.jit(jax.value_and_grad(compared))(params, X, params)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
 
@@ -107,8 +107,8 @@ def test_arrays_elsewhere_are_replicated():
     params = {"w": jnp.ones((84, 8)) / 84}
     loss = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) * numbers + sharded) ** 2)
     plan = zerojax.plan({"params": params})
-    grads = zerojax.value_and_grad(loss, plan)(params, X)[1]
-    assert_close(grads, jax.grad(loss)(params, X), 2e-6)
+    grads = jax.jit(zerojax.value_and_grad(loss, plan))(params, X)[1]
+    assert_close(grads, jax.jit(jax.grad(loss))(params, X), 2e-6)
 
 
 @pytest.mark.parametrize(("stage", "rows"), [(0, 8), (3, 9)])
