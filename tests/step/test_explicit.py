@@ -121,4 +121,3 @@ def test_plain_arrays_pass():
     x, ys = zerojax.scan(lambda c, x: (c + x, c), 0, jnp.arange(4), reverse=True)
     assert int(x) == 6 and ys.tolist() == [6, 5, 3, 0]
     assert zerojax.gather({"a": 1}) == {"a": 1}
-

@@ -1,29 +1,148 @@
-"""The options that say how a loss is evaluated."""
+"""What steps refuse, before anything compiles, and how they say it."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax._step.options import Options, precision_of
+from tests import linear
+from tests.conftest import make_mesh
+from tests.linear import BATCH
+
+PARAMS = {"w": np.ones((64, 16), np.float32)}
+MESH = make_mesh(2)
+PLAN = zerojax.plan({"params": PARAMS}, mesh=MESH)
+PADDED = zerojax.plan({"params": PARAMS}, mesh=make_mesh(3))
+BF16, F16 = (zerojax.Precision(compute=dtype) for dtype in ("bfloat16", "float16"))
+NO_OPTIMIZER = zerojax.plan((PARAMS, ()), mesh=MESH)
+LEVELS = {"mesh": zerojax.mesh(node=2, gpu=2, tensor=2), "axis": ("node", "gpu")}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefetch": 2}, "prefetch must be 0, 1 or 'auto', got 2"),
-        ({"accumulate": 0}, "accumulate"),
-        ({"precision": "bfloat16"}, "[Pp]recision"),
-    ],
-)
-def test_what_is_not_known_is_refused(options, message):
-    wanted = {"has_aux": None, "accumulate": 1, "precision": None, "regather": True} | options
+class Fields(TrainState):
+    stats: float = 0.0
+
+
+def fields():
+    state = Fields.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1))
+    return zerojax.shard_train_state(state, mesh=MESH)
+
+
+def step(loss=linear.loss, **options):
+    return zerojax.train_step(loss, **options)
+
+
+def grad(loss, *args, plan=PLAN, **options):
+    return zerojax.value_and_grad(loss, plan, **options)(*args)
+
+
+def two(params, x, y):
+    return linear.loss(params, x)
+
+
+def by_hand_over_layers():
+    spec = {"w": P("data")}
+    plan = zerojax.plan({"params": PARAMS}, overrides=spec, mesh=MESH)
+
+    def run(params):
+        return zerojax.scan(lambda c, p: (c, p["w"]), 0.0, zerojax.shards(params, plan))[1]
+
+    jax.shard_map(run, mesh=MESH, in_specs=(spec,), out_specs=P(), check_vma=False)(PARAMS)
+
+
+A_PLAN = "takes a plan, got 3. Make one: zerojax.plan"
+ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
+ROWS = [
+    # options
+    (lambda: step(stage=7), "stage must be 0, 1, 2 or 3, got 7"),
+    (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2"),
+    (lambda: step(order="rows"), "order must be 'microbatches', 'layers' or 'auto', got 'rows'"),
+    *(
+        (lambda n=n: step(accumulate=n), "accumulate must be a positive integer")
+        for n in (0, -1, 1.5, "2")
+    ),
+    (lambda: step(precision="bfloat16"), "[Pp]recision"),
+    (
+        lambda: step(plan=zerojax.plan((PARAMS, ()), precision=BF16), precision=F16).trace(
+            (PARAMS, ()), BATCH
+        ),
+        "was placed with",
+    ),
+    # plans
+    (lambda: step(plan=3), rf"plan=.*{A_PLAN}"),
+    (lambda: zerojax.eval_step(linear.loss, plan=3), rf"plan=.*{A_PLAN}"),
+    (lambda: zerojax.value_and_grad(linear.loss, 3), A_PLAN),
+    (lambda: zerojax.param_specs(fields()), "takes a plan, got a Fields. Make one: zerojax.plan"),
+    (lambda: grad(linear.loss, {"v": PARAMS["w"]}, BATCH), r"params/w is missing.*zerojax.plan"),
+    (
+        lambda: grad(linear.loss, nnx.Linear(64, 16, rngs=nnx.Rngs(0)), BATCH),
+        "a Flax nnx model, not a state.*zerojax.nnx.train_step",
+    ),
+    # batches
+    (
+        lambda: grad(two, PARAMS, BATCH, BATCH, batch_specs=P()),
+        ONE_BATCH.format(r"PartitionSpec\('data'\)"),
+    ),
+    (
+        lambda: grad(
+            two,
+            PARAMS,
+            BATCH,
+            BATCH,
+            batch_specs=P(),
+            plan=zerojax.plan({"params": PARAMS}, **LEVELS),
+        ),
+        ONE_BATCH.format(r"PartitionSpec\(\('node', 'gpu'\)\)"),
+    ),
+    # fields of the state, and its optimizer
+    (
+        lambda: step(plan=NO_OPTIMIZER).trace(NO_OPTIMIZER.abstract(), BATCH),
+        "no apply_gradients. Pass the optimizer.*tx=tx",
+    ),
+    (
+        lambda: step(mutable=("missing",)).trace(fields(), BATCH),
+        "no such field. Name one it has",
+    ),
+    (
+        lambda: step(
+            lambda p, b, step: (linear.loss(p, b), {"step": step + 1}), mutable=("step",)
+        ).trace(fields(), BATCH),
+        "names 'step', which .*gradients updates. Leave it",
+    ),
+    (
+        lambda: step(lambda p, b, stats: linear.loss(p, b), mutable=("stats",)).trace(
+            fields(), BATCH
+        ),
+        r"did not return 'stats'. Return \(loss,",
+    ),
+    # by hand
+    (
+        lambda: zerojax.shards(PARAMS, zerojax.plan({"params": PARAMS}, stage=2)),
+        r"zerojax.plan\(state, stage=3\)",
+    ),
+    (
+        lambda: zerojax.shards(PARAMS, PADDED),
+        r"\(64, 16\) here, and a device's part of it is \(22, 16\)",
+    ),
+    (
+        lambda: zerojax.gather(zerojax.shards(PARAMS, PLAN)),  # whole, outside of shard_map
+        r"in_specs=zerojax.param_specs\(plan\)",
+    ),
+    (lambda: zerojax.shards({"other": jnp.ones(8)}, PLAN), "not those of the plan"),
+    (by_hand_over_layers, "stacked="),
+    (
+        lambda: zerojax.param_specs(PLAN, ["pipe"]),
+        r"names 'pipe', .* \('data',\)\. Name some of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ROWS)
+def test_what_cannot_be_is_refused(call, message, compiled):
     with pytest.raises((TypeError, ValueError), match=message):
-        Options(**wanted)
-
-
-def test_the_plans_precision_is_that_of_the_step():
-    params = {"w": jnp.ones((8, 8))}
-    plan = zerojax.plan((params, ()), precision=zerojax.Precision(compute="bfloat16"))
-    assert precision_of(plan, None) is plan.precision
-    with pytest.raises(ValueError, match="was placed with"):
-        precision_of(plan, zerojax.Precision(compute="float16"))
+        call()
+    assert "jit(step)" not in compiled
