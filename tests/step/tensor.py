@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
 
@@ -16,7 +16,8 @@ BATCH = np.random.default_rng(0).normal(size=(32, DIM)).astype(np.float32)
 
 
 def cpu_mesh():
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
 def make_state():

@@ -39,7 +39,7 @@ def placed(devices):
     return plan, plan.place({"params": PARAMS})["params"]
 
 
-def mapped(plan, function, out_specs=P()):
+def mapped(plan, function, out_specs):
     """A function of the parameters' shards, and of a batch if it takes one."""
     specs = zerojax.param_specs(plan)
     return lambda *args: jax.shard_map(
@@ -107,7 +107,7 @@ def test_each_layer_is_gathered_and_reduced_in_its_iteration(devices):
 
 def test_gathered_parameters_have_another_dtype_and_no_padding():
     plan, params = placed(3)
-    run = mapped(plan, lambda parts: zerojax.gather(parts, jnp.bfloat16))
+    run = mapped(plan, lambda parts: zerojax.gather(parts, jnp.bfloat16), P())
     whole = jax.jit(run)(params)
     narrow = lambda x: x.astype("bfloat16") if x.dtype == jnp.float32 else x
     jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(narrow, PARAMS))

@@ -1,5 +1,6 @@
 """A `tensor` axis of the user's own beside ZeRO's: parameters are gathered over ZeRO's alone."""
 
+import collections
 import functools
 
 import jax
@@ -8,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests.conftest import stages
 from tests.step.tensor import (
     BATCH,
     DIM,
@@ -25,7 +25,50 @@ from tests.step.tensor import (
 )
 
 PART = LAYERS * DIM * INNER * 4 * 2 // 2  # bytes of both stacks on one of two tensor devices
-SENT = PART * 3 // 4  # by each of four data devices, in one gather or one reduce-scatter
+SENT = PART // 2  # by each of two data devices, in one gather or one reduce-scatter
+
+
+def weights_sent(report, over="data"):
+    """Bytes by kind of what is large and goes over an axis, and none goes over both."""
+    large = [one for one in report.traffic if one.wire_bytes >= 1000]  # others are scalars
+    assert {one.axes for one in large} <= {("data",), ("tensor",)}
+    sent = collections.Counter()
+    for one in large:
+        sent[one.kind] += one.wire_bytes * one.trips * (one.axes == (over,))
+    return dict(+sent)
+
+
+@functools.cache
+def plain_grads():
+    return jax.device_get(jax.jit(jax.grad(scanned))(make_state().params, BATCH))
+
+
+def check_grads(grads, wanted=None):
+    for name, grad in (wanted or plain_grads()).items():
+        np.testing.assert_allclose(grads[name], grad, atol=1e-6)
+
+
+# -- steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "sent"),
+    [
+        (1, {"reduce-scatter": SENT, "all-gather": SENT}),
+        (3, {"reduce-scatter": 2 * SENT, "all-gather": 4 * SENT}),
+    ],
+)
+def test_parameters_are_gathered_and_reduced_over_data_alone(stage, sent):
+    state = placed(cpu_mesh(), stage)
+    step = zerojax.train_step(scanned, accumulate=2)
+    report = zerojax.audit(step, state, BATCH)
+    report.check()
+    assert weights_sent(report) == pytest.approx(sent, rel=1e-3)  # scalars travel along
+    assert weights_sent(report, "tensor").keys() == {"all-reduce"}  # Megatron's, of activations
+    wanted = jax.jit(lambda s, g: s.apply_gradients(grads=g))(make_state(), plain_grads())
+    state, _ = step(state, BATCH)
+    for name, value in zerojax.gather_params(state).items():
+        np.testing.assert_allclose(value, wanted.params[name], atol=1e-5)
 
 
 def indexed(params, x):
@@ -46,140 +89,96 @@ def in_groups(params, x):
     return jnp.mean(jax.lax.scan(lambda x, g: (two(x, g)[0], None), x, groups)[0] ** 2)
 
 
-def weights_sent(report):
-    """Bytes by kind of what serves parameters, all of it along `data`; along `tensor`, others."""
-    sent = {}
-    for one in report.traffic:
-        if one.wire_bytes < 1000:
-            continue  # scalars
-        if one.axes == ("data",):
-            sent[one.kind] = sent.get(one.kind, 0) + one.wire_bytes * one.trips
-        else:  # activations, and the sum of Megatron's second matmul
-            assert (one.axes, one.kind) == (("tensor",), "all-reduce")
-            assert not any(part.paths for part in one.parts), one
-    return sent
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", stages(1, 3))
-def test_parameters_are_gathered_and_reduced_over_data_alone(stage, accumulate):
-    state = placed(cpu_mesh(), stage)
-    step = zerojax.train_step(scanned, accumulate=accumulate)
-    report = zerojax.audit(step, state, BATCH)
-    report.check()
-    sent = {
-        0: {"all-reduce": 2 * SENT},
-        1: {"reduce-scatter": SENT, "all-gather": SENT},
-        2: {"reduce-scatter": SENT * accumulate, "all-gather": SENT},
-        3: {"reduce-scatter": SENT * accumulate, "all-gather": 2 * SENT * accumulate},
-    }[stage]
-    assert weights_sent(report) == pytest.approx(sent, rel=1e-3)  # scalars travel along
-    expected, want = make_state(), None
-    for _ in range(3):
-        want, grads = jax.value_and_grad(scanned)(expected.params, BATCH)
-        expected = expected.apply_gradients(grads=grads)
-        state, metrics = step(state, BATCH)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-    for name, value in zerojax.gather_params(state).items():
-        np.testing.assert_allclose(value, expected.params[name], atol=1e-5)
-
-
 @pytest.mark.parametrize("loss", [indexed, in_two_loops, in_groups])
 def test_stacks_keep_the_axis_through_what_is_done_to_them(loss):
     state = placed(cpu_mesh(), 3)
-    report = zerojax.audit(zerojax.train_step(loss), state, BATCH)
-    sent = weights_sent(report)
+    plan = zerojax.plan(state, mesh=cpu_mesh())
+    lowered = jax.jit(zerojax.value_and_grad(loss, plan)).lower(state.params, BATCH)
+    compiled = lowered.compile()
+    sent = weights_sent(zerojax.audit(compiled, plan=plan))
     assert sent["reduce-scatter"] == pytest.approx(SENT)
     # XLA on CPUs drops the barriers around remats, and may gather once for both directions.
     assert sent["all-gather"] in (SENT, 2 * SENT)
-    _, grads = jax.value_and_grad(loss)(make_state().params, BATCH)
-    plan = zerojax.plan(state, stage=3, mesh=cpu_mesh())
-    ours = jax.jit(zerojax.value_and_grad(loss, plan))(state.params, BATCH)[1]
-    for name, grad in grads.items():
-        np.testing.assert_allclose(ours[name], grad, atol=1e-6)
+    check_grads(compiled(state.params, BATCH)[1])
 
 
 @pytest.mark.gpu_code
 def test_gpus_move_no_more():
     devices = zerojax.aot.mesh("8xH100").devices.reshape(4, 2)
-    mesh = jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     plan = zerojax.plan(make_state, stage=3, mesh=mesh, overrides={
         "up": P(None, "data", "tensor"), "down": P(None, "tensor", "data"),
     })  # fmt: skip
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype), plan)
     report = zerojax.audit(zerojax.train_step(scanned), plan.abstract(), batch, plan=plan)
-    sent = weights_sent(report)
-    assert sent["reduce-scatter"] == SENT
+    sent, once = weights_sent(report), PART * 3 // 4
+    assert sent["reduce-scatter"] == once
     # The last layer's forward and backward are neighbours: XLA may gather once for both.
-    assert 2 - 1 / LAYERS <= sent["all-gather"] / SENT <= 2 + 1 / LAYERS
+    assert 2 - 1 / LAYERS <= sent["all-gather"] / once <= 2 + 1 / LAYERS
+
+
+# -- by hand
+
+
+def grads_by_hand(layer, manual, specs_over=(), copies=1):
+    """A compiled function, and what it is called with; `copies` of the loss are computed."""
+    mesh = cpu_mesh()
+    if "other" in manual:  # an axis of one device that is in nobody's way
+        devices = mesh.devices[..., None]
+        mesh = Mesh(devices, ("data", "tensor", "other"), axis_types=(AxisType.Auto,) * 3)
+    state = placed(mesh, 3)
+    plan = zerojax.plan(state, mesh=mesh)
+    specs = zerojax.param_specs(plan, specs_over)
+
+    def grads(params, x):
+        loss = lambda parts: jnp.mean(zerojax.scan(layer, x, parts)[0] ** 2) / (2 * copies)
+        parts = jax.grad(loss)(zerojax.shards(params, plan))
+        return {name: grad.data for name, grad in parts.items()}
+
+    run = jax.shard_map(
+        grads,
+        mesh=mesh,
+        in_specs=(specs, P("data")),
+        out_specs=specs,
+        axis_names=manual,
+        check_vma=False,
+    )
+    return jax.jit(run).lower(state.params, BATCH).compile(), plan, (state.params, BATCH)
 
 
 @pytest.mark.parametrize("manual", [{"data"}, {"data", "tensor"}, {"data", "other"}])
 def test_gathers_by_hand_keep_the_axis_where_it_is_xlas(manual):
-    mesh = cpu_mesh()
-    if "other" in manual:  # an axis of one device that is in nobody's way
-        mesh = jax.make_mesh(
-            (4, 2, 1), ("data", "tensor", "other"), axis_types=(AxisType.Auto,) * 3
-        )
-    state = placed(mesh, 3)
-    plan = zerojax.plan(state, stage=3, mesh=mesh)
-    specs = zerojax.param_specs(plan)
-
-    def grads(params, x):
-        loss = lambda parts: jnp.mean(zerojax.scan(layer, x, parts)[0] ** 2) / 4
-        made = jax.grad(loss)(zerojax.shards(params, plan))
-        return {name: grad.data for name, grad in made.items()}
-
-    run = jax.jit(functools.partial(
-        jax.shard_map, mesh=plan.mesh, in_specs=(specs, P("data")), out_specs=specs,
-        axis_names=manual, check_vma=False,
-    )(grads))  # fmt: skip
-    found = run(state.params, BATCH)
-    _, want = jax.value_and_grad(scanned)(make_state().params, BATCH)
-    for name, grad in want.items():
-        np.testing.assert_allclose(found[name], grad, atol=1e-6)
+    compiled, plan, args = grads_by_hand(layer, manual)
+    check_grads(compiled(*args))
     if "tensor" not in manual:
-        report = zerojax.audit(run.lower(state.params, BATCH).compile(), plan=plan)
-        assert weights_sent(report)["reduce-scatter"] == SENT
+        assert weights_sent(zerojax.audit(compiled, plan=plan))["reduce-scatter"] == SENT
 
 
 def test_parts_over_the_axis_are_gathered_over_zeros_alone():
     """In a `shard_map` over both axes that has each device's part over `tensor` too."""
-    state = placed(cpu_mesh(), 3)
-    plan = zerojax.plan(state, stage=3, mesh=cpu_mesh())
-    specs = zerojax.param_specs(plan, ["tensor"])
-    shapes = []
+    shapes = set()
 
     def part_of_layer(x, p):
-        shapes.append(p["up"].shape)
+        shapes.add(p["up"].shape)
         return x + jax.lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "tensor"), None
 
-    def grads(params, x):  # psum makes each of the two devices along `tensor` give all of them
-        loss = lambda parts: jnp.mean(zerojax.scan(part_of_layer, x, parts)[0] ** 2) / 8
-        made = jax.grad(loss)(zerojax.shards(params, plan))
-        return {name: grad.data for name, grad in made.items()}
+    # psum makes each of the two devices along `tensor` give all gradients.
+    compiled, _, args = grads_by_hand(part_of_layer, {"data", "tensor"}, ["tensor"], copies=2)
+    check_grads(compiled(*args))
+    assert shapes == {(DIM, INNER // 2)}
 
-    run = jax.shard_map(
-        grads, mesh=plan.mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False
-    )
-    found = jax.jit(run)(state.params, BATCH)
-    assert set(shapes) == {(DIM, INNER // 2)}
-    for name, grad in jax.grad(scanned)(make_state().params, BATCH).items():
-        np.testing.assert_allclose(found[name], grad, atol=1e-6)
-    with pytest.raises(ValueError, match=r"names 'pipe', .* \('data', 'tensor'\)\. Name some of"):
-        zerojax.param_specs(plan, ["pipe"])
+
+# -- bfloat16
 
 
 def narrow(stage, loss, mesh=None, axis=None, precision=None, **options):
-    """The metrics of a step in bfloat16, of one stack that is sharded over `tensor` and one that
-    is not."""
-    precision = zerojax.Precision(compute="bfloat16") if precision is None else precision
-    mesh = mesh or cpu_mesh()
-    params = make_state().params
+    """A step in bfloat16, of one stack that is sharded over `tensor` and one that is not."""
+    precision = precision or zerojax.Precision(compute="bfloat16")
+    mesh, params = mesh or cpu_mesh(), make_state().params
     params["up"] = jax.device_put(params["up"], NamedSharding(mesh, P(None, None, "tensor")))
     state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     state = zerojax.shard_train_state(state, stage, mesh=mesh, axis=axis, precision=precision)
-    return zerojax.train_step(loss, **options)(state, BATCH)[1]
+    return zerojax.train_step(loss, **options), state, BATCH
 
 
 @pytest.mark.parametrize(
@@ -187,42 +186,91 @@ def narrow(stage, loss, mesh=None, axis=None, precision=None, **options):
     [
         (0, {}),
         (1, {"accumulate": 2}),
-        (3, {}),
-        (3, {"precision": zerojax.Precision(reduce="bfloat16")}),
+        (3, {"precision": zerojax.Precision(compute="bfloat16", reduce="bfloat16")}),
     ],
 )
 def test_bfloat16_runs_on_cpu_devices(stage, options):
     """XLA:CPU aborts the process at such sums, so that they are in float32 there."""
-    wanted, grads = jax.jit(jax.value_and_grad(scanned))(make_state().params, BATCH)
-    metrics = narrow(stage, scanned, **options)
-    assert float(metrics["loss"]) == pytest.approx(float(wanted), rel=1e-2)
-    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-2)
+    step, *args = narrow(stage, scanned, **options)
+    norm = float(optax.tree.norm(plain_grads()))
+    assert float(step(*args)[1]["grad_norm"]) == pytest.approx(norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("collective", ["pmean", "all_gather"])
-def test_a_collective_of_the_loss_in_bfloat16_is_refused(collective, dtype):
-    over = {
-        "pmean": lambda x: jax.lax.pmean(x, "data"),
-        "all_gather": lambda x: jax.lax.all_gather(x, "data", tiled=True).mean(0),
-    }
+OVER = {
+    "pmean": lambda x: jax.lax.pmean(x, "data"),
+    "all_gather": lambda x: jax.lax.all_gather(x, "data", tiled=True).mean(0),
+}
 
-    def loss(params, x):
-        return scanned(params, x - over[collective]((x @ params["up"][0]).astype(dtype)).mean())
 
-    if dtype == "float32":
-        assert jnp.isfinite(narrow(3, loss)["loss"])
-        return
+@pytest.mark.parametrize("collective", OVER)
+def test_a_collective_of_the_loss_in_bfloat16_is_refused(collective):
+    def loss(params, x, dtype):
+        return scanned(params, x - OVER[collective]((x @ params["up"][0]).astype(dtype)).mean())
+
+    step, *args = narrow(3, functools.partial(loss, dtype="float32"))
+    step.trace(*args)
+    step, *args = narrow(3, functools.partial(loss, dtype="bfloat16"))
     with pytest.raises(
         ValueError, match=r"beside .*\('tensor',\): XLA would abort.* Cast to float"
     ):
-        narrow(3, loss)
+        step.trace(*args)
 
 
 def test_codes_of_bfloat16_are_refused():
     mesh = zerojax.mesh(node=2, gpu=2, tensor=2)
     precision = zerojax.Precision(compute="bfloat16", reduce="int8")
+    step, *args = narrow(3, scanned, mesh, ("node", "gpu"), precision)
     with pytest.raises(
         ValueError, match=r"reduce_scatter of bfloat16.*without Precision\(reduce=\)"
     ):
-        narrow(3, scanned, mesh, ("node", "gpu"), precision)
+        step.trace(*args)
+
+
+# -- an axis that nothing is sharded over
+
+
+def along_tensor(params, x):
+    x = jax.lax.with_sharding_constraint(x, P(None, "tensor"))
+    return jnp.mean((x @ params["up"][0]) ** 2)
+
+
+def manual_along_tensor(params, x):
+    total = jax.shard_map(
+        lambda part: jax.lax.psum(jnp.sum(part**2), "tensor"),
+        in_specs=P(None, "tensor"),
+        out_specs=P(),
+        axis_names={"tensor"},
+        check_vma=False,
+    )
+    return total(x @ params["up"][0])
+
+
+def test_an_axis_that_nothing_is_sharded_over_is_refused():
+    """Every replica would compute the same batch, and nobody would see."""
+    state = zerojax.shard_train_state(make_state(), mesh=cpu_mesh())
+    step = zerojax.train_step(scanned, donate=False)
+
+    def tensor(params, batch):  # a function's name is no axis
+        return scanned(params, batch)
+
+    remedy = (
+        r"mesh axes {'tensor': 2}.*Each of 2 replicas would compute the same batch.*"
+        r"axis=\('data', 'tensor'\), or pass a mesh without"
+    )
+    uses = step, step.lower, step.trace, zerojax.eval_step(scanned)
+    for use in (*uses, zerojax.train_step(jax.jit(tensor))):
+        with pytest.raises(ValueError, match=remedy):
+            use(state, BATCH)
+
+
+def test_an_axis_that_the_model_uses_by_itself_is_its_own_affair():
+    mesh = cpu_mesh()
+    step, state = zerojax.train_step(scanned), zerojax.shard_train_state(make_state(), mesh=mesh)
+    step.trace(zerojax.shard_train_state(make_state(), mesh=mesh, axis=mesh.axis_names), BATCH)
+    step.trace(placed(mesh, 3), BATCH)
+    step.trace(state, jax.device_put(BATCH, NamedSharding(mesh, P("data", "tensor"))))
+    table = jax.device_put(np.eye(DIM, dtype="f"), NamedSharding(mesh, P(None, "tensor")))
+    zerojax.train_step(lambda p, x: scanned(p, x @ table)).trace(state, BATCH)
+    zerojax.train_step(manual_along_tensor).trace(state, BATCH)
+    with jax.set_mesh(mesh):
+        zerojax.train_step(along_tensor).trace(state, BATCH)
