@@ -19,13 +19,10 @@ BATCH = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TOKENS), np.int32)
 
 
 class Family(NamedTuple):
-    """`make` makes a state, or nnx's model and optimizer; `loss` takes what the family's does."""
-
-    make: Callable[[], Any]
+    make: Callable[[], Any]  # a state
     loss: Callable[..., Any]
-    scans: bool = False
+    scans: bool = True
     mesh: Any = None
-    objects: bool = False  # of nnx, to be updated in place
 
 
 @functools.cache
@@ -78,7 +75,7 @@ def linen(style):
     model = LinenModel(style)
     make = jax.jit(lambda: state_of(model.init(jax.random.key(1), BATCH)["params"]))
     loss = lambda p, tokens: next_token_loss(model.apply({"params": nn.unbox(p)}, tokens), tokens)
-    return Family(make, loss, scans=True, mesh=two_axes() if "boxed" in style else None)
+    return Family(make, loss, mesh=two_axes() if "boxed" in style else None)
 
 
 def two_axes():
@@ -100,43 +97,23 @@ class NnxBlock(nnx.Module):
 
 
 class NnxModel(nnx.Module):
-    """Layers in a Python loop, each under remat, or in a scan."""
-
-    def __init__(self, scans, rngs):
-        self.scans = scans
+    def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
-        if scans:
-            self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxBlock))(rngs)
-        else:
-            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxBlock))(rngs)
         self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
-        if self.scans:
-            call = nnx.scan(NnxBlock.__call__, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            return self.head(call(self.blocks, x))
-        for block in self.blocks:
-            x = nnx.remat(NnxBlock.__call__)(block, x)
-        return self.head(x)
-
-
-def nnx_remat():
-    def make():
-        model = NnxModel(False, nnx.Rngs(2))
-        return model, nnx.Optimizer(model, tx(), wrt=nnx.Param)
-
-    loss = lambda model, tokens: next_token_loss(model(tokens), tokens)
-    return Family(nnx.jit(make), loss, objects=True)
+        call = nnx.scan(NnxBlock.__call__, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(call(self.blocks, self.embed(tokens)))
 
 
 def nnx_split():
     """The state of `nnx.split` as the parameters of a TrainState."""
-    model = lambda: NnxModel(True, nnx.Rngs(2))
+    model = lambda: NnxModel(nnx.Rngs(2))
     make = jax.jit(lambda: state_of(nnx.split(model(), nnx.Param)[1]))
     graphdef = nnx.graphdef(nnx.eval_shape(model))
     loss = lambda params, t: next_token_loss(nnx.merge(graphdef, params)(t), t)
-    return Family(make, loss, scans=True)
+    return Family(make, loss)
 
 
 # -- Haiku
@@ -165,9 +142,7 @@ def haiku(stacked):
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "linen_scan": functools.partial(linen, "scan"),
-    "linen_scan_remat": functools.partial(linen, "scan remat"),
     "linen_partitioned": functools.partial(linen, "scan remat boxed"),
-    "nnx_remat": nnx_remat,
     "nnx_split": nnx_split,
     "haiku": functools.partial(haiku, stacked=False),
     "haiku_stack": functools.partial(haiku, stacked=True),

@@ -6,11 +6,9 @@ import re
 
 import jax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-import zerojax.nnx
 from tests import subjects
 from tests.collectives import collectives
 from tests.conftest import make_mesh
@@ -18,47 +16,27 @@ from tests.families import BATCH, FAMILIES, LAYERS
 from tests.reference import assert_close
 
 SMALL = 128  # elements: biases and norms that stay whole, losses
-IN_PAIRS = {"plain": "gpt", "linen": "linen", "linen_remat": "linen", "nnx_scan": "nnx"}
-IN_PAIRS |= {"equinox": "equinox"}
-IN_TEST_NNX = {"nnx"}
-
-
-def on_one_device(family):
-    """The parameters after two steps of the family's own loop."""
-    if family.objects:
-        model, optimizer = family.make()
-
-        @nnx.jit
-        def train_step(model, optimizer, batch):
-            optimizer.update(model, nnx.grad(family.loss)(model, batch))
-
-        for _ in range(2):
-            train_step(model, optimizer, BATCH)
-        return zerojax.nnx.state(model, optimizer).params
-    state = family.make()
-    grad = jax.grad(family.loss)
-    step = jax.jit(lambda state: state.apply_gradients(grads=grad(state.params, BATCH)))
-    return step(step(state)).params
+# What another row says, here or in `tests/subjects.py`.
+SAID_BY = {"plain": "gpt", "linen": "linen", "linen_remat": "linen", "equinox": "equinox"}
+SAID_BY |= {"nnx": "nnx", "nnx_remat": "nnx", "nnx_scan": "nnx"}
+SAID_BY |= {"linen_scan_remat": "linen_partitioned"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name):
     family = FAMILIES[name]()
     mesh = family.mesh or make_mesh(2)
-    batch = zerojax.shard_batch(BATCH, mesh=mesh)
-    if family.objects:
-        objects = zerojax.nnx.shard(*family.make(), mesh=mesh)
-        step, state, _ = zerojax.nnx.train_step(family.loss).pure(*objects, batch)
-    else:
-        state = zerojax.shard_train_state(family.make, mesh=mesh)
-        step = zerojax.train_step(family.loss)
-    plan, traced = state.tx.plan, step.trace(state, batch)
+    state = zerojax.shard_train_state(family.make, mesh=mesh)
+    plan, batch = state.tx.plan, zerojax.shard_batch(BATCH, mesh=mesh)
+    traced = zerojax.train_step(family.loss).trace(state, batch)
     check_traffic(list(collectives(traced.jaxpr)), plan, family.scans)
     compiled = traced.lower().compile()
     report = zerojax.audit(compiled, plan=plan).check()
+    plain = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(family.loss)(s.params, BATCH)))
+    wanted = family.make()
     for _ in range(2):
-        state, _ = compiled(state, batch)
-    assert_close(state.params, on_one_device(family), 1e-4)
+        (state, _), wanted = compiled(state, batch), plain(wanted)
+    assert_close(state.params, wanted.params, 1e-4)
     check_placement(state, plan)
     if family.mesh:
         check_tensor_axis(state, report)
@@ -108,9 +86,9 @@ def check_tensor_axis(state, report):
 
 
 def test_the_guide_lists_the_families():
-    assert set(IN_PAIRS.values()) <= subjects.MODELS.keys()
+    assert set(SAID_BY.values()) <= subjects.MODELS.keys() | FAMILIES.keys()
     page = (pathlib.Path(__file__).parents[1] / "docs" / "models.md").read_text()
     rows = re.findall(r"^\| (\w+): .*\| ✓ \| (.*?) \|", page, flags=re.MULTILINE)
-    assert {name for name, _ in rows} == {*FAMILIES, *IN_PAIRS, *IN_TEST_NNX}
+    assert {name for name, _ in rows} == {*FAMILIES, *SAID_BY}
     at_first_use = {name for name, gathered in rows if "first use" in gathered}
     assert at_first_use == {"linen", "nnx", "haiku"}

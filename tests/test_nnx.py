@@ -126,15 +126,6 @@ def test_evaluation_in_nnx_style():
     assert_equal_bits(params_of(model), before)
 
 
-def test_verify_and_audit_take_the_step_without_objects():
-    model, optimizer = placed(axis_name="data")
-    step = zerojax.nnx.train_step(loss_fn)
-    zerojax.verify(*step.pure(model, optimizer, BATCH)).raise_if_wrong()
-    report = zerojax.audit(*step.pure(model, optimizer, BATCH)).check()
-    assert {"all-gather", "reduce-scatter"} <= report.totals.keys()
-    assert any("params/layers/0/kernel" in one.paths for one in report.traffic)
-
-
 # -- what is refused
 
 
@@ -179,7 +170,3 @@ PURE = r"\(\*step.pure\(model, optimizer, batch\)\)"
 def test_what_cannot_be_is_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def test_a_module_is_a_tree_of_its_parameters_too():
-    zerojax.plan((make(linear)[0], ()))

@@ -21,6 +21,7 @@ PADDED = zerojax.plan({"params": PARAMS}, mesh=make_mesh(3))
 BF16, F16 = (zerojax.Precision(compute=dtype) for dtype in ("bfloat16", "float16"))
 NO_OPTIMIZER = zerojax.plan((PARAMS, ()), mesh=MESH)
 LEVELS = {"mesh": zerojax.mesh(node=2, gpu=2, tensor=2), "axis": ("node", "gpu")}
+ON_LEVELS = zerojax.plan({"params": PARAMS}, **LEVELS)
 
 
 class Fields(TrainState):
@@ -34,6 +35,13 @@ def fields():
 
 def step(loss=linear.loss, **options):
     return zerojax.train_step(loss, **options)
+
+
+def traced(plan_or_state, loss=linear.loss, **options):
+    """A step's trace; of a plan, of its abstract state."""
+    if isinstance(plan_or_state, zerojax.Plan):
+        options["plan"], plan_or_state = plan_or_state, plan_or_state.abstract()
+    return step(loss, **options).trace(plan_or_state, BATCH)
 
 
 def grad(loss, *args, plan=PLAN, **options):
@@ -67,9 +75,7 @@ ROWS = [
     ),
     (lambda: step(precision="bfloat16"), "[Pp]recision"),
     (
-        lambda: step(plan=zerojax.plan((PARAMS, ()), precision=BF16), precision=F16).trace(
-            (PARAMS, ()), BATCH
-        ),
+        lambda: traced(zerojax.plan((PARAMS, ()), precision=BF16), precision=F16),
         "was placed with",
     ),
     # plans
@@ -88,35 +94,24 @@ ROWS = [
         ONE_BATCH.format(r"PartitionSpec\('data'\)"),
     ),
     (
-        lambda: grad(
-            two,
-            PARAMS,
-            BATCH,
-            BATCH,
-            batch_specs=P(),
-            plan=zerojax.plan({"params": PARAMS}, **LEVELS),
-        ),
+        lambda: grad(two, PARAMS, BATCH, BATCH, batch_specs=P(), plan=ON_LEVELS),
         ONE_BATCH.format(r"PartitionSpec\(\('node', 'gpu'\)\)"),
     ),
     # fields of the state, and its optimizer
     (
-        lambda: step(plan=NO_OPTIMIZER).trace(NO_OPTIMIZER.abstract(), BATCH),
+        lambda: traced(NO_OPTIMIZER),
         "no apply_gradients. Pass the optimizer.*tx=tx",
     ),
     (
-        lambda: step(mutable=("missing",)).trace(fields(), BATCH),
+        lambda: traced(fields(), mutable=("missing",)),
         "no such field. Name one it has",
     ),
     (
-        lambda: step(
-            lambda p, b, step: (linear.loss(p, b), {"step": step + 1}), mutable=("step",)
-        ).trace(fields(), BATCH),
+        lambda: traced(fields(), lambda p, b, step: (0.0, {"step": step + 1}), mutable=("step",)),
         "names 'step', which .*gradients updates. Leave it",
     ),
     (
-        lambda: step(lambda p, b, stats: linear.loss(p, b), mutable=("stats",)).trace(
-            fields(), BATCH
-        ),
+        lambda: traced(fields(), lambda p, b, stats: linear.loss(p, b), mutable=("stats",)),
         r"did not return 'stats'. Return \(loss,",
     ),
     # by hand

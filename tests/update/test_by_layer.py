@@ -79,22 +79,16 @@ def looped(x):
 
 
 KEEP = {
-    "by a scalar": lambda x: x * jnp.sum(FREE),
     "where": lambda x: jnp.where(x > 0.5, x, -x),
-    "clip": lambda x: jnp.clip(x, 0.2, 0.7),
     "sum of a layer": lambda x: x / jnp.sum(x, axis=(1, 2), keepdims=True),
     "moved": lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 2) * 2, 2, 0),
     "reshape": lambda x: jnp.sqrt(x.reshape(len(x), -1)),
     "expanded": lambda x: (x[:, None] * jnp.ones((1, 2, 1, 1)))[:, 0],
     "slice": lambda x: x[:, 1:3, ::2],
-    "reversed": lambda x: x[:, ::-1],
-    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 2))),
     "concatenated": lambda x: jnp.concatenate([x, 2 * x], axis=1),
     "sorted": lambda x: jnp.sort(x, axis=2),
-    "cumulated": lambda x: jnp.cumsum(x, axis=1),
     "argmax": lambda x: jnp.argmax(x, axis=2),
     "times a matrix": lambda x: x @ FREE,
-    "matrix times": lambda x: jnp.einsum("ab,lbc->lac", FREE, x),
     "batched product": lambda x: jnp.einsum("lab,lcb->lac", x, x),
     "bits": lambda x: lax.bitcast_convert_type(x, jnp.uint8),
     "constants": lambda x: x + jnp.ones_like(x) * jnp.arange(6.0),
