@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zerojax
@@ -9,8 +10,10 @@ from tests.conftest import make_mesh
 from zerojax._engine import body as _body
 
 DIM = 16
-PARAMS = {"w": jnp.ones((DIM, DIM)) / DIM, "v": jnp.ones((3, DIM, DIM)) / DIM}
-BATCH = jnp.ones((8 * DIM, DIM))  # each device's part, and all that comes of it, is of w's shape
+PARAMS = {"w": np.ones((DIM, DIM), "f") / DIM, "v": np.ones((3, DIM, DIM), "f") / DIM}
+BATCH = np.ones(
+    (8 * DIM, DIM), "f"
+)  # each device's part, and all that comes of it, is of w's shape
 
 
 def loss(params, x):
