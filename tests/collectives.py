@@ -1,4 +1,4 @@
-"""Collectives and loops of a jaxpr: what the program says, before XLA."""
+"""Collectives and loops: those of a jaxpr, before XLA, and in what order XLA may run them."""
 
 import math
 from collections.abc import Iterator
@@ -63,3 +63,30 @@ def every_equation(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
         yield eqn
         for inner in jex_core.jaxprs_in_params(eqn.params):
             yield from every_equation(inner)
+
+
+def has_collectives(module: Any, instruction: Any) -> bool:
+    inside = [one for name in instruction.called for one in module.computations[name].values()]
+    loops = ("while", "call", "conditional")
+    return instruction.base in set(KINDS.values()) or (
+        instruction.opcode in loops and any(has_collectives(module, one) for one in inside)
+    )
+
+
+def unordered(module: Any) -> tuple[int, list[str]]:
+    """How many loops of collectives a compiled module has; and the collectives, or loops of them,
+    that stand after such a loop and do not depend on it."""
+    loops, found = 0, []
+    for instructions in module.computations.values():
+        scheduled = list(instructions.values())
+        for at, loop in enumerate(scheduled):
+            if loop.opcode != "while" or not has_collectives(module, loop):
+                continue
+            loops += 1
+            depends = {loop.name}
+            for one in scheduled[at + 1 :]:
+                if depends.intersection(one.operands):
+                    depends.add(one.name)
+                elif has_collectives(module, one):
+                    found.append(one.name)
+    return loops, found
