@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -13,25 +14,22 @@ from tests.collectives import scans_of
 from tests.conftest import make_mesh
 
 LAYERS, DIM = 4, 16
-KEYS = jax.random.split(jax.random.key(0), 20)
+draw = np.random.default_rng(0)
 
 
-def stack(i, *shape):
-    return jax.random.normal(KEYS[i], (LAYERS, *shape)) / DIM**0.5
+def normal(*shape):
+    return draw.normal(size=shape).astype("f") / DIM**0.5
 
 
 PARAMS = {
-    "a": {"w": stack(0, DIM, DIM), "b": stack(1, DIM)},
-    "c": {"w": stack(2, DIM, 2 * DIM), "v": stack(3, 2 * DIM, DIM)},
-    "shared": jax.random.normal(KEYS[4], (DIM, DIM)) / DIM**0.5,
-    "table": jax.random.normal(KEYS[5], (32, DIM)),
-    "single": {"w": jax.random.normal(KEYS[6], (DIM, DIM)) / DIM**0.5},
-    "odd": {"w": stack(7, DIM, DIM), "gain": 1 + stack(8, 3)},
+    "a": {"w": normal(LAYERS, DIM, DIM), "b": normal(LAYERS, DIM)},
+    "c": {"w": normal(LAYERS, DIM, 2 * DIM), "v": normal(LAYERS, 2 * DIM, DIM)},
+    "shared": normal(DIM, DIM),
+    "table": normal(32, DIM),
+    "single": {"w": normal(DIM, DIM)},
+    "odd": {"w": normal(LAYERS, DIM, DIM), "gain": 1 + normal(LAYERS, 3)},
 }
-BATCH = {
-    "x": jax.random.normal(KEYS[9], (16, DIM)),
-    "t": jax.random.randint(KEYS[10], (16,), 0, 5),
-}
+BATCH = {"x": 4 * normal(16, DIM), "t": draw.integers(0, 5, 16).astype("int32")}
 
 
 def dense(x, p):
@@ -324,10 +322,39 @@ PROGRAMS = {
 PROGRAMS |= {f"remat_{k}": functools.partial(remat_body, v) for k, v in POLICIES.items()}
 
 
-def sharded_grad(loss, stage, **options):
-    plan = zerojax.plan({"params": PARAMS}, stage=stage, mesh=make_mesh(), min_shard_size=1)
-    params = plan.place({"params": PARAMS})["params"]
-    return jax.jit(zerojax.value_and_grad(loss, plan, **options)), params
+@functools.cache
+def plan_of(stage, devices):
+    """Seven devices divide no dimension: all parameters rest padded."""
+    mesh = make_mesh(devices)
+    return zerojax.plan({"params": PARAMS}, stage=stage, mesh=mesh, min_shard_size=1)
+
+
+def sharded_grad(loss, stage=3, devices=8, **options):
+    """Takes the loss and the gradients of placed parameters, for a batch."""
+    loss = PROGRAMS.get(loss, loss)
+    return zerojax.value_and_grad(loss, plan_of(stage, devices), **options)
+
+
+def placed(stage=3, devices=8):
+    return plan_of(stage, devices).place({"params": PARAMS})["params"]
+
+
+@functools.cache
+def traced(loss, stage=3, devices=8, **options):
+    """The jaxpr of a loss, or of that of a name, and its gradients."""
+    params = plan_of(stage, devices).abstract()["params"]
+    return jax.make_jaxpr(sharded_grad(loss, stage, devices, **options))(params, rows_for(devices))
+
+
+def rows_for(devices):
+    return jax.tree.map(lambda x: x[: 2 * devices], BATCH)
+
+
+def each(functions, *args):
+    """What functions return, by name. One program has all of them, as branches of one switch: XLA
+    compiles it in less time than one for each."""
+    run = jax.jit(lambda at, *args: lax.switch(at, list(functions.values()), *args))
+    return {name: jax.device_get(run(at, *args)) for at, name in enumerate(functions)}
 
 
 def kept_by_loops(jaxpr, least):

@@ -15,33 +15,30 @@ from jax import lax
 import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh
+from tests.engine.losses import each
 from tests.reference import assert_close
-from zerojax._engine import run as _run, split as _split  # noqa: F401 `run` has its own `split`
-from zerojax._engine.body import Body
 from zerojax._jaxpr import structure
 
 DIM = 16
-KEYS = jax.random.split(jax.random.key(0), 3)
-OF_ALIKE = 2  # derivatives: the first layer's input, the batch, has no gradient
-BATCH = jax.random.normal(KEYS[0], (16, DIM))
+draw = np.random.default_rng(0)
+BATCH = draw.normal(size=(16, DIM)).astype("f")
 
 
 def layers(count, up=DIM):
-    keys = jax.random.split(KEYS[1], count)
-    return [{"up": jax.random.normal(k, (DIM, up)) / 4, "down": jnp.ones((up, DIM)) / 9}
-            for k in keys]  # fmt: skip
+    normal = lambda *shape: draw.normal(size=shape).astype("f")
+    return [{"up": normal(DIM, up) / 4, "down": normal(up, DIM) / 9} for _ in range(count)]
 
 
 def dense(x, w, scale=1.0):
     return x + jnp.tanh(x @ w["up"]) @ w["down"] * scale
 
 
-def in_a_loop(layer):
-    """A loss with such layers, one after another."""
+def in_a_loop(*kinds):
+    """A loss whose layers are of these kinds, in turn."""
 
     def loss(params, x):
-        for w in params:
-            x = layer(x, w)
+        for at, w in enumerate(params):
+            x = kinds[at % len(kinds)](x, w)
         return jnp.mean(x**2)
 
     return loss
@@ -55,60 +52,49 @@ def functions_of_their_own(x, w):
 remat = jax.checkpoint(dense)
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """How many scopes were split, and derived."""
-    found = {"split": 0, "derived": 0}
-
-    def counting(name, function):
-        def called(*args, **named):
-            found[name] += 1
-            return function(*args, **named)
-
-        return called
-
-    monkeypatch.setattr(_split, "split", counting("split", _split.split))
-    monkeypatch.setattr(Body, "forward", counting("derived", Body.forward))
-    return found
+def planned(params, stage=3, **options):
+    return zerojax.plan(
+        {"params": params}, stage=stage, mesh=make_mesh(), min_shard_size=1, **options
+    )
 
 
-def placed_grad(loss, params, stage=3, **options):
-    plan = zerojax.plan({"params": params}, stage=stage, mesh=make_mesh(), min_shard_size=1)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, **options))
-    return grad, plan.place({"params": params})["params"]
+def lowered(loss, params, **options):
+    """The gradients of a loss, lowered for shapes."""
+    plan = planned(params, **options)
+    grad = jax.jit(zerojax.value_and_grad(loss, plan))
+    return grad.trace(plan.abstract()["params"], BATCH).lower()
 
 
-def check_gradients(loss, params, stage=3, **options):
-    grad, placed = placed_grad(loss, params, stage, **options)
-    wanted_value, wanted = jax.value_and_grad(loss)(params, BATCH)
-    value, grads = grad(placed, BATCH)
-    assert float(value) == pytest.approx(float(wanted_value), rel=1e-6)
-    assert_close(grads, wanted, 1e-6)
+def functions(text, name):
+    """The functions of a lowered program whose names begin so: each is traced and derived."""
+    return len(re.findall(rf"func.func private @{name}(?:_\d+)?\(", text))
+
+
+def calls(text, name):
+    return len(re.findall(rf"call @{name}(?:_\d+)?\(", text))
 
 
 @pytest.mark.parametrize("layer", [remat, functions_of_their_own])
 @pytest.mark.parametrize("count", [2, 6])
-def test_layers_that_are_alike_are_split_and_derived_once(counted, layer, count):
-    grad, placed = placed_grad(in_a_loop(layer), layers(count))
-    jaxpr = grad.trace(placed, BATCH).jaxpr
-    assert counted == {"split": 1, "derived": OF_ALIKE}
-    found = list(collectives(jaxpr))
+def test_layers_that_are_alike_are_derived_once(layer, count):
+    """And the first: its input, the batch, has no gradient."""
+    params = layers(count)
+    text = lowered(in_a_loop(layer), params).as_text()
+    for name in ("forward", "backward"):
+        assert (functions(text, name), calls(text, name)) == (2, count)
+    plan = planned(params)
+    grad = zerojax.value_and_grad(in_a_loop(layer), plan)
+    found = list(collectives(jax.make_jaxpr(grad)(plan.abstract()["params"], BATCH)))
     assert [(c.kind, c.elements) for c in found if c.kind != "all-reduce"].count(
         ("all-gather", DIM**2)
     ) == 2 * 2 * count
     assert sum(c.kind == "reduce-scatter" for c in found) == 2 * count
-    text = grad.lower(placed, BATCH).compile().as_text()
-    assert text.count(" all-gather(") == 2 * 2 * count  # XLA merges none
+
+
+def test_xla_merges_no_gathers_of_layers_that_are_alike():
+    text = lowered(in_a_loop(remat), layers(6)).compile().as_text()
+    assert text.count(" all-gather(") == 2 * 2 * 6
     assert " call(" not in text
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [(2, {}), (3, {}), (3, {"regather": False}), (3, {"accumulate": 2}), (3, {"prefetch": 1})],
-)
-@pytest.mark.parametrize("layer", [remat, functions_of_their_own])
-def test_gradients_are_those_of_one_device(layer, stage, options):
-    check_gradients(in_a_loop(layer), layers(3), stage, **options)
 
 
 def with_slope(slope):
@@ -118,7 +104,6 @@ def with_slope(slope):
 
 
 saves_dots = jax.checkpoint_policies.dots_saveable
-
 PAIRS = {
     "policies": [jax.checkpoint(dense, policy=p) for p in (None, saves_dots)],
     "prevent_cse": [jax.checkpoint(dense, prevent_cse=p) for p in (True, False)],
@@ -133,34 +118,38 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
-def test_layers_that_differ_are_not_taken_for_one(counted, name):
-    first, second = PAIRS[name]
-
-    def loss(params, x):
-        for layer, w in zip((first, second, first, second), params, strict=True):
-            x = layer(x, w)
-        return jnp.mean(x**2)
-
-    check_gradients(loss, layers(4))
-    assert counted == {"split": 2, "derived": OF_ALIKE + 1}
+def test_layers_that_differ_are_not_taken_for_one(name):
+    text = lowered(in_a_loop(*PAIRS[name]), layers(4)).as_text()
+    assert functions(text, "forward") == functions(text, "backward") == 3
 
 
-def test_constants_that_differ_are_kept_apart():
+def with_masks(params, x):
     """Closed over, they are operands of the checkpoint, or constants of its jaxpr."""
-    masks = [jnp.asarray(np.arange(DIM) % n, "float32") for n in (2, 3, 4)]
+    for n, w in enumerate(params[:3]):
+        mask = jnp.asarray(np.arange(DIM) % (n + 2), "float32")
+        x = jax.checkpoint(lambda x, w, mask=mask: dense(x * mask, w))(x, w)
+        x = jax.checkpoint(lambda x, w, mask=mask: dense(x * mask.sum(), w) / 9)(x, w)
+    return jnp.mean(x**2)
 
-    def loss(params, x):
-        for mask, w in zip(masks, params, strict=True):
-            x = jax.checkpoint(lambda x, w, mask=mask: dense(x * mask, w))(x, w)
-            x = jax.checkpoint(lambda x, w: dense(x * mask.sum(), w) / 9)(x, w)
-        return jnp.mean(x**2)
 
-    check_gradients(loss, layers(3))
+def test_gradients_are_those_of_one_device():
+    losses = {name: in_a_loop(*pair) for name, pair in PAIRS.items()}
+    losses |= {"alike": in_a_loop(remat), "constants": with_masks}
+    losses["their own"] = in_a_loop(functions_of_their_own)
+    params = layers(4)
+    plan = planned(params)
+    grads = {name: zerojax.value_and_grad(loss, plan) for name, loss in losses.items()}
+    for name, value in {"regather": False, "accumulate": 2, "prefetch": 1}.items():
+        grads[name] = zerojax.value_and_grad(losses["alike"], plan, **{name: value})
+    found = each(grads, plan.place({"params": params})["params"], BATCH)
+    wanted = each({n: jax.value_and_grad(loss) for n, loss in losses.items()}, params, BATCH)
+    for name, got in found.items():
+        assert_close(got, wanted.get(name, wanted["alike"]), 1e-6, what=name)
 
 
 def test_jaxprs_with_other_constants_differ():
-    masks = [jnp.arange(4.0), jnp.arange(4.0)]
-    closed = [jax.make_jaxpr(lambda x, m=m: x * m)(jnp.ones(4)) for m in (*masks, masks[0])]
+    masks = [np.arange(4.0, dtype="f") for _ in range(2)]
+    closed = [jax.make_jaxpr(lambda x, m=m: x * m)(np.ones(4, "f")) for m in (*masks, masks[0])]
     keys = [structure(one.jaxpr, one.consts) for one in closed]
     assert keys[0] == keys[2] != keys[1]
 
@@ -179,14 +168,12 @@ class Blocks(nn.Module):
         return x
 
 
-def test_modules_keep_their_names(counted):
+def test_modules_keep_their_names():
     model = Blocks()
-    params = model.init(KEYS[0], BATCH)["params"]
-    loss = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
-    check_gradients(loss, params)
-    assert counted["split"] == 1
-    grad, placed = placed_grad(loss, params)
-    names = set(re.findall(r'op_name="([^"]*)"', grad.lower(placed, BATCH).compile().as_text()))
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)["params"]
+    made = lowered(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), params)
+    assert functions(made.as_text(), "forward") == 2
+    names = set(re.findall(r'op_name="([^"]*)"', made.compile().as_text()))
     for layer in map(str, range(3)):
         named = [name for name in names if f"CheckpointBlock_{layer}" in name]
         for what in ("out", "tanh", "all_gather", "reduce_scatter"):
@@ -199,42 +186,38 @@ def test_what_has_side_effects_runs_for_each_layer(capfd):
         return dense(x, w)
 
     loss = in_a_loop(lambda x, w: jax.checkpoint(layer)(x, w))
-    grad, placed = placed_grad(loss, layers(3))
-    jax.block_until_ready(grad(placed, BATCH))
+    params = layers(3)
+    plan = planned(params)
+    grad = jax.jit(zerojax.value_and_grad(loss, plan))
+    jax.block_until_ready(grad(plan.place({"params": params})["params"], BATCH))
     jax.effects_barrier()
     assert capfd.readouterr().out.count(str(DIM)) >= 3 * 8
 
 
 @pytest.mark.parametrize("layer", [remat, dense])
 def test_programs_grow_linearly_with_layers(layer):
-    def lines(count):
-        grad, placed = placed_grad(in_a_loop(layer), layers(count))
-        return grad.lower(placed, BATCH).as_text().count("\n")
-
+    lines = lambda count: lowered(in_a_loop(layer), layers(count)).as_text().count("\n")
     four, eight, twelve = map(lines, (4, 8, 12))
     assert twelve - eight == eight - four
     assert layer is dense or (eight - four) / 4 < 20  # two calls, and what is done with each leaf
 
 
-def test_evaluation_traces_layers_once(counted):
+def test_evaluation_traces_layers_once():
     state = TrainState.create(apply_fn=None, params=layers(4), tx=optax.sgd(0.1))
     state = zerojax.shard_train_state(state, stage=3, min_shard_size=1)
     step = zerojax.eval_step(in_a_loop(remat))
-    wanted = in_a_loop(dense)(layers(4), BATCH)
+    text = step.lower(state, BATCH).as_text()
+    assert (functions(text, "plain"), calls(text, "plain"), functions(text, "forward")) == (1, 4, 0)
+    wanted = jax.jit(in_a_loop(dense))(jax.device_get(state.params), BATCH)
     assert float(step(state, BATCH)["loss"]) == pytest.approx(float(wanted), rel=1e-6)
-    assert counted == {"split": 1, "derived": 0}
-    assert step.lower(state, BATCH).as_text().count("call @plain") == 4
 
 
-def test_layers_of_other_shapes_or_shardings_are_not_taken_for_one(counted):
-    wide = layers(2, up=2 * DIM)
-    overrides = {"params/3/up": jax.sharding.PartitionSpec(None, "data")}
-    params = [*layers(2), *wide]
-    plan = zerojax.plan(
-        {"params": params}, stage=3, mesh=make_mesh(), min_shard_size=1, overrides=overrides
-    )
-    loss = in_a_loop(remat)
-    grad = jax.jit(zerojax.value_and_grad(loss, plan))
-    _, grads = grad(plan.place({"params": params})["params"], BATCH)
-    assert_close(grads, jax.grad(loss)(params, BATCH), 1e-6)
-    assert counted == {"split": 3, "derived": OF_ALIKE + 2}
+SHARDED = {"params/3/up": jax.sharding.PartitionSpec(None, "data")}
+
+
+@pytest.mark.parametrize(("overrides", "pairs"), [({}, 2), (SHARDED, 1)])
+def test_layers_of_other_shapes_or_shardings_are_not_taken_for_one(overrides, pairs):
+    """A pair that is alike shares functions; a layer that no other is alike has none."""
+    params = [*layers(2), *layers(2, up=2 * DIM)]
+    text = lowered(in_a_loop(remat), params, overrides=overrides).as_text()
+    assert functions(text, "forward") == functions(text, "backward") == 1 + pairs

@@ -1,11 +1,11 @@
 """Loops that prefetch: what they gather ahead, reduce behind, and keep."""
 
+import functools
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -17,27 +17,27 @@ from tests.engine.losses import (
     DIM,
     LAYERS,
     PARAMS,
-    PROGRAMS,
     dense,
+    each,
     end,
     kept_by_loops,
     scan,
-    sharded_grad,
-)
+    traced,
+)  # fmt: skip
 from tests.reference import assert_close
 from zerojax import _compat
 from zerojax._engine import prefetch as _prefetch, xla_options as _xla_options
 
+LAYER = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
+
 
 @pytest.mark.parametrize("name", ["plain_scan", "reverse_unrolled_scan", "remat_in_the_middle"])
 def test_prefetch_gathers_one_layer_ahead_in_both_directions(name):
-    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
-    jaxpr = grad.trace(params, BATCH).jaxpr
+    jaxpr = traced(name, prefetch=1)
     gathers = [c for c in collectives(jaxpr) if c.kind == "all-gather"]
-    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
     # Each direction's first outside of its loop; backward begins with forward's last layer.
-    assert sum(c.elements for c in gathers if c.depth == 0) == 2 * layer
-    assert sum(c.moved for c in gathers) == (2 * LAYERS - 1) * layer
+    assert sum(c.elements for c in gathers if c.depth == 0) == 2 * LAYER
+    assert sum(c.moved for c in gathers) == (2 * LAYERS - 1) * LAYER
     loops = list(scans_of(jaxpr))
     assert len(loops) == 2
     for loop in loops:
@@ -58,12 +58,10 @@ def test_prefetching_loops_scatter_what_the_iteration_before_left(name, in_turn,
     monkeypatch.setattr(_xla_options, "knows_wires", lambda mesh: True)
     if in_turn:  # as where a layer is larger than the largest collective
         monkeypatch.setattr(_prefetch, "LARGEST", 0)
-    grad, params = sharded_grad(PROGRAMS[name], 3, prefetch=1)
-    jaxpr = grad.trace(params, BATCH).jaxpr
+    jaxpr = traced.__wrapped__(name, prefetch=1)
     scatters = [c for c in collectives(jaxpr) if c.kind == "reduce-scatter"]
-    layer = sum(x[0].size for x in jax.tree.leaves(PARAMS["a"]))
-    assert sum(c.moved for c in scatters) == LAYERS * layer
-    assert sum(c.elements for c in scatters if c.depth == 1) == layer
+    assert sum(c.moved for c in scatters) == LAYERS * LAYER
+    assert sum(c.elements for c in scatters if c.depth == 1) == LAYER
     _, backward = scans_of(jaxpr)
     body = backward.params["jaxpr"].jaxpr
     reduced = [e.invars[0] for e in body.eqns if e.primitive.name == "reduce_scatter"]
@@ -83,9 +81,11 @@ def test_prefetching_loops_scatter_what_the_iteration_before_left(name, in_turn,
         assert (made[gather.invars[0]] == "optimization_barrier") == in_turn
 
 
+# -- what forward reads last
+
 HEADED = {
-    "layers": PARAMS["a"], "scale": jnp.ones(DIM), "head": PARAMS["c"]["w"][0],
-    "down": PARAMS["c"]["v"][0], "bias": jnp.linspace(-1, 1, 2 * DIM),
+    "layers": PARAMS["a"], "scale": np.ones(DIM, "f"), "head": PARAMS["c"]["w"][0],
+    "down": PARAMS["c"]["v"][0], "bias": np.linspace(-1, 1, 2 * DIM, dtype="f"),
 }  # fmt: skip
 
 
@@ -141,22 +141,80 @@ def head_before_the_loop(p, batch):
     return end(scan(dense, x, p["layers"]))
 
 
+# How often forward uses the head or the second one, and how many of both backward has anyway.
+HEADS = {
+    head: (1, 1), tied_head: (1, 1), head_after_remats: (1, 1), two_heads: (2, 1),
+    head_before_the_loop: (2, 0), head_with_a_bias: (1, 1), head_and_a_penalty: (2, 1),
+    small_layers_after_the_head: (1, 0), frozen_head: (1, 1), computed_head: (1, 0),
+}  # fmt: skip
+
+
+@functools.cache
+def headed():
+    return zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize(
-    ("loss", "used", "kept"),
-    [(head, 1, 1), (tied_head, 1, 1), (head_after_remats, 1, 1), (two_heads, 2, 1),
-     (head_before_the_loop, 2, 0), (head_with_a_bias, 1, 1), (head_and_a_penalty, 2, 1),
-     (small_layers_after_the_head, 1, 0), (frozen_head, 1, 1),
-     (computed_head, 1, 0)],
-)  # fmt: skip
-def test_prefetching_backward_starts_with_what_forward_read_last(loss, used, kept, prefetch):
-    plan = zerojax.plan({"params": HEADED}, stage=3, mesh=make_mesh(), stacked="layers/")
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=prefetch))
-    params = plan.place({"params": HEADED})["params"]
-    assert_close(grad(params, BATCH)[1], jax.grad(loss)(HEADED, BATCH), 1e-6)
-    found = list(collectives(grad.trace(params, BATCH).jaxpr))
+@pytest.mark.parametrize("loss", HEADS)
+def test_prefetching_backward_starts_with_what_forward_read_last(loss, prefetch):
+    grad = zerojax.value_and_grad(loss, headed(), prefetch=prefetch)
+    found = collectives(jax.make_jaxpr(grad)(headed().abstract()["params"], BATCH))
     of_heads = [c for c in found if c.kind == "all-gather" and c.elements == 2 * DIM * DIM]
+    used, kept = HEADS[loss]
     assert len(of_heads) == 2 * used - kept * prefetch
+
+
+def test_gradients_with_what_forward_read_last():
+    grads = {loss: zerojax.value_and_grad(loss, headed(), prefetch=1) for loss in HEADS}
+    found = each(grads, headed().place({"params": HEADED})["params"], BATCH)
+    wanted = each({loss: jax.value_and_grad(loss) for loss in HEADS}, HEADED, BATCH)
+    for loss in HEADS:
+        assert_close(found[loss], wanted[loss], 1e-6, what=loss.__name__)
+
+
+# -- short loops, and loops in loops
+
+SHORT = {
+    f"{length}{way}": jax.tree.map(lambda a: a[:length], PARAMS["a"])
+    for length in (1, 2, 3)
+    for way in ("forth", "back")
+}
+
+
+def short_loops(p, x):
+    for name, layers in p.items():
+        scale = jnp.arange(1.0, int(name[0]) + 1)  # an ordinary scanned input beside the weights
+        body = lambda x, layer: (dense(x, layer[0]) * layer[1], x.mean(1))
+        x, means = jax.lax.scan(body, x, (layers, scale), reverse="back" in name)
+        x = x + (means * scale[:, None]).sum(0)[:, None]
+    return end(x)
+
+
+def test_prefetch_in_short_loops():
+    plan = zerojax.plan({"params": SHORT}, stage=3, mesh=make_mesh(), stacked=".")
+    grad = jax.jit(zerojax.value_and_grad(short_loops, plan, prefetch=1))
+    got = grad(plan.place({"params": SHORT})["params"], BATCH["x"])
+    assert_close(got, jax.jit(jax.value_and_grad(short_loops))(SHORT, BATCH["x"]), 1e-6)
+
+
+def test_prefetch_keeps_no_weights_of_nested_loops():
+    grouped = jax.tree.map(lambda a: np.stack([a] * LAYERS), PARAMS["a"])
+    loss = lambda p, b: end(scan(lambda x, g: scan(dense, x, g), b["x"], p))
+    specs = dict.fromkeys("wb", jax.sharding.PartitionSpec(None, None, "data"))
+    plan = zerojax.plan({"params": grouped}, mesh=make_mesh(), stacked=".", overrides=specs)
+    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
+    traced = grad.trace(plan.place({"params": grouped})["params"], BATCH)
+    loops, kept = kept_by_loops(traced.jaxpr, least=DIM * DIM)
+    assert loops >= 4, "two nested ones of forward, two of backward"
+    assert kept == []
+    got = traced.lower().compile()(plan.place({"params": grouped})["params"], BATCH)
+    assert_close(got[1], jax.jit(jax.grad(loss))(grouped, BATCH), 1e-6)
+
+
+@pytest.mark.parametrize("value", [2, -1, "yes", None])
+def test_bad_prefetch(value):
+    with pytest.raises(ValueError, match=r"prefetch must be 0, 1 or 'auto'"):
+        zerojax.train_step(end, prefetch=value)
 
 
 @pytest.mark.gpu_code
@@ -188,75 +246,3 @@ def test_gathers_of_backward_start_ahead_of_matmuls_where_xla_knows_no_times(sha
     one, other = sorted(c.between for c in gathers)  # an iteration has two layers
     # Behind small kernels alone, one would have 4% of the compute of the other, or 18%.
     assert one > other / 3
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_prefetch_in_short_loops(length, reverse):
-    params = {"params": {"a": jax.tree.map(lambda a: a[:length], PARAMS["a"])}}
-
-    def loss(p, batch):
-        scale = jnp.arange(1.0, length + 1)  # an ordinary scanned input beside the weights
-        body = lambda x, layer: (dense(x, layer[0]) * layer[1], x.mean())
-        x, means = jax.lax.scan(body, batch["x"], (p["a"], scale), reverse=reverse)
-        return end(x) + (means * scale).sum()
-
-    plan = zerojax.plan(params, stage=3, mesh=make_mesh(), stacked="a/")
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
-    got = grad(plan.place(params)["params"], BATCH)
-    parts = [jax.tree.map(lambda a: a[i * 2 : i * 2 + 2], BATCH) for i in range(8)]
-    want = jax.grad(lambda p: sum(loss(p, part) for part in parts) / 8)(params["params"])
-    assert_close(got[1], want, 1e-6)
-
-
-@pytest.mark.slow
-def test_prefetch_of_large_layers_on_cpus():
-    """NaN or a segmentation fault on JAX 0.12, therefore in a process of its own."""
-    command = [sys.executable, "-c", LARGE_LAYERS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    plain, prefetched = map(float, done.stdout.split())
-    assert prefetched == pytest.approx(plain, rel=1e-5)
-
-
-LARGE_LAYERS = """
-import jax, numpy as np, optax, zerojax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-from flax.training.train_state import TrainState
-from zerojax._forecast import presets
-model = presets.Gpt(4, 256, 4, vocab=512, tokens=64, compute="float32")
-
-def make_state():
-    leaves, treedef = jax.tree.flatten(model.shapes())
-    draw = lambda i, s: jax.random.normal(jax.random.key(i), s.shape) * 0.05
-    params = treedef.unflatten([draw(i, s) for i, s in enumerate(leaves)])
-    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
-
-batch = np.random.default_rng(0).integers(0, 512, (64, 64)).astype(np.int32)
-plan = zerojax.plan(make_state, stage=3)
-for prefetch in (0, 1):
-    step = zerojax.train_step(model.loss, prefetch=prefetch)
-    print(step(plan.place(make_state), batch)[1]["grad_norm"])
-"""
-
-
-@pytest.mark.parametrize("value", [2, -1, "yes", None])
-def test_bad_prefetch(value):
-    with pytest.raises(ValueError, match=r"prefetch must be 0, 1 or 'auto'"):
-        zerojax.train_step(end, prefetch=value)
-
-
-def test_prefetch_keeps_no_weights_of_nested_loops():
-    grouped = jax.tree.map(lambda a: jnp.stack([a] * LAYERS), PARAMS["a"])
-    loss = lambda p, b: end(scan(lambda x, g: scan(dense, x, g), b["x"], p))
-    plan = zerojax.plan({"params": grouped}, stage=3, mesh=make_mesh(), stacked=".", overrides={
-        "w": jax.sharding.PartitionSpec(None, None, "data"),
-        "b": jax.sharding.PartitionSpec(None, None, "data"),
-    })  # fmt: skip
-    params = plan.place({"params": grouped})["params"]
-    grad = jax.jit(zerojax.value_and_grad(loss, plan, prefetch=1))
-    assert_close(grad(params, BATCH)[1], jax.grad(loss)(grouped, BATCH), 1e-6)
-    loops, kept = kept_by_loops(grad.trace(params, BATCH).jaxpr, least=DIM * DIM)
-    assert loops >= 4, "two nested ones of forward, two of backward"
-    assert kept == []

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -31,11 +32,10 @@ linear, wider = linear_with(jnp.bfloat16), linear_with(jnp.float32)
 
 
 def make(width):
-    def weights(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), (*shape, width, width), jnp.bfloat16) / 4
-
-    params = {"called": weights(0), "checkpointed": weights(1), "wider": weights(2)}
-    params["stack"] = weights(3, 3)
+    draw = np.random.default_rng(0)
+    weights = lambda *shape: (draw.normal(size=(*shape, width, width)) / 4).astype(jnp.bfloat16)
+    params = {name: weights() for name in ("called", "checkpointed", "wider")}
+    params["stack"] = weights(3)
     return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5))
 
 
@@ -50,19 +50,17 @@ def loss(params, x, wrap=lambda layer: layer):
 @pytest.mark.parametrize(
     ("width", "stage", "wrap", "options"),
     [
-        (19, 1, jax.checkpoint, {}),  # padded
-        (19, 3, jax.checkpoint, {"prefetch": 1}),
+        (19, 3, jax.checkpoint, {"prefetch": 1}),  # padded
         (16, 0, lambda layer: layer, {"accumulate": 2, "order": "layers"}),
-        (16, 3, lambda layer: layer, {"accumulate": 2}),
     ],
 )
 def test_a_wider_gradient_is_rounded_to_the_dtype_of_its_parameter(width, stage, wrap, options):
     state = make(width)
-    x = jax.random.normal(jax.random.key(9), (16, width), jnp.bfloat16)
-    wanted_loss, wanted = jax.value_and_grad(loss)(state.params, x)
+    x = np.random.default_rng(9).normal(size=(16, width)).astype(jnp.bfloat16)
+    wanted_loss, wanted = jax.jit(jax.value_and_grad(loss))(state.params, x)
     assert wanted["stack"].dtype == jnp.float32, "JAX takes it"
     plan = zerojax.plan(state, stage=stage, stacked="stack")
     wrapped = functools.partial(loss, wrap=wrap)
     value, grads = jax.jit(zerojax.value_and_grad(wrapped, plan, **options))(state.params, x)
     assert float(value) == pytest.approx(float(wanted_loss), rel=1e-2)
-    assert_close(grads, jax.tree.map(lambda x: x.astype(jnp.bfloat16), wanted), 1e-2)
+    assert_close(grads, jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), wanted), 1e-2)
