@@ -153,14 +153,6 @@ def weight_normalisation(p, batch):
     return end(scan(body, batch["x"], p["a"]))
 
 
-def mixed_dtypes(p, batch):
-    def body(x, layer):
-        h = x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16)
-        return x + jnp.tanh(h.astype(jnp.float32) + layer["b"])
-
-    return end(scan(body, batch["x"], p["a"]))
-
-
 def frozen_layers(p, batch):
     frozen = lax.stop_gradient(p["a"])
     return end(scan(dense, scan(dense, batch["x"], frozen), p["a"]) @ p["shared"])
@@ -198,46 +190,15 @@ def weights_in_the_carry(p, batch):
     return end(x)
 
 
-def dropout_keys(p, batch):
-    keys = jax.random.split(jax.random.key(3), LAYERS)
-
-    def body(x, layer_and_key):
-        layer, key = layer_and_key
-        return dense(x, layer) * jax.random.bernoulli(key, 0.9, (DIM,))
-
-    return end(scan(body, batch["x"], (p["a"], keys)))
-
-
-def mask_made_in_the_body(p, batch):
-    def body(x, layer):
-        mask = jnp.tril(jnp.ones((DIM, DIM)))
-        return dense(x @ mask, layer)
-
-    return end(scan(body, batch["x"], p["a"]))
-
-
 def layers_that_do_not_all_shard(p, batch):
     body = lambda x, layer: jnp.tanh(x @ layer["w"]) * layer["gain"].mean()
     return end(scan(body, batch["x"], p["odd"]))
-
-
-def vmapped(p, batch):
-    return end(jax.vmap(lambda x: scan(dense, x, p["a"]))(batch["x"]))
-
-
-def psum_in_the_loss(p, batch):
-    x = scan(dense, batch["x"], p["a"])
-    if "data" in jax.sharding.get_abstract_mesh().manual_axes:
-        return end(lax.pmean(x.mean(0), "data"))
-    return end(x.mean(0))
 
 
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
     "all_but_names": jax.checkpoint_policies.save_anything_except_these_names("hidden"),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
@@ -312,9 +273,9 @@ PROGRAMS = {
         plain_scan, reverse_unrolled_scan, scan_with_outputs, several_stacks,
         constants_with_gradients, groups_of_layers, groups_under_remat, remat_in_the_middle,
         remat_around_the_scan, jitted_inside, call_returns_what_it_got, control_flow_inside,
-        custom_derivative_inside, weight_normalisation, mixed_dtypes, frozen_layers,
-        tied_everywhere, python_loop, recurrent, weights_in_the_carry, dropout_keys,
-        mask_made_in_the_body, layers_that_do_not_all_shard, vmapped, psum_in_the_loss,
+        custom_derivative_inside, weight_normalisation, frozen_layers,
+        tied_everywhere, python_loop, recurrent, weights_in_the_carry,
+        layers_that_do_not_all_shard,
         constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled, halves,
         split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
     )
