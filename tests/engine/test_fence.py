@@ -37,31 +37,21 @@ def gathers_after_a_loop(wait):
     return unordered(zerojax.audit(jax.jit(sharded).lower(*args).compile()).module)
 
 
-def test_a_barrier_does_not_order_them():
-    """Where this fails, XLA:CPU may have been mended, and the fence may go in time."""
-    barrier = lambda shards, y: lax.optimization_barrier((shards, y))
-    loops, found = gathers_after_a_loop(barrier)
-    assert loops and len(found) == (8 if jax.__version_info__ >= (0, 12) else 0)
-
-
-def test_the_fence_does():
+def test_the_fence_orders_them_and_a_barrier_does_not():
+    """Where a barrier does, XLA:CPU may have been mended, and the fence may go in time."""
+    loops, left = gathers_after_a_loop(lambda shards, y: lax.optimization_barrier((shards, y)))
+    assert loops and len(left) == (8 if jax.__version_info__ >= (0, 12) else 0)
     wait = lambda shards, y: (fence.wait(shards, fence.mark([y])), y)
     assert gathers_after_a_loop(wait) == (1, [])
 
 
-def test_what_waits_is_unchanged():
-    for dtype in ("float32", "bfloat16", "float16", "int32", "uint8"):
-        values = {"w": np.arange(6).reshape(2, 3).astype(dtype), "key": jax.random.key(3)}
-        waited = jax.jit(lambda v, outs: fence.wait(v, fence.mark(outs)))
-        same = [np.asarray(value, dtype) for value in (0, 1, 3)]
-        for outs in (*([x] for x in same), [np.float32("nan"), np.float32("-inf")]):
-            got = waited(values, outs)
-            np.testing.assert_array_equal(got["w"], values["w"])
-            assert (jax.random.key_data(got["key"]) == jax.random.key_data(values["key"])).all()
-
-
-def test_what_has_no_bits_to_count_is_no_mark():
-    assert fence.mark([jnp.zeros(3, bool), jnp.zeros(0), jnp.zeros((), complex)]) is None
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_what_waits_is_unchanged(dtype):
+    values = {"w": np.arange(6).reshape(2, 3).astype(dtype), "key": jax.random.key(3)}
+    waited = jax.jit(lambda v, outs: fence.wait(v, fence.mark(outs)))
+    got = waited(values, [np.asarray(3, dtype), np.float32("nan"), np.float32("-inf")])
+    np.testing.assert_array_equal(got["w"], values["w"])
+    assert (jax.random.key_data(got["key"]) == jax.random.key_data(values["key"])).all()
 
 
 def translated(params, batch):
@@ -88,33 +78,26 @@ def test_rows_of_tables_travel_between_loops(stage, accumulate):
 
 def loss(params, batch):
     x = jnp.tanh(batch @ params["inner"])
-    x, _ = lax.scan(lambda x, layer: (jnp.tanh(x @ layer["w"] + layer["b"]), None), x, params["s"])
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
     return jnp.mean((x * params["norm"]) @ params["head"])
 
 
 @pytest.mark.gpu_code
-@pytest.mark.parametrize("layers", [2, 3, 4])
+@pytest.mark.parametrize("layers", [2, 4])
 def test_backward_gathers_again_on_gpus(layers):
     """A loop that prefetches orders its gathers by itself, a short one too."""
-    shapes = {
-        "inner": jax.ShapeDtypeStruct((DIM, DIM), "float32"),
-        "s": {
-            "w": jax.ShapeDtypeStruct((layers, DIM, DIM), "float32"),
-            "b": jax.ShapeDtypeStruct((layers, DIM), "float32"),
-        },
-        "norm": jax.ShapeDtypeStruct((DIM,), "float32"),
-        "head": jax.ShapeDtypeStruct((DIM, DIM), "float32"),
-    }
-    tx = optax.sgd(0.1)
-    make = lambda: TrainState.create(
-        apply_fn=None, params=jax.tree.map(jnp.zeros_like, shapes), tx=tx
-    )
+
+    def make():
+        params = {"stack": jnp.ones((layers, DIM, DIM)), "norm": jnp.ones(DIM)}
+        params |= dict.fromkeys(("inner", "head"), jnp.ones((DIM, DIM)))
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
     plan = zerojax.plan(make, mesh=zerojax.aot.mesh("8xH100"), min_shard_size=0)
     step = zerojax.train_step(loss, plan=plan, prefetch=1)
     batch = zerojax.aot.batch(jax.ShapeDtypeStruct((64, DIM), "float32"), plan)
     traffic = zerojax.audit(step, plan.abstract(), batch).traffic
     gathered = sum(t.wire_bytes * t.trips for t in traffic if t.kind == "all-gather")
     # Forward gathers all of them, backward the stack again but for its last layer, and what the
-    # end of the loss read last is kept. Whether backward reads the biases is up to XLA.
+    # end of the loss read last is kept.
     wanted = (2 + 2 * layers - 1) * DIM * DIM
     assert gathered == pytest.approx(wanted * 4 * 7 / 8, rel=0.03)
