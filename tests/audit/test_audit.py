@@ -66,11 +66,9 @@ def test_audits_know_the_hosts_and_the_convolutions():
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     plan = zerojax.plan({"params": {"k": jnp.ones((64, 64))}}, stage=3, mesh=mesh)
-    step = jax.jit(jax.grad(loss))
-    if jax.__version_info__ >= (0, 12):
-        step = jax.jit(
-            jax.grad(loss), compiler_options={"xla_gpu_experimental_use_collective_kernels": ""}
-        )
+    is_new = jax.__version_info__ >= (0, 12)
+    options = {"xla_gpu_experimental_use_collective_kernels": ""} if is_new else {}
+    step = jax.jit(jax.grad(loss), compiler_options=options)
     report = zerojax.audit(step.lower(kernel, images).compile(), plan=plan)
     forward = 2 * 8 * 32 * 32 * 128 * 3 * 3 * 64
     assert report.replay.flops == 2 * forward  # forward, and the gradient of the kernel

@@ -6,9 +6,11 @@ import pytest
 
 import zerojax
 from tests import steps
-from zerojax._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
+from zerojax._hlo.transfers import Transfer
 
 MIB = 2**20  # bytes of a copy that may be anything
+TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
+WAYS = (TO_DEVICE, TO_HOST)
 
 
 def on_gpus(name="stage3", stage=3, **offload):
@@ -29,111 +31,100 @@ def planned(report):
     return sum(report.plan.host_bytes_per_device().values())
 
 
-def found(report, transfers, on_host=None, temporary=0, donated=True):
+def findings(report, transfers, on_host=None, temporary=0, donated=True):
     """The findings for some copies of a program; by default, it has the planned bytes."""
     on_host = planned(report) if on_host is None else on_host
-    memory = dataclasses.replace(
-        report.memory,
-        on_host=on_host,
-        host_donated=on_host if donated else 0,
-        host_temporary=temporary,
-    )
+    sizes = {"on_host": on_host, "host_donated": on_host if donated else 0}
+    memory = dataclasses.replace(report.memory, **sizes, host_temporary=temporary)
     replay = dataclasses.replace(report.replay, transfers=transfers)
     return dataclasses.replace(report, memory=memory, replay=replay).findings()
 
 
-def copy(report, way, nbytes, by_engine=True, trips=1):
+def copy(report, way, nbytes, by_engine=True, trips=1, opcode="copy"):
     instruction = next(iter(report.module.computations[report.module.entry].values()))
+    instruction = dataclasses.replace(instruction, opcode=opcode)
     return Transfer(instruction, way, nbytes, by_engine, trips)
 
 
-def test_bytes_that_travel_once_each_way_are_as_promised(report):
-    assert found(report, [copy(report, TO_DEVICE, MIB), copy(report, TO_HOST, MIB)]) == []
+def test_what_travels_once_each_way_is_as_promised_and_twice_is_not(report):
+    assert findings(report, [copy(report, way, MIB) for way in WAYS]) == []
+    for way in WAYS:
+        (line,) = findings(report, [copy(report, way, MIB / 2, trips=8)])
+        assert line.startswith(f"4.0 MiB are copied {way} in a step; what the plan has in host")
+        assert line.endswith("Look for state that the step reads outside of the optimizer.")
 
 
-@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
-def test_what_travels_twice_is_found(report, way):
-    (finding,) = found(report, [copy(report, way, MIB / 2, trips=8)])
-    assert finding.startswith(f"4.0 MiB are copied {way} in a step; what the plan has in host")
-    assert finding.endswith("Look for state that the step reads outside of the optimizer.")
-
-
-@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
-def test_moments_that_do_not_travel_are_found(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_moments_that_do_not_travel(way):
     report = on_gpus("padded3", stage=0)  # whole on each device: more than any copy
     size = planned(report)
     other = TO_HOST if way == TO_DEVICE else TO_DEVICE
     sent = lambda share: [copy(report, way, share * size), copy(report, other, size)]
-    assert found(report, sent(1)) == found(report, sent(0.9)) == []  # some is only read
-    (finding,) = found(report, sent(0))
-    assert finding.startswith(f"Hardly anything is copied {way} in a step, and the plan has")
-    assert "of optimizer state in host memory, which is not updated then" in finding
-
-
-def test_on_cpus_there_is_one_memory(report):
-    report = dataclasses.replace(report, backend="cpu")
-    assert "host memory        is counted as the device's: CPUs have one memory" in str(report)
-    assert "host memory" not in str(steps.row("padded3").report)
-    assert found(report, [copy(report, TO_DEVICE, 9 * MIB)]) == []
-
-
-def test_what_a_host_has_pinned(report):
-    report = dataclasses.replace(report, per_host=8)
-    memory = dataclasses.replace(report.memory, on_host=9 * 2**30, host_donated=9 * 2**30)
-    text = str(dataclasses.replace(report, memory=memory))
-    assert "72.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins" in text
-    memory = dataclasses.replace(report.memory, on_host=7 * 2**30, host_donated=7 * 2**30)
-    assert "XLA pins" not in str(dataclasses.replace(report, memory=memory))
+    assert findings(report, sent(1)) == findings(report, sent(0.9)) == []  # some is only read
+    (line,) = findings(report, sent(0))
+    assert line.startswith(f"Hardly anything is copied {way} in a step, and the plan has")
+    assert "of optimizer state in host memory, which is not updated then" in line
 
 
 def test_parameters_are_fetched_for_forward_backward_and_the_update():
     report = dataclasses.replace(on_gpus(opt_state=0, params=True, min_bytes=0), accumulate=2)
     size = planned(report)
     assert size == report.plan.host_bytes_per_device()["params"] > 0
-    (finding,) = found(report, [copy(report, TO_DEVICE, 5 * size * 1.02 + MIB)])
-    assert "needs" in finding
-    assert found(report, [copy(report, TO_DEVICE, 5 * size + MIB)]) == []
-    (finding,) = found(report, [copy(report, TO_HOST, size * 1.02 + MIB)])
-    assert "copied to the host" in finding
+    assert findings(report, [copy(report, TO_DEVICE, 5 * size + MIB)]) == []
+    for way, times in ((TO_DEVICE, 5), (TO_HOST, 1)):
+        (line,) = findings(report, [copy(report, way, times * size * 1.02 + MIB)])
+        assert f"copied {way}" in line
 
 
-def test_state_elsewhere_than_planned_is_found(report):
-    (finding,) = found(report, [], on_host=3 * MIB)
-    assert finding.startswith("3.0 MiB of the state are in host memory and the plan has")
-
-
-def test_copies_within_host_memory_are_found(report):
-    (finding,) = found(report, [], temporary=2 * MIB, donated=False)
-    assert finding.startswith("2.0 MiB of host memory are temporary") and "donate=True" in finding
-    (finding,) = found(report, [copy(report, IN_HOST, 2 * MIB)])
-    assert "is a copy from host memory to host memory. Look for a loop" in finding
-
-
-@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_waits_for_backward_is_sent_and_fetched_by_each_microbatch(report, way):
     report = dataclasses.replace(report, accumulate=3)
-    kept = 2 * MIB
-    assert found(report, [copy(report, way, 3 * kept)], temporary=kept) == []
-    (finding,) = found(report, [copy(report, way, 5 * kept)], temporary=kept)
-    assert f"are copied {way} in a step" in finding
-    assert "and what is kept there for backward, 2.0 MiB, needs 6.1 MiB" in finding
+    assert findings(report, [copy(report, way, 6 * MIB)], temporary=2 * MIB) == []
+    (line,) = findings(report, [copy(report, way, 10 * MIB)], temporary=2 * MIB)
+    assert f"are copied {way} in a step" in line
+    assert "and what is kept there for backward, 2.0 MiB, needs 6.1 MiB" in line
 
 
-def test_kernels_that_read_host_memory_are_found_in_loops(report):
-    slow = copy(report, TO_DEVICE, MIB + 1, by_engine=False, trips=2)
-    assert any("is made by a kernel" in one for one in found(report, [slow]))
-    alone = copy(report, TO_DEVICE, MIB + 1, by_engine=False)
-    assert found(report, [alone]) == []
-    # The first layer of each microbatch; not in a loop over layers.
-    microbatches = dataclasses.replace(report, accumulate=2)
-    assert not any("is made by a kernel" in one for one in found(microbatches, [slow]))
+@pytest.mark.parametrize(
+    ("copied", "memory", "message"),
+    [
+        ((), {"on_host": 3 * MIB}, "3.0 MiB of the state are in host memory and the plan has"),
+        ((), {"temporary": 2 * MIB, "donated": False}, "2.0 MiB of host memory are temporary"),
+        ((IN_HOST, 2 * MIB), {}, "is a copy from host memory to host memory. Look for a loop"),
+    ],
+)
+def test_state_elsewhere_than_planned(report, copied, memory, message):
+    (line,) = findings(report, [copy(report, *copied)] if copied else [], **memory)
+    assert message in line and ("donate=True" in line) == ("donated" in memory)
 
 
-@pytest.mark.parametrize("way", [TO_DEVICE, TO_HOST])
-def test_copies_that_the_gpu_waits_for_are_found_in_loops(report, way):
-    waits = copy(report, way, 2 * MIB, trips=2)
-    assert any("is a copy that the GPU waits for" in one for one in found(report, [waits]))
-    started = dataclasses.replace(waits.instruction, opcode="copy-start")
-    beside = dataclasses.replace(waits, instruction=started)
-    assert not any("waits for" in one for one in found(report, [beside]))
-    assert not any("waits for" in one for one in found(report, [copy(report, way, 2 * MIB)]))
+@pytest.mark.parametrize(
+    ("slow", "fine", "message"),
+    [
+        ({"by_engine": False}, {"trips": 1}, "is made by a kernel"),
+        ({}, {"opcode": "copy-start"}, "is a copy that the GPU waits for"),
+        ({}, {"trips": 1}, "is a copy that the GPU waits for"),
+    ],
+)
+def test_slow_copies_are_found_in_loops(report, slow, fine, message):
+    """In a loop over microbatches alone is the first layer of each."""
+
+    def is_slow(report=report, **how):
+        lines = findings(report, [copy(report, TO_DEVICE, MIB + 1, **{"trips": 2} | slow | how)])
+        return any(message in line for line in lines)
+
+    assert is_slow() and not is_slow(**fine)
+    assert not is_slow(dataclasses.replace(report, accumulate=2))
+
+
+def test_what_a_report_says_of_host_memory(report):
+    def text(nbytes):
+        memory = dataclasses.replace(report.memory, on_host=nbytes, host_donated=nbytes)
+        return str(dataclasses.replace(report, memory=memory, per_host=8))
+
+    said = "72.0 GiB are in host memory if one process runs all GPUs of a host. XLA pins"
+    assert said in text(9 * 2**30) and "XLA pins" not in text(7 * 2**30)
+    on_cpus = dataclasses.replace(report, backend="cpu")
+    assert "host memory        is counted as the device's: CPUs have one memory" in str(on_cpus)
+    assert "host memory" not in str(steps.row("padded3").report)
+    assert findings(on_cpus, [copy(on_cpus, TO_DEVICE, 9 * MIB)]) == []
