@@ -1,6 +1,9 @@
 """Small modules written by hand, and GPUs whose rates are round numbers."""
 
 import dataclasses
+import re
+
+import pytest
 
 import zerojax
 
@@ -20,6 +23,11 @@ NOTHING = module("\n  ROOT %nothing = f32[] constant(0)\n")
 def gpu_named(name):
     """The facts of a GPU, as an audit has them."""
     return zerojax.audit(NOTHING, gpu=name).gpu
+
+
+with pytest.raises(ValueError, match=r"no facts about a GPU 'H9'\. Name one of") as said:
+    zerojax.rates_of("H9")
+GPUS = {name: gpu_named(name) for name in re.findall(r"[\w-]+", str(said.value).split(" of ")[1])}
 
 
 def audited(text, rates=RATES, per_host=8):

@@ -132,26 +132,12 @@ def test_collectives_and_flops_are_those_counted_by_hand(name):
     assert '"/' not in text and "/home" not in text and "/tmp" not in text, "a machine's paths"
 
 
-def test_loops_of_unknown_length_are_named_and_counted_once():
-    found = report("unknown-cpu8-jax0.10")
-    assert found.replay.unknown_loops == ["while.9"]
-    assert "loops of unknown length are counted once: while.9" in str(found)
-    assert report("layers-cpu8-jax0.10").replay.unknown_loops == []
-
-
 def test_joined_collectives_keep_their_arrays():
     (one,) = report("combined-cpu8-jax0.12").traffic
     assert sorted(p.array for p in one.parts) == ["f32[256,512]", "f32[512,256]", "f32[512]"]
     (first, *_) = report("step3-8xH100-jax0.12").traffic
     assert [part.array for part in first.parts] == ["bf16[32,256]"] * 2
     assert first.paths == ("params/layers/w",)
-
-
-def test_axes_are_named_where_the_module_names_them():
-    axes = {t.kind: t.axes for t in report("axes-cpu8-jax0.12").traffic}
-    over = {"all-gather": ("model",), "all-reduce": ("data",)}
-    assert axes == over | {"reduce-scatter": ("data", "model")}
-    assert {t.axes for t in report("axes-cpu8-jax0.10").traffic} == {None}
 
 
 @pytest.mark.parametrize(
@@ -165,17 +151,3 @@ def test_a_gather_is_traced_to_its_argument_and_the_loss_to_its_line(name):
     file, line = loss.source.split(":")
     assert file == "src/tests/programs/make.py" and int(line) > 30
     assert loss.serves == loss.source
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "kept"),
-    [("step3-8xH100-jax0.12", 8, 1), ("step2-16xH100-jax0.10", 16, 16)],
-)
-def test_state_is_donated_and_named(name, devices, kept):
-    found = report(name)
-    # step, b and w, and the momentum of both; the rows and the norm are no state
-    assert len(found.module.aliases) == 5 and found.not_donated == ()
-    leaves = 4 * 256 * F32 + 4 * LAYER * F32
-    assert found.memory.parameters == leaves // devices * kept
-    assert found.memory.optimizer == leaves // devices
-    assert {path for t in found.traffic for path in t.paths} >= {"params/layers/w"}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, audited, module
+from tests.hlo.modules import LAYER, RATES, audited, module
 
 MATRIX = 1024 * 1024 * 4  # bytes of a (1024, 1024) in fp32
 US = 1e-6
@@ -163,20 +163,6 @@ def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen
     assert found.step_seconds == found.exposed_seconds == pytest.approx(seconds)
 
 
-def test_buffers_of_asynchronous_fusions_and_copies():
-    """The result of a start is one buffer, whichever place it has in the start's type."""
-    entry = f"""{ARGUMENTS}
-  %s = ((f32[8,256,256]{{2,1,0}}, s32[]), f32[256,256]{{1,0}}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%sliced
-  %slice = f32[256,256]{{1,0}} fusion-done(%s)
-  %c = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}, u32[]) copy-start(%slice)
-  %copied = f32[256,256]{{1,0}} copy-done(%c)
-  %pair = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}) tuple(%copied, %slice)
-  %second = f32[256,256]{{1,0}} get-tuple-element(%pair), index=1
-  ROOT %loss = f32[] reduce(%second, %copied), to_apply=%sliced
-"""  # noqa: E501
-    assert audited(module(entry, SLICE)).memory.temporary == pytest.approx(2 * LAYER, abs=16)
-
-
 # -- copies to the host and back: 1 GB/s in each direction, and 2 us to start
 
 TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
@@ -244,13 +230,6 @@ def test_the_gpus_of_a_host_share_its_memory(devices, per_host, speed):
     assert found.step_seconds == pytest.approx(LAYER / (speed * 1e9) + 2e-6)
 
 
-def test_one_way_is_one_lane():
-    again = f"  %more = {READ}\n  %late = {ONE} fusion-done(%more)\n  %got ="
-    found = audited(module(SLICES.replace("  %got =", again), sliced()), HOST)
-    assert found.step_seconds == pytest.approx(2 * COPY)
-    assert [one.way for one in found.replay.transfers] == [TO_DEVICE, TO_HOST, TO_DEVICE]
-
-
 def test_copies_of_whole_arrays():
     entry = f"""
   %a = {STACK} parameter(0)
@@ -266,30 +245,3 @@ def test_copies_of_whole_arrays():
     whole = 8 * LAYER
     assert found == [(TO_DEVICE, whole, True), (TO_HOST, whole, False), (IN_HOST, whole, False)]
     assert replay.waited == pytest.approx(3 * (whole / 1e9 + 2e-6))
-
-
-def test_loops_repeat_copies():
-    body = f"""{sliced()}
-%body (p: (s32[], f32[8,256,256])) -> (s32[], f32[8,256,256]) {{
-  %p = (s32[], {STACK}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %a = {STACK} get-tuple-element(%p), index=1
-  %get = {READ}
-  %got = {ONE} fusion-done(%get)
-  ROOT %next = (s32[], {STACK}) tuple(%i, %a)
-}}
-
-%cond (p: (s32[], f32[8,256,256])) -> pred[] {{
-  %p = (s32[], {STACK}) parameter(0)
-  ROOT %yes = pred[] constant(true)
-}}
-"""
-    count = 'backend_config={"known_trip_count":{"n":"8"}}'
-    entry = f"""
-  %a = (s32[], {STACK}) parameter(0)
-  ROOT %loop = (s32[], {STACK}) while(%a), condition=%cond, body=%body, {count}
-"""
-    replay = audited(module(entry, body), HOST).replay
-    (one,) = replay.transfers
-    assert (one.trips, one.total_bytes) == (8, 8 * LAYER)
-    assert replay.waited == pytest.approx(8 * COPY) == replay.step

@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax import lax
 
-import zerojax
 from tests.verify.steps import (
     MASKED,
     ROWS,
@@ -18,7 +17,6 @@ from tests.verify.steps import (
     check_by_hand,
     dropping,
     masked_loss,
-    mean_loss,
     placed,
     squares,
     verified,
@@ -62,20 +60,6 @@ def test_an_optimizer_on_local_shards_is_named():
     assert {check.kind for check in report.wrong} == {"opt_state", "params"}
     assert "Each device ran the optimizer on its own shards alone" in report.causes[0]
     assert "outside of shard_map" in report.causes[0]
-
-
-def test_an_optimizer_that_cannot_run_on_a_shard_is_no_cause():
-    """Adafactor's factors of a shard have other shapes than those of the matrix."""
-    state = placed({"w": np.ones((256, 128), np.float32) / 16}, optax.adafactor(1e-2))
-
-    @jax.jit
-    def wrong(state, x):
-        value, grads = zerojax.value_and_grad(mean_loss, state.tx.plan)(state.params, x)
-        grads = jax.tree.map(lambda g: g + 0.05, grads)
-        return state.tx.plan.constrain(state.apply_gradients(grads=grads)), {"loss": value}
-
-    found = zerojax.verify(wrong, state, np.ones((32, 256), np.float32), loss_fn=mean_loss)
-    assert not found.ok and "two causes are left" in str(found)
 
 
 # -- losses that mean something else on a part of the batch
@@ -142,30 +126,6 @@ def test_their_remedies_pass(loss, batch, remedy):
     assert report.losses["the step"] == pytest.approx(float(jax.jit(loss)(W, batch)), rel=1e-5)
 
 
-def policy(params, batch, normalised):
-    """The loss of a policy and of values, as PPO has it."""
-    ratio, gain = jnp.exp((batch["x"] @ params["w"]).mean(-1)), normalised(batch["gain"])
-    gains = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
-    return ((batch["x"].sum(-1) - batch["values"]) ** 2).mean() - gains.mean()
-
-
-def by_deviation(gain, mean=jnp.mean):
-    return (gain - mean(gain)) / (jnp.sqrt(mean((gain - mean(gain)) ** 2)) + 1e-8)
-
-
-def test_an_advantage_normalised_over_the_minibatch_is_named_and_its_remedy_passes():
-    gain = np.cumsum(X[:, 0])
-    batch = {"x": X, "values": X[:, 1], "gain": gain, "unread": X[:, 2]}
-
-    def found(normalised):
-        return verified(functools.partial(policy, normalised=normalised), batch)
-
-    cause = found(by_deviation).causes[0]
-    assert "normalises batch leaf gain by its mean and deviation" in cause
-    assert "before the step" in cause and "masked" not in cause
-    assert found(functools.partial(by_deviation, mean=zerojax.mean)).ok
-
-
 STATS = {"batch_stats": {"mean": np.zeros(16, np.float32)}}
 
 
@@ -194,13 +154,6 @@ def test_batchnorm_is_named_and_its_remedy_passes():
         assert "Most likely BatchNorm: give it axis_name='data'. Else" in found.causes[0]
     assert {"batch_stats/mean", "aux/out"} <= {c.path for c in report.checks}
     assert of_batchnorm(axis_name="data").ok
-
-
-def test_batchnorm_is_named_where_a_step_accumulates():
-    split = of_batchnorm(axis_name="data", accumulate=4)
-    assert "as BatchNorm does: with accumulate=1 it is the same" in split.causes[0]
-    named = "Most likely BatchNorm: give it axis_name='data', with accumulate=1. Else"
-    assert named in of_batchnorm(accumulate=4).causes[0]
 
 
 def from_the_state(params, x, batch_stats):

@@ -54,34 +54,6 @@ def test_dropout_passes_and_is_compared_with_the_whole_batch():
     assert report.losses["the step"] != pytest.approx(PLAIN, rel=0.1)
 
 
-def until_large(rng):
-    draw = lambda carry: (jax.random.split(carry[0])[0], jax.random.normal(carry[0]))
-    return lax.while_loop(lambda carry: carry[1] < 1, draw, (rng, 0.0))[1]
-
-
-def counted(rng):
-    first = jax.random.randint(rng, (), 0, 3)
-    return lax.while_loop(lambda n: n < 3, lambda n: n + 1, first)
-
-
-@pytest.mark.parametrize(
-    ("draw", "compared"),
-    [
-        (jax.jit(until_large), False),
-        (lambda rng: jax.random.gamma(rng, 2.0), False),
-        (lambda rng: jax.random.poisson(rng, 9.0), False),
-        (counted, True),
-    ],
-    ids=["loop", "gamma", "poisson", "counted"],
-)
-def test_draws_that_cannot_be_alike_are_not_compared_with_the_whole_batch(draw, compared):
-    loss = lambda params, x, rng: (squares(params, x) * draw(rng)).mean()
-    report = verified(loss, X, jax.random.key(7))
-    assert report.ok, report
-    assert all("another sample" in note for note in report.notes)
-    assert (len(report.notes), len(report.losses)) == ((0, 4) if compared else (1, 2))
-
-
 def test_exact_means_and_aux_are_compared():
     def loss(params, batch):
         rows = squares(params, batch["x"])
@@ -149,27 +121,6 @@ FIVE = {"mesh": make_mesh(5)}  # W rests as [25, 16]
 SOME = X[:60]
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulate", "tx"),
-    [
-        (1, 1, optax.adafactor(1e-2, min_dim_size_to_factor=8)),
-        (3, 2, optax.contrib.muon(1e-3)),
-        (3, 1, optax.lion(1e-4)),
-    ],
-    ids=["adafactor", "muon", "lion"],
-)
-def test_padded_states_pass(stage, accumulate, tx):
-    state = placed(W, tx, stage, **FIVE)
-    report = verified(batch=SOME, state=state, made={"accumulate": accumulate})
-    assert report.ok and not report.notes, report
-    padded = {leaf.path for leaf in state.tx.plan.leaves if leaf.rest.padding}
-    assert {c.path for c in report.checks if c.kind == "padding"} == padded
-    assert padded and ("params/w" in padded) == (stage == 3)
-    checked = {c.path: c for c in report.checks if c.kind in ("params", "opt_state", "gradient")}
-    assert {"params/w", "grads/w"} <= set(checked) and padded <= set(checked)
-    assert {c.verdict for c in checked.values()} == {"ok"}, "tolerances too wide to tell"
-
-
 def padded_tuple(change):
     """Verifies a step of a tuple state, by hand: its loss and its optimizer see logical shapes."""
     tx = optax.adam(1e-3)
@@ -199,13 +150,6 @@ def test_padding_that_is_not_zero_is_wrong():
     assert {"grads/w", "0/w", "1/0/mu/w"} <= {check.path for check in report.checks}
     assert cause.startswith("The padding of 0/w is not zero after the step")
     assert "update with zerojax.logical(state), and return plan.constrain(new_state)" in cause
-
-
-def test_a_wrong_row_of_a_padded_leaf_is_found():
-    """The last row that is no padding."""
-    (wrong,) = padded_tuple(lambda w: w.at[23, 3].add(1e-2)).wrong
-    assert (wrong.path, wrong.kind) == ("0/w", "params")
-    assert wrong.difference == pytest.approx(1e-2, rel=1e-3)
 
 
 # -- how far rounding may go
@@ -275,32 +219,7 @@ def test_a_nan_on_both_sides_is_no_agreement(x):
         report.raise_if_wrong()
 
 
-def test_a_step_that_is_left_out_agrees():
-    report = verified(roots, 0 * X, made={"skip_nonfinite": True})
-    assert report.ok and "both sides skip the step" in report.notes[0], report
-
-
 # -- the replay
-
-
-@pytest.mark.parametrize("mean", [jnp.mean, zerojax.mean])
-def test_parts_are_replayed_one_at_a_time_unless_they_speak_to_each_other(mean):
-    """Then they are all in memory at once, as a callback sees that stacks what is batched."""
-    shapes = set()
-
-    def note(x):
-        shapes.add(x.shape)
-        return np.zeros(x.shape[:-2], np.float32)
-
-    def loss(params, batch):
-        there = jax.ShapeDtypeStruct((), jnp.float32)
-        seen = jax.pure_callback(note, there, batch["x"], vmap_method="expand_dims")
-        return masked_loss(params, batch, mean) + lax.stop_gradient(seen.sum())
-
-    verified(loss, MASKED, whole_batch=False)
-    assert shapes == {(ROWS // 2, 24)} | (
-        {(2, 1, ROWS // 2, 24)} if mean is zerojax.mean else set()
-    )
 
 
 def test_a_replay_numbers_the_parts_as_the_mesh_does():
