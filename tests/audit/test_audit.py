@@ -1,9 +1,6 @@
 """What can be audited, and what an audit passes on from the compiler."""
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from tests import linear, steps
@@ -49,27 +46,3 @@ def test_a_modelled_gpu_adds_times():
 def test_what_cannot_be_audited(arguments, message):
     with pytest.raises(TypeError, match=message):
         zerojax.audit(*arguments)
-
-
-@pytest.mark.gpu_code
-def test_audits_know_the_hosts_and_the_convolutions():
-    """The mesh says that hosts have 4 GPUs; convolutions are calls of cuDNN on GPUs."""
-    mesh = zerojax.aot.mesh("8xH100", per_host=4)
-    spec = NamedSharding(mesh, PartitionSpec("data"))
-    images = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.bfloat16, sharding=spec)
-    whole = NamedSharding(mesh, PartitionSpec())
-    kernel = jax.ShapeDtypeStruct((3, 3, 64, 128), jnp.bfloat16, sharding=whole)
-
-    def loss(kernel, images):
-        dims = ("NHWC", "HWIO", "NHWC")
-        out = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=dims)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    plan = zerojax.plan({"params": {"k": jnp.ones((64, 64))}}, stage=3, mesh=mesh)
-    is_new = jax.__version_info__ >= (0, 12)
-    options = {"xla_gpu_experimental_use_collective_kernels": ""} if is_new else {}
-    step = jax.jit(jax.grad(loss), compiler_options=options)
-    report = zerojax.audit(step.lower(kernel, images).compile(), plan=plan)
-    forward = 2 * 8 * 32 * 32 * 128 * 3 * 3 * 64
-    assert report.replay.flops == 2 * forward  # forward, and the gradient of the kernel
-    assert {(one.group, one.on_host) for one in report.traffic} == {(8, 4)}

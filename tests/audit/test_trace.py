@@ -115,54 +115,6 @@ def test_streams_of_gpus(written, report):
     assert f"<td>{ratio}</td>" in found._repr_html_()
 
 
-def test_hosts_whose_files_are_in_one_directory_are_read_together(written, report):
-    """Both call their GPUs alike. An older trace beside theirs is another one."""
-    for second, host, periods in ((0, "a", [900]), (1, "a", [200, 300]), (1, "b", [400])):
-        planes = [plane(f"/device:GPU:{n}", period=period) for n, period in enumerate(periods)]
-        path = written(*planes, plane("/host:CPU"), host=host, second=second)
-    found = report.compare(path)
-    assert (found.steps, found.devices) == (2, 3)
-    assert found.measured.step == pytest.approx((300 + 110) * 1e-6 / 2)  # the median of all three
-    file = path / "plugins" / "profile" / "2026_01_01_00_00_01" / "b.xplane.pb"
-    assert report.compare(file).devices == 1
-
-
-HOST = "f32[4]{0:S(5)}"
-OFFLOADS = f"""HloModule jit_step, is_scheduled=true
-
-%slice (p: f32[4], i: s32[]) -> f32[2] {{
-  %p = {HOST} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %part = f32[2]{{0}} dynamic-slice({HOST} %p, s32[] %i), dynamic_slice_sizes={{2}}
-}}
-
-ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {{
-  %x = {HOST} parameter(0)
-  %n = s32[] parameter(1)
-  %fetch = (f32[4]{{0}}, {HOST}, u32[]) copy-start({HOST} %x)
-  %fetched = f32[4]{{0}} copy-done((f32[4]{{0}}, {HOST}, u32[]) %fetch)
-  %gemm = f32[4]{{0}} multiply(f32[4]{{0}} %fetched, f32[4]{{0}} %fetched)
-  %rows = f32[2]{{0}} fusion({HOST} %x, s32[] %n), kind=kLoop, calls=%slice
-  ROOT %back = {HOST} copy(f32[4]{{0}} %gemm)
-}}
-"""
-
-
-def test_copies_to_and_from_the_host_are_no_compute(written):
-    """The matmul has 40 µs; before and after it, copies run alone."""
-    ops = {1: "gemm", 2: "back", 3: "fetch", 4: "rows"}
-    report = zerojax.audit(OFFLOADS, gpu="H100")
-    found = report.compare(written(plane("/device:GPU:0", ops=ops)))
-    measured = found.measured
-    assert measured.compute == pytest.approx(40e-6) and measured.exposed == 0
-    assert measured.idle == pytest.approx(measured.step - 40e-6)
-    copies = {"copies to the host": 60e-6, "copies to the device": (2 * 15 + 20) * 1e-6}
-    assert measured.kinds == pytest.approx(copies)
-    (back,) = (one for one in report.replay.transfers if one.way == "to the host")
-    assert found.modelled.kinds["copies to the host"] == pytest.approx(back.seconds)
-    assert table(found)["copies to the host"][-3:-1] == ["60.0", "µs"]
-
-
 @pytest.mark.parametrize(
     ("planes", "message"),
     [

@@ -63,15 +63,6 @@ def scan_with_outputs(p, batch):
     return end(x) + jnp.mean(sums**2) + jnp.sum(norms**2)
 
 
-def several_stacks(p, batch):
-    encoded = scan(dense, batch["x"], p["a"])
-
-    def cross(x, layer):
-        return x + jax.nn.relu((x * encoded) @ layer["w"]) @ layer["v"]
-
-    return end(scan(cross, batch["x"], p["c"]))
-
-
 def constants_with_gradients(p, batch):
     def body(x, layer):
         return dense(x, layer) @ p["shared"] + scale * batch["x"]
@@ -105,10 +96,6 @@ def remat_in_the_middle(p, batch):
         return jax.checkpoint(dense)(x * 0.5, layer)
 
     return end(scan(body, batch["x"], p["a"]))
-
-
-def remat_around_the_scan(p, batch):
-    return end(jax.checkpoint(lambda x, a: scan(dense, x, a))(batch["x"], p["a"]))
 
 
 def jitted_inside(p, batch):
@@ -172,15 +159,6 @@ def python_loop(p, batch):
     return end(x)
 
 
-def recurrent(p, batch):
-    def cell(h, x):
-        h = jnp.tanh(h @ p["shared"] + x)
-        return h, h
-
-    _, hs = lax.scan(cell, jnp.zeros_like(batch["x"]), jnp.stack([batch["x"]] * 3))
-    return end(hs)
-
-
 def weights_in_the_carry(p, batch):
     def body(carry, _):
         x, w = carry
@@ -226,11 +204,6 @@ def wider_before_the_scan(p, batch):
     return end(scan(dense, batch["x"], wide))
 
 
-def halves(p, batch):
-    encoder, decoder = (jax.tree.map(lambda a, at=at: a[at : at + 2], p["a"]) for at in (0, 2))
-    return end(scan(dense, scan(dense, batch["x"], encoder), decoder))
-
-
 def split_and_flipped(p, batch):
     first, second = jax.tree.transpose(
         jax.tree.structure(p["a"]), None, jax.tree.map(lambda a: jnp.split(a[::-1], 2), p["a"])
@@ -270,13 +243,13 @@ def fully_unrolled(p, batch):
 PROGRAMS = {
     f.__name__: f
     for f in (
-        plain_scan, reverse_unrolled_scan, scan_with_outputs, several_stacks,
+        plain_scan, reverse_unrolled_scan, scan_with_outputs,
         constants_with_gradients, groups_of_layers, groups_under_remat, remat_in_the_middle,
-        remat_around_the_scan, jitted_inside, call_returns_what_it_got, control_flow_inside,
+        jitted_inside, call_returns_what_it_got, control_flow_inside,
         custom_derivative_inside, weight_normalisation, frozen_layers,
-        tied_everywhere, python_loop, recurrent, weights_in_the_carry,
+        tied_everywhere, python_loop, weights_in_the_carry,
         layers_that_do_not_all_shard,
-        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled, halves,
+        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled,
         split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
     )
 }  # fmt: skip

@@ -84,7 +84,6 @@ def test_what_a_user_put_into_the_padding_is_in_no_gradient():
 
 SEVERAL_GATHERS = {
     "frozen_layers",  # two loops over one stack
-    "remat_around_the_scan",  # a third forward pass, which the user asked for
     "groups_under_remat",  # a stack made of two is gathered whole
     "frozen_where_used_once",  # what is frozen is not reduced
     "frozen_inside",

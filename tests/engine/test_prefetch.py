@@ -1,11 +1,8 @@
 """Loops that prefetch: what they gather ahead, reduce behind, and keep."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zerojax
@@ -146,34 +143,3 @@ def test_prefetch_keeps_no_weights_of_nested_loops():
     assert kept == []
     got = traced.lower().compile()(plan.place({"params": grouped})["params"], BATCH)
     assert_close(got[1], jax.jit(jax.grad(loss))(grouped, BATCH), 1e-6)
-
-
-@pytest.mark.gpu_code
-@pytest.mark.parametrize("shared", [1, 7], ids=["in_turn", "some_of_one_input"])
-def test_gathers_of_backward_start_ahead_of_matmuls_where_xla_knows_no_times(shared):
-    """Many small weights: XLA takes what casts and stacks their gradients for long, and what would
-    cut apart those that it computes together."""
-
-    def loss(p, batch):
-        x, _ = jax.lax.scan(jax.checkpoint(layer), batch, p)
-        return end(x.astype(jnp.float32))
-
-    def layer(x, p):
-        first, *others = [w.astype(x.dtype) for w in p.values()]
-        x = jnp.tanh(x @ first) * math.prod(jnp.tanh(x @ w) for w in others[: shared - 1])
-        for w in others[shared - 1 :]:
-            x = jnp.tanh(x @ w)
-        return x, None
-
-    params = {f"w{i}": jax.ShapeDtypeStruct((8, 256, 256), jnp.float32) for i in range(8)}
-    state = {"params": params, "opt_state": jax.eval_shape(optax.sgd(0.1).init, params)}
-    plan = zerojax.plan(state, mesh=zerojax.aot.mesh("16xA100-80GB"))
-    batch = zerojax.aot.batch(jax.ShapeDtypeStruct((16 * 64, 256), jnp.bfloat16), plan)
-    step = zerojax.train_step(loss, tx=optax.sgd(0.1), plan=plan)
-    program = step.lower(plan.abstract(), batch).compile()
-    found = zerojax.audit(program).replay.collectives
-    (backward,) = {c.loops for c in found if c.kind == "reduce-scatter" and c.loops}
-    gathers = [c for c in found if c.kind == "all-gather" and c.loops == backward]
-    one, other = sorted(c.between for c in gathers)  # an iteration has two layers
-    # Behind small kernels alone, one would have 4% of the compute of the other, or 18%.
-    assert one > other / 3

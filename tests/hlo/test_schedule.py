@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.hlo.modules import LAYER, RATES, audited, module
+from tests.hlo.modules import ARGUMENTS, LAYER, RATES, SLICE, audited, module
 
 MATRIX = 1024 * 1024 * 4  # bytes of a (1024, 1024) in fp32
 US = 1e-6
@@ -161,6 +161,25 @@ def test_of_a_conditional_the_slowest_branch_counts_and_its_collectives_are_seen
     assert [(one.kind, one.paths) for one in found.traffic] == [("all-reduce", ("params/w",))]
     seconds = 2 * 64 * 1024 * 4 * 15 / 16 / 8e10 + US
     assert found.step_seconds == found.exposed_seconds == pytest.approx(seconds)
+
+
+def test_memory_of_asynchronous_fusions_and_of_what_is_updated_in_place():
+    """The result of a start is one buffer, whichever place it has in the start's type."""
+    started = f"""{ARGUMENTS}
+  %s = ((f32[8,256,256]{{2,1,0}}, s32[]), f32[256,256]{{1,0}}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%sliced
+  %slice = f32[256,256]{{1,0}} fusion-done(%s)
+  %c = (f32[256,256]{{1,0}}, f32[256,256]{{1,0}}, u32[]) copy-start(%slice)
+  %copied = f32[256,256]{{1,0}} copy-done(%c)
+  ROOT %loss = f32[] reduce(%slice, %copied), to_apply=%sliced
+"""  # noqa: E501
+    updated = f"""{ARGUMENTS}
+  %copied = f32[8,256,256]{{2,1,0}} copy(%a)
+  %put = f32[8,256,256]{{2,1,0}} fusion(%copied, %n, %i), kind=kLoop, calls=%updated
+  ROOT %loss = f32[] reduce(%put, %n), to_apply=%sliced
+"""
+    for entry, layers in ((started, 2), (updated, 8)):
+        memory = audited(module(entry, SLICE)).memory
+        assert memory.temporary == pytest.approx(layers * LAYER, abs=16)
 
 
 # -- copies to the host and back: 1 GB/s in each direction, and 2 us to start

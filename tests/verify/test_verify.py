@@ -102,19 +102,6 @@ def test_gradients_that_a_step_returns_are_compared():
     assert "nor a sum, nor those of one part" in wrong.causes[0]
 
 
-def test_a_step_that_leaves_splitting_to_the_compiler_is_compared_with_the_whole_batch():
-    state = placed(stage=0)
-
-    @jax.jit
-    def step(state, batch):
-        value, grads = jax.value_and_grad(masked_loss)(state.params, batch)
-        return state.apply_gradients(grads=grads), value
-
-    batch = zerojax.shard_batch(MASKED, mesh=make_mesh(2))
-    report = zerojax.verify(step, state, batch, loss_fn=masked_loss)
-    assert report.ok and "whole batch: the two are compared" in report.notes[0], report
-
-
 # -- padding
 
 FIVE = {"mesh": make_mesh(5)}  # W rests as [25, 16]
