@@ -236,10 +236,6 @@ def frozen_inside(p, batch):
     return end(scan(body, batch["x"], p["a"]))
 
 
-def fully_unrolled(p, batch):
-    return end(scan(jax.checkpoint(dense), batch["x"], p["a"], unroll=True))
-
-
 PROGRAMS = {
     f.__name__: f
     for f in (
@@ -249,7 +245,7 @@ PROGRAMS = {
         custom_derivative_inside, weight_normalisation, frozen_layers,
         tied_everywhere, python_loop, weights_in_the_carry,
         layers_that_do_not_all_shard,
-        constant_outputs, two_encoders, wider_before_the_scan, fully_unrolled,
+        constant_outputs, two_encoders, wider_before_the_scan,
         split_and_flipped, unstacked, frozen_where_used_once, frozen_inside,
     )
 }  # fmt: skip

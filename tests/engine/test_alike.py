@@ -151,14 +151,3 @@ def test_evaluation_traces_layers_once():
     assert (functions(text, "plain"), calls(text, "plain"), functions(text, "forward")) == (1, 4, 0)
     wanted = jax.jit(in_a_loop(dense))(jax.device_get(state.params), BATCH)
     assert float(step(state, BATCH)["loss"]) == pytest.approx(float(wanted), rel=1e-6)
-
-
-SHARDED = {"params/3/up": jax.sharding.PartitionSpec(None, "data")}
-
-
-@pytest.mark.parametrize(("overrides", "pairs"), [({}, 2), (SHARDED, 1)])
-def test_layers_of_other_shapes_or_shardings_are_not_taken_for_one(overrides, pairs):
-    """A pair that is alike shares functions; a layer that no other is alike has none."""
-    params = [*layers(2), *layers(2, up=2 * DIM)]
-    text = lowered(in_a_loop(remat), params, overrides=overrides).as_text()
-    assert functions(text, "forward") == functions(text, "backward") == 1 + pairs

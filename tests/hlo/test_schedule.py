@@ -69,13 +69,6 @@ def test_a_loop_whose_gather_outlasts_its_matmul():
     assert unknown.step_seconds == pytest.approx(GATHER + ADD + SCALAR)
 
 
-def test_on_one_host_the_matmul_hides_it():
-    found = audited(loop(3), dataclasses.replace(RATES, link=4e11), per_host=16)
-    assert found.traffic[0].seconds == pytest.approx(MATRIX / 16 * 15 / 4e11 + US)
-    assert found.traffic[0].exposed == 0 == found.network_bytes
-    assert found.step_seconds == pytest.approx(3 * (DOT + ADD) + 2 * 4 * 15 / 16 / 4e11 + US)
-
-
 @pytest.mark.parametrize(
     ("kind", "wire"),
     [

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests.conftest import make_mesh
@@ -169,30 +167,6 @@ def test_narrow_precision_widens_the_tolerance_but_not_what_a_loss_means():
     assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
 
 
-def widened(params, x):
-    return squares({"w": params["w"].astype(jnp.float32)}, x.astype(jnp.float32)).mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "precision", "factor", "wrong"),
-    [
-        (mean_loss, None, 1.01, {"grads/w", "grad_norm"}),
-        # Weights that are cast to bfloat16 are judged so where the loss widens them again.
-        (widened, "bfloat16", 1, set()),
-        (widened, "bfloat16", 8, {"grads/w", "grad_norm"}),
-    ],
-)
-def test_gradients_that_the_library_reduces_wrongly_are_caught(
-    loss, precision, factor, wrong, monkeypatch
-):
-    scatter = lax.psum_scatter
-    scaled = lambda *args, **options: scatter(*args, **options) * factor
-    monkeypatch.setattr(lax, "psum_scatter", scaled)
-    made = {"precision": precision and zerojax.Precision(compute=precision)}
-    report = verified(lambda p, x: loss(p, x), made=made)
-    assert {check.path for check in report.wrong} >= wrong and report.ok == (not wrong), report
-
-
 # -- what is not finite
 
 
@@ -207,22 +181,6 @@ def test_a_nan_on_both_sides_is_no_agreement(x):
 
 
 # -- the replay
-
-
-def test_a_replay_numbers_the_parts_as_the_mesh_does():
-    """On two axes, then on one device: JAX remembers calls inside of a loss with the mesh that they
-    were traced for."""
-    devices = make_mesh(6).devices.reshape(2, 3)
-    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-    def loss(params, x, rng):
-        weight = 1 + lax.axis_index("b") + 3 * lax.axis_index("a") + jax.random.uniform(rng)
-        return weight * squares(params, x).mean()
-
-    state = placed(mesh=mesh, axis=("a", "b"))
-    report = verified(loss, SOME, jax.random.key(5), state=state, whole_batch=False)
-    assert report.ok, report
-    assert verified(state=placed(devices=1)).ok
 
 
 # -- the report, and what is refused
