@@ -1,31 +1,114 @@
-"""Plans as values: immutable, comparable, and abstract states made of them."""
+"""Plans: what each stage shards, what a user has sharded already, and plans as values."""
 
+import flax.linen as nn
+import jax
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from tests.models import mlp
-from tests.reference import make_state
-from tests.shapes import params_plan, shape
+from tests.linear import made
+from tests.shapes import params_plan, shape, specs
+
+ADAM = optax.adam(1e-3)
+PARAMS = {"w": shape(16, 64), "b": shape(8)}
+TENSOR = zerojax.mesh(data=4, tensor=2)
+KINDS = ("params", "grads", "opt_state")
 
 
-def test_plan_is_immutable_hashable_and_equal_by_value():
+def planned(stage, params=PARAMS, **options):
+    state = {"params": params, "opt_state": jax.eval_shape(ADAM.init, params)}
+    plan = zerojax.plan(state, stage=stage, tx=ADAM, **options)
+    return plan, {leaf.path: leaf for leaf in plan.leaves}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_says_what_is_sharded(stage):
+    """Optimizer state and updates from stage 1 on, gradients from stage 2, parameters at 3."""
+    sharded = dict(zip(KINDS, (stage >= 3, stage >= 2, stage >= 1), strict=True))
+    plan, leaves = planned(stage)
+    assert plan.sharded == sharded and plan.batch_axes == ("data",)
+    assert {kind: bool(getattr(plan.groups, kind)) for kind in KINDS} == sharded
+    spec = {kind: P("data") if sharded[kind] else P() for kind in KINDS}
+    weight, mean = leaves["params/w"], leaves["opt_state/0/mu/w"]
+    assert weight.rest.spec == weight.spec == spec["params"]
+    assert weight.grad.spec == spec["grads"]
+    assert weight.update.spec == mean.rest.spec == mean.update.spec == spec["opt_state"]
+    for path in ("params/b", "opt_state/0/mu/b"):
+        assert leaves[path].rest.spec == leaves[path].update.spec == P()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_axes_of_the_users_own_stay_at_every_stage(stage):
+    kernel = jax.device_put(np.ones((16, 64), "f"), NamedSharding(TENSOR, P(None, "tensor")))
+    plan, leaves = planned(stage, {"w": kernel}, mesh=TENSOR, axis="data")
+    leaf, own = leaves["params/w"], P(None, "tensor")
+    specs = [place.spec for place in (leaf.rest, leaf.grad, leaf.update)]
+    assert specs == [P("data", "tensor") if stage >= n else own for n in (3, 2, 1)]
+    assert leaf.bytes_per_device(TENSOR) == 16 * 64 * 4 // (8 if stage == 3 else 2)
+    assert plan.batch_axes == ("data",)
+
+
+def test_axes_come_from_boxes_too():
+    placed = jax.device_put(np.ones((16, 16), "f"), NamedSharding(TENSOR, P(None, "tensor")))
+    params = {
+        "boxed": nn.Partitioned(shape(16, 16), names=("tensor", None)),
+        "logical": nn.LogicallyPartitioned(shape(16, 16), names=("embed", "mlp")),
+        "placed": placed,
+    }
+    assert specs(params_plan(params, mesh=TENSOR)) == {
+        "params/boxed/value": P("tensor", "data"),
+        "params/logical/value": P("data"),
+        "params/placed": P("data", "tensor"),
+    }
+
+
+def test_the_mesh_says_which_axis_is_fast_and_not_the_order_of_names():
+    mesh, wide = zerojax.mesh(node=2, gpu=4), {"w": shape(16, 30)}
+    named = [("gpu", "node"), ("node", "gpu")]
+    one, other = (params_plan(wide, mesh=mesh, axis=axis) for axis in named)
+    assert one.groups == other.groups and one.batch_axes == ("node", "gpu") and one.size == 8
+    assert specs(one) == specs(other) == {"params/w": P(("gpu", "node"))}
+    assert one.params[0].rest.sharding(mesh).shard_shape((16, 30)) == (2, 30)
+    assert one.regathering(("gpu",)).kept_bytes() == 16 * 30 * 4 // 4
+
+
+def test_other_fields_follow_the_parameters_they_copy():
+    class State(TrainState):
+        ema_params: dict
+        batch_stats: dict
+
+    params, stats = {"w": shape(16, 16)}, {"mean": shape(512)}
+    state = State(
+        step=0,
+        apply_fn=None,
+        params=params,
+        tx=optax.sgd(1.0),
+        opt_state=(),
+        ema_params=params,
+        batch_stats=stats,
+    )
+    plan = zerojax.plan(state, stage=1)
+    assert specs(plan)["ema_params/w"] == P("data") and specs(plan)["batch_stats/mean"] == P()
+
+
+def test_large_replicated_leaves_are_warned_about():
+    table = {"table": shape(50257, 13)}
+    with pytest.warns(UserWarning, match=r"params/table .*by 8, and pad=False.*Allow padding"):
+        params_plan(table, pad=False)
+    params_plan(table)  # padded: a warning would fail
+
+
+def test_a_plan_is_a_value():
     one, two = params_plan({"w": shape(16, 16)}), params_plan({"w": shape(16, 16)})
     assert one == two and hash(one) == hash(two)
     assert one != params_plan({"w": shape(16, 16)}, stage=2)
     with pytest.raises(AttributeError):
         one.stage = 2
-    make = lambda: make_state(mlp(False), optax.adam(1e-3))  # static fields made anew each time
-    assert zerojax.plan(make()) == zerojax.plan(make)
-
-
-def test_abstract_state_carries_shardings():
-    plan = zerojax.plan(make_state(mlp(False), optax.adam(1e-3)), stage=3)
+    plan = zerojax.plan(made)  # whose static fields are made anew each time
+    assert zerojax.plan(made()) == plan
     abstract = plan.abstract()
     assert isinstance(abstract, TrainState)
-    assert abstract.params["in"]["w"].sharding.spec == P("data")
-    step = zerojax.train_step(mlp(False).loss)
-    compiled = step.lower(abstract, mlp(False).batch).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    assert abstract.params["w"].sharding == NamedSharding(plan.mesh, P("data"))
