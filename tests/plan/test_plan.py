@@ -1,6 +1,5 @@
 """Plans: what each stage shards, what a user has sharded already, and plans as values."""
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -49,20 +48,6 @@ def test_axes_of_the_users_own_stay_at_every_stage(stage):
     assert specs == [P("data", "tensor") if stage >= n else own for n in (3, 2, 1)]
     assert leaf.bytes_per_device(TENSOR) == 16 * 64 * 4 // (8 if stage == 3 else 2)
     assert plan.batch_axes == ("data",)
-
-
-def test_axes_come_from_boxes_too():
-    placed = jax.device_put(np.ones((16, 16), "f"), NamedSharding(TENSOR, P(None, "tensor")))
-    params = {
-        "boxed": nn.Partitioned(shape(16, 16), names=("tensor", None)),
-        "logical": nn.LogicallyPartitioned(shape(16, 16), names=("embed", "mlp")),
-        "placed": placed,
-    }
-    assert specs(params_plan(params, mesh=TENSOR)) == {
-        "params/boxed/value": P("tensor", "data"),
-        "params/logical/value": P("data"),
-        "params/placed": P("data", "tensor"),
-    }
 
 
 def test_the_mesh_says_which_axis_is_fast_and_not_the_order_of_names():

@@ -139,17 +139,6 @@ def test_the_optimizer_sees_float32():
     assert state.inner["m"]["w"].dtype == jnp.bfloat16 and int(state.count) == 1
 
 
-@pytest.mark.parametrize(("wide", "narrow"), [(None, MOMENTS), (MASTER, ALL)])
-def test_a_plan_counts_half_the_bytes(wide, narrow):
-    """Of Adam's moments; and four for the number of updates."""
-    make = lambda: made(optax.adam(0.1), w=np.ones((64, 16), "f"))
-    before, after = (
-        zerojax.plan(make, stage=1, precision=precision).bytes_per_device()["opt_state"]
-        for precision in (wide, narrow)
-    )
-    assert before - after == 2 * (64 * 16 // 8) * 2 - 4
-
-
 def test_second_moments_follow_their_gradients():
     """Gradients of one size: rounded to the nearest, the mean of squares would stand at 1."""
     params = {"w": np.ones((16, 16), "f")}
@@ -214,15 +203,6 @@ def test_sharding_changes_no_bit_of_what_is_rounded_at_random(stage, dim, placed
     assert_equal_bits((state.params, state.opt_state), (wanted.params, wanted.opt_state))
 
 
-def test_narrow_moments_in_host_memory_are_updated_layer_by_layer():
-    offload = zerojax.Offload(min_bytes=0)
-    make = lambda: stacks(16, optax.adamw(1e-3))
-    for precision in (MOMENTS, ALL):
-        plan = zerojax.plan(make, precision=precision, offload=offload)
-        ways = {leaf.memory for leaf in plan.leaves if leaf.path.endswith("u/blocks/w")}
-        assert ways == {"host, updated layer by layer"}
-
-
 # -- steps
 
 
@@ -237,15 +217,6 @@ def test_tiny_updates_add_up_in_the_masters():
     assert np.all(state.opt_state.master["w"] == 251)
     assert np.all(state.params["w"] == jnp.bfloat16(251))
     assert state.opt_state.master["w"].sharding.spec == P("data")
-
-
-def test_masters_need_no_zerojax():
-    tx = zerojax.master_weights(optax.adamw(1e-2))
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    updates, state = jax.jit(tx.update)({"w": jnp.ones(4)}, tx.init(params), params)
-    new = optax.apply_updates(params, updates)
-    assert_equal_bits(new["w"], state.master["w"].astype(jnp.bfloat16))
-    assert np.all(state.master["w"] < 1)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -172,9 +172,3 @@ def test_a_model_is_placed_again(devices, options, columns):
     zerojax.nnx.shard(model, optimizer, mesh=make_mesh(devices), **options)
     assert model.kernel.get_raw_value().shape == (31, columns) and model.kernel.shape == (31, 257)
     assert_equal_bits(model.kernel[...], before)
-
-
-def test_models_are_born_padded():
-    born, _ = zerojax.nnx.shard(make, mesh=SIX)
-    assert born.kernel.get_raw_value().shape == (31, 258) and born.kernel.shape == (31, 257)
-    assert_equal_bits(born.kernel[...], make()[0].kernel[...])

@@ -1,4 +1,4 @@
-"""States that are gone, and optimizers that take more than gradients."""
+"""Messages about states: those that are gone, are none, or go into checkpoints; and of nnx."""
 
 import operator
 
@@ -11,9 +11,12 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import zerojax
-from tests.linear import BATCH, EVAL, STEP, loss, placed
+import zerojax.nnx
+from tests.linear import BATCH, EVAL, STEP, loss, made, placed
+from tests.nnx_models import make
+from tests.shapes import shape
 
-W = jnp.arange(-2.0, 2.0)
+W = np.arange(-2, 2, dtype="f")
 
 
 def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
@@ -37,58 +40,109 @@ def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
                 use(state)
             assert "state leaf step is gone" in str(raised.value), name
     assert list(tmp_path.iterdir()) == [tmp_path / "all"], "no half file"
-    STEP(new, BATCH)
-
-
-def test_a_state_with_one_deleted_leaf_is_refused():
-    state = placed()
-    w = state.params["w"]
-    w.delete()
+    new.params["w"].delete()
     for step in (STEP, EVAL):
         with pytest.raises(ValueError, match=r"state leaf params/w is gone"):
-            step(state, BATCH)
-    assert not state.step.is_deleted()
+            step(new, BATCH)
+    assert not new.step.is_deleted()
 
 
-def test_a_donated_batch_is_not_called_a_state():
+def with_a_batch_that_is_gone():
     batch = {"x": zerojax.shard_batch(BATCH)}
     batch["x"].delete()
-    step = zerojax.train_step(lambda params, batch: loss(params, batch["x"]))
-    with pytest.raises(ValueError, match=r"batch leaf x was donated.*Pass a new batch"):
-        step(placed(), batch)
+    zerojax.train_step(lambda params, batch: loss(params, batch["x"]))(placed(), batch)
+
+
+def with_parameters_in_one_array():
+    state = TrainState.create(apply_fn=None, params=np.ones((64, 16), "f"), tx=optax.sgd(0.1))
+    step = zerojax.train_step(lambda w, batch: jnp.mean((batch @ w) ** 2))
+    step(zerojax.shard_train_state(state), BATCH)
+
+
+def updated_by(tx):
+    return lambda: STEP(placed(tx), BATCH)
+
+
+def asking(wants):
+    return lambda: zerojax.train_step(wants)(placed(), BATCH)
+
+
+TAKES = r"in addition to the gradients.*zerojax.value_and_grad.*docs/loop.md"
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+BY_NAME = r"jax.random.key\(n\).*by name: mutable="
 
 
 @pytest.mark.parametrize(
-    ("tx", "wants"),
+    ("call", "remedy"),
     [
-        (optax.lbfgs(), "value=, grad=, value_fn="),
-        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "value="),
-        (optax.polyak_sgd(), "value="),
+        (with_a_batch_that_is_gone, r"batch leaf x was donated.*Pass a new batch"),
+        (with_parameters_in_one_array, r"are one array.*into a dict, params={'w': w}"),
+        (updated_by(optax.lbfgs()), rf"takes value=, grad=, value_fn= {TAKES}"),
+        (updated_by(PLATEAU), rf"takes value= {TAKES}"),
+        (asking(lambda p, x, *, stats: 0.0), rf"missing .*'stats'.*{BY_NAME}\('stats',\)"),
+        (asking(lambda p, x, key, ema: 0.0), rf"missing .*'ema'.*{BY_NAME}\('ema',\)"),
     ],
 )
-def test_optimizers_whose_update_takes_more(tx, wants):
-    message = rf"takes {wants} in addition to the gradients.*zerojax.value_and_grad.*docs/loop.md"
-    with pytest.raises(TypeError, match=message):
-        STEP(placed(tx), BATCH)
+def test_steps_say_what_they_cannot_do(call, remedy):
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        call()
 
 
-def test_what_a_loss_is_not_given_is_told_how_to_give():
-    asked = {
-        "stats": lambda params, batch, *, stats: 0.0,
-        "ema": lambda params, batch, dropout_key, ema: 0.0,
-    }
-    for field, wants in asked.items():
-        message = rf"missing .*'{field}'.*jax.random.key\(n\).*by name: mutable=\('{field}',\)"
-        with pytest.raises(TypeError, match=message):
-            zerojax.train_step(wants)(placed(), BATCH)
+class Unnamed:
+    """A class whose fields JAX cannot name."""
+
+    def __init__(self, params, opt_state):
+        self.params, self.opt_state = params, opt_state
 
 
-def test_parameters_that_are_one_array():
-    w = jnp.ones((64, 16))
-    state = TrainState.create(apply_fn=None, params=w, tx=optax.sgd(0.1))
-    step = zerojax.train_step(lambda w, batch: jnp.mean((batch @ w) ** 2))
-    with pytest.raises(TypeError, match=r"parameters are one array.*into a dict, params={'w': w}"):
-        step(zerojax.shard_train_state(state), BATCH)
+jax.tree_util.register_pytree_node(
+    Unnamed, lambda s: ((s.params, s.opt_state), None), lambda _, parts: Unnamed(*parts)
+)
+AS_DICT = {"params": {"w": W}, "opt_state": ()}
+WHOLE = r"is a whole state, a TrainState.*by itself: .*shard_train"
+NONE = r"no parameters.*Pass a flax TrainState"
+
+
+@pytest.mark.parametrize(
+    ("tree", "remedy"),
+    [
+        ((made(), made()), rf"element 0 of this tuple {WHOLE}"),
+        ([made(), made()], r"this list is a whole state"),
+        ((AS_DICT, AS_DICT), r"element 0 of this tuple is a whole state, a dict"),
+        ({"state": made(), "n": 0}, r"entry 'state' of this dict is a whole state. Pass it"),
+        ([{"w": W}, ()], r"no parameters in a state of type list.*a tuple"),
+        ({"params": {"a": {"b": W}, "a/b": W}}, r"both named params/a/b. Rename one"),
+        (Unnamed({"w": W}, ()), r"fields of Unnamed. Register it with.*register_dataclass"),
+        ({"weights": shape(16, 16)}, NONE),
+        (None, NONE),
+        ({}, NONE),
+        ({"params": {"empty": ()}}, NONE),
+        ({"params": {"name": "x"}}, r"params/name is the string 'x'.*static field"),
+        ({"params": {"f": len}}, r"params/f is a builtin.*static field"),
+    ],
+)
+def test_trees_that_are_no_states(tree, remedy):
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        zerojax.plan(tree)
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        zerojax.shard_train_state(tree)
+
+
+@pytest.mark.parametrize("key", ["a/b", "a.b"])
+def test_leaves_of_one_name_are_refused(tmp_path, key):
+    params = {"a": {"b": W}, key: W + 1}
+    with zerojax.Checkpoints(tmp_path / "all") as checkpoints:
+        for use in (
+            lambda: zerojax.save(tmp_path / "c", params),
+            lambda: checkpoints.save(1, params),
+            lambda: zerojax.export_safetensors(tmp_path / "w", params),
+        ):
+            with pytest.raises(ValueError, match=r"a.*b.* and .*are both.*Rename one"):
+                use()
+    assert not (tmp_path / "c").exists() and not (tmp_path / "w").exists()
+
+
+# -- checkpoints
 
 
 def no_trees():
@@ -126,7 +180,7 @@ def test_checkpoints_take_trees_of_arrays_and_nothing_else(tmp_path):
                     use(tree)
         assert checkpoints.steps() == []
     with pytest.raises(TypeError, match=r"w is a shape without values. Pass a state that is m"):
-        zerojax.save(tmp_path / "new", jax.eval_shape(lambda: {"w": W}))
+        zerojax.save(tmp_path / "new", {"w": shape(4)})
     assert not (tmp_path / "new").exists()
 
 
@@ -142,11 +196,60 @@ def test_integers_that_jax_cuts_off_are_not_saved_as_others(tmp_path, integers):
 def test_what_is_callable_and_has_arrays_comes_back(tmp_path):
     """As Equinox's modules are, and `Partial`, whose constructor Orbax cannot call."""
     calls = jax.tree_util.Partial(operator.mul, W, nested=jax.tree_util.Partial(abs, W + 1))
-    zerojax.save(tmp_path / "c", {"calls": calls, "key": jax.random.key(0)})
-    like = jax.tree.map(jnp.zeros_like, {"calls": calls, "key": jax.random.key(1)})
-    back = zerojax.restore(tmp_path / "c", like)["calls"]
+    zerojax.save(tmp_path / "c", {"calls": calls})
+    back = zerojax.restore(tmp_path / "c", {"calls": jax.tree.map(jnp.zeros_like, calls)})["calls"]
     assert back.func is operator.mul and (back.args[0] == W).all()
-    back = back.keywords["nested"]()
-    assert (back == abs(W + 1)).all()
-    zerojax.save(tmp_path / "bare", calls.keywords["nested"])
-    assert (zerojax.restore(tmp_path / "bare", like["calls"].keywords["nested"])() == back).all()
+    assert (back.keywords["nested"]() == abs(W + 1)).all()
+
+
+# -- steps of Flax nnx
+
+
+def linear(rngs):
+    return nnx.Linear(16, 16, rngs=rngs)
+
+
+def noisy(model, x, rngs):
+    return jnp.mean(model(x) ** 2) + rngs.noise.uniform()
+
+
+def left_split(model, x, rngs):
+    nnx.split_rngs(rngs, splits=3)
+    return jnp.mean(model(x))
+
+
+def adding(model, x):
+    model.hidden = nnx.Intermediate(x)
+    return jnp.mean(model(x))
+
+
+METRICS = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "args", "remedy"),
+    [
+        (noisy, (METRICS, X), r"\(model, optimizer, batch\) or.*a MultiMetric is.*metrics.upd"),
+        (noisy, (X, METRICS), r"values = step\(model, optimizer, batch\); metrics.upd"),
+        (noisy, (X, linear(RNGS)), r"a Linear is neither.*it closes over"),
+        (noisy, ({"x": X, "rngs": RNGS},), r"would not advance there. Pass it after the batch"),
+        (adding, (X, X), r"leave it out, step\(model, optimizer, batch\).*Several"),
+        (adding, (X,), r"added the variable hidden.*Make it with the model"),
+        (left_split, (X, RNGS), r"another shape. Undo.*restore_rngs\(backups\)"),
+    ],
+)
+def test_steps_of_nnx_say_what_they_take(loss, args, remedy):
+    model, optimizer = zerojax.nnx.shard(*make(linear))
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        zerojax.nnx.train_step(loss)(model, optimizer, *args)
+    assert not model.kernel[...].is_deleted()
+
+
+def test_streams_that_the_model_holds_are_not_passed_too():
+    model, _ = make(linear)
+    model.rngs = nnx.Rngs(0)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    zerojax.nnx.shard(model, optimizer)
+    with pytest.raises(ValueError, match=r"holds the nnx.Rngs.*Leave it out, step\(model, opt"):
+        zerojax.nnx.train_step(noisy)(model, optimizer, X, model.rngs)
