@@ -14,12 +14,9 @@ NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = os.environ.get("ZEROJAX_TEST_PLATFORM", "cpu")
 flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
 OLDEST = importlib.metadata.version("jaxlib").startswith("0.10.")
-# Of a step whose bits or memory depend on what XLA fuses: `compiler_options`.
-FUSED_AS_USERS = {}
 if OLDEST:
     # Halves the CPU time of tests/test_pairs.py. Newer versions abort: they do not know the flag.
     flags += " --xla_cpu_use_fusion_emitters=false"
-    FUSED_AS_USERS = {"xla_cpu_use_fusion_emitters": True}
 os.environ["XLA_FLAGS"] = flags
 # LLVM's optimizations would take a third of the suite's time to make programs fast that run once.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -120,18 +117,6 @@ def pytest_runtest_protocol(item: pytest.Item):
         for name, value in given.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-def mostly_slow(cases, quick):
-    """Parameters of a test: those for which `quick` holds run always, the rest with -m slow."""
-    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    slow = lambda case: [] if quick(*case) else [pytest.mark.slow]
-    return [pytest.param(*case, marks=slow(case)) for case in cases]
-
-
-def stages(*quick):
-    """All stages, those that are not `quick` with -m slow."""
-    return mostly_slow((0, 1, 2, 3), lambda stage: stage in quick)
 
 
 def make_mesh(count: int = NUM_DEVICES) -> Mesh:

@@ -27,16 +27,6 @@ class Net(nnx.Module):
         return self.layers[1](self.drop(self.activation(self.norm(self.layers[0](x)))))
 
 
-class Adapted(nnx.Module):
-    def __init__(self, rngs):
-        self.base = nnx.Linear(16, WIDTH, rngs=rngs)
-        self.lora = nnx.LoRA(16, 8, WIDTH, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(jnp.tanh(self.base(x) + self.lora(x)))
-
-
 def loss_fn(model, batch):
     return jnp.mean((model(batch) - batch) ** 2)
 
