@@ -1,7 +1,7 @@
 """Every reading of JAX that differs between versions, and nothing else.
 
 That includes its error messages, the names of its classes and what its devices say of themselves.
-Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/test_compat.py` fails with a plain
+Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/units/test_compat.py` fails with a plain
 message on a JAX whose internals have moved again.
 """
 
