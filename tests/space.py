@@ -2,8 +2,9 @@
 
     python tests/space.py           # all rows, and how many pairs each of them is the first to have
     python tests/space.py 17        # a row, these pairs, and the program that its step compiles to
-    python tests/space.py 7-113     # the same of the 113th row that is drawn from the seed 7
+    python tests/space.py 7-113     # a row of `make fuzz SEED=7 FIRST=113 COUNT=1`, and its program
 
+Beside the pairs, each level is wanted in a row that rounds nothing: with precision='' and codes=''.
 `tests/test_pairs.py` compares each row with one device.
 """
 
@@ -13,6 +14,7 @@ import itertools
 import math
 import pathlib
 import random
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -287,6 +289,12 @@ def walk(seed: int, number: int) -> Row:
 
 
 def main(which: str = "") -> None:
+    is_drawn = re.fullmatch(r"\d+-\d+", which)
+    if which and not is_drawn and which not in map(str, range(len(rows()))):
+        sys.exit(
+            f"there is no row {which!r}: pass one of 0 to {len(rows()) - 1}, or SEED-NUMBER for a "
+            "row of `make fuzz`"
+        )
     left = wanted()
     pairs = sum(len(group) == 2 for group in left)
     for number, row in enumerate(rows()):
@@ -300,10 +308,11 @@ def main(which: str = "") -> None:
     if which:
         from tests.compared import compiled
 
-        row = walk(*map(int, which.split("-"))) if "-" in which else rows()[int(which)]
-        print(row, compiled(row), sep="\n\n")
+        row = walk(*map(int, which.split("-"))) if is_drawn else rows()[int(which)]
+        print(row, flush=True)  # of a row that zerojax refuses, an error comes next
+        print("", compiled(row), sep="\n")
     else:
-        print(f"{len(rows())} rows have {pairs} pairs; of the others, none is allowed")
+        print(f"{len(rows())} rows have {pairs} pairs; zerojax refuses all others")
 
 
 if __name__ == "__main__":

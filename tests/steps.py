@@ -243,6 +243,8 @@ def row(name: str) -> Row:
 
 
 if __name__ == "__main__":
+    if unknown := [name for name in sys.argv[1:] if name not in TABLE | GPUS]:
+        sys.exit(f"there is no row {unknown[0]!r}: name some of {', '.join(TABLE | GPUS)}")
     for name in sys.argv[1:]:
         print(row(name).report, row(name).jaxpr, row(name).text, sep="\n\n")
     if not sys.argv[1:]:
