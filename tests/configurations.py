@@ -318,7 +318,7 @@ def main(pattern: str, path: str) -> None:
     wrong = {name: why for name, text in texts.items() if (why := table[name].wrong(text))}
     left_out = len(ROWS | GPU_ROWS) - len(table)
     result = {"library": zerojax.__file__, "texts": texts, "wrong": wrong, "left_out": left_out}
-    pathlib.Path(path).write_text(json.dumps(result))
+    pathlib.Path(path).write_text(json.dumps(result | {"names": list(table)}))
 
 
 if __name__ == "__main__":

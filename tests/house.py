@@ -43,8 +43,10 @@ def sources(revision: str | None = None) -> dict[str, str]:
         files = {path.relative_to(ROOT): path.read_text() for path in ROOT.glob("zerojax/**/*.py")}
     else:
         command = ["git", "archive", revision, "zerojax"]
-        archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+        if archive.returncode:
+            sys.exit(f"git has no zerojax/ at {revision!r}: see above")
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             members = [member for member in tar if member.name.endswith(".py")]
             files = {pathlib.Path(m.name): tar.extractfile(m).read().decode() for m in members}
     return {".".join(path.with_suffix("").parts[1:]): files[path] for path in sorted(files)}

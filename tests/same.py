@@ -64,6 +64,9 @@ def lowered(libraries: list[pathlib.Path], pattern: str) -> list[dict[str, Any]]
         results = [json.loads(path.read_text()) for path in paths]
     for library, result in zip(libraries, results, strict=True):
         assert pathlib.Path(result["library"]).is_relative_to(library), result["library"]
+    if not results[0]["texts"]:
+        names = "; ".join(results[0]["names"])
+        sys.exit(f"no configuration matches {pattern!r}, among: {names}")
     return results
 
 
