@@ -111,7 +111,10 @@ def as_kept(mutant: Mutant, outcome: Outcome) -> Kept:
 
 
 def kept_at(revision: str) -> dict[str, Kept]:
-    return json.loads(git("show", f"{revision}:{KEPT.relative_to(ROOT).as_posix()}"))
+    try:
+        return json.loads(git("show", f"{revision}:{KEPT.relative_to(ROOT).as_posix()}"))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"there is no result at {revision}: {error.stderr.strip()}")
 
 
 def git(*arguments: str) -> str:
