@@ -41,6 +41,10 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from tests import costs
 
+# Where their asserts fail, pytest shows the values, as it does of those in files of tests.
+for name in ("checkpoint.damage", "checkpoint.states", "compared", "printed", "reference"):
+    pytest.register_assert_rewrite(f"tests.{name}")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
