@@ -48,7 +48,7 @@ def test_time_major_batches_with_a_table_give_what_one_device_gives():
         np.testing.assert_allclose(metrics["aux"]["errors"], aux["errors"], rtol=1e-5)
         assert_close(jax.tree.map(jnp.subtract, PARAMS, new.params), grads, 1e-5)
     report = zerojax.verify(step, state, BATCH)
-    assert report.ok, report
+    assert report.ok, str(report)
 
 
 def test_gradients_evaluation_and_shapes_take_specs_too():
@@ -110,7 +110,7 @@ def test_verify_says_which_specs_a_batch_needs(case, cause, specs):
     report = zerojax.verify(zerojax.train_step(loss), state, batch)
     assert not report.ok
     written = str(specs).replace("',)", "')")
-    assert cause in report.causes[0] and f"batch_specs={written}" in report.causes[0], report
+    assert cause in report.causes[0] and f"batch_specs={written}" in report.causes[0], str(report)
     assert zerojax.verify(zerojax.train_step(loss, batch_specs=specs), state, batch).ok
 
 

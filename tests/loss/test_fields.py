@@ -86,7 +86,7 @@ def test_integers_booleans_and_keys_are_those_of_one_device(stage, accumulate, d
     assert float(state.c["mean"]) == pytest.approx(float(mean), rel=1e-5)
     assert_same_everywhere({k: v for k, v in state.c.items() if k != "mean"}, wanted)
     report = zerojax.verify(step, state, x)
-    assert report.ok, report
+    assert report.ok, str(report)
 
 
 def test_where_devices_disagree_the_first_one_decides_for_all():
@@ -140,7 +140,7 @@ def test_a_queue_that_gathers_is_that_of_one_device():
     step = zerojax.train_step(gathering, mutable="c")
     state = placed(QUEUE, mesh=make_mesh(4))
     report = zerojax.verify(step, state, X)
-    assert report.ok and not report.notes, report
+    assert report.ok and not report.notes, str(report)
     state, _ = step(state, X)
     wanted = enqueued(lambda x: x)(W, X, QUEUE)[1]["c"]
     np.testing.assert_allclose(state.c["queue"], wanted["queue"], atol=1e-6)

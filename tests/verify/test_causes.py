@@ -98,7 +98,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
 )
 def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, message):
     report = verified(loss, batch)
-    assert [c.path for c in report.wrong] == WHOLE, report
+    assert [c.path for c in report.wrong] == WHOLE, str(report)
     with pytest.raises(AssertionError, match=message):
         report.raise_if_wrong()
     whole = float(jax.jit(loss)(W, batch))
@@ -122,7 +122,7 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
 )
 def test_their_remedies_pass(loss, batch, remedy):
     report = verified(functools.partial(loss, **remedy), batch)
-    assert report.ok, report
+    assert report.ok, str(report)
     assert report.losses["the step"] == pytest.approx(float(jax.jit(loss)(W, batch)), rel=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_batchnorm_is_named_and_its_remedy_passes():
     """Beside dropout too."""
     report, beside = of_batchnorm(), of_batchnorm(jax.random.key(3))
     for found in (report, beside):
-        assert [c.path for c in found.wrong] == WHOLE, found
+        assert [c.path for c in found.wrong] == WHOLE, str(found)
         assert "Most likely BatchNorm: give it axis_name='data'. Else" in found.causes[0]
     assert {"batch_stats/mean", "aux/out"} <= {c.path for c in report.checks}
     assert of_batchnorm(axis_name="data").ok

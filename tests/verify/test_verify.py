@@ -34,7 +34,7 @@ PLAIN = float(np.sum((X @ W["w"]) ** 2, -1).mean())
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (3, 4)])
 def test_right_steps_pass(stage, accumulate):
     report = verified(state=placed(stage=stage), made={"accumulate": accumulate})
-    assert report.ok and not report.causes and not report.notes, report
+    assert report.ok and not report.causes and not report.notes, str(report)
     kinds = {check.kind for check in report.checks}
     assert kinds == {"loss", "grad_norm", "gradient", "params", "opt_state", "other"}
     assert len(report.checks) == 2 + 1 + 1 + 3 + 1 + 1  # metrics, grads, params, Adam, step, whole
@@ -45,7 +45,7 @@ def test_right_steps_pass(stage, accumulate):
 def test_dropout_passes_and_is_compared_with_the_whole_batch():
     """All random numbers alike, dropout by halves keeps everything: the loss without any."""
     report = verified(dropping, X, jax.random.PRNGKey(7), made={"accumulate": 4})
-    assert report.ok and not report.notes, report
+    assert report.ok and not report.notes, str(report)
     names = [f"{what}, all random numbers alike" for what in (PARTS, WHOLE)]
     assert list(report.losses) == ["the step", PARTS, *names]
     assert [report.losses[name] for name in names] == pytest.approx([PLAIN, PLAIN], rel=1e-5)
@@ -59,7 +59,7 @@ def test_exact_means_and_aux_are_compared():
         return masked_loss(params, batch, zerojax.mean), aux
 
     report = verified(loss, MASKED, made={"accumulate": 2})
-    assert report.ok, report
+    assert report.ok, str(report)
     assert {c.path for c in report.checks if c.kind == "aux"} == {
         f"aux/{name}" for name in ("rows", "mean", "count")
     }
@@ -79,7 +79,7 @@ def test_state_and_batch_can_be_used_afterwards(compiled):
 
 def test_right_steps_of_ones_own_pass():
     report = check_by_hand(stage=3)
-    assert report.ok and "no gradients; what they did" in str(report), report
+    assert report.ok and "no gradients; what they did" in str(report), str(report)
     assert check_by_hand(loss=dropping, rng=jax.random.key(7)).ok
 
 
@@ -148,7 +148,7 @@ def attention(params, x):
 def test_noise_that_adam_blows_up_is_no_false_alarm():
     params, x = {**W, "bias": np.ones(16, np.float32)}, X.reshape(ROWS // 4, 4, 24)
     report = verified(attention, x, state=placed(params))
-    assert report.ok, report
+    assert report.ok, str(report)
     unseen = {c.path: c for c in report.checks if c.verdict == "too small to tell"}
     assert {"grads/bias", "params/bias"} <= unseen.keys() and len(unseen) <= 4
     assert 0 < unseen["params/bias"].scale <= unseen["params/bias"].tolerance
@@ -157,14 +157,14 @@ def test_noise_that_adam_blows_up_is_no_false_alarm():
 def test_narrow_precision_widens_the_tolerance_but_not_what_a_loss_means():
     paper = zerojax.Precision("bfloat16", reduce="float32", param="bfloat16", master="float32")
     report = verified(state=placed(stage=2, precision=paper))
-    assert report.ok and report.tolerance == 5e-2, report
+    assert report.ok and report.tolerance == 5e-2, str(report)
     assert "mean over the parts, in float32" in report.losses
     state = placed(precision=zerojax.Precision("bfloat16"))
     tight = verified(state=state, tolerance=np.float32(1e-6))
     assert not tight.ok and tight.tolerance == np.float32(1e-6)
     loss = lambda params, batch: 1 + 1e-3 * masked_loss(params, batch)  # alike but for 0.1%
     report = verified(loss, MASKED, state=state)
-    assert [c.path for c in report.wrong] == ["loss on the whole batch"], report
+    assert [c.path for c in report.wrong] == ["loss on the whole batch"], str(report)
 
 
 # -- what is not finite
