@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 
+import zerojax
 from tests.verify.steps import (
     MASKED,
     ROWS,
@@ -83,6 +84,15 @@ def summed(params, x):
     return squares(params, x).sum()
 
 
+def policy(params, batch, mean=jnp.mean):
+    """PPO's loss, of an advantage that is normalised here, and of values."""
+    ratio, gain = jnp.exp((batch["x"] @ params["w"]).mean(-1)), batch["gain"] - mean(batch["gain"])
+    gain /= jnp.sqrt(mean(gain**2)) + 1e-8
+    gains = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
+    return ((batch["x"].sum(-1) - batch["values"]) ** 2).mean() - gains.mean()
+
+
+GAINS = {"x": X, "values": X[:, 1], "gain": np.cumsum(X[:, 0]), "unread": X[:, 2]}
 NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
 
 
@@ -94,6 +104,7 @@ NONE_LATER = {"x": X, "mask": np.arange(ROWS) < 13}
         (summed, X, r"sum over the batch: .* is 2 times its.*Use a mean"),
         (contrastive, PAIRS, r"compares the examples.*all_gather\(x, 'data', tiled=True\)"),
         (adapted, X, r"takes a gradient itself.*jax.lax.pmean\(jax.grad\(...\)\(...\), 'data'\)"),
+        (policy, GAINS, r"normalises batch leaf gain by its mean and deviation.* before the step"),
     ],
 )
 def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, message):
@@ -110,6 +121,7 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
     ("loss", "batch", "remedy"),
     [
         (adapted, X, {"average": lambda grad: lax.pmean(grad, "data")}),
+        (policy, GAINS, {"mean": zerojax.mean}),
         (
             contrastive,
             PAIRS,
@@ -154,6 +166,17 @@ def test_batchnorm_is_named_and_its_remedy_passes():
         assert "Most likely BatchNorm: give it axis_name='data'. Else" in found.causes[0]
     assert {"batch_stats/mean", "aux/out"} <= {c.path for c in report.checks}
     assert of_batchnorm(axis_name="data").ok
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Most likely BatchNorm: give it axis_name='data', with accumulate=1. Else"),
+        ({"axis_name": "data"}, "as BatchNorm does: with accumulate=1 it is the same"),
+    ],
+)
+def test_batchnorm_is_named_where_a_step_accumulates(options, message):
+    assert message in of_batchnorm(accumulate=2, **options).causes[0]
 
 
 def from_the_state(params, x, batch_stats):

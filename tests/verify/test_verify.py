@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import zerojax
 from tests.conftest import make_mesh
@@ -50,6 +51,24 @@ def test_dropout_passes_and_is_compared_with_the_whole_batch():
     assert list(report.losses) == ["the step", PARTS, *names]
     assert [report.losses[name] for name in names] == pytest.approx([PLAIN, PLAIN], rel=1e-5)
     assert report.losses["the step"] != pytest.approx(PLAIN, rel=0.1)
+
+
+def until_large(rng):
+    draw = lambda carry: (jax.random.split(carry[0])[0], jax.random.normal(carry[0]))
+    return lax.while_loop(lambda carry: carry[1] < 1, draw, (rng, 0.0))[1]
+
+
+def counted(rng):
+    first = jax.random.randint(rng, (), 0, 3)
+    return lax.while_loop(lambda n: n < 3, lambda n: n + 1, first)
+
+
+@pytest.mark.parametrize(("draw", "compared"), [(jax.jit(until_large), False), (counted, True)])
+def test_draws_that_cannot_be_alike_are_not_compared_with_the_whole_batch(draw, compared):
+    loss = lambda params, x, rng: (squares(params, x) * draw(rng)).mean()
+    report = verified(loss, X, jax.random.key(7))
+    assert report.ok and all("another sample" in note for note in report.notes), report
+    assert (len(report.notes), len(report.losses)) == ((0, 4) if compared else (1, 2))
 
 
 def test_exact_means_and_aux_are_compared():
@@ -167,6 +186,27 @@ def test_narrow_precision_widens_the_tolerance_but_not_what_a_loss_means():
     assert [c.path for c in report.wrong] == ["loss on the whole batch"], str(report)
 
 
+def widened(params, x):
+    return squares({"w": params["w"].astype(jnp.float32)}, x.astype(jnp.float32)).mean()
+
+
+# Weights that are cast to bfloat16 are judged so where the loss widens them again.
+@pytest.mark.parametrize(
+    ("loss", "compute", "factor", "ok"),
+    [
+        (mean_loss, None, 1.01, False),
+        (widened, "bfloat16", 1, True),
+        (widened, "bfloat16", 8, False),
+    ],
+)
+def test_gradients_that_are_reduced_wrongly_are_caught(loss, compute, factor, ok, monkeypatch):
+    scatter = lax.psum_scatter
+    monkeypatch.setattr(lax, "psum_scatter", lambda *args, **how: scatter(*args, **how) * factor)
+    report = verified(loss, made={"precision": compute and zerojax.Precision(compute)})
+    wrong = {check.path for check in report.wrong}
+    assert report.ok == ok and (ok or wrong >= {"grads/w", "grad_norm"}), report
+
+
 # -- what is not finite
 
 
@@ -181,6 +221,25 @@ def test_a_nan_on_both_sides_is_no_agreement(x):
 
 
 # -- the replay
+
+
+@pytest.mark.parametrize("mean", [jnp.mean, zerojax.mean])
+def test_parts_are_replayed_one_at_a_time_unless_they_speak_to_each_other(mean):
+    """Then all are in memory at once, as a callback sees that stacks what is batched."""
+    shapes = set()
+
+    def note(x):
+        shapes.add(x.shape)
+        return np.zeros(x.shape[:-2], np.float32)
+
+    def loss(params, batch):
+        there = jax.ShapeDtypeStruct((), jnp.float32)
+        seen = jax.pure_callback(note, there, batch["x"], vmap_method="expand_dims")
+        return masked_loss(params, batch, mean) + lax.stop_gradient(seen.sum())
+
+    verified(loss, MASKED, whole_batch=False)
+    all_at_once = {(2, 1, ROWS // 2, 24)} if mean is zerojax.mean else set()
+    assert shapes == {(ROWS // 2, 24)} | all_at_once
 
 
 # -- the report, and what is refused
