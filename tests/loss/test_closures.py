@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -59,6 +59,25 @@ def test_a_target_network_has_its_logical_shape():
     held = jax.tree.map(jnp.copy, state)  # which no step donates
     _, metrics = zerojax.train_step(lambda params, x: loss(held, params, x))(state, X)
     assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+
+
+@struct.dataclass
+class Taught(zerojax.ModuleState):
+    teacher: Any = None
+
+
+def test_a_teacher_of_a_module_state():
+    weights = {"w": jnp.ones((84, 13))}
+    model = jax.tree_util.Partial(lambda p, x: x @ p["w"], weights)
+    placed = zerojax.shard_train_state(Taught.create(model, optax.adam(0.1), teacher=weights))
+    held = jax.tree.map(jnp.copy, placed)  # which no step donates
+
+    def loss(model, x):
+        taught = x @ zerojax.logical(held).teacher["w"]
+        return jnp.mean((model(x) + taught - 3 * held.model(x)) ** 2)
+
+    _, metrics = zerojax.train_step(loss)(placed, X)
+    assert float(metrics["loss"]) == pytest.approx(np.mean((X @ np.ones((84, 13))) ** 2), rel=1e-5)
 
 
 def test_a_teacher_of_nnx():

@@ -89,6 +89,14 @@ def test_integers_booleans_and_keys_are_those_of_one_device(stage, accumulate, d
     assert report.ok, str(report)
 
 
+def test_steps_that_are_left_out_keep_integers_and_keys():
+    loss = updating(lambda params, x, c: moved_on(c) | {"mean": x.mean()})
+    step = zerojax.train_step(loss, mutable="c", skip_nonfinite=True)
+    state, metrics = step(placed(exact_fields(), mesh=make_mesh(2)), np.where(X > 1, np.nan, X))
+    assert int(metrics["skipped"]) == 1
+    assert_same_everywhere(state.c, exact_fields())
+
+
 def test_where_devices_disagree_the_first_one_decides_for_all():
     new = lambda params, x, c: {
         "count": c["count"] + x[0, 0].astype(jnp.int32),
@@ -155,6 +163,18 @@ def test_verify_tells_what_counts_a_part_alone():
     assert "the mean of what the parts of the batch make of c/queue, in mut" in report.notes[0]
     assert "jax.lax.all_gather(x, 'data', tiled=True)" in report.notes[0]
     assert zerojax.verify(step, placed(QUEUE), X, whole_batch=False).ok
+
+
+def test_verify_says_once_what_is_true_of_several_leaves():
+    new = lambda params, x, c: {
+        "counts": [c["counts"][0] + len(x), c["counts"][1] + 2 * len(x)],
+        "means": [x.max() + n for n in range(5)],
+    }
+    c = {"counts": [jnp.int32(0), jnp.int32(0)], "means": [jnp.float32(0)] * 5}
+    report = zerojax.verify(zerojax.train_step(updating(new), mutable="c"), placed(c), X)
+    assert len(report.wrong) == 2 and len(report.causes) == len(report.notes) == 1
+    assert "of c/counts/0 (2 and 16), c/counts/1 (4 and 32), in mutable=." in report.causes[0]
+    assert "make of c/means/0, c/means/1, c/means/2 and 2 more, in mutable=" in report.notes[0]
 
 
 def test_a_field_returned_without_mutable_is_warned_of_and_metrics_are_not():

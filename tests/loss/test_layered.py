@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -62,6 +63,19 @@ def test_the_numbers_are_those_of_microbatches_in_turn():
     args = batch, jax.random.key(3, impl="rbg")
     got, wanted = both(rich_loss, params, *args, has_aux=True, prefetch=1)
     assert_close(got, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_each_microbatch_draws_from_its_own_key(impl):
+    def loss(params, batch, rng):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["w"])[0]
+        return jnp.mean(x**2), jax.random.bits(rng, (len(batch), 4))
+
+    params, key = {"w": jnp.ones((LAYERS, 8, 8)) / 8}, jax.random.key(0, impl=impl)
+    grad = jax.jit(grad_of(loss, params, "layers", devices=1, has_aux=True))
+    (_, drawn), _ = grad(params, jnp.ones((8, 8)), key)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 0), index) for index in range(4)]
+    np.testing.assert_array_equal(drawn, np.concatenate([jax.random.bits(k, (2, 4)) for k in keys]))
 
 
 def test_layers_of_layers_are_found_inside_of_one_checkpoint():
