@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import jax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -163,3 +164,14 @@ def test_damage_does_not_stop_training(clock, tmp_path):
     (tmp_path / ".goodput.json.new").mkdir()
     with pytest.warns(UserWarning, match="goodput.json cannot be written"):
         train(8)(clock, tmp_path)
+
+
+def test_process_0_alone_keeps_the_file(clock, tmp_path, monkeypatch):
+    with zerojax.Checkpoints(tmp_path, every=1000) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(jax, "process_index", lambda: 1)
+            checkpoints.save(1, STATE)
+            checkpoints.save(2, STATE)
+        assert zerojax.Goodput(tmp_path).steps == 0
+        checkpoints.save(3, STATE)
+    assert zerojax.Goodput(tmp_path).steps == 3

@@ -123,10 +123,37 @@ def test_a_damaged_file_is_compiled_again(audit, tmp_path, compiled):
 
 
 def test_where_nothing_can_be_kept_all_else_goes_on(audit, tmp_path, monkeypatch, compiled):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        first = audit()
+    assert not files(tmp_path / "cache"), "a write that fails leaves nothing"
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
-    assert audit() == audit() and len(compiled) == 2
+    assert audit() == audit() == first and len(compiled) == 3
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_what_was_not_read_for_longest_goes_first(audit, tmp_path, compiled):
+    """Files of 2**28 bytes in all stay; one with a hole for its content takes most of that."""
+    kinds = ["--accumulate", "2"], [], ["--accumulate", "4"]
+    for kind in kinds[:2]:
+        audit(*kind)
+        for file in files(tmp_path / "cache"):
+            os.utime(file, (10**9, 10**9))
+    audit(*kinds[0])  # reads the older one
+    sizes = sorted(file.stat().st_size for file in files(tmp_path / "cache"))
+    large = tmp_path / "cache" / "large.zerojax"
+    large.touch()
+    os.truncate(large, 2**28 - 2 * sizes[1] - sizes[0] // 2)
+    os.utime(large, (10**9 + 1, 10**9 + 1))
+    audit(*kinds[2])
+    audit(*kinds[0])
+    assert len(compiled) == 3 and large.exists(), "what was read is kept"
+    audit(*kinds[1])
+    assert len(compiled) == 4 and not large.exists(), "the other was dropped"
 
 
 WHERE = [
