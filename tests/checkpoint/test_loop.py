@@ -218,7 +218,7 @@ def test_steps_and_states_that_cannot_be_saved(tmp_path):
 
 
 def test_what_is_being_written_does_not_count(tmp_path, monkeypatch):
-    """Until it is waited for."""
+    """Until it is waited for. Ctrl-C ends the waiting and not the write."""
     with zerojax.Checkpoints(tmp_path, best="loss", keep=1) as checkpoints:
         checkpoints.save(1, STATE, metrics={"loss": 2.0})
         checkpoints.wait()
@@ -226,6 +226,10 @@ def test_what_is_being_written_does_not_count(tmp_path, monkeypatch):
         held = lambda *args: (go.wait(60), finalize(*args))[1]
         monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", held)
         checkpoints.save(2, STATE, metrics={"loss": 1.0})
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            interrupt = lambda _: signal.default_int_handler(signal.SIGINT, None)
+            patched.setattr(ocp.CheckpointManager, "wait_until_finished", interrupt)
+            checkpoints.wait()
         assert checkpoints.busy() and checkpoints.steps() == [1]
         assert checkpoints.latest() == 1 and checkpoints.best() == 1
         threading.Timer(0.1, go.set).start()

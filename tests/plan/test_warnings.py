@@ -72,3 +72,12 @@ def test_it_is_said_once_of_the_users_line():
     assert code == 0, error
     for line, wanted in zip(said.splitlines(), SAID, strict=True):
         assert line.startswith("<string> UserWarning ") and re.search(wanted, line)
+
+
+def test_of_a_state_without_an_optimizer_the_plan_is_named_too():
+    program = """import jax
+jax.config.update("jax_num_cpu_devices", 6)
+import numpy, zerojax
+zerojax.shard_train_state(({"w": numpy.ones((257, 5), "f")}, ()))"""
+    code, _, said = python(program)
+    assert code == 0 and re.search(r"UserWarning: 0/w has.*zerojax\.logical\(state, plan\)", said)
