@@ -70,11 +70,10 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
-# recurrentgemma pins an older NumPy than the others need, and runs with theirs. Flax's examples and
-# tutorials are in its source alone, of which the tests take the version that is installed.
+# Flax's examples and tutorials are in its source alone, of which the tests take the version that is
+# installed.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
-	$(VENV)-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'recurrentgemma>=1.0.1'
 	mkdir -p $(VENV)-foreign/sources
 	$(VENV)-foreign/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary flax \
 	  --dest $(VENV)-foreign/sources \
