@@ -12,7 +12,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh
+
+from tests.step.tensor import cpu_mesh
 
 LAYERS, DIM, HIDDEN, VOCAB, TOKENS, ROWS = 2, 16, 32, 32, 5, 8
 BATCH = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TOKENS), np.int32)
@@ -75,12 +76,7 @@ def linen(style):
     model = LinenModel(style)
     make = jax.jit(lambda: state_of(model.init(jax.random.key(1), BATCH)["params"]))
     loss = lambda p, tokens: next_token_loss(model.apply({"params": nn.unbox(p)}, tokens), tokens)
-    return Family(make, loss, mesh=two_axes() if "boxed" in style else None)
-
-
-def two_axes():
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return Family(make, loss, mesh=cpu_mesh() if "boxed" in style else None)
 
 
 # -- Flax nnx

@@ -107,12 +107,18 @@ def without(text, line):
 NESTED = "nested-16xH100-jax0.12"
 DAMAGES = {
     "empty": (lambda t: "", "starts with '' and not with 'HloModule'"),
-    "prose": (lambda t: "Dear compiler,", "Pass compiled.as_text"),
+    "prose": (lambda t: "Dear compiler,", r"with 'Dear compiler,'.*Pass compiled\.as_text"),
     "cut off early": (lambda t: t[: len(t) // 2], "no ENTRY computation: was it cut off"),
     "cut off late": (lambda t: t[: t.rindex("ROOT")], "main.* has no ROOT"),
-    "half a line": (lambda t: t.replace("copy(%get", "copy", 1)[:-200] + "\n}", "damaged"),
+    "half a line": (
+        lambda t: t.replace("copy(%get", "copy", 1)[:-200] + "\n}",
+        r"line \d+, '%copy.*': its parentheses do not close",
+    ),
     "a missing value": (lambda t: without(t, "%bitcast.5.0 = "), "uses bitcast.5.0, which is now"),
-    "a missing computation": (lambda t: t.replace("%fused_compare.1 (", "%other (", 1), "nowhere"),
+    "a missing computation": (
+        lambda t: t.replace("%fused_compare.1 (", "%other (", 1),
+        "uses fused_compare.1, which is nowhere",
+    ),
     "a call cut short": (lambda t: t.replace(", calls=%fused_reduce", ""), "does not say what it"),
     "an open parenthesis": (
         lambda t: t.replace("parameter(0)", "parameter(0", 1),
