@@ -22,7 +22,7 @@ test: $(VENV)/.test
 	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-# What `make test` leaves to CI: examples, pages, rivals, several processes.
+# What `make test` leaves to CI: examples, pages, rivals; and several processes, for an idle machine.
 test-ci: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m ci --no-skips $(ARGS)
 
