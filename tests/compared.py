@@ -80,14 +80,12 @@ def stepping(row: Row) -> dict[str, Any]:
 
 def loss_of(row: Row) -> Any:
     """The loss, with as many arguments as the row needs."""
-    made, wrap = subject_of(row), jax.checkpoint if row.remat else lambda f: f
+    subject, wrap = subject_of(row), jax.checkpoint if row.remat else lambda f: f
 
     def loss(model, batch, *key, **fields):
-        stats = (
-            made.stats if row.model != "nnx" else {"mean": model.mean[...], "seen": model.seen[...]}
-        )
-        stats = fields.get("stats", stats)
-        losses, new, scale = made.apply(model, stats, batch["x"], *key or [None], RATE, wrap)
+        held = {"mean": model.mean[...], "seen": model.seen[...]} if row.model == "nnx" else None
+        stats = fields.get("stats", held or subject.stats)
+        losses, new, scale = subject.apply(model, stats, batch["x"], *key or [None], RATE, wrap)
         losses = losses * batch["gain"]
         value = zerojax.mean(losses, where=batch["mask"]) if row.masked else losses.mean()
         if row.fields and row.model == "nnx":
@@ -97,7 +95,7 @@ def loss_of(row: Row) -> Any:
     return loss
 
 
-def made(row: Row, end: End) -> Any:
+def state_at(row: Row, end: End) -> Any:
     """A state on one device that has been trained so far; of nnx, a model and its optimizer."""
     subject, tx = subject_of(row), OPTIMIZERS[row.optimizer]()
     model = subject.model_of(end.params)
@@ -167,14 +165,14 @@ ELSEWHERE = {
 def started(row: Row, ends: list[End]) -> tuple[Training, int]:
     """A row's training, and how many steps there were before it: one on one device, or none."""
     if row.source == "function":
-        return Training(row, lambda: made(row, ends[0])), 0
+        return Training(row, lambda: state_at(row, ends[0])), 0
     if row.source == "arrays":
-        return Training(row, made(row, ends[1])), 1
+        return Training(row, state_at(row, ends[1])), 1
     pad = {"whole": "padded", "padded": "whole", "even": "even"}[row.shapes]
     other = dataclasses.replace(row, shapes=pad, **ELSEWHERE[row.source])
-    training = Training(row, made(row, ends[0]))
+    training = Training(row, state_at(row, ends[0]))
     with tempfile.TemporaryDirectory() as directory:
-        zerojax.save(f"{directory}/state", Training(other, made(row, ends[1])).get())
+        zerojax.save(f"{directory}/state", Training(other, state_at(row, ends[1])).get())
         training.put(zerojax.restore(f"{directory}/state", like=training.get()))
     return training, 1
 
@@ -205,7 +203,7 @@ def run(row: Row) -> Run:
 
 def untrained(row: Row) -> tuple[Any, ...]:
     """A row's step, and what it is called with first, on a state that has not been trained."""
-    training = Training(row, made(row, start(row)))
+    training = Training(row, state_at(row, start(row)))
     return training.call(batch_of(row), *keys_of(row, 0))
 
 
@@ -338,8 +336,8 @@ def check_shards(row: Row, state: Any) -> None:
     for leaf, value in zip(plan.leaves, jax.tree.leaves(state), strict=True):
         follows = any(leaf.path.endswith(f"/{p}") and leaf.shape == large[p] for p in large)
         if follows and leaf.kind in cut and not leaf.frozen and row.shapes != "whole":
-            found = value.size / value.addressable_shards[0].data.size
-            assert found == cut[leaf.kind], f"{leaf.path} is in {found} parts"
+            pieces = value.size / value.addressable_shards[0].data.size
+            assert pieces == cut[leaf.kind], f"{leaf.path} is in {pieces} parts"
             kinds.add(leaf.kind)
     assert "params" in kinds or row.shapes == "whole"
 

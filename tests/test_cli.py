@@ -70,9 +70,9 @@ def test_audit_of_a_stored_program(run, told):
     code, out, err = run("audit", STEP)
     assert (code, err) == (OK, "")
     assert out.startswith("8 devices (gpu)") and "params/layers/w" in out
-    found = told("audit", STEP, "--gpu", "H100")
-    assert found["findings"] == [] and found["step_seconds"] > 0
-    assert sum(t["total_bytes"] for t in found["traffic"]) == found["wire_bytes"]
+    report = told("audit", STEP, "--gpu", "H100")
+    assert report["findings"] == [] and report["step_seconds"] > 0
+    assert sum(t["total_bytes"] for t in report["traffic"]) == report["wire_bytes"]
     alone = ("audit", STEP, "--gpu", "H100", "--per-host", "1", "--network")
     fast, slow = (told(*alone, network)["step_seconds"] for network in ("50", "0.05"))
     assert fast < slow
@@ -82,8 +82,8 @@ def test_audit_fails_where_the_contract_or_a_limit_is_broken(run, told):
     code, out, _ = run("audit", STEP, "--max-peak-bytes", "1e3")
     assert code == NOT_OK
     assert "\nbroken: the peak is 1." in out and "above --max-peak-bytes 1000 B" in out
-    found = told("audit", STEP, "--min-overlap", "0.99", "--gpu", "H100", ends=NOT_OK)
-    assert "below min_overlap=0.99" in found["findings"][0]
+    report = told("audit", STEP, "--min-overlap", "0.99", "--gpu", "H100", ends=NOT_OK)
+    assert "below min_overlap=0.99" in report["findings"][0]
     code, out, _ = run("audit", str(stored.HERE / "exchange-8xH100-jax0.12.hlo"))
     assert code == NOT_OK and out.count("broken: ") == 2
     assert "broken: all-to-all all_to_all" in out and "collective-permute" in out
@@ -120,11 +120,11 @@ PADDED = 258 * 256 * 4 // 6
     ],
 )
 def test_audit_of_a_users_module(model, flags, stage, parameters, optimizer, trips, told, mymodel):
-    found = told("audit", f"{mymodel}:{model}", *flags.split())
-    memory = found["memory"]
-    assert (found["stage"], found["findings"]) == (stage, [])
+    report = told("audit", f"{mymodel}:{model}", *flags.split())
+    memory = report["memory"]
+    assert (report["stage"], report["findings"]) == (stage, [])
     assert (memory["parameters"], memory["optimizer"]) == (parameters, optimizer)
-    assert max(one["trips"] for one in found["traffic"]) == trips
+    assert max(one["trips"] for one in report["traffic"]) == trips
 
 
 # -- forecast

@@ -14,26 +14,28 @@ def text_of(*cases, **options):
 
 def test_the_fastest_that_fits_wins():
     slow, fast = fakes.case(2, 40, step_seconds=3.0), fakes.case(3, 30, step_seconds=2.0)
-    made = fakes.forecast(fakes.case(0, 100, step_seconds=1.0), slow, fast)
-    assert made.best is fast
-    lines = str(made).splitlines()
+    forecast = fakes.forecast(fakes.case(0, 100, step_seconds=1.0), slow, fast)
+    assert forecast.best is fast
+    lines = str(forecast).splitlines()
     assert lines[0].startswith("64xH100, 72.8 GiB usable of 79.1 GiB each; bytes per GPU, grads a")
     assert lines[1].split()[:3] == ["stage", "accumulate", "remat"] and len(lines) == 7
     assert lines[-1].startswith("Fastest that fits: stage=3, remat 'full', 2.0 s a step, ")
-    found = json.loads(json.dumps(made.to_dict()))
-    assert (found["best"], found["usable_bytes"]) == (2, fakes.H100.usable)
-    assert [case["peak"] >> 30 for case in found["cases"]] == [100, 40, 30]
-    assert "report" not in found["cases"][0]
+    told = json.loads(json.dumps(forecast.to_dict()))
+    assert (told["best"], told["usable_bytes"]) == (2, fakes.H100.usable)
+    assert [case["peak"] >> 30 for case in told["cases"]] == [100, 40, 30]
+    assert "report" not in told["cases"][0]
     ordered = fakes.case(3, 30, order="layers", accumulate=2)
     assert "accumulate=2, order='layers', remat" in text_of(ordered)
 
 
 def test_nothing_fits():
-    made = fakes.forecast(fakes.case(0, 100), fakes.case(3, 80))
-    assert made.best is None and made.to_dict()["best"] is None
+    forecast = fakes.forecast(fakes.case(0, 100), fakes.case(3, 80))
+    assert forecast.best is None and forecast.to_dict()["best"] is None
     least = "Nothing fits. The least is 80.0 GiB at stage 3: use more GPUs, more microbatches"
-    assert least in " ".join(str(made).split())
-    assert "Nothing fits." in made._repr_html_() and "<td>100.0 GiB</td>" in made._repr_html_()
+    assert least in " ".join(str(forecast).split())
+    assert (
+        "Nothing fits." in forecast._repr_html_() and "<td>100.0 GiB</td>" in forecast._repr_html_()
+    )
 
 
 def test_what_rests_on_the_host_has_columns_and_more_than_xla_pins_is_told_of():
@@ -68,8 +70,8 @@ def test_the_title_says_in_which_dtype_it_computes():
 
 def test_it_draws_memory_to_its_peak_and_times_to_the_step():
     there = fakes.case(3, 30, on_host=2**30, waited_seconds=0.3, step_seconds=0.9)
-    made = fakes.forecast(fakes.case(0, 100, groups="all over gpu"), there)
-    figure = made.plot()
+    forecast = fakes.forecast(fakes.case(0, 100, groups="all over gpu"), there)
+    figure = forecast.plot()
     memory, times = figure.axes
     for axes, ends in ((memory, [100, 30]), (times, [600, 900])):
         for row, end in enumerate(ends):
