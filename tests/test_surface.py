@@ -172,6 +172,7 @@ def examples_run(names):
 COMPILE_FOR_GPUS = ("aot", "_choose.choose", "_forecast.forecast", "_study.study")
 
 
+@pytest.mark.ci
 def test_docstring_examples_run():
     assert examples_run([n for n in MODULES if n not in COMPILE_FOR_GPUS]) >= 10
 

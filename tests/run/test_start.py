@@ -116,6 +116,7 @@ print("not ended")
 """
 
 
+@pytest.mark.ci
 def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
     code, said, error = python(WATCHED, PYTHONUNBUFFERED="")
     assert said == "quiet while fed, and after its end\n" and code, error
