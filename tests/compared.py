@@ -245,7 +245,7 @@ def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
     sent = set(re.findall(r"(?:weight|gradient) (\w+)", str(state.tx.plan))) & CODES
     rounds = sent | (set(row.types.values()) - CODES)
     of_state, of_params, of_metrics = COARSE if "int4" in sent else ROUNDED if rounds else EXACT
-    if row.optimizer == "muon" and rounds:  # makes steps of full size of all that codes are off by
+    if row.optimizer == "muon" and rounds:  # it makes a whole step of what rounding is off by
         of_params = math.inf if "int4" in sent else COARSE[1]
     for at, metrics in enumerate(found.metrics, found.first + 1):
         wanted = ends[at].metrics | ({"skipped": 0.0} if row.skip else {})
