@@ -17,10 +17,10 @@ import figures  # before JAX: it says what JAX may look for
 import groups
 import results
 
-from zerojax._choose import choose as _choose, ways as _ways
-from zerojax._choose.ways import Way
-from zerojax._forecast import cache as _cache, network as _network, presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._choose import choose as _choose, ways as _ways
+from zerojax.tools._choose.ways import Way
+from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
+from zerojax.tools._hlo import known as _known
 
 MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)
 ROWS = {

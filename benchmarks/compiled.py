@@ -26,7 +26,7 @@ import vit
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 HERE = pathlib.Path(__file__).parent
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}

@@ -19,7 +19,7 @@ import results
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 STEPS, EVERY, SEEDS = 2000, 100, (0, 1, 2)
 SYMBOLS, SUCCESSORS, TOKENS, ROWS = 32, 2, 32, 16

@@ -17,7 +17,7 @@ import results
 
 import zerojax
 from zerojax._engine import xla_options as _xla_options
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 HERE = pathlib.Path(__file__).parent
 MODEL, GPUS, ROWS_PER_GPU = _presets.preset("7.5b"), "64xH100", 4

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 import zerojax.nnx
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 TX = optax.adamw(1e-3)
 LAYERS, WIDTH, HEADS, VOCAB, TOKENS, ROWS = 6, 128, 4, 256, 32, 16

@@ -30,8 +30,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import SingleDeviceSharding
 
 import zerojax
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known
 
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30

@@ -16,8 +16,8 @@ import figures  # before JAX: it says what JAX may look for
 import results
 
 import zerojax
-from zerojax._forecast import network as _network, presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._forecast import network as _network, presets as _presets
+from zerojax.tools._hlo import known as _known
 
 CARDS = (50, 25, 12.5, 6.25)  # GB/s of each GPU's network card
 NODES, PER_NODE = 8, 8

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import results
 
 import zerojax
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known
 
 STORED = figures.HERE / "largest.json"
 NAMES = ("T4", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200")

@@ -12,7 +12,7 @@ import groups
 import results
 
 import zerojax
-from zerojax._forecast import network as _network
+from zerojax.tools._forecast import network as _network
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 MICROBATCHES = 8

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 SCALE = 1024  # of the loss: small gradients vanish in float16
 LAST = P(None, None, "tensor")

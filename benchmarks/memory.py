@@ -22,7 +22,7 @@ import results
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 ROWS = 8  # of the batch, per device
 WIDTHS = (512, 2048, 2048, 512)

@@ -15,8 +15,8 @@ import results
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known
 
 LINKS = (50, 35, 25, 12.5)  # GB/s in each direction, of each GPU
 STORED = pathlib.Path(__file__).parent / "offload.json"

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax._engine import xla_options as _xla_options
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known
-from zerojax._hlo.gpus import Machine
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo.gpus import Machine
 
 # The ZeRO paper's GPU, which has no bfloat16, and which CUDA 13 does not compile for: its rates and
 # memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.

@@ -26,8 +26,8 @@ import paper_numbers
 import results
 
 import zerojax
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known
 
 STORED = figures.HERE / "paper.json"
 PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "flax", "optax")

@@ -32,9 +32,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import figures  # before JAX: it says what JAX may look for
 
 import zerojax
-from zerojax._forecast import presets as _presets
-from zerojax._hlo import known as _known, schedule as _schedule
-from zerojax._hlo.module import Module
+from zerojax.tools._forecast import presets as _presets
+from zerojax.tools._hlo import known as _known, schedule as _schedule
+from zerojax.tools._hlo.module import Module
 
 STORED = figures.HERE / "published.json"
 SCHEDULES = figures.HERE / "published.tar.xz"

@@ -1,7 +1,7 @@
 """Rivals as Flax's guides teach them: FSDP by metadata on parameters of linen and nnx modules.
 
-Both write the GPT of `zerojax._forecast.presets` with Flax's own layers. What is constrained is
-each block's input and output ("blocks"), which the guides call optional, or nothing.
+Both write the GPT of `zerojax.tools._forecast.presets` with Flax's own layers. What is constrained
+is each block's input and output ("blocks"), which the guides call optional, or nothing.
 """
 
 import functools
@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from rivals import accumulated
 
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 TX = optax.adamw(1e-4)
 KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}

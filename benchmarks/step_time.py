@@ -40,7 +40,7 @@ import rivals_by_hand
 import rivals_flax
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 # XLA for CPUs emulates bf16, and more slowly in a `shard_map` than outside of one.
 SIZE = {"vocab": 256, "tokens": 64, "compute": jnp.float32}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import groups
 import results
 
 import zerojax
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 AXES = ("node", "gpu")

@@ -22,13 +22,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
     "_wire _collectives _compat _figures _fingerprint _jaxpr _progress _text _types _warn",
-    "_run _state _hlo _update",
+    "_run _state tools._hlo _update",
     "_plan _engine",
     "_loss",
     "_step",
-    "_checkpoint _audit aot",
-    "_verify _forecast nnx",
-    "_choose _observe _study",
+    "_checkpoint tools._audit aot",
+    "tools._verify tools._forecast nnx",
+    "tools._choose _observe tools._study",
     "__main__",
 )
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}
@@ -70,8 +70,13 @@ def upward(modules: dict[str, str]) -> list[tuple[str, str]]:
     return [pair for pair in pairs if not _points_down(*pair)]
 
 
+def package_of(module: str) -> str:
+    """Returns the package of a module: `_plan` of `_plan.mesh`, `tools._hlo` of its `gpus`."""
+    return ".".join(module.split(".")[: 1 + module.startswith("tools.")])
+
+
 def _points_down(module: str, imported: str) -> bool:
-    package, other = module.split(".")[0], imported.split(".")[0]
+    package, other = package_of(module), package_of(imported)
     if package == "__init__":  # the public names, imported when they are asked for
         return True
     within = package == other != module or RANK[package] == RANK[other] == 0
@@ -137,7 +142,7 @@ def row(modules: list[str]) -> dict[str, object]:
 def main() -> None:
     modules = sources(*sys.argv[1:2])
     folders = {name: name.rpartition(".")[0] or "top level" for name in modules}
-    filed = {name.split(".")[0] for name in modules} <= RANK.keys() | {"__init__"}
+    filed = {package_of(name) for name in modules} <= RANK.keys() | {"__init__", "tools.__init__"}
     up = [folders[name] for name, _ in upward(modules)] if filed else []
     print(" " * 12, *row(list(modules.values())), "imports up", sep="  ")
     for folder in [*sorted(set(folders.values())), "all"]:

@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from tests.conftest import make_mesh
 from tests.processes import ROOT, output
-from zerojax._forecast import presets as _presets  # whose models the benchmarks train
+from zerojax.tools._forecast import presets as _presets  # whose models the benchmarks train
 
 BENCHMARKS = ROOT / "benchmarks"
 MODEL = _presets.Gpt(2, 32, 2, vocab=64, tokens=16)

@@ -56,7 +56,7 @@ def test_names_are_imported_from_where_type_checkers_see_them():
 
 
 def test_imports_point_down():
-    assert {name.split(".")[0] for name in MODULES} == house.RANK.keys()
+    assert {house.package_of(name) for name in MODULES} == house.RANK.keys()
     assert sum(map(len, house.imports(MODULES).values())) > 2 * len(MODULES)
     assert house.upward(MODULES) == []
 
@@ -65,10 +65,10 @@ def tree():
     """The modules in the order of CONTRIBUTING's tree."""
     block = re.search(r"^zerojax/\n(.*?)^```", CONTRIBUTING, re.M | re.S)[1]
     package, found = "", []
-    for indent, name in re.findall(r"^( +)(\w+(?:/|\.py)) ", block, re.M):
+    for indent, name in re.findall(r"^( +)(\w+\.py|[\w/]+/) ", block, re.M):
         package = package if len(indent) > 2 else ""
         if name.endswith("/"):
-            package = f"{name[:-1]}."
+            package = name.replace("/", ".")
         else:
             found.append(package + name.removesuffix(".py"))
     return found
@@ -169,7 +169,12 @@ def examples_run(names):
     return attempted
 
 
-COMPILE_FOR_GPUS = ("aot", "_choose.choose", "_forecast.forecast", "_study.study")
+COMPILE_FOR_GPUS = (
+    "aot",
+    "tools._choose.choose",
+    "tools._forecast.forecast",
+    "tools._study.study",
+)
 
 
 @pytest.mark.ci
@@ -200,7 +205,7 @@ def test_importing_costs_next_to_nothing_beside_jax_flax_and_optax():
 def test_a_loop_needs_no_orbax_and_no_compiler_tools():
     code = (
         "import sys, zerojax; zerojax.train_step, zerojax.shard_train_state, zerojax.Plan; "
-        "print('orbax' in sys.modules, 'zerojax._audit.audit' in sys.modules)"
+        "print('orbax' in sys.modules, 'zerojax.tools._audit.audit' in sys.modules)"
     )
     assert fresh(code) == "False False"
 

@@ -11,8 +11,6 @@ import typing
 
 if typing.TYPE_CHECKING:
     from zerojax import aot as aot, nnx as nnx
-    from zerojax._audit.audit import audit as audit
-    from zerojax._audit.report import Report as Report
     from zerojax._checkpoint.checkpoint import (
         read_extras as read_extras,
         restore as restore,
@@ -25,12 +23,6 @@ if typing.TYPE_CHECKING:
         export_safetensors as export_safetensors,
         import_safetensors as import_safetensors,
     )
-    from zerojax._choose.choose import choose as choose
-    from zerojax._forecast.forecast import forecast as forecast
-    from zerojax._forecast.memory_table import memory_table as memory_table
-    from zerojax._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
-    from zerojax._hlo.gpus import Rates as Rates
-    from zerojax._hlo.known import rates_of as rates_of
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
@@ -60,32 +52,40 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
-    from zerojax._study.study import study as study
     from zerojax._update.offload import Offload as Offload
-    from zerojax._verify.verification import Verification as Verification
-    from zerojax._verify.verify import verify as verify
     from zerojax._wire.codecs import Blocks as Blocks
+    from zerojax.tools._audit.audit import audit as audit
+    from zerojax.tools._audit.report import Report as Report
+    from zerojax.tools._choose.choose import choose as choose
+    from zerojax.tools._forecast.forecast import forecast as forecast
+    from zerojax.tools._forecast.memory_table import memory_table as memory_table
+    from zerojax.tools._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
+    from zerojax.tools._hlo.gpus import Rates as Rates
+    from zerojax.tools._hlo.known import rates_of as rates_of
+    from zerojax.tools._study.study import study as study
+    from zerojax.tools._verify.verification import Verification as Verification
+    from zerojax.tools._verify.verify import verify as verify
 
 __version__ = "0.1.0"
 
 # The same names, by the module that is imported when one of them is first used. With Orbax, the
 # engine and the tools, `import zerojax` would cost half as much again as JAX, Flax and optax.
 _EXPORTS = {
-    "_audit.audit": ["audit"],
-    "_audit.report": ["Report"],
+    "tools._audit.audit": ["audit"],
+    "tools._audit.report": ["Report"],
     "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
     "_checkpoint.extras": ["Extras"],
     "_checkpoint.goodput": ["Goodput"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
-    "_choose.choose": ["choose"],
+    "tools._choose.choose": ["choose"],
     "_wire.codecs": ["Blocks"],
     "_run.elastic": ["elastic"],
-    "_forecast.forecast": ["forecast"],
-    "_forecast.memory_table": ["memory_table"],
-    "_forecast.mfu": ["peak_flops", "step_flops"],
-    "_hlo.gpus": ["Rates"],
-    "_hlo.known": ["rates_of"],
+    "tools._forecast.forecast": ["forecast"],
+    "tools._forecast.memory_table": ["memory_table"],
+    "tools._forecast.mfu": ["peak_flops", "step_flops"],
+    "tools._hlo.gpus": ["Rates"],
+    "tools._hlo.known": ["rates_of"],
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
@@ -101,10 +101,10 @@ _EXPORTS = {
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
-    "_study.study": ["study"],
+    "tools._study.study": ["study"],
     "_update.offload": ["Offload"],
-    "_verify.verification": ["Verification"],
-    "_verify.verify": ["verify"],
+    "tools._verify.verification": ["Verification"],
+    "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES |= {"aot": "aot", "nnx": "nnx"}

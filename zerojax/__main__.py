@@ -20,8 +20,12 @@ import jax
 
 import zerojax
 from zerojax import _figures
-from zerojax._audit.report import check_limits
-from zerojax._forecast import (
+from zerojax._loss.order import ORDERS
+from zerojax._plan.precision import Precision
+from zerojax._progress import hinting, working
+from zerojax._text import fitted, paragraphs, text_table
+from zerojax.tools._audit.report import check_limits
+from zerojax.tools._forecast import (
     cache as _cache,
     doctor as _doctor,
     flags as _flags,
@@ -29,18 +33,14 @@ from zerojax._forecast import (
     network as _network,
     presets as _presets,
 )
-from zerojax._forecast.forecast import mesh_of, names_levels, unrolled
-from zerojax._forecast.memory_table import each_once
-from zerojax._forecast.model import Model
-from zerojax._forecast.steps import functional
-from zerojax._hlo import known as _known
-from zerojax._hlo.gpus import Gpu
-from zerojax._loss.order import ORDERS
-from zerojax._plan.precision import Precision
-from zerojax._progress import hinting, working
-from zerojax._study import flags as _study_flags
-from zerojax._study.models import Given
-from zerojax._text import fitted, paragraphs, text_table
+from zerojax.tools._forecast.forecast import mesh_of, names_levels, unrolled
+from zerojax.tools._forecast.memory_table import each_once
+from zerojax.tools._forecast.model import Model
+from zerojax.tools._forecast.steps import functional
+from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo.gpus import Gpu
+from zerojax.tools._study import flags as _study_flags
+from zerojax.tools._study.models import Given
 
 OK, NOT_OK, BAD_INPUT = 0, 1, 2
 GB = 1e9

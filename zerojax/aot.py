@@ -20,13 +20,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._hlo import gpus as _gpus, known as _known
-from zerojax._hlo.gpus import Gpu
 from zerojax._loss import batch as _batch
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import Device, PyTree, is_key
+from zerojax.tools._hlo import gpus as _gpus, known as _known
+from zerojax.tools._hlo.gpus import Gpu
 
 PER_HOST = 8
 

@@ -21,10 +21,10 @@ from matplotlib.patches import Rectangle
 
 import zerojax
 from zerojax import _figures
-from zerojax._forecast import presets as _presets, result as _result
-from zerojax._forecast.forecast import Forecast
 from zerojax._plan.placement import KINDS
 from zerojax._plan.show import COLOURS, TITLES
+from zerojax.tools._forecast import presets as _presets, result as _result
+from zerojax.tools._forecast.forecast import Forecast
 
 jax.config.update("jax_num_cpu_devices", 8)
 

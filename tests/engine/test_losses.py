@@ -253,7 +253,7 @@ def test_complex_parameters_keep_their_imaginary_parts_and_integers_pass_through
 
 @pytest.mark.gpu_code
 def test_on_gpus_nothing_copies_a_weight_for_its_padding():
-    from zerojax._forecast import presets
+    from zerojax.tools._forecast import presets
 
     mesh = zerojax.aot.mesh("20xH100", per_host=4)
     model = presets.Gpt(8, 1024, 8, vocab=1024, tokens=128)

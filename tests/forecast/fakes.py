@@ -18,12 +18,12 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests.hlo.modules import gpu_named
-from zerojax._choose.choice import Choice, Compiled, Tried
-from zerojax._choose.ways import Way
-from zerojax._forecast.result import Case, Forecast
-from zerojax._study import study as _study
-from zerojax._study.cell import Cell, Figures
-from zerojax._study.result import Study
+from zerojax.tools._choose.choice import Choice, Compiled, Tried
+from zerojax.tools._choose.ways import Way
+from zerojax.tools._forecast.result import Case, Forecast
+from zerojax.tools._study import study as _study
+from zerojax.tools._study.cell import Cell, Figures
+from zerojax.tools._study.result import Study
 
 GIB = 2**30
 H100 = gpu_named("H100")

@@ -13,7 +13,7 @@ from tests.collectives import collectives, scans_of
 from tests.conftest import make_mesh
 from tests.models import gpt, gpt_block, gpt_params, norm
 from tests.reference import assert_close
-from zerojax._forecast import presets as _presets
+from zerojax.tools._forecast import presets as _presets
 
 LAYERS, DIM, TOKENS, ROWS = 3, 32, 8, 16
 DRAWN = jax.random.split(jax.random.key(11), 4)

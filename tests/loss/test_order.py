@@ -10,7 +10,7 @@ import pytest
 import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh
-from zerojax._hlo import known as _known
+from zerojax.tools._hlo import known as _known
 
 LAYERS, DIM, COUNT = 4, 64, 4
 ROWS = jnp.ones((64, DIM))

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 import zerojax
-from zerojax._choose import ways as _ways
-from zerojax._choose.ways import AMSP, GPU, HSDP, Facts, Way
+from zerojax.tools._choose import ways as _ways
+from zerojax.tools._choose.ways import AMSP, GPU, HSDP, Facts, Way
 
 LINK, NETWORK = 400.0, 10.0  # bytes/s
 RATES = zerojax.rates_of("H100")

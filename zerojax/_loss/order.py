@@ -5,14 +5,14 @@ from collections.abc import Callable
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax import _compat
-from zerojax._hlo import known as _known
-from zerojax._hlo.gpus import Rates
 from zerojax._jaxpr import matmul_flops, nbytes
 from zerojax._loss.layered import NoLayersError
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS
 from zerojax._wire.routes import names_in
+from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo.gpus import Rates
 
 MICROBATCHES = "microbatches"
 LAYERS = "layers"

@@ -14,9 +14,9 @@ from typing import Any, SupportsFloat
 import jax
 
 from zerojax import _compat, _text
-from zerojax._forecast.mfu import peak_flops
 from zerojax._state import state as _state
 from zerojax._types import Device, PyTree
+from zerojax.tools._forecast.mfu import peak_flops
 
 Values = dict[str, float]
 RATE = "_per_second"

@@ -11,7 +11,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
-from zerojax._hlo import known as _known
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
@@ -22,6 +21,7 @@ from zerojax._step.options import Options, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree, is_key
 from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
+from zerojax.tools._hlo import known as _known
 
 # [Note: updates inside backward]
 # A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer

@@ -1,0 +1,205 @@
+"""`audit`: what XLA made of a step."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from zerojax import _compat, _jaxpr
+from zerojax._plan import mesh as _mesh
+from zerojax._plan.plan import Plan, check_plan
+from zerojax._state import carried as _carried
+from zerojax._types import Device, PyTree
+from zerojax.tools._audit import memory as _memory
+from zerojax.tools._audit.measured import BF16
+from zerojax.tools._audit.reading import Reading
+from zerojax.tools._audit.report import Report
+from zerojax.tools._hlo import known as _known, schedule as _schedule
+from zerojax.tools._hlo.gpus import Gpu
+from zerojax.tools._hlo.module import Module
+
+DEFAULT_PER_HOST = 8
+UNKNOWN_GPU = "H100"  # replayed where no GPU is known; no time of it is shown
+
+
+def audit(
+    step: Any,
+    state: PyTree = None,
+    batch: PyTree = None,
+    rng: PyTree = None,
+    *,
+    plan: Plan | None = None,
+    gpu: str | Gpu | None = None,
+    per_host: int | None = None,
+    accumulate: int | None = None,
+) -> Report:
+    """Measures every collective and every byte of a compiled step.
+
+    Arguments:
+        step: what `zerojax.train_step` or `jax.jit` returns, to be compiled for `state` and
+            `batch` (arrays, or shapes such as `plan.abstract()`); or a compiled program; or the
+            text of an HLO module.
+        plan: the plan of the state, where neither the state carries it nor the step was given it.
+        gpu: whose speed to model, such as "H100"; by default that of the devices compiled for.
+        per_host: how many devices share a host's links; by default as the devices say, or 8.
+        accumulate: how often the step gathers its weights, where it does not say so itself: the
+            number of its microbatches, or once with order="layers".
+
+    Example:
+        >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> params = {"w": jnp.ones((64, 16))}
+        >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = zerojax.shard_train_state(state, stage=3)
+        >>> report = zerojax.audit(zerojax.train_step(loss), state, jnp.ones((32, 64)))
+        >>> print({kind: int(sent) for kind, sent in report.check().totals.items()})
+        {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
+    """
+    gpu = _checked(plan, gpu, per_host, accumulate)
+    step = _settled(step, state, batch, rng)
+    recipe, made, text, warnings = getattr(step, "recipe", None), None, step, []
+    if not isinstance(step, str):
+        plan = _plan_of(state, plan, recipe)
+        made, text, warnings = _compiled(step, state, batch, rng)
+    device = _device_of(plan, made)
+    gpu = gpu or (_known.of_device_kind(device.device_kind) if device else None)
+    per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
+    reading = Reading(module := Module(text), plan)
+    replay = _schedule.replay(module, (gpu or _known.GPUS[UNKNOWN_GPU]).rates, per_host)
+    return Report(
+        module=module,
+        traffic=[reading.traffic(one, per_host) for one in replay.collectives],
+        replay=replay,
+        gpu=gpu,
+        devices=module.devices,
+        per_host=min(per_host, module.devices),
+        plan=plan,
+        memory=_memory.measured(reading, made, replay.collectives),
+        accumulate=accumulate or (recipe.options.rounds if recipe else 1),
+        trains=recipe is None or recipe.options.differentiate,
+        not_donated=tuple(reading.not_donated()),
+        placement=tuple(reading.misplaced()),
+        kept=tuple(dict.fromkeys(reading.kept())),
+        warnings=tuple(warnings),
+        backend=_backend(text, device),
+        written=written(step, (state, batch, rng), device),
+    )
+
+
+def _checked(plan: object, gpu: object, per_host: object, accumulate: object) -> Gpu | None:
+    """Returns the GPU that is named, if one is; raises for options that cannot be."""
+    for name, value, unit in (
+        ("per_host", per_host, "devices of a host"),
+        ("accumulate", accumulate, "microbatches"),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} must be a positive integer: {unit}.")
+    if gpu is not None and not isinstance(gpu, str | Gpu):
+        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_known.GPUS)}.")
+    if plan is not None:
+        check_plan(plan, "audit(plan=)")
+    return _known.named(gpu) if isinstance(gpu, str) else gpu
+
+
+def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:
+    """Returns a step of zerojax with the order that "auto" chooses, anything else as it is."""
+    if not hasattr(step, "settled") or state is None or batch is None:
+        return step
+    return step.settled(state, batch, *([] if rng is None else [rng]))
+
+
+def _compiled(
+    step: Any, state: PyTree, batch: PyTree, rng: PyTree
+) -> tuple[Compiled, str, list[str]]:
+    """Returns the compiled step, its text, and what the compiler warned of, if anything is known
+    of that."""
+    if hasattr(step, "as_text") and not hasattr(step, "compile"):
+        return step, step.as_text() or "", list(getattr(step, "warnings", ()))
+    if hasattr(step, "compile"):
+        raise TypeError("audit takes what is compiled. Pass lowered.compile().")
+    if not hasattr(step, "lower") or isinstance(step, bytes):
+        if hasattr(step, "pure"):
+            raise TypeError(
+                "a step of zerojax.nnx is audited without its objects: "
+                "zerojax.audit(*step.pure(model, optimizer, batch)). On GPUs that are not there: "
+                "zerojax.forecast(step, make, batch, gpus='8xH100', stages=3).cases[0].report, "
+                "where make() returns a model and its optimizer."
+            )
+        raise TypeError(
+            f"audit needs something compiled or to compile, got a {type(step).__name__}. Pass what "
+            "zerojax.train_step or jax.jit returns, a compiled program, or HLO text."
+        )
+    if state is None or batch is None:
+        raise TypeError(
+            "audit compiles the step for a state and a batch: audit(step, state, batch)."
+        )
+    lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
+    made, warnings = compiled(lowered)
+    return made, made.as_text() or "", warnings
+
+
+def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
+    """Compiles a step, and returns with it what the compiler warned of."""
+    with heard() as lines:
+        made = lowered.compile()
+    return made, _compat.rematerializations(lines)
+
+
+def written(step: Any, args: Sequence[PyTree], device: Device | None) -> tuple[str, ...]:
+    """Returns the dtypes of a step's matmuls before it is compiled, where its GPU has no bfloat16:
+    XLA computes that in float32, and the compiled program does not tell."""
+    gpu = _known.of_device_kind(device.device_kind) if device else None
+    if gpu is None or gpu.half == BF16 or not hasattr(step, "trace"):
+        return getattr(step, "written", ())
+    traced = step.trace(*[arg for arg in args if arg is not None])
+    return tuple(sorted(_jaxpr.matmul_dtypes(traced.jaxpr.jaxpr)))
+
+
+def _backend(text: str, device: Device | None) -> str:
+    """Returns 'cpu' or 'gpu'; the text alone shows a GPU by the queues that instructions run on."""
+    if device is not None:
+        return "gpu" if _compat.is_gpu(device) else device.platform
+    return "gpu" if '"operation_queue_id"' in text else "cpu"
+
+
+def _plan_of(state: PyTree, given: Plan | None, recipe: Any) -> Plan | None:
+    """Returns the plan of a step: the one that its state was placed by, as the step keeps to it."""
+    plan = _carried.carried_plan(state) or given or (recipe.plan if recipe else None)
+    return plan.regathering(recipe.options.regather) if plan and recipe else plan
+
+
+def _device_of(plan: Plan | None, compiled: Compiled | None) -> Device | None:
+    """Returns one of the devices that a program was compiled for, where it or its plan says."""
+    if plan is not None:
+        return plan.mesh.devices.flat[0]
+    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
+    return next((device for s in shardings for device in s.device_set), None)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Fills a list with the lines that native code writes to standard error.
+
+    They are passed on at the end: all of them after an exception, else those that are not harmless.
+    """
+    lines: list[str] = []
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        failed = True
+        try:
+            yield lines
+            failed = False
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            file.seek(0)
+            said = file.read().decode(errors="replace")
+            lines += said.splitlines()
+            if passed_on := said if failed else _compat.without_harmless(said):
+                os.write(2, passed_on.encode())

@@ -1,0 +1,173 @@
+"""Compiled steps on disk: what one run of the command line has compiled, the next one reads.
+
+JAX's own cache keeps executables, which cannot be loaded where there is no GPU. An audit reads no
+more of a compiled step than this keeps: the text of the program, and what the compiler said.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+import zerojax
+from zerojax._plan.plan import Plan
+from zerojax._step.options import Recipe
+from zerojax._step.step import Step
+from zerojax._types import PyTree
+from zerojax.tools._audit import audit as _audit
+from zerojax.tools._hlo import known as _known
+
+VARIABLE = "ZEROJAX_CACHE"
+SUFFIX = ".zerojax"
+MOST_BYTES = 2**28  # of all files; a step of a 7.5B GPT takes less than 0.2 MB
+COMPILERS = (
+    "jaxlib",
+    *(f"jax-{cuda}-{part}" for cuda in ("cuda12", "cuda13") for part in ("plugin", "pjrt")),
+)
+
+_FOLDER = contextvars.ContextVar[pathlib.Path | None]("folder", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What an audit reads of a compiled step."""
+
+    text: str
+    temp_size_in_bytes: int
+    host_temp_size_in_bytes: int
+    warnings: list[str]
+    recipe: Recipe | None = None
+    written: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        return self.text
+
+    def memory_analysis(self) -> "Program":
+        return self
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
+    """Returns where compiled steps are kept: `ZEROJAX_CACHE`, which turns it off where it is
+    empty, or a folder of the user's cache."""
+    given = environ.get(VARIABLE)
+    if given is not None:
+        return pathlib.Path(given).expanduser() if given else None
+    if sys.platform == "win32":
+        caches = environ.get("LOCALAPPDATA", "~/AppData/Local")
+    elif sys.platform == "darwin":
+        caches = "~/Library/Caches"
+    else:
+        caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with contextlib.suppress(RuntimeError):  # there is no home
+        return pathlib.Path(caches).expanduser() / "zerojax"
+
+
+@contextlib.contextmanager
+def kept(folder: pathlib.Path | None) -> Iterator[None]:
+    """Keeps what is compiled in a folder, and reads what is there; None keeps nothing."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def compiled(step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan) -> Step | Program:
+    """Returns a step as an audit takes it: compiled, where compiled steps are kept."""
+    folder = _FOLDER.get()
+    if folder is None:
+        return step
+    args = (state, batch) if rng is None else (state, batch, rng)
+    step = step.settled(*args)
+    lowered = step.lower(*args)
+    file = folder / f"{_key(lowered, step.options_for(*args), plan)}{SUFFIX}"
+    program = _read(file)
+    if program is None:
+        made, warnings = _audit.compiled(lowered)
+        stats = made.memory_analysis()
+        assert stats is not None, "XLA's compilers for CPUs and GPUs count memory"
+        sizes = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
+        program = Program(made.as_text() or "", *sizes, warnings)
+        _write(file, program)
+    written = _audit.written(step, args, plan.mesh.devices.flat[0])
+    return dataclasses.replace(program, recipe=step.recipe, written=written)
+
+
+def _key(lowered: jax.stages.Lowered, options: Mapping[str, Any], plan: Plan) -> str:
+    """Digests all that the compiler is given, and what it is."""
+    devices = plan.mesh.devices.flat
+    gpu = _known.of_device_kind(devices[0].device_kind)
+    settings = {
+        k: v for k, v in jax.config.values.items() if isinstance(v, bool | int | float | str)
+    }
+    parts = [
+        lowered.as_text(debug_info=True),  # an audit names the lines that a program comes from
+        sorted(options.items()),
+        os.environ.get("XLA_FLAGS", ""),
+        sorted(settings.items()),
+        [devices[0].device_kind, gpu.target_config() if gpu else ""],
+        [(device.id, device.process_index) for device in devices],
+        versions(),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def versions() -> list[str]:
+    """Returns the versions of all that makes a program."""
+    return [jax.__version__, zerojax.__version__, *map(_version, COMPILERS)]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(file: pathlib.Path) -> Program | None:
+    """Reads a program; what is missing or damaged is compiled again."""
+    if not file.is_file():  # who opens a pipe may wait for ever
+        return None
+    with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
+        program = Program(**json.loads(zlib.decompress(file.read_bytes())))
+        os.utime(file)  # the files that were not read for longest go first
+        return program
+
+
+def _write(file: pathlib.Path, program: Program) -> None:
+    """Writes a program, all of it or nothing; where that is not possible, nothing is kept."""
+    kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(SUFFIX, dir=file.parent)
+        try:
+            with os.fdopen(handle, "wb") as opened:
+                opened.write(zlib.compress(json.dumps(kept).encode()))
+            os.replace(name, file)
+        finally:
+            pathlib.Path(name).unlink(missing_ok=True)
+        _drop_oldest(file.parent)
+
+
+def _drop_oldest(folder: pathlib.Path) -> None:
+    """Drops files until the rest takes no more than `MOST_BYTES`, the latest one always."""
+    found = sorted(
+        ((path.stat(), path) for path in folder.glob(f"*{SUFFIX}")),
+        key=lambda pair: -pair[0].st_mtime,
+    )
+    total = 0
+    for at, (stat, path) in enumerate(found):
+        total += stat.st_size
+        if at and total > MOST_BYTES:
+            path.unlink(missing_ok=True)

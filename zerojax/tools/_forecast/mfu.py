@@ -1,0 +1,91 @@
+"""Model FLOP/s utilization: the FLOPs that a step needs, over those that the devices could do."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import AbstractMesh
+
+from zerojax import _compat, _jaxpr
+from zerojax._loss.arguments import find_plan
+from zerojax._loss.constraints import NO_MESH, traced_where_it_can_be, with_absent
+from zerojax._loss.fields import with_fields
+from zerojax._plan.plan import Plan
+from zerojax._state import state as _state
+from zerojax._step.step import Step
+from zerojax._types import Device, PyTree
+from zerojax.tools._hlo import known as _known
+
+
+def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> float:
+    """Counts the FLOPs that a step needs on all devices: three times those of forward's matmuls.
+
+    They are counted in the loss as it is written: what backward computes again does not count, but
+    gradients of frozen parameters do, although none are made. The model FLOP/s utilization is
+    `step_flops(...) / (seconds * peak_flops())`.
+
+    Arguments:
+        step: from `zerojax.train_step`.
+        state, batch, rng: the step's arguments, or their shapes.
+
+    Example:
+        >>> state = zerojax.shard_train_state(({"w": jnp.ones((64, 16))}, ()), stage=3)
+        >>> plan = zerojax.plan(state)
+        >>> step = zerojax.train_step(lambda p, x: jnp.mean(x @ p["w"]), plan=plan, tx=optax.sgd(1))
+        >>> print(zerojax.step_flops(step, state, np.ones((8, 64))))  # 3 * 2 * 8 * 64 * 16
+        49152.0
+    """
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step_flops takes a step of zerojax.train_step, got a {type(step).__name__}: "
+            "step_flops(step, state, batch); with nnx "
+            "step_flops(*step.pure(model, optimizer, batch))."
+        )
+    plan = find_plan(state, step.recipe.plan, step.recipe.stage)
+    return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
+
+
+def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
+    """Adds up the data-sheet FLOP/s of the devices, dense and in 16 bits; by default, of all.
+
+    Returns None where one of them is no GPU that zerojax knows.
+
+    Example:
+        >>> print(zerojax.peak_flops())  # of emulated CPU devices
+        None
+    """
+    devices = jax.devices() if devices is None else devices
+    gpus = [_known.of_device_kind(device.device_kind) for device in devices]
+    known = [gpu.flops for gpu in gpus if gpu is not None]
+    return sum(known) if len(known) == len(gpus) else None
+
+
+def needed_flops(
+    loss_fn: Callable[..., PyTree], plan: Plan, batch: PyTree, rng: PyTree, mutable: Sequence[str]
+) -> float:
+    """Counts three times the FLOPs of forward's matmuls over the global batch.
+
+    What backward computes again is work, but none that was needed.
+    """
+
+    def forward(state: PyTree, *args: PyTree) -> PyTree:
+        logical = plan.logical(jax.tree.map(_compat.fetched, state))
+        return with_fields(loss_fn, logical, mutable)(_state.get_params(logical), *args)
+
+    args = (batch,) if rng is None else (batch, rng)
+    sizes = [(axis, plan.mesh.shape[axis]) for axis in plan.batch_axes]
+
+    def counted(_: AbstractMesh) -> float:
+        return 3 * matmul_flops(forward, plan.abstract(), *args, axis_env=sizes)
+
+    mesh = with_absent(plan.mesh.abstract_mesh, plan.absent)
+    return traced_where_it_can_be(counted, [mesh, NO_MESH], plan.batch_axes)[0]
+
+
+def matmul_flops(
+    function: Callable[..., PyTree], *args: PyTree, axis_env: Sequence[tuple[str, int]] = ()
+) -> float:
+    """Counts the FLOPs of matmuls in one call.
+
+    `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
+    """
+    return _jaxpr.matmul_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
