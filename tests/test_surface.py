@@ -34,7 +34,7 @@ PUBLIC = {
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
 CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
-MOST_FILES, MOST_LINES, LONGEST = 12, 500, 60  # files of a folder, lines of a file, a function
+MOST_LINES, LONGEST = 500, 60  # of a file, of a function
 
 
 def test_public_names():
@@ -87,9 +87,7 @@ def test_no_imports_go_in_a_circle():
     assert len(list(order.static_order())) == len(MODULES)  # CycleError names a circle
 
 
-def test_no_folder_and_no_file_is_crowded():
-    folders = collections.Counter(name.rpartition(".")[0] for name in MODULES)
-    assert max(folders.values()) <= MOST_FILES, folders
+def test_no_file_is_crowded():
     lines = {name: len(text.splitlines()) for name, text in MODULES.items()}
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
