@@ -116,7 +116,7 @@ def test_where_devices_disagree_the_first_one_decides_for_all():
         r"makes. Make it from what all devices share: jax.lax.psum\(x, 'data'\)"
     )
     with pytest.raises(AssertionError, match=message):
-        report.raise_if_wrong()
+        report.check()
     assert len(report.causes) == 1
 
 

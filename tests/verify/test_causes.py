@@ -39,7 +39,7 @@ def test_faults_of_steps_of_ones_own_are_named(fault, message):
     report = check_by_hand(fault)
     assert not report.ok
     with pytest.raises(AssertionError, match=message):
-        report.raise_if_wrong()
+        report.check()
     wrong = {check.path for check in report.wrong}
     assert ("loss" in wrong) == (fault != "twice")
     assert any(path.startswith(("params", "opt_state")) for path in wrong) == (fault != "loss")
@@ -111,7 +111,7 @@ def test_losses_that_mean_something_else_on_a_part_are_named(loss, batch, messag
     report = verified(loss, batch)
     assert [c.path for c in report.wrong] == WHOLE, str(report)
     with pytest.raises(AssertionError, match=message):
-        report.raise_if_wrong()
+        report.check()
     whole = float(jax.jit(loss)(W, batch))
     assert report.losses["the whole batch at once"] == pytest.approx(whole, rel=1e-5)
     assert loss is not summed or verified(loss, batch, whole_batch=False).ok

@@ -149,11 +149,6 @@ class Layout:
         return self  # immutable, and devices cannot be copied
 
     @property
-    def axes(self) -> Axes:
-        """`batch_axes`, by its old name."""
-        return self.batch_axes
-
-    @property
     def size(self) -> int:
         """The number of devices that the batch is split over."""
         return _mesh.axes_size(self.mesh, self.batch_axes)

@@ -43,8 +43,6 @@ class Verification:
             raise AssertionError(str(self))
         return self
 
-    raise_if_wrong = check
-
     def to_dict(self) -> dict[str, object]:
         """Returns the same in plain Python types, as `json` takes them."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
