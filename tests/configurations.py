@@ -172,7 +172,7 @@ BOTH = NODES | {"axis": ("node", "gpu")}
 HPZ = NODES | {"groups": {"params": "gpu", "grads": "gpu", "opt_state": ("node", "gpu")}}
 ROWS = {
     # models and stages
-    "mlp, stage 0": Row("mlp", dict(stage=0), dict(stage=0)),
+    "mlp, stage 0": Row("mlp", dict(stage=0)),
     "mlp, stage 1": Row("mlp remat", dict(stage=1, mesh=mesh_of(data=4))),
     "gpt, stage 1": Row("gpt", dict(stage=1), dict(donate=False)),
     "gpt, stage 2": Row("gpt remat", dict(stage=2), dict(prefetch=1)),

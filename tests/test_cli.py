@@ -114,8 +114,8 @@ PADDED = 258 * 256 * 4 // 6
         ("model", "--gpus 2xH100 --master", 3, SIZE // 4, SIZE + SIZE // 2 + 4, 1),
         ("model", "--gpus 8xH100 --nodes 2x4 --groups params=gpu", 3, SIZE // 8, SIZE // 4 + 4, 1),
         ("six", "--gpus 6xH100", 3, PADDED, 2 * PADDED + 4, 1),
-        # A step as it was made: with its stage, its microbatches and its optimizer.
-        ("step", "--gpus 2xH100", 2, SIZE, SIZE + 4, 2),
+        # A step as it was made: with its microbatches and its optimizer.
+        ("step", "--gpus 2xH100 --stage 2", 2, SIZE, SIZE + 4, 2),
         ("bare", "--gpus 2xH100 --stage 3", 3, SIZE // 2, SIZE + 4, 1),
     ],
 )

@@ -64,7 +64,7 @@ MODEL = """
         return loss, state, jax.ShapeDtypeStruct((60, 256), jnp.float32)
 
     def step():
-        return zerojax.train_step(loss, stage=2, accumulate=2), state, model()[2]
+        return zerojax.train_step(loss, accumulate=2), state, model()[2]
 
     def bare():
         tx = optax.adam(1e-3)

@@ -198,7 +198,6 @@ WRONG = [
     (train(state=made), r"not placed.*First: state = zerojax.shard_train"),
     (train(state=pair), r"a tuple cannot carry its plan.*plan=plan, tx=tx\), with plan = zerojax"),
     (train(state=lambda: {"params": pair()[0], "opt_state": ()}), r"a dict cannot carry its plan"),
-    (train(stage=1), r"for stage 1.*for stage 3. Place it again.*stage=1"),
     (of_other_plan, r"stage 3 on 8 devices.*stage 1 on 2.*plan.place"),
     (train(order="turn", accumulate=2), r"'microbatches', 'layers' or 'auto', got 'turn'"),
     (layers(lambda p, x: jnp.mean(x @ p["w"][0])), NO_LAYERS),

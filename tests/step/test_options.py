@@ -66,7 +66,6 @@ NO_PLAN = r"takes a plan, got {}\. Make one: zerojax\.plan\(state"
 ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSpec\(\), {}\) splits"
 ROWS = [
     # options
-    (lambda: step(stage=7), "stage must be 0, 1, 2 or 3, got 7"),
     (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2"),
     (lambda: step(order="rows"), "order must be 'microbatches', 'layers' or 'auto', got 'rows'"),
     *(

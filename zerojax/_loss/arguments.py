@@ -62,7 +62,7 @@ def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None
         error.add_note(_out_of_memory(plan))
 
 
-def find_plan(state: PyTree, given: Plan | None, stage: int | None) -> Plan:
+def find_plan(state: PyTree, given: Plan | None = None) -> Plan:
     """Returns the plan that the state was placed by."""
     plan = plan_of(state, given)
     kind = type(state).__name__
@@ -82,11 +82,6 @@ def find_plan(state: PyTree, given: Plan | None, stage: int | None) -> Plan:
             f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
             f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
             "again: state = plan.place(state)."
-        )
-    if stage is not None and stage != plan.stage:
-        raise ValueError(
-            f"the step is for stage {stage} and the state was placed for stage {plan.stage}. Place "
-            f"it again, zerojax.shard_train_state(state, stage={stage}), or leave stage= out."
         )
     return plan
 

@@ -318,7 +318,7 @@ def mesh_and_axes(
         return _mesh.resolve(mesh, axis)
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
-    found = plan if isinstance(plan, Plan) else find_plan(plan, None, None)
+    found = plan if isinstance(plan, Plan) else find_plan(plan)
     return found.mesh, found.batch_axes
 
 

@@ -145,7 +145,6 @@ class Recipe:
     options: Options
     plan: Plan | None = None
     tx: optax.GradientTransformation | None = None
-    stage: int | None = None
     skip_nonfinite: bool = False
 
     @property

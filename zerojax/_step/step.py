@@ -12,7 +12,7 @@ from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
-from zerojax._plan.plan import Plan, check_plan, check_stage
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step import backward as _backward, finite as _finite, stream as _stream
@@ -25,7 +25,6 @@ from zerojax._types import PyTree
 def train_step(
     loss_fn: Callable[..., PyTree],
     *,
-    stage: int | None = None,
     accumulate: int = 1,
     order: str = "microbatches",
     precision: Precision | None = None,
@@ -53,7 +52,6 @@ def train_step(
     Arguments:
         loss_fn: `loss_fn(params, batch[, rng]) -> loss` or `(loss, aux)`, written for one
             device; it sees each device's part of the batch, and `rng` folded with its index.
-        stage: only to check that the placed state, which decides, is of this stage.
         accumulate: number of microbatches that each device's part of the batch is split into.
         order: "microbatches", one after another; or "layers", in which all microbatches go through
             a layer before the next, so that weights are gathered and gradients reduced once a step;
@@ -109,7 +107,7 @@ def train_step(
         batch_specs=batch_specs,
     )
     _backward.check_when(options, skip_nonfinite)
-    _check(loss_fn, plan, tx, stage)
+    _check(loss_fn, plan, tx)
 
     def made(recipe: Recipe) -> Step:
         @_mesh.auto_axes()
@@ -120,14 +118,14 @@ def train_step(
 
         return Step(step, recipe, donate, compiler_options, made)
 
-    return made(Recipe(loss_fn, options, plan, tx, stage, skip_nonfinite))
+    return made(Recipe(loss_fn, options, plan, tx, skip_nonfinite))
 
 
 def _train(
     recipe: Recipe, donate: bool, state: PyTree, args: tuple[PyTree, ...]
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Returns the state after one step, and the metrics."""
-    plan = find_plan(state, recipe.plan, recipe.stage)
+    plan = find_plan(state, recipe.plan)
     plan.check_structure(state)
     scale = _finite.scale_of(state)
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
@@ -199,7 +197,7 @@ def eval_step(
 
     @_mesh.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
-        found = find_plan(state, plan, None)
+        found = find_plan(state, plan)
         found.check_structure(state)
         args = (batch,) if rng is None else (batch, rng)
         called = with_fields(loss_fn, found.logical(state), mutable)
@@ -209,10 +207,8 @@ def eval_step(
     return Step(step, Recipe(loss_fn, options, plan), False, None)
 
 
-def _check(loss_fn: object, plan: object, tx: object = None, stage: int | None = None) -> None:
+def _check(loss_fn: object, plan: object, tx: object = None) -> None:
     _arguments.check_loss(loss_fn)
-    if stage is not None:
-        check_stage(stage)
     if tx is not None:
         _refusals.check_tx(tx)
     if plan is not None:

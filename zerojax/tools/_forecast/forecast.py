@@ -112,7 +112,6 @@ def forecast(
         recipe, options = loss_fn.recipe, options_of(loss_fn, tx)
         losses, precision = {"": recipe.loss_fn}, precision or recipe.options.precision
         accumulate, order = options.pop("accumulate"), options.pop("order")
-        stages = stages if recipe.stage is None else recipe.stage
     options |= _given(regather=regather, update=update, activations=activations)
     choices = _choices(losses, stages, accumulate, order, groups is not None)
     planned: dict[str, Any] = dict(groups=groups, pad=pad, precision=precision, offload=offload)

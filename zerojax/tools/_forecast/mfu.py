@@ -40,7 +40,7 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
             "step_flops(step, state, batch); with nnx "
             "step_flops(*step.pure(model, optimizer, batch))."
         )
-    plan = find_plan(state, step.recipe.plan, step.recipe.stage)
+    plan = find_plan(state, step.recipe.plan)
     return needed_flops(step.recipe.loss_fn, plan, batch, rng, step.recipe.mutable)
 
 

@@ -70,7 +70,7 @@ def ingredients(
 ) -> tuple[Loss, dict[str, PyTree], dict[str, PyTree]]:
     """Returns one loss, and what `train_step` and `plan` are given with it.
 
-    Of several losses that is the first. A ready step keeps its stage and its microbatches; other
+    Of several losses that is the first. A ready step keeps its microbatches; other
     options that are named here replace its own.
     """
     named = {name: value for name, value in options.items() if value is not None}
@@ -79,7 +79,7 @@ def ingredients(
         return loss, named, {"stage": stage, "precision": None}
     recipe, own = losses.recipe, options_of(losses)
     named |= {name: own[name] for name in ("accumulate", "order")}
-    placed = {"stage": stage if recipe.stage is None else recipe.stage, "tx": recipe.tx}
+    placed = {"stage": stage, "tx": recipe.tx}
     return recipe.loss_fn, own | named, placed | {"precision": recipe.options.precision}
 
 

@@ -166,7 +166,7 @@ def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recip
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
     """Returns the plan of the state; raises where one process cannot replay a step on it."""
-    plan = find_plan(state, recipe.plan, recipe.stage)
+    plan = find_plan(state, recipe.plan)
     if jax.process_count() > 1:
         raise ValueError(
             f"verify gathers everything on one device, and this run has {jax.process_count()} "
