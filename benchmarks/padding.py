@@ -15,7 +15,6 @@ import rivals
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax._engine import xla_options as _xla_options
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Machine
@@ -41,11 +40,10 @@ class Row:
     rows: int = 4  # sequences of 1024 tokens per GPU
     remat: str = "full"
     rival: str = ""
-    cublas: bool = False  # as steps that pad are compiled
 
     @property
     def name(self):
-        how = self.rival or "stage 3" + " + cuBLAS" * self.cublas
+        how = self.rival or "stage 3"
         return f"{self.model} {self.gpus} ({self.per_host} a host) x{self.rows} {self.remat}: {how}"
 
 
@@ -60,14 +58,13 @@ PADDED = [
 ]
 
 
-def beside(row):
-    """Returns the row of the next count that divides, as XLA compiles it and with cuBLAS."""
-    even = dataclasses.replace(row, gpus={"60xH100": "64xH100", "400xH100": "512xH100"}[row.gpus])
-    return even, dataclasses.replace(even, cublas=True)
-
-
+DIVIDES = {"60xH100": "64xH100", "400xH100": "512xH100"}  # the next count that does
 ROWS = [
-    *(each for row in PADDED for each in (row, *beside(row))),
+    *(
+        dataclasses.replace(row, gpus=gpus)
+        for row in PADDED
+        for gpus in (row.gpus, DIVIDES[row.gpus])
+    ),
     Row("170b", "400xH100"),
     *(Row("7.5b", *gpus, rival=RIVAL) for gpus in NEAR),
 ]
@@ -87,8 +84,7 @@ def measured(row):
         program, plan = step.lower(state, batch).compile(compiler_options=options), None
     else:
         plan = zerojax.plan(model.make_state, mesh=mesh)
-        options = {_xla_options.TRITON_GEMM: False} if row.cublas else None
-        step = zerojax.train_step(model.losses((row.remat,))[row.remat], compiler_options=options)
+        step = zerojax.train_step(model.losses((row.remat,))[row.remat])
         batch = zerojax.aot.batch(batch, plan)
         program = step.lower(plan.abstract(), batch).compile()
     found = figures.figures(row.name, program, plan)

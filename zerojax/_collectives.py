@@ -78,27 +78,24 @@ class Held:
         return Held(change(held.shard), None if held.rest is None else change(held.rest))
 
 
-def obtain(held: Held, cut: Cut, parts: Parts = ()) -> Array:
-    """Returns the full weight, whose gradient is disposed of through the shard.
-
-    `parts` is what `brought_near` returned for it, if the far hop is done.
-    """
+def obtain(held: Held, cut: Cut) -> Array:
+    """Returns the full weight, whose gradient is disposed of through the shard."""
     if not _is_inexact(held.shard):
-        return opened(arrived(held, cut, parts), cut)
-    return _obtained(_compat.fetched(held.source), parts, held.shard, cut)
+        return opened(arrived(held, cut), cut)
+    return _obtained(_compat.fetched(held.source), held.shard, cut)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _obtained(source: Array, parts: Parts, shard: Array, cut: Cut) -> Array:
-    return opened(arrived(Held(shard, rest=source), cut, parts), cut)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _obtained(source: Array, shard: Array, cut: Cut) -> Array:
+    return opened(arrived(Held(shard, rest=source), cut), cut)
 
 
-def _obtained_fwd(source: Array, parts: Parts, shard: Array, cut: Cut) -> tuple[Array, Array]:
-    return _obtained(source, parts, shard, cut), _like(shard)
+def _obtained_fwd(source: Array, shard: Array, cut: Cut) -> tuple[Array, Array]:
+    return _obtained(source, shard, cut), _like(shard)
 
 
-def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, None, Array]:
-    return None, None, dispose(grad, like.dtype, cut)
+def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, Array]:
+    return None, dispose(grad, like.dtype, cut)
 
 
 _obtained.defvjp(_obtained_fwd, _obtained_bwd)
@@ -167,12 +164,13 @@ def _exact(route: Route) -> Exact:
 
 
 def brought_near(held: Held, cut: Cut) -> Parts:
-    """Returns a weight after the far hop of its route, for `obtain`; nothing if it has none."""
+    """Returns a weight after the far hop of its route, for `arrived`; nothing if it has none."""
     return far(_sent(held, cut), cut) if cut.wire.gather.far else ()
 
 
 def arrived(held: Held, cut: Cut, parts: Parts = ()) -> Parts:
-    """Returns a weight after both hops, as `opened` takes it; `parts` are as in `obtain`."""
+    """Returns a weight after both hops, as `opened` takes it. Where the far hop is done, `parts` is
+    what `brought_near` returned."""
     return near(parts or far(_sent(held, cut), cut), cut)
 
 

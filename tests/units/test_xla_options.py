@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec
 
 import zerojax
 from tests import audits
@@ -28,22 +27,6 @@ def test_what_xla_knows_of_gpus():
     for gpus in ("8xH100", "16xH100", "16xB200", "16xA100-80GB", "16xRTX5090"):
         knows = xla.knows_wires(zerojax.aot.mesh(gpus))
         assert knows == (gpus in ("16xH100", "16xB200")), gpus
-
-
-@pytest.mark.gpu_code
-def test_loops_that_read_padded_weights_in_place_multiply_by_cublas():
-    def options(policy, padded):
-        layer = jax.checkpoint(lambda total, x: total + jnp.sin(x).sum(), policy=policy)
-        turn = lambda total, x: (layer(total, jax.lax.all_gather(x, "data", tiled=True)), None)
-        loop = lambda xs: jax.lax.scan(turn, 0.0, xs)[0]
-        specs = {"in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
-        mapped = jax.shard_map(loop, mesh=make_mesh(), **specs, check_vma=False)
-        jaxpr = jax.make_jaxpr(mapped)(jnp.ones((3, 64))).jaxpr
-        return xla.options_for(jaxpr, zerojax.aot.mesh("8xH100"), True, padded)
-
-    assert options(None, True) == {xla.TRITON_GEMM: False}
-    assert options(None, False) == {}
-    assert options(jax.checkpoint_policies.dots_saveable, True) == {}
 
 
 def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
@@ -79,7 +62,7 @@ def test_what_a_loop_over_layers_gathers_and_reduces_is_counted():
 
     forward, backward = traffic(layers).loops
     assert forward == xla.LoopBytes(size)
-    assert backward == xla.LoopBytes(size, size // 8, size, in_place=True)
+    assert backward == xla.LoopBytes(size, size // 8, size)
     looked_up = lambda params, tokens: jnp.mean(params["table"][tokens] ** 2)
     assert traffic(looked_up, accumulate=2).loops == [xla.LoopBytes()]
 
@@ -123,7 +106,7 @@ def test_layers_in_no_loop_are_counted_one_by_one(accumulate):
         return xla.traffic_of(jaxpr, microbatches=accumulate)
 
     found = traffic(remat=True)
-    layer = xla.LoopBytes(whole, shard, whole, in_place=True)
+    layer = xla.LoopBytes(whole, shard, whole)
     assert found.layers == [layer] * 3 and not found.loops
     found = traffic(remat=False)
     assert not found.layers and not found.loops

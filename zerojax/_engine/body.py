@@ -11,8 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held
-from zerojax._engine import padded as _padded
-from zerojax._engine.ir import Op, Split
+from zerojax._engine.ir import Op, Shard, Split
 from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
 from zerojax._engine.vary import (
     Gradient,
@@ -53,10 +52,9 @@ class How:
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
     all-gather one layer ahead (1) or none (0). `in_turn`: in backward, each weight of the next
     layer waits for its gradient of the previous one. `by_data`: data dependences, not barriers,
-    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `in_place`:
-    loops use padded weights where they were gathered, see the note in `padded.py`. `keeping`: where
-    a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in host
-    memory by a loop's counter; asked where there is one.
+    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `keeping`:
+    where a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in
+    host memory by a loop's counter; asked where there is one.
     """
 
     regather: bool
@@ -64,7 +62,6 @@ class How:
     in_turn: bool = False
     by_data: bool = False
     in_loop: bool = False
-    in_place: bool = True
     keeping: Keeping = AS_IT_IS
     counted: Callable[[], bool] = dataclasses.field(default=lambda: True, compare=False)
 
@@ -88,15 +85,13 @@ class Body:
     ) -> None:
         self.split, self.how, self.run, self.lost, self.wrap = split, how, run, lost, wrap
         self.is_weight = [k is not None for k in split.kinds]
-        self.late = frozenset(split.opened_late if how.in_loop and how.in_place else ())
-        self.closes = bool(self.late)
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
         held = self._by_var(weights)
-        obtain = _padded.obtain if self.closes else _collectives.obtain
-        gathered = [obtain(s.of(held[s.root]), s.cut) for s in self.split.gathers.values()]
+        shards = self.split.gathers.values()
+        gathered = [_collectives.obtain(s.of(held[s.root]), s.cut) for s in shards]
         frontier = self.prefix(weights, gathered)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
@@ -115,42 +110,38 @@ class Body:
     ) -> list[Array]:
         """Returns the full weights, for derivatives by hand; those in `kept` are there.
 
-        With `near`, the far hops are done. In a loop, padded weights come closed.
+        With `near`, the far hops are done.
         """
         held, kept = self._by_var(weights), kept or {}
-        arrived = _padded.arrived if self.closes else _collectives.arrived
-        used = _padded.used if self.closes else _collectives.opened
         gathers = self.split.gathers.items()
+
+        def full(shard: Shard, parts: Parts) -> Array:
+            arrived = _collectives.arrived(shard.of(held[shard.root]), shard.cut, parts)
+            return _collectives.opened(arrived, shard.cut)
+
         return [
-            kept[v] if v in kept else used(arrived(s.of(held[s.root]), s.cut, parts), s.cut)
-            for (v, s), parts in zip(gathers, near or [()] * len(gathers), strict=True)
+            kept[v] if v in kept else full(shard, parts)
+            for (v, shard), parts in zip(gathers, near or [()] * len(gathers), strict=True)
         ]
 
     def arrived(self, weights: Sequence[Value | None], near: Sequence[Parts]) -> list[Parts]:
         """Returns all weights after both hops, as they travelled, for `unpacked`."""
         held = self._by_var(weights)
-        arrived = _padded.arrived if self.closes else _collectives.arrived
         shards = zip(self.split.gathers.values(), near, strict=True)
-        return [arrived(s.of(held[s.root]), s.cut, parts) for s, parts in shards]
+        return [_collectives.arrived(s.of(held[s.root]), s.cut, parts) for s, parts in shards]
 
     def unpacked(self, arrived: Sequence[Parts]) -> list[Array]:
         """Returns the full weights, as `gather` does; nothing moves."""
-        used = _padded.used if self.closes else _collectives.opened
-        return [used(x, s.cut) for x, s in zip(arrived, self.split.gathers.values(), strict=True)]
+        shards = zip(arrived, self.split.gathers.values(), strict=True)
+        return [_collectives.opened(parts, shard.cut) for parts, shard in shards]
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and what comes from weights alone."""
         env: Env = {**self.split.constants, **self._by_var(weights)}
-        write(env, [*self.split.gathers], [*map(self.opened, self.split.gathers, gathered)])
+        write(env, [*self.split.gathers], gathered)
         for eqn in self.split.prefix:
             write(env, eqn.outvars, _compat.bind(eqn, read(env, eqn.invars)))
         return [env[v] for v in self.split.frontier]
-
-    def opened(self, var: Var, full: Array) -> Array:
-        """Returns a gathered weight as the frontier has it."""
-        if not self.closes or var in self.late:
-            return full
-        return _padded.opened(full, self.split.gathers[var].cut)
 
     def main(
         self, frontier: Sequence[Array], roots: Sequence[Held], plain: Sequence[Array]
@@ -158,9 +149,6 @@ class Body:
         """Returns the outputs, from the frontier, the shards that inner loops gather, and the
         plain inputs."""
         env: Env = dict(zip(self.split.frontier, frontier, strict=True))
-        for var in self.late & env.keys():
-            env[var] = _padded.Closed(env[var], self.split.gathers[var].cut)
-        plain = [x.opened() if isinstance(x, _padded.Closed) else x for x in plain]
         env.update(zip(self.split.loop_roots, roots, strict=True))
         env.update(zip(self.plain_of(self.split.invars), plain, strict=True))
         self.run(self.split.main, env, self.how)
@@ -295,8 +283,7 @@ class Body:
         """Reduces the gradients of gathered weights, which stay as they travelled."""
         there = [grad is not None for grad in d_gathered]
         cuts = where([shard.cut for shard in self.split.gathers.values()], there)
-        summed = _padded.summed if self.closes else _collectives.summed
-        sums = summed([grad for grad in d_gathered if grad is not None], cuts)
+        sums = _collectives.summed([grad for grad in d_gathered if grad is not None], cuts)
         return merge(there, sums, [None] * len(there))
 
     def added(

@@ -10,7 +10,6 @@ from jax.extend.core import Effect, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax._collectives import Held
-from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 from zerojax._wire.routes import Cut
 from zerojax._wire.rows import Rows
@@ -153,19 +152,6 @@ class Split:
     def loop_roots(self) -> list[Var]:
         """The inputs that the main part still needs as shards, for loops, scopes and lookups."""
         return unique(s.root for s in shards_read(self.main))
-
-    @property
-    def opened_late(self) -> list[Var]:
-        """The weights gathered here that are read inside of `jax.checkpoint`s alone.
-
-        Only where these keep nothing: another policy might keep what is opened inside.
-        """
-        scopes = [op for op in self.main if isinstance(op, Scope)]
-        late = [op for op in scopes if keeps_nothing(op.policy) and not op.split.frontier]
-        others = [op for op in self.main if all(op is not one for one in late)]
-        elsewhere = {v for op in [*self.prefix, *others] for v in reads_of(op)}
-        elsewhere |= {*filter(is_var, self.outvars)}
-        return [v for v in self.gathers if v not in elsewhere]
 
     @property
     def read_last(self) -> list[Var]:

@@ -53,12 +53,11 @@ def how_on(
     *,
     regather: bool,
     prefetch: int | str,
-    derives: bool = True,
     gathers: bool = True,
     **others: Any,
 ) -> How:
-    """Returns how a loss runs on these devices. `derives`: it is differentiated. `gathers`: weights
-    are sharded where they rest. The others are as in `How`.
+    """Returns how a loss runs on these devices. `gathers`: weights are sharded where they rest. The
+    others are as in `How`.
 
     "auto" prefetches on GPUs, where collectives run beside compute.
     """
@@ -68,7 +67,6 @@ def how_on(
         ahead,
         in_turn=gathers and _xla_options.knows_wires(mesh),
         by_data=_xla_options.mixes_up_collectives(mesh),
-        in_place=regather or not derives,  # else each weight would be kept closed and open
         **others,
     )
 

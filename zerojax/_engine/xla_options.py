@@ -9,7 +9,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
-from zerojax._engine.padded import keeps_nothing
 from zerojax._jaxpr import nbytes
 from zerojax._types import Device
 from zerojax._wire import rows as _rows
@@ -21,8 +20,6 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 DOUBLE_BUFFER = "xla_gpu_enable_while_loop_double_buffering"
 # Its kernel for small all-reduces does not compile over several hosts.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
-# Only cuBLAS reads and writes parts of arrays in place: see the note in `padded.py`.
-TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 # It makes one matmul of several small ones that read the same array, and cuts the result apart.
 MERGE_MATMULS = "xla_gpu_dot_merger_threshold_mb"
 # By itself, XLA's scheduler hides communication under compute only on GPUs whose speeds it knows:
@@ -45,13 +42,11 @@ def options_for(
     jaxpr: Jaxpr,
     mesh: Mesh,
     ahead: bool,
-    padded: bool = False,
     updates: bool = False,
     microbatches: int = 1,
 ) -> Options:
     """Returns the options for a step on this mesh. `ahead`: its loops gather one layer ahead;
-    `padded`: some of its weights with padding; `updates`: backward updates weights that rest whole;
-    `microbatches`: of its outermost loop.
+    `updates`: backward updates weights that rest whole; `microbatches`: of its outermost loop.
 
     Such loops run faster when XLA combines all collectives of a layer into one, and when gathered
     weights pass to the next iteration without a copy. Both make other programs slower.
@@ -62,8 +57,7 @@ def options_for(
     wanted: Options = {}
     # A loop over layers does both in backward; one that only gathers is the end of a step.
     traffic = traffic_of(jaxpr, microbatches)
-    all_loops = traffic.loops
-    loops = [loop for loop in all_loops if loop.gathered and (loop.scattered or loop.exchanged)]
+    loops = [loop for loop in traffic.loops if loop.gathered and (loop.scattered or loop.exchanged)]
     if loops and ahead:
         wanted |= {DOUBLE_BUFFER: True, **in_flight(mesh), **combined(loops, LARGEST)}
     elif thresholds := in_line(traffic):
@@ -72,8 +66,6 @@ def options_for(
         # XLA counts such weights twice, though they are updated in place, and gives up overlap to
         # save the memory: 1250 ms and 64 GiB instead of 369 and 38, 7.5B at stage 2 on 8 H100s.
         wanted[MEMORY_SLOP] = 250
-    if padded and any(loop.gathered and loop.in_place for loop in all_loops):
-        wanted[TRITON_GEMM] = False
     if mesh.size > 1 and not knows_speeds(device):
         wanted[HIDE_LATENCY] = True
         if loops and ahead:
@@ -128,15 +120,12 @@ def knows_speeds(device: Device) -> bool:
 class LoopBytes:
     """The results of the all-gathers, reduce-scatters and all-to-alls of an iteration or a layer,
     and the operands of the reduce-scatters; less what moves rows of tables.
-
-    `in_place`: where weights are padded, it reads them so. See the note in `padded.py`.
     """
 
     gathered: int = 0
     scattered: int = 0
     reduced: int = 0
     exchanged: int = 0
-    in_place: bool = False
 
 
 @dataclasses.dataclass
@@ -218,8 +207,6 @@ def _count(jaxpr: Jaxpr, part: LoopBytes, traffic: Traffic, microbatches: int) -
         elif name == "reduce_scatter":
             part.scattered += nbytes(eqn.outvars)
             part.reduced += nbytes(eqn.invars)
-        elif name in _compat.REMAT:
-            part.in_place |= keeps_nothing(eqn.params["policy"])
         inside = part
         if name in ("scan", "while"):
             if not (in_no_loop and 1 < microbatches == eqn.params.get("length")):

@@ -138,10 +138,8 @@ def loss_and_grads(
 ) -> tuple[Array, PyTree, PyTree, Updated]:
     """Returns the mean loss, the aux, the gradients, and what backward updated.
 
-    The gradients of what it updated are None; without derivatives all are.
-
-    Gradients are padded where the parameters are. That of a weight that was used in place has the
-    weight's padding (`_engine/padded.py`).
+    The gradients of what it updated are None; without derivatives all are. They are padded where
+    the parameters are.
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))

@@ -154,11 +154,10 @@ class Step:
             return {}
         regathers = bool(self.recipe.options.regather)
         ahead = self.recipe.options.prefetch != 0 and regathers
-        padded = regathers and any(leaf.rest.padding for leaf in plan.params)
         updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
         turns = 1 if self.recipe.options.is_layered else self.recipe.options.accumulate
         options = _xla_options.options_for(
-            trace().jaxpr, plan.mesh, ahead, padded, updates, microbatches=turns
+            trace().jaxpr, plan.mesh, ahead, updates, microbatches=turns
         )
         # XLA would unroll the loops over microbatches as well, and hide less: 4.6 s, not 4.5, for
         # 7.5B with 8 microbatches on 64 H100s at 6.25 GB/s.

@@ -57,7 +57,6 @@ class Program:
             regather=bool(options.regather) and options.differentiate,
             # What is gathered after its update is so while the layer before computes backward.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
-            derives=options.differentiate,
             gathers=bool(plan.groups.params),
             keeping=keeping(plan, options.activations),
             counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
