@@ -212,7 +212,6 @@ ROWS = {
     "accumulated, stage 1": Row("gpt", dict(stage=1), dict(accumulate=4)),
     "accumulated, stage 3": Row("transformer", dict(stage=3), dict(accumulate=4)),
     "layers first": Row("gpt remat", dict(stage=3), dict(accumulate=2, order="layers", prefetch=1)),
-    "either first": Row("gpt remat", dict(stage=2), dict(accumulate=2, order="auto")),
     # precision
     "bfloat16": Row(
         "gpt remat", dict(stage=2), dict(precision=precision(compute="bfloat16", reduce="float32"))
@@ -290,9 +289,6 @@ GPU_ROWS = {
     "GPUs": Row("gpt remat", GPUS, {}, lowering.train_on_gpus),
     "GPUs, padded": Row("odd remat", GPUS, dict(accumulate=2), lowering.train_on_gpus),
     "GPUs, unrolled": Row("unrolled remat", GPUS, dict(prefetch=0), lowering.train_on_gpus),
-    "GPUs, either first": Row(
-        "gpt remat", dict(stage=2) | GPUS, dict(accumulate=2, order="auto"), lowering.train_on_gpus
-    ),
     "GPUs, codes": Row(
         "wide remat", HPZ | HOSTS, dict(precision=precision(reduce="int8")), lowering.train_on_gpus
     ),

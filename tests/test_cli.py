@@ -193,7 +193,8 @@ FLAGS = {
         "accumulate": [1, 4],
     },
     "--per-host 2 --host-link 12 --groups params=,opt_state=gpu --regather false --gather int8 "
-    "--master --offload opt_state,params --activations host --tokens 9 --order auto layers": {
+    "--master --offload opt_state,params --activations host --tokens 9 --order layers "
+    "microbatches": {
         "per_host": 2,
         # each GPU's, whatever the memory of its host
         "rates": zerojax.rates_of("A100", host=12e9, host_memory=math.inf),
@@ -203,7 +204,7 @@ FLAGS = {
         "offload": ["opt_state", "params"],
         "activations": ["host"],
         "tokens": 9,
-        "order": ["auto", "layers"],
+        "order": ["layers", "microbatches"],
     },
     "--compute bfloat16 --reduce float32 --axis host,card": {
         "precision": PRECISION(compute="bfloat16", reduce="float32"),

@@ -61,6 +61,15 @@ def test_imports_point_down():
     assert house.upward(MODULES) == []
 
 
+def test_what_a_step_does_depends_on_no_tool():
+    """Nor on a table of GPUs, which is one."""
+    above = ("tools.", "_observe.", "aot", "__main__")
+    imports = house.imports(house.sources())
+    core = {name: found for name, found in imports.items() if not name.startswith(above)}
+    users = {name for name, found in core.items() if any(one.startswith("tools") for one in found)}
+    assert users == {"__init__"} and len(core) > 90
+
+
 def tree():
     """The modules in the order of CONTRIBUTING's tree."""
     block = re.search(r"^zerojax/\n(.*?)^```", CONTRIBUTING, re.M | re.S)[1]

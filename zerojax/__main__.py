@@ -20,7 +20,7 @@ import jax
 
 import zerojax
 from zerojax import _figures
-from zerojax._loss.order import ORDERS
+from zerojax._loss.layered import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._progress import hinting, working
 from zerojax._text import fitted, paragraphs, text_table

@@ -199,7 +199,7 @@ WRONG = [
     (train(state=pair), r"a tuple cannot carry its plan.*plan=plan, tx=tx\), with plan = zerojax"),
     (train(state=lambda: {"params": pair()[0], "opt_state": ()}), r"a dict cannot carry its plan"),
     (of_other_plan, r"stage 3 on 8 devices.*stage 1 on 2.*plan.place"),
-    (train(order="turn", accumulate=2), r"'microbatches', 'layers' or 'auto', got 'turn'"),
+    (train(order="turn", accumulate=2), r"'microbatches' or 'layers', got 'turn'"),
     (layers(lambda p, x: jnp.mean(x @ p["w"][0])), NO_LAYERS),
     (layers(over_time), NO_LAYERS),
     (layers(at_times), INSIDE.format("cond")),

@@ -179,14 +179,3 @@ def test_on_gpus_updated_weights_are_gathered_in_the_loop():
     assert in_loop and all(one.asynchronous and one.between for one in in_loop)
     sent, wanted = (sum(one.wire * one.trips for one in each) for each in (ours, others))
     assert sent == pytest.approx(wanted, rel=0.01)
-
-
-@pytest.mark.gpu_code
-def test_on_gpus_state_that_travels_for_long_is_updated_after():
-    """Moments of 25 MB, and a backward of microseconds."""
-    options = {"offload": "opt_state", "layers": 24}
-    reports = [
-        on_gpus("1xH100", update=when, **options)[2] for when in ("backward", "after", "auto")
-    ]
-    inside, behind, auto = (report.memory.peak for report in reports)
-    assert auto == behind != inside

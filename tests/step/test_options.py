@@ -67,7 +67,7 @@ ONE_BATCH = r"argument 3 of the loss would be split.*as one batch.*\(PartitionSp
 ROWS = [
     # options
     (lambda: step(prefetch=2), "prefetch must be 0, 1 or 'auto', got 2"),
-    (lambda: step(order="rows"), "order must be 'microbatches', 'layers' or 'auto', got 'rows'"),
+    (lambda: step(order="rows"), "order must be 'microbatches' or 'layers', got 'rows'"),
     *(
         (lambda n=n: step(accumulate=n), "accumulate must be a positive integer")
         for n in (0, -1, 1.5, "2")

@@ -26,6 +26,8 @@ from zerojax._loss.trace import as_one_device, typed
 # stays outside of the maps, where the engine finds it. The engine runs the result as it runs any
 # other loss, and each microbatch computes what it would have computed by itself.
 
+ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
+
 # What a variable depends on: the microbatch, or weights alone, or neither of them.
 BATCH, WEIGHT, CONST = "batch", "weight", "const"
 Wrap = Callable[[Callable], Callable]
@@ -46,7 +48,7 @@ def layered(
     will be differentiated `scale` times. Raises for losses without a loop over layers.
     """
     if not _has_layers(jaxpr, kinds):
-        raise NoLayersError(
+        raise ValueError(
             "order='layers' runs all microbatches of a layer before the next, and the loss has no "
             "scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan), or use "
             "order='microbatches'."
@@ -70,10 +72,6 @@ def layered(
         return _compat.without_unread(opened), consts
 
     return as_one_device(traced, mesh, axes)
-
-
-class NoLayersError(ValueError):
-    """A loss cannot be run layer by layer."""
 
 
 class _Walk:
@@ -197,7 +195,7 @@ class _Walk:
         if name == "scan":
             return self.loop(eqn, kinds)
         if name not in _compat.REMAT:
-            raise NoLayersError(
+            raise ValueError(
                 f"order='layers' finds a scan over stacked parameters inside {name}, whose "
                 "microbatches cannot run side by side. Take the scan out of it, or use "
                 "order='microbatches'."

@@ -11,7 +11,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
-from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
@@ -21,7 +20,6 @@ from zerojax._step.options import Options, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree, is_key
 from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
-from zerojax.tools._hlo import known as _known
 
 # [Note: updates inside backward]
 # A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer
@@ -36,11 +34,9 @@ from zerojax.tools._hlo import known as _known
 # What backward updates comes from host memory with one gradient and goes back after the others, so
 # that a step takes forward + max(backward, 2 * c), where c is how long the state travels one way.
 # After backward both ways go at once: forward + backward + c, and all gradients are in memory.
-# Backward takes about as long as four times forward's matmuls: a checkpoint's three, and what is no
-# matmul. JAX 0.12, 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a
-# backward of 400, and 686, 837 and 1143 after it.
-BACKWARD_TO_FORWARD = 4
-MOST_GRADIENTS = 1 / 8  # of a GPU's memory, in exchange for time
+# JAX 0.12, 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a backward
+# of 400, and 686, 837 and 1143 after it. No plan knows how fast its links are, so "auto" does what
+# saves memory; `zerojax.forecast` tells which is faster.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,32 +119,13 @@ def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
     """Whether a step looks for parameters to update in backward; `skips`: what is not finite.
 
     "auto" does where there is something to hide: on GPUs, beside whose compute state travels from
-    and to host memory, or weights that rest whole are all-gathered. Once the loss is traced,
-    `is_better_after` may still say otherwise.
+    and to host memory, or weights that rest whole are all-gathered.
     """
     check_when(options, skips)
     if _needs_all(options, skips):
         return False
     hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or _gathers(plan))
     return options.update == "backward" or (options.update == "auto" and hides)
-
-
-def is_better_after(plan: Plan, forward_flops: float) -> bool:
-    """Whether state in host memory travels for so long that a step is faster which updates after
-    backward, by the GPU's data sheet, and there is memory to keep gradients: little goes to them,
-    and parameters do not have to rest in host memory.
-
-    `forward_flops` are those of the loss for the rows of one device, over no other axis.
-    """
-    device = plan.mesh.devices.flat[0]
-    gpu, in_host = _known.of_device_kind(device.device_kind), plan.host_bytes_per_device()
-    if gpu is None or _gathers(plan) or in_host[PARAMS]:
-        return False
-    if plan.gradient_bytes() > MOST_GRADIENTS * gpu.usable:
-        return False
-    one_way = sum(in_host.values()) / gpu.rates.to_host(_mesh.on_one_host(plan.mesh))
-    forward = forward_flops * plan.size / plan.mesh.size / gpu.rates.flops
-    return one_way > BACKWARD_TO_FORWARD * forward
 
 
 def _gathers(plan: Plan) -> bool:

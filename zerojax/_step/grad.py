@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,20 +13,19 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from zerojax import _compat
-from zerojax._jaxpr import is_var, matmul_flops, reads, type_of
+from zerojax._jaxpr import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
     batch as _batch,
     mean as _mean,
     nans as _nans,
-    order as _order,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, cast_floats, wide
 from zerojax._state import refusals as _refusals
-from zerojax._step.backward import InBackward, NoGradientError, Updated, is_better_after
+from zerojax._step.backward import InBackward, NoGradientError, Updated
 from zerojax._step.options import Options, activation_names, precision_of, regathered
 from zerojax._step.program import Program
 from zerojax._types import PyTree, is_key
@@ -63,7 +61,6 @@ def value_and_grad(
             example are concatenated along the batch instead.
         accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
             sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
-        order: as in `train_step`; "auto" traces the loss at each call that is not jitted.
         precision: dtypes to compute and to reduce in; default, the plan's.
         regather: as in `train_step`.
         prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
@@ -99,32 +96,15 @@ def value_and_grad(
         every = _move.own((*args, kwargs), plan.mesh.devices.flat)
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
-        run = functools.partial(loss_and_grads, with_kwargs, plan)
         try:
             _batch.check_pairs(every, batch_specs, plan.batch_axes)
-            chosen = _ordered(options, plan, run, (params, every))
-            loss, aux, grads, _ = run(chosen, params, every)
+            loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
         return (loss, aux) if has_aux else loss, plan.cleared(grads)
 
     return fn
-
-
-def _ordered(
-    options: Options, plan: Plan, run: Callable[..., tuple], args: tuple[PyTree, ...]
-) -> Options:
-    """Returns the options with the order that "auto" chooses; `run(options, *args)` is traced."""
-
-    def of(order: str) -> Options:
-        return dataclasses.replace(options, order=order)
-
-    def traced(order: str) -> Jaxpr:
-        return jax.make_jaxpr(lambda *args: run(of(order), *args)[2])(*args).jaxpr
-
-    is_open = options.order == _order.AUTO
-    return of(_order.faster(plan, options.accumulate, traced)) if is_open else options
 
 
 @_mesh.auto_axes()
@@ -207,10 +187,6 @@ def _program(
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiate and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
-    # Backward runs all microbatches of a layer where it runs in layers.
-    flops = matmul_flops(traced.jaxpr) * options.accumulate / options.rounds
-    if backward and options.update == "auto" and is_better_after(plan, flops):
-        backward = None
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)

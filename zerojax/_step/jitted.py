@@ -1,6 +1,5 @@
 """A step as `jax.jit` made it: for each plan with the XLA options that it needs."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
-from zerojax._loss import arguments as _arguments, order as _order
+from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.constraints import named_axes
 from zerojax._plan import move as _move
@@ -41,9 +40,7 @@ class Step:
         recipe: Recipe,
         donate: bool,
         compiler_options: dict[str, int | bool | str] | None,
-        made: Callable[[Recipe], "Step"] | None = None,
     ) -> None:
-        """`made` makes this step of its recipe."""
         if not isinstance(compiler_options, Mapping | None):
             raise TypeError(
                 f"compiler_options={compiler_options!r} must be a dict of XLA's options, as "
@@ -57,9 +54,6 @@ class Step:
         self.options: dict[Plan | None, _xla_options.Options] = {}  # of these
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
-        self.made = made
-        self.by_order: dict[str, Step] = {}
-        self.orders: dict[tuple[Plan | None, str], str] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         """Runs the step on `(state, batch[, rng])`."""
@@ -85,39 +79,14 @@ class Step:
         return self.without_options.eval_shape(*args, **named)
 
     def clear_cache(self) -> None:
-        for jitted in (self.without_options, *self.by_plan.values(), *self.by_order.values()):
+        for jitted in (self.without_options, *self.by_plan.values()):
             jitted.clear_cache()
 
     def _cache_size(self) -> int:
-        jitted = (*self.by_plan.values(), *self.by_order.values())
-        return sum(each._cache_size() for each in jitted)
-
-    def settled(self, *args: PyTree, **named: PyTree) -> "Step":
-        """Returns the step for these arguments with the order that "auto" chooses."""
-        if self.recipe.options.order != _order.AUTO or self.made is None:
-            return self
-        plan = self._plan_for(args, named)
-        key = plan, _fingerprint.of_shapes((args[1:], {**named, "state": None}))
-
-        def traced(order: str) -> Jaxpr:
-            return self._of(order).without_options.trace(*args, **named).jaxpr.jaxpr
-
-        if key not in self.orders:
-            count = self.recipe.options.accumulate
-            self.orders[key] = _order.faster(plan, count, traced) if plan else _order.MICROBATCHES
-        return self._of(self.orders[key])
-
-    def _of(self, order: str) -> "Step":
-        if order not in self.by_order:
-            options = dataclasses.replace(self.recipe.options, order=order)
-            assert self.made is not None, "only a training step has microbatches"
-            self.by_order[order] = self.made(dataclasses.replace(self.recipe, options=options))
-        return self.by_order[order]
+        return sum(jitted._cache_size() for jitted in self.by_plan.values())
 
     def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
         """Returns the jitted function for the plan that the state was placed by."""
-        if (settled := self.settled(*args, **named)) is not self:
-            return settled.for_args(*args, **named)
         plan = self._plan_for(args, named)
 
         def trace() -> ClosedJaxpr:
@@ -139,8 +108,6 @@ class Step:
 
     def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.Options:
         """Returns the XLA options that the step is compiled with for these arguments."""
-        if (settled := self.settled(*args, **named)) is not self:
-            return settled.options_for(*args, **named)
         self.for_args(*args, **named)
         return self.options[self._plan_for(args, named)]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import optax
 
 from zerojax._engine.residuals import Keeping
-from zerojax._loss import batch as _batch, order as _order
+from zerojax._loss import batch as _batch, layered as _layered
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, check_precision
@@ -30,14 +30,14 @@ class Options:
     update: str = "after"  # when parameters are updated: "backward", "after" it, "auto"
     activations: tuple[str, ...] = ()  # "host", or axes that they lie over
     batch_specs: PyTree = None
-    order: str = _order.MICROBATCHES  # which runs first
+    order: str = _layered.MICROBATCHES  # which runs first
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
         _batch.check_accumulate(self.accumulate)
-        if self.order not in _order.ORDERS:
+        if self.order not in _layered.ORDERS:
             raise ValueError(
-                f"order must be 'microbatches', 'layers' or 'auto', got {self.order!r}: whether "
+                f"order must be 'microbatches' or 'layers', got {self.order!r}: whether "
                 "the microbatches of accumulate= run one after another, or layer by layer."
             )
         if self.prefetch not in (0, 1, "auto"):
@@ -49,7 +49,7 @@ class Options:
     @property
     def is_layered(self) -> bool:
         """Whether all microbatches of a layer run before the next layer."""
-        return self.order == _order.LAYERS and self.accumulate > 1
+        return self.order == _layered.LAYERS and self.accumulate > 1
 
     @property
     def rounds(self) -> int:

@@ -54,8 +54,7 @@ def train_step(
             device; it sees each device's part of the batch, and `rng` folded with its index.
         accumulate: number of microbatches that each device's part of the batch is split into.
         order: "microbatches", one after another; or "layers", in which all microbatches go through
-            a layer before the next, so that weights are gathered and gradients reduced once a step;
-            or "auto", the faster one by the GPU's data sheet, where what waits for backward fits.
+            a layer before the next, so that weights are gathered and gradients reduced once a step.
         precision: dtypes to compute and to reduce in; default, what the state was placed with.
         mutable: fields of the state, such as `batch_stats`, that the loss takes as keyword
             arguments and returns updated in a dict `aux`, under the same names. Floats become the
@@ -72,7 +71,8 @@ def train_step(
         update: when parameters are updated: "after" backward, or in "backward", layer by layer, so
             that no gradients are kept. That takes one microbatch, a stack that one `scan` reads,
             and an optimizer that treats elements alone (Adam; not clipping by a global norm). What
-            it does not fit is updated after. "auto": in backward on GPUs, where that is faster.
+            it does not fit is updated after. "auto": in backward on GPUs where state is in host
+            memory, or where weights rest whole.
         activations: where what a `scan` keeps of each layer waits for backward: "host", in host
             memory, a mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint`
             around the layer that is its input, without it all that JAX keeps.
@@ -109,16 +109,13 @@ def train_step(
     _backward.check_when(options, skip_nonfinite)
     _check(loss_fn, plan, tx)
 
-    def made(recipe: Recipe) -> Step:
-        @_mesh.auto_axes()
-        def step(
-            state: PyTree, batch: PyTree, rng: PyTree = None
-        ) -> tuple[PyTree, dict[str, PyTree]]:
-            return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
+    recipe = Recipe(loss_fn, options, plan, tx, skip_nonfinite)
 
-        return Step(step, recipe, donate, compiler_options, made)
+    @_mesh.auto_axes()
+    def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
+        return _train(recipe, donate, state, (batch,) if rng is None else (batch, rng))
 
-    return made(Recipe(loss_fn, options, plan, tx, skip_nonfinite))
+    return Step(step, recipe, donate, compiler_options)
 
 
 def _train(

@@ -60,7 +60,6 @@ def audit(
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
     gpu = _checked(plan, gpu, per_host, accumulate)
-    step = _settled(step, state, batch, rng)
     recipe, made, text, warnings = getattr(step, "recipe", None), None, step, []
     if not isinstance(step, str):
         plan = _plan_of(state, plan, recipe)
@@ -103,13 +102,6 @@ def _checked(plan: object, gpu: object, per_host: object, accumulate: object) ->
     if plan is not None:
         check_plan(plan, "audit(plan=)")
     return _known.named(gpu) if isinstance(gpu, str) else gpu
-
-
-def _settled(step: Any, state: PyTree, batch: PyTree, rng: PyTree) -> Any:
-    """Returns a step of zerojax with the order that "auto" chooses, anything else as it is."""
-    if not hasattr(step, "settled") or state is None or batch is None:
-        return step
-    return step.settled(state, batch, *([] if rng is None else [rng]))
 
 
 def _compiled(

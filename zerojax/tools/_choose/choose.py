@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
-from zerojax import aot
-from zerojax._loss.order import kept_bytes
+from zerojax import _compat, aot
+from zerojax._jaxpr import nbytes
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
@@ -227,7 +227,7 @@ class _Search:
     def facts(self, size: int, local: int) -> Facts:
         """Compiles a step of each loss at stage 3, and returns what it tells."""
         cases = {name: self.case(Way(name)) for name in self.losses}
-        kept = {name: kept_bytes(self.traced(name, Way())) for name in self.losses}
+        kept = {name: stacked_bytes(self.traced(name, Way())) for name in self.losses}
         first = next(iter(cases.values())).report
         plan = self.plan(Way())
         known = _state_bytes(plan) + first.memory.gathered
@@ -260,3 +260,18 @@ def _rank(one: Tried) -> float:
 
 def _family(way: Way) -> tuple:
     return way.placement, way.regather, way.gather, way.reduce
+
+
+def stacked_bytes(jaxpr: Jaxpr) -> int:
+    """Returns the bytes on the device of what loops stack up, such as what backward needs."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += sum(map(stacked_bytes, _compat.inner_jaxprs(eqn))) * _trips(eqn)
+        if eqn.primitive.name == "scan":
+            _, num_carry = _compat.scan_counts(eqn.params)
+            total += nbytes(v for v in eqn.outvars[num_carry:] if not _compat.rests_on_host(v))
+    return total
+
+
+def _trips(eqn: JaxprEqn) -> int:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zerojax._loss.order import LAYERS, MICROBATCHES
+from zerojax._loss.layered import LAYERS, MICROBATCHES
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax.tools._forecast.memory_table import STAGES

@@ -89,7 +89,6 @@ def compiled(step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan) 
     if folder is None:
         return step
     args = (state, batch) if rng is None else (state, batch, rng)
-    step = step.settled(*args)
     lowered = step.lower(*args)
     file = folder / f"{_key(lowered, step.options_for(*args), plan)}{SUFFIX}"
     program = _read(file)

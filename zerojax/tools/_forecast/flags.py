@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import zerojax
 from zerojax import aot
-from zerojax._loss.order import ORDERS
+from zerojax._loss.layered import ORDERS
 from zerojax._text import explained
 from zerojax.tools._audit import report as _report
 from zerojax.tools._forecast import (
@@ -26,7 +26,7 @@ SUMMARY = (
 )
 REMAT = ("full",)
 PAPER_PARAMS, PAPER_DEVICES = (7.5e9, 128e9, 1e12), (1, 4, 16, 64, 256, 1024)
-ORDER = "microbatches (one after another), layers (layer by layer), or auto (the faster of them)"
+ORDER = "microbatches (one after another) or layers (layer by layer)"
 Command = Callable[[argparse.Namespace], int]
 # A command, what it does, and a function that adds its arguments to its parser.
 Described = tuple[Command, str, Callable[[argparse.ArgumentParser], None]]

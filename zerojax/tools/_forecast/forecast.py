@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax import aot
-from zerojax._loss import order as _order
+from zerojax._loss import layered as _layered
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -51,7 +51,7 @@ def forecast(
     gpus: str,
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
-    order: Sequence[str] | str = _order.MICROBATCHES,
+    order: Sequence[str] | str = _layered.MICROBATCHES,
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,
@@ -246,7 +246,6 @@ class Workload:
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
         with hinting(unrolled(plan)):
-            step = step.settled(plan.abstract(), batch, *([] if rng is None else [rng]))
             made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
             report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax._loss.order import LAYERS
+from zerojax._loss.layered import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax import aot
-from zerojax._loss.order import MICROBATCHES
+from zerojax._loss.layered import MICROBATCHES
 from zerojax._progress import progress
 from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.forecast import Workload, axis_names, gpu_of, mesh_of, names_levels

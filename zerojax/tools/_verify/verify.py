@@ -106,9 +106,6 @@ def verify(
     _check(state, batch, rng, whole_batch, tolerance)
     found = _plan_of(state, recipe)
     args = (batch,) if rng is None else (batch, rng)
-    if hasattr(step, "settled"):  # with the order that "auto" chooses
-        step = step.settled(state, *args)
-        recipe = step.recipe
     with _mesh.unset():
         reference = Reference(recipe, found, state, args, device=device)
     observed = _observed(step, recipe, found, state, args)
