@@ -57,7 +57,7 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
     training, validation = read_text()
     rng = np.random.default_rng(1)
     text = sample_batch(training, rng, args.batch, args.tokens)
-    loss_and_norm = on_one_device(loss_fn, zerojax.gather_params(state), text)
+    loss_and_norm = on_one_device(loss_fn, zerojax.full_params(state), text)
     step = step.lower(state, batch_of(text)).compile()
     say_collectives(zerojax.audit(step, state, accumulate=args.accumulate))
     say_loss("before")

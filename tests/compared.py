@@ -265,7 +265,7 @@ def check_numbers(row: Row, found: Run, ends: list[End]) -> None:
 def shown_as_on_one_device(row: Row, state: Any, wanted: End) -> End:
     """Of parameters that are stored in 16 bits, the masters. Frozen ones have none: they are those
     of one device, rounded."""
-    state = jax.device_get(zerojax.logical(state))
+    state = jax.device_get(zerojax.unpad(state))
     params, opt_state = state.params, state.opt_state
     if "moments" in row.types:
         opt_state = opt_state.inner

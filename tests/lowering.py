@@ -82,7 +82,7 @@ def born(row: Any) -> str:
     """What makes a state where its plan has it, and what shows it without padding."""
     _, plan, (state, *_) = parts(row)
     make = plan.born_sharded(lambda: row.state_and_model()[0])
-    return program(make.trace()) + program(jax.jit(zerojax.logical).trace(state))
+    return program(make.trace()) + program(jax.jit(zerojax.unpad).trace(state))
 
 
 def plan(row: Any) -> str:

@@ -207,7 +207,7 @@ def on_device(tree):
 
 
 def assert_same(one, other, tolerance=1e-5):
-    assert_close(*map(zerojax.gather_params, (one, other)), tolerance)
+    assert_close(*map(zerojax.full_params, (one, other)), tolerance)
 
 
 @pytest.mark.ci
@@ -286,10 +286,10 @@ def test_relora_merges_without_a_change_and_forgets(example):
     state = plan.place(make_state)
     nonzero = lambda path, leaf: leaf + 0.1 if "lora_b" in jax.tree_util.keystr(path) else leaf
     state = state.replace(params=jax.tree_util.tree_map_with_path(nonzero, state.params))
-    before = zerojax.gather_params(state.params)
+    before = zerojax.full_params(state.params)
     after = relora.merge_step(plan)(state, jax.random.key(1)).params
     assert on_device(after) < size(after) / 7
-    after = zerojax.gather_params(after)
+    after = zerojax.full_params(after)
     old, new = (params["blocks"]["up"] for params in (before, after))
     assert np.abs(new["kernel"] - old["kernel"]).max() > 0.01
     assert np.abs(new["lora_a"]["kernel"] - old["lora_a"]["kernel"]).max() > 0.1
@@ -319,7 +319,7 @@ def test_mezo_steps_the_same_on_one_device(example):
     (alone, _), (state, metrics) = results
     assert_same(alone, state)
     assert on_device(state) == size(state) / 8
-    params = zerojax.gather_params(state)
+    params = zerojax.full_params(state)
     along = params["w"] - np.eye(64)
     assert np.std(along) == pytest.approx(1e-2 * abs(float(metrics["slope"][0])), rel=0.05)
     assert loss_fn(params, x) < loss_fn(make_state()["params"], x)

@@ -25,11 +25,11 @@ ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Blocks", "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
     "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
-    "choose", "elastic", "eval_step", "export_safetensors", "forecast", "gather", "gather_params",
-    "import_safetensors", "initialize", "log", "logical", "master_weights", "mean", "memory_table",
-    "mesh", "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice",
-    "rates_of", "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state",
-    "shards", "step_flops", "study", "train_step", "value_and_grad", "verify",
+    "choose", "elastic", "eval_step", "export_safetensors", "forecast", "full_params", "gather",
+    "import_safetensors", "initialize", "log", "master_weights", "mean", "memory_table", "mesh",
+    "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "rates_of",
+    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
+    "step_flops", "study", "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}

@@ -134,7 +134,7 @@ def kill_the_last():
 
 
 def digest(state):
-    whole = jax.tree.leaves(zerojax.gather_params({"state": state}))
+    whole = jax.tree.leaves(zerojax.full_params({"state": state}))
     return hashlib.sha256(b"".join(x.tobytes() for x in whole)).hexdigest()
 
 

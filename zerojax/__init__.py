@@ -30,9 +30,9 @@ if typing.TYPE_CHECKING:
     from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
-        gather_params as gather_params,
-        logical as logical,
+        full_params as full_params,
         shard_train_state as shard_train_state,
+        unpad as unpad,
     )
     from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import plan as plan
@@ -91,7 +91,7 @@ _EXPORTS = {
     "_loss.pad_batch": ["pad_batch"],
     "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
-    "_plan.place": ["gather_params", "logical", "shard_train_state"],
+    "_plan.place": ["full_params", "shard_train_state", "unpad"],
     "_plan.layout": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],

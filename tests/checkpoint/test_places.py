@@ -111,7 +111,7 @@ def test_files_hold_leaves_whole_wherever_they_are_written(saved, tmp_path):
         path = tmp_path / place
         zerojax.save(path, state)
         assert_same(on_disk(path), saved.values)
-    whole = zerojax.logical(state)
+    whole = zerojax.unpad(state)
     for like in (whole, jax.eval_shape(lambda: whole)):
         back = zerojax.restore(path, like)
         assert all(x.sharding.device_set == {jax.devices()[0]} for x in jax.tree.leaves(back))
@@ -202,7 +202,7 @@ def test_each_state_of_several_drops_its_own_padding(tmp_path):
     """One of them changed since it was placed, and has other leaves where some were padded."""
     pair = {"gen": placed(), "disc": placed(devices=5), "step": jnp.int32(3)}
     pair["new"] = pair["gen"].replace(params={"w": jnp.ones((35, 11))}, opt_state=(), key=None)
-    pair["whole"] = zerojax.logical(pair["gen"])
+    pair["whole"] = zerojax.unpad(pair["gen"])
     zerojax.save(tmp_path / "c", pair)
     wanted = {"step": np.int32(3), "new/step": np.int32(0), "new/params/w": np.ones((35, 11))}
     for name, of in (("gen", "gen"), ("disc", "disc"), ("whole", "gen")):

@@ -43,14 +43,14 @@ def test_a_target_network_has_its_logical_shape():
 
     def loss(state, params, x):
         online = NET.apply({"params": params}, x)
-        by_logical = NET.apply({"params": zerojax.logical(state).target}, x)
+        by_logical = NET.apply({"params": zerojax.unpad(state).target}, x)
         by_apply = state.apply_fn({"params": state.target}, x)
         return difference(online, by_logical) + difference(online, by_apply)
 
     @jax.jit
     def value_and_grad(state, x):
         of = lambda params, x: loss(state, params, x)
-        return zerojax.value_and_grad(of, plan)(plan.logical(state).params, x)
+        return zerojax.value_and_grad(of, plan)(plan.unpad(state).params, x)
 
     value, grads = value_and_grad(state, X)
     target = NET.apply({"params": make().target}, X)
@@ -73,7 +73,7 @@ def test_a_teacher_of_a_module_state():
     held = jax.tree.map(jnp.copy, placed)  # which no step donates
 
     def loss(model, x):
-        taught = x @ zerojax.logical(held).teacher["w"]
+        taught = x @ zerojax.unpad(held).teacher["w"]
         return jnp.mean((model(x) + taught - 3 * held.model(x)) ** 2)
 
     _, metrics = zerojax.train_step(loss)(placed, X)
@@ -100,7 +100,7 @@ def test_a_copy_read_as_it_rests_is_told_of():
 
     with pytest.raises(Exception, match=r"expected to generate shape \(84, 13\)") as caught:
         zerojax.train_step(as_it_rests)(state, X)
-    assert any("zerojax.logical(state)" in note for note in caught.value.__notes__)
+    assert any("zerojax.unpad(state)" in note for note in caught.value.__notes__)
 
 
 def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_derivative():
@@ -111,7 +111,7 @@ def test_a_network_that_is_closed_over_may_go_into_a_function_with_its_own_deriv
         scores = NET.apply({"params": params}, x) - NET.apply({"params": other}, x)
         return jax.nn.softplus(scores).mean() + jax.nn.softplus(scores - other["bias"][0]).mean()
 
-    step = zerojax.train_step(lambda p, x: compared(p, x, zerojax.logical(other).params))
+    step = zerojax.train_step(lambda p, x: compared(p, x, zerojax.unpad(other).params))
     _, metrics = step(zerojax.shard_train_state(make), X)
     params = make().params
     loss, grads = jax.jit(jax.value_and_grad(compared))(params, X, params)

@@ -42,7 +42,7 @@ def test_logical_in_and_out_of_jit(devices, rests):
     w = state.params["w"]
     assert w.shape == (rests, 5)
     assert {s.data.shape for s in w.addressable_shards} == {(rests // devices, 5)}
-    for logical in (zerojax.logical, jax.jit(state.tx.plan.logical)):
+    for logical in (zerojax.unpad, jax.jit(state.tx.plan.unpad)):
         shown = logical(state)
         assert_equal_bits((shown.params["w"], shown.opt_state[0].mu["w"]), (W, W))
         assert shown.step.shape == () and shown.tx == state.tx
@@ -54,24 +54,24 @@ def test_what_a_jitted_function_returns_may_have_any_logical_shape(rows, stage):
     w = np.arange(rows * 31, dtype=np.float32).reshape(rows, 31)
     state = {"params": {"w": w}, "opt_state": {"mu": w}}
     plan = zerojax.plan(state, stage=stage, mesh=SIX)
-    for function in (plan.logical, jax.jit(plan.logical), jax.jit(plan.scatter)):
+    for function in (plan.unpad, jax.jit(plan.unpad), jax.jit(plan.scatter)):
         assert_equal_bits(function(plan.place(state)), state)
 
 
 def test_parameters_are_gathered_without_padding_wherever_they_are():
     state, (of_pair, plan) = placed(), pair()
-    both = zerojax.gather_params({"one": state, "other": {"x": np.ones(3)}})
+    both = zerojax.full_params({"one": state, "other": {"x": np.ones(3)}})
     assert_equal_bits(both["one"].params, {"w": W})
-    assert_equal_bits(zerojax.logical(of_pair, plan)[0], {"w": W})
+    assert_equal_bits(zerojax.unpad(of_pair, plan)[0], {"w": W})
     for gathered in (
-        zerojax.gather_params(state),
-        zerojax.gather_params(of_pair, plan),
-        zerojax.gather_params(of_pair[0], plan),
-        zerojax.gather_params(of_pair[0], plan=state.tx.plan),
+        zerojax.full_params(state),
+        zerojax.full_params(of_pair, plan),
+        zerojax.full_params(of_pair[0], plan),
+        zerojax.full_params(of_pair[0], plan=state.tx.plan),
     ):
         assert_equal_bits(gathered, {"w": W})
-    assert zerojax.gather_params(of_pair[0])["w"].shape == (258, 5)  # nothing tells
-    scalar = zerojax.gather_params({"scale": jax.device_put(2.0)})["scale"]
+    assert zerojax.full_params(of_pair[0])["w"].shape == (258, 5)  # nothing tells
+    scalar = zerojax.full_params({"scale": jax.device_put(2.0)})["scale"]
     assert isinstance(scalar, np.ndarray) and scalar == 2
 
 
@@ -80,14 +80,14 @@ def test_parameters_may_be_one_array():
     params, _ = plan.place((W, ()))
     grad = jax.jit(zerojax.value_and_grad(lambda w, x: jnp.mean(x @ w), plan))
     np.testing.assert_allclose(grad(params, np.ones((6, 257), "f"))[1][:257], 0.2)
-    assert_equal_bits(zerojax.gather_params(params, plan), W)
+    assert_equal_bits(zerojax.full_params(params, plan), W)
 
 
 def test_a_state_that_changed_since_it_was_placed_is_planned_by_what_it_is_now():
     state = placed().replace(step=5, opt_state=())
     leaves = {leaf.path: leaf for leaf in zerojax.plan(state, tx=optax.identity()).leaves}
     assert leaves["params/w"].shape == (257, 5) and leaves["step"].shape == ()
-    assert_equal_bits(zerojax.logical(state).params, {"w": W})
+    assert_equal_bits(zerojax.unpad(state).params, {"w": W})
 
 
 @pytest.mark.parametrize(("stage", "devices"), [(3, 7), (3, 1), (1, 6), (0, 8)])
@@ -108,10 +108,10 @@ def test_copies_of_a_padded_state_are_placed_again_and_saved(copied, tmp_path):
     copy = copied(placed())
     again = zerojax.shard_train_state(copy, mesh=make_mesh(7))
     assert again.params["w"].shape == (259, 5)
-    assert_equal_bits(zerojax.gather_params(again), {"w": W})
+    assert_equal_bits(zerojax.full_params(again), {"w": W})
     zerojax.save(tmp_path / "copy", copy)
     like = zerojax.plan(again, mesh=make_mesh(5))
-    assert_equal_bits(zerojax.gather_params(zerojax.restore(tmp_path / "copy", like)), {"w": W})
+    assert_equal_bits(zerojax.full_params(zerojax.restore(tmp_path / "copy", like)), {"w": W})
 
 
 def layered(params, x):
@@ -152,7 +152,7 @@ def test_parameters_replaced_by_logical_ones_are_updated_in_groups():
     step = zerojax.train_step(lambda params, x: jnp.sum(params["w"]) + jnp.mean(x))
     state, _ = step(state.replace(params={"w": 3 * params["w"]}), np.ones(6, np.float32))
     assert state.params["w"].shape == (4, 18, 13)
-    assert_equal_bits(zerojax.gather_params(state), {"w": 2 * params["w"]})
+    assert_equal_bits(zerojax.full_params(state), {"w": 2 * params["w"]})
 
 
 def test_an_update_of_ones_own_moves_nothing_and_clears_the_padding():
@@ -164,7 +164,7 @@ def test_an_update_of_ones_own_moves_nothing_and_clears_the_padding():
         return plan.constrain(new.apply_gradients(grads=jax.tree.map(jnp.ones_like, new.params)))
 
     def by_hand(state):
-        shown = zerojax.logical(state)
+        shown = zerojax.unpad(state)
         assert shown.params["w"].shape == (257, 5)
         return plan.constrain(jax.tree.map(lambda x: 2 * x, shown))
 
@@ -191,6 +191,6 @@ def test_flaxs_error_about_a_shape_has_a_note():
             model.apply({"params": params}, np.ones((1, columns), "f"))
         return " ".join(getattr(caught.value, "__notes__", []))
 
-    remedy = r"pads kernel from \(31, 257\) to \(31, 258\).*zerojax\.logical\(state\)"
+    remedy = r"pads kernel from \(31, 257\) to \(31, 258\).*zerojax\.unpad\(state\)"
     assert re.search(remedy, notes(state.params, 31))
     assert "zerojax" not in notes(params, 30)

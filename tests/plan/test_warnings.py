@@ -60,7 +60,7 @@ assert "sharded: nothing" in str(plan)
 """
 SAID = (
     r"[wv] has the shape \(257, 5\) and rests padded as \(258, 5\), because 6 devices do not "
-    r"divide it; so does 1 more array.*zerojax\.logical\(state\), or .*pad=False",
+    r"divide it; so does 1 more array.*zerojax\.unpad\(state\), or .*pad=False",
     r"param='bfloat16'\) without master= rounds .*master='float32', .* FSDP2's .* does: "
     r"Precision\(compute='bfloat16'",
     r"one cpu device, so a stage shards nothing.*'jax_num_cpu_devices', 8\).*mesh=",
@@ -80,4 +80,4 @@ jax.config.update("jax_num_cpu_devices", 6)
 import numpy, zerojax
 zerojax.shard_train_state(({"w": numpy.ones((257, 5), "f")}, ()))"""
     code, _, said = python(program)
-    assert code == 0 and re.search(r"UserWarning: 0/w has.*zerojax\.logical\(state, plan\)", said)
+    assert code == 0 and re.search(r"UserWarning: 0/w has.*zerojax\.unpad\(state, plan\)", said)

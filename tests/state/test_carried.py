@@ -44,7 +44,7 @@ def test_apply_fn_drops_the_padding_of_parameters(compiled):
     state = zerojax.shard_train_state(made(), mesh=SIX)
     wanted = X @ PARAMS["w"].T
     assert state.params["w"].shape == state.average["w"].shape == (258, 5)
-    logical = zerojax.logical(state).params
+    logical = zerojax.unpad(state).params
     for params in (state.params, logical, {"params": state.params}, {"params": logical}):
         got, options = state.apply_fn(params, X, train=True)
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
@@ -114,7 +114,7 @@ def test_a_loop_of_ones_own_is_exact(tx, stage):
         state, rests = step(state, X), step(rests, X)
     assert shapes(rests) == before
     assert rests.params["w"].sharding.spec == P(*["data"] * (stage == 3))
-    logical = zerojax.logical(rests)
+    logical = zerojax.unpad(rests)
     for leaf, here, there in zip(
         rests.tx.plan.leaves, jax.tree.leaves(rests), jax.tree.leaves(logical), strict=True
     ):

@@ -88,7 +88,7 @@ def test_the_model_of_a_padded_state_is_logical():
     state = zerojax.ModuleState.create(model, optax.contrib.muon(1e-2))
     rests = zerojax.shard_train_state(state, mesh=make_mesh(6))
     assert rests.params.w.shape == (258, 5)
-    for shown in (rests.model, rests.model_of(rests.params), zerojax.logical(rests).model):
+    for shown in (rests.model, rests.model_of(rests.params), zerojax.unpad(rests).model):
         np.testing.assert_allclose(shown(x), model(x), rtol=1e-5)
     np.testing.assert_allclose(jax.jit(lambda s, x: s.model(x))(rests, x), model(x), rtol=1e-5)
 

@@ -29,7 +29,7 @@ def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
         "save": lambda s: zerojax.save(path, s),
         "export": lambda s: zerojax.export_safetensors(path, s),
         "verify": lambda s: zerojax.verify(STEP, s, BATCH),
-        "gather": zerojax.gather_params,
+        "gather": zerojax.full_params,
         "shard": zerojax.shard_train_state,
         "place": lambda s: zerojax.plan(s).place(s),
     }

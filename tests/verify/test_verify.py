@@ -90,7 +90,7 @@ def test_state_and_batch_can_be_used_afterwards(compiled):
     state, batch = placed(), zerojax.shard_batch(X, mesh=make_mesh(2))
     step = zerojax.train_step(mean_loss)
     zerojax.verify(step, state, batch)
-    np.testing.assert_array_equal(zerojax.gather_params(state)["w"], W["w"])
+    np.testing.assert_array_equal(zerojax.full_params(state)["w"], W["w"])
     compiled.clear()
     new, _ = jax.block_until_ready(step(state, batch))
     assert int(new.step) == 1 and not compiled, "verify compiled the step another time"
@@ -132,7 +132,7 @@ def padded_tuple(change):
     plan = zerojax.plan(state, stage=3, tx=tx, **FIVE)
 
     def step(state, x):
-        params, opt_state = zerojax.logical(state, plan)
+        params, opt_state = zerojax.unpad(state, plan)
         value, grads = zerojax.value_and_grad(mean_loss, plan)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         new, opt_state = plan.constrain((optax.apply_updates(params, updates), opt_state))
@@ -153,7 +153,7 @@ def test_padding_that_is_not_zero_is_wrong():
     assert wrong.difference == pytest.approx(1e-30)
     assert {"grads/w", "0/w", "1/0/mu/w"} <= {check.path for check in report.checks}
     assert cause.startswith("The padding of 0/w is not zero after the step")
-    assert "update with zerojax.logical(state), and return plan.constrain(new_state)" in cause
+    assert "update with zerojax.unpad(state), and return plan.constrain(new_state)" in cause
 
 
 # -- how far rounding may go

@@ -158,8 +158,8 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
         f"{plan.size} devices do not divide it"
         + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
-        + "Steps, checkpoints and gather_params show the first shape. Where you apply the model "
-        f"yourself, take the parameters from zerojax.logical({given}), or place the state with "
+        + "Steps, checkpoints and full_params show the first shape. Where you apply the model "
+        f"yourself, take the parameters from zerojax.unpad({given}), or place the state with "
         "pad=False."
     )
 

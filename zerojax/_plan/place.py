@@ -78,11 +78,11 @@ def shard_train_state(
     return plan.place(state_or_fn)
 
 
-def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
+def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns a placed state without its padding, to apply a model to its parameters yourself.
 
     Parameters that the devices do not divide rest with zeros at the end of one dimension. Steps,
-    checkpoints and `gather_params` see them without; a model of your own must be given them so.
+    checkpoints and `full_params` see them without; a model of your own must be given them so.
     Inside `jax.jit` they stay sharded. Outside JAX has no arrays with such shards, and every
     device gets what was padded whole. Other leaves are returned as they are.
 
@@ -93,7 +93,7 @@ def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
         >>> params = {"w": jnp.ones((257, 3))}
         >>> state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
         >>> state = zerojax.shard_train_state(state, stage=3)
-        >>> print(state.params["w"].shape, zerojax.logical(state).params["w"].shape)
+        >>> print(state.params["w"].shape, zerojax.unpad(state).params["w"].shape)
         (264, 3) (257, 3)
     """
     _refusals.check_alive(state)
@@ -103,12 +103,12 @@ def logical(state: PyTree, plan: Plan | None = None) -> PyTree:
     if found is None:
         raise ValueError(
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
-            "by. Pass it: zerojax.logical(state, plan)."
+            "by. Pass it: zerojax.unpad(state, plan)."
         )
-    return found.logical(state)
+    return found.unpad(state)
 
 
-def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
+def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     """Returns the parameters as numpy arrays on the host, moved there one leaf at a time.
 
     Takes a state, or any tree of arrays; a pair that may be either is refused. In several
@@ -119,7 +119,7 @@ def gather_params(state: PyTree, plan: Plan | None = None) -> PyTree:
     Example:
         >>> params = {"w": jnp.ones((64, 16))}
         >>> state = zerojax.shard_train_state((params, ()), stage=3)
-        >>> print(type(zerojax.gather_params(state)["w"]).__name__)
+        >>> print(type(zerojax.full_params(state)["w"]).__name__)
         ndarray
     """
     _refusals.check_alive(state)

@@ -180,7 +180,7 @@ class Plan(Layout):
             check_vma=False,
         )([shards[i] for i in indices], [old[i] for i in indices])
 
-    def logical(self, state: PyTree) -> PyTree:
+    def unpad(self, state: PyTree) -> PyTree:
         """Returns a state of this plan without its padding, inside `jax.jit` or outside.
 
         Inside it stays sharded; outside JAX has no such arrays, and what was padded is replicated.
@@ -294,7 +294,7 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
             raise ValueError(
                 f"state leaf {path} is {got.dtype}{list(got.shape)} and the plan was made for "
                 f"{leaf.dtype}{list(leaf.shape)}. {remedy} Of a leaf that rests padded, pass what "
-                "zerojax.logical(state) has."
+                "zerojax.unpad(state) has."
             )
 
 

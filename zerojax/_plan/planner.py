@@ -70,7 +70,7 @@ def plan(
             shapes suggest.
         pad: shard leaves of which the number of devices divides no dimension: they rest with zeros
             at the end of one. Losses and optimizers see the shapes without them, and so do
-            checkpoints; `zerojax.logical(state)` shows them. Where False, such leaves are
+            checkpoints; `zerojax.unpad(state)` shows them. Where False, such leaves are
             replicated.
         precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
         offload: what rests in host memory between steps: "opt_state", ("opt_state", "params"), or

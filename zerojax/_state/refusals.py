@@ -321,7 +321,7 @@ def _note_on_shapes() -> None:
             self.add_note(
                 f"zerojax pads {param_name} from {tuple(init_shape)} to {tuple(value_shape)} so "
                 "that the devices divide it. Apply the model to the parameters of "
-                "zerojax.logical(state), by state.apply_fn, or place the state with pad=False."
+                "zerojax.unpad(state), by state.apply_fn, or place the state with pad=False."
             )
 
     error.__init__ = noted

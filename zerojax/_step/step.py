@@ -126,7 +126,7 @@ def _train(
     plan.check_structure(state)
     scale = _finite.scale_of(state)
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
-    logical = plan.logical(state)
+    logical = plan.unpad(state)
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
     guards = recipe.skip_nonfinite or scale is not None
     wanted = _backward.is_wanted(plan, recipe.options, guards)
@@ -197,7 +197,7 @@ def eval_step(
         found = find_plan(state, plan)
         found.check_structure(state)
         args = (batch,) if rng is None else (batch, rng)
-        called = with_fields(loss_fn, found.logical(state), mutable)
+        called = with_fields(loss_fn, found.unpad(state), mutable)
         loss, aux, *_ = loss_and_grads(called, found, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 

@@ -68,7 +68,7 @@ def needed_flops(
     """
 
     def forward(state: PyTree, *args: PyTree) -> PyTree:
-        logical = plan.logical(jax.tree.map(_compat.fetched, state))
+        logical = plan.unpad(jax.tree.map(_compat.fetched, state))
         return with_fields(loss_fn, logical, mutable)(_state.get_params(logical), *args)
 
     args = (batch,) if rng is None else (batch, rng)

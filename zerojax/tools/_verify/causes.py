@@ -57,7 +57,7 @@ def _of_the_padding(paths: Sequence[str]) -> str:
     return (
         f"The padding of {paths[0]}{more} is not zero after the step: the update changed it as if "
         "it were part of the state. Inside jax.jit, take gradients and update with "
-        "zerojax.logical(state), and return plan.constrain(new_state), which pads with zeros."
+        "zerojax.unpad(state), and return plan.constrain(new_state), which pads with zeros."
     )
 
 

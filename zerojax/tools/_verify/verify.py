@@ -196,7 +196,7 @@ def _gradients(recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]
     """Returns the gradients of a step, which traces the fields of its state, as this does."""
 
     def gradients(state: PyTree, args: Sequence[PyTree]) -> PyTree:
-        loss = with_fields(recipe.loss_fn, plan.logical(state), recipe.mutable)
+        loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.mutable)
         return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
 
     return jax.jit(gradients)(state, args)
