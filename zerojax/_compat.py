@@ -256,7 +256,12 @@ CUDNN = 91000  # any version that JAX takes; a traced program names one
 
 
 def assume_cudnn() -> None:
-    """Lets cuDNN's attention be traced where there is no cuDNN: XLA compiles it without one."""
+    """Lets cuDNN's attention be traced where there is no cuDNN: XLA compiles it without one.
+
+    It puts another check into JAX's module. JAX asks cuDNN for its version wherever the attention
+    is traced, with no way to say that GPUs elsewhere have it, and a forecast without GPUs would
+    have no cuDNN attention otherwise.
+    """
     attend = inspect.unwrap(jax.nn.dot_product_attention).__globals__["cudnn_dot_product_attention"]
     module = inspect.unwrap(attend).__globals__
     try:

@@ -32,13 +32,13 @@ from zerojax._loss.trace import split_aux
 from zerojax._plan import dimension as _dimension, move as _move, place as _place
 from zerojax._plan.precision import Precision, storing
 from zerojax._state import carried as _carried, nnx_streams as _streams, refusals as _refusals
-from zerojax._state.making import state_of
 from zerojax._state.nnx_state import (
     State as State,
     Variables,
     state as state,
     update as update,
 )
+from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._types import PyTree, is_key
 from zerojax._update.offload import Offload

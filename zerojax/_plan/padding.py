@@ -21,7 +21,7 @@ from jax import Array
 from zerojax import _compat
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout, LeafPlan
-from zerojax._state import carried as _carried, refusals as _refusals, state as _state
+from zerojax._state import carried as _carried, state as _state
 from zerojax._types import PyTree, Shape
 from zerojax._warn import warn
 
@@ -139,15 +139,14 @@ def _with(tree: PyTree, plan: Layout, kind: str, found: Mapping[int, Array]) -> 
 def tell_of_padding(state: PyTree, plan: Layout) -> None:
     """Tells users who apply a model to padded parameters themselves what to do instead.
 
-    Flax names two shapes that differ, and gets a note about them. A plain function of parameters
-    may just return more columns, so whoever has a state that does not drop the padding is warned.
+    Flax says that two shapes differ. A plain function of parameters may just return more columns,
+    so whoever has a state that does not drop the padding is warned.
     """
     # A state's own copies of parameters, such as a target network's, rest padded from stage 1 on.
     copies = [leaf for leaf in plan.leaves if leaf.kind != _state.OPT_STATE and leaf.rest.padding]
     longer = sorted(copies, key=lambda leaf: -leaf.nbytes)
     if not longer:
         return
-    _refusals.explain_to_flax({(leaf.padded_shape, leaf.shape) for leaf in longer})
     if _carried.hides_padding(state) or _WARNED:
         return
     _WARNED.append(longer[0].path)

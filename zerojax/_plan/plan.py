@@ -15,7 +15,7 @@ from zerojax._plan.placement import Placement
 from zerojax._plan.precision import stored_with
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._state.making import state_of
+from zerojax._state.state import state_of
 from zerojax._types import PyTree, TreeDef
 from zerojax._update import offload as _offload
 from zerojax._wire.routes import Cut, Route, Wire

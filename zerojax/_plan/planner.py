@@ -18,9 +18,8 @@ from zerojax._plan.plan import Plan, check_stage
 from zerojax._plan.precision import Precision, check_precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.annotations import own_axes
-from zerojax._state.making import state_of
 from zerojax._state.stacks import is_stack, layer_dims
-from zerojax._state.state import OPT_STATE, PARAMS, Leaf
+from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
 from zerojax._update.offload import HOST, Offload, as_offload

@@ -19,9 +19,8 @@ from zerojax._wire.codecs import Blocks, Ways
 NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
 
-@_refusals.naming_dtypes
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class Precision(_refusals.KnownDtypes):
     """Dtypes of a training step; None leaves things as they are.
 
     Arguments:

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
+from zerojax._state import patches as _patches
 from zerojax._state.state import OTHER, PARAMS
 from zerojax._types import PyTree
 
@@ -146,6 +147,6 @@ def show_logical(model: nnx.Module, plan: Any) -> None:
             continue
         rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
         if not isinstance(variable, Padded):
-            variable.__class__ = _padded_class(type(variable))
+            _patches.set_class(variable, _padded_class(type(variable)))
         if variable.get_metadata(KEY, None) != rests:
             variable.set_metadata(KEY, rests)

@@ -1,11 +1,10 @@
 """Errors for what users pass at first where something else belongs."""
 
-import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, Self
 
 import flax.errors
 import jax
@@ -14,9 +13,7 @@ from jax.core import Tracer
 
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf
-from zerojax._types import PyTree, Shape
-
-T = TypeVar("T")
+from zerojax._types import PyTree
 
 # What losses call the random key that they take: key, rngs, dropout_key.
 KEY = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
@@ -182,23 +179,19 @@ def _no_array(leaf: Leaf, name: str) -> TypeError:
     )
 
 
-def naming_dtypes(precision: type[T]) -> type[T]:
+class KnownDtypes:
     """Has `Precision` say what its dtypes are called where it is given other libraries' names."""
-    make = precision.__init__
-    known = inspect.signature(precision).parameters
 
-    @functools.wraps(make)
-    def checked(self: T, *args: object, **named: object) -> None:
-        for name in sorted(named.keys() - known):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *args: object, **named: object) -> Self:
+        for name in sorted(named.keys() - cls.__dataclass_fields__.keys()):
             raise TypeError(
                 f"Precision has no {name}=. Pass compute= (FSDP2's param_dtype, jmp's "
                 "compute_dtype), reduce= (FSDP2's reduce_dtype), param= (jmp's and Flax's "
                 "param_dtype: of what is stored), master=, moments= or gather=."
             )
-        make(self, *args, **named)
-
-    precision.__init__ = checked
-    return precision
+        return super().__new__(cls)
 
 
 def check_tx(tx: object) -> None:
@@ -225,6 +218,13 @@ def called(
     """Returns `loss_fn(*args, **fields)`; names these arguments where the loss takes others."""
     try:
         return loss_fn(*args, **fields)
+    except flax.errors.ScopeParamShapeError as error:
+        error.add_note(
+            "Where print(plan) shows that zerojax pads this parameter, so that the devices divide "
+            "it, apply the model to the parameters of zerojax.unpad(state), by state.apply_fn, or "
+            "place the state with pad=False."
+        )
+        raise
     except TypeError as error:
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
@@ -290,38 +290,3 @@ def _takes(
     except ValueError:  # builtins and the like have no signature
         return True
     return True
-
-
-_PADDED: set[tuple[Shape, Shape]] = set()
-
-
-def explain_to_flax(pairs: set[tuple[Shape, Shape]]) -> None:
-    """Has Flax's error about a parameter's shape say what to do where it meets these pairs.
-
-    They are shapes with padding and without. That error is raised in the user's own call of a
-    model, where no code of ours is on the way; it says what it always says, with a note.
-    """
-    _PADDED.update(pairs)
-    _note_on_shapes()
-
-
-@functools.cache  # once in a process
-def _note_on_shapes() -> None:
-    error = flax.errors.ScopeParamShapeError
-    original = error.__init__
-
-    @functools.wraps(original)
-    def noted(self, *args, **named):
-        original(self, *args, **named)
-        given = inspect.signature(original).bind(self, *args, **named).arguments
-        param_name, value_shape, init_shape = map(
-            given.get, ("param_name", "value_shape", "init_shape")
-        )
-        if value_shape and init_shape and (tuple(value_shape), tuple(init_shape)) in _PADDED:
-            self.add_note(
-                f"zerojax pads {param_name} from {tuple(init_shape)} to {tuple(value_shape)} so "
-                "that the devices divide it. Apply the model to the parameters of "
-                "zerojax.unpad(state), by state.apply_fn, or place the state with pad=False."
-            )
-
-    error.__init__ = noted

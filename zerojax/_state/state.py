@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from zerojax._state import patches as _patches
 from zerojax._types import PyTree, is_key
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
@@ -263,3 +266,38 @@ def _get(state: PyTree, name: str, index: int) -> PyTree:
 def is_state_function(state: object) -> bool:
     """Whether the caller passed a function that makes the state, to have it made sharded."""
     return isinstance(state, Callable) and not hasattr(state, PARAMS)
+
+
+def state_of(make_state: Callable[[], PyTree]) -> PyTree:
+    """Returns the state that a function makes, without tracers in its static fields.
+
+    See [Note: what a made state keeps], in `patches.py`. The function is called once, in a trace of
+    its own: what it caches, or sets on an object, has tracers of this call, and those of another
+    would not be the same. The values of tracers in static fields are computed at once, by a program
+    of nothing else: of the state's own arrays, one device has only those that these fields keep.
+    """
+    calls: list[tuple[PyTree, list[bool], list[int]]] = []
+
+    def arrays() -> tuple[list[Tracer], list[Tracer]]:
+        leaves, treedef = jax.tree.flatten(make_state())
+        is_traced = [isinstance(leaf, Tracer) for leaf in leaves]
+        traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
+        # Shapes in the place of leaves, which must not outlive this trace.
+        fields = treedef.unflatten(
+            x if not isinstance(x, Tracer) else shape_dtype(x) for x in leaves
+        )
+        kept = _patches.tracers_in(fields)
+        calls.append((fields, is_traced, list(map(id, kept))))
+        return traced, kept
+
+    run = jaxpr_as_fun(jax.make_jaxpr(arrays)())
+    fields, is_traced, kept = calls[0]
+    if kept:
+        # XLA leaves out what they do not need. Compiled first, it runs now, not in the outer trace.
+        values = jax.jit(lambda: run()[-len(kept) :]).lower().compile()()
+        known = dict(zip(kept, values, strict=True))
+        fields = _patches.replaced(fields, lambda tracer: known[id(tracer)])
+    leaves, treedef = jax.tree.flatten(fields)
+    # A constant comes out as JAX's own literal, which in 0.10 may have no shape.
+    arrays_of_state, pairs = map(jnp.asarray, run()), zip(leaves, is_traced, strict=True)
+    return treedef.unflatten(next(arrays_of_state) if traced else leaf for leaf, traced in pairs)

@@ -1,4 +1,4 @@
-"""States that functions make: what their static fields close over is there after the trace."""
+"""What zerojax changes in others' objects: what static fields close over, classes of variables."""
 
 import dataclasses
 import functools
@@ -169,3 +169,16 @@ def test_leaves_that_are_constants_are_arrays():
     state = zerojax.plan(make).place(make)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
     assert (state["n"].dtype, int(state["n"]), float(state["x"])) == (jnp.int32, 7, 2.5)
+
+
+def test_jax_leaves_tracers_in_functions_that_outlive_a_trace():
+    """Else `patches.replaced` has nothing to do."""
+    kept = jax.eval_shape(lambda: Keeper({"w": jnp.ones(3)}, in_a_cell(jnp.arange(3.0) * 2))).keeps
+    assert isinstance(kept(), Tracer)
+
+
+def test_hooks_of_nnx_do_not_show_another_value_everywhere():
+    """Else variables that rest padded need no class of their own, nor `patches.set_class`."""
+    variable = nnx.Param(jnp.ones((3, 4)))
+    variable.set_metadata(on_get_value=lambda _, value: value[:, :2])
+    assert (variable[...].shape, variable.T.shape) == ((3, 2), (4, 3))
