@@ -144,9 +144,9 @@ PURE = r"\(\*step.pure\(model, optimizer, batch\)\)"
             lambda: zerojax.nnx.train_step(loss_fn)(*make(), BATCH),
             r"not placed. First: zerojax.nnx.shard\(model, opt.*A new optimizer of a sharded model",
         ),
-        (lambda: zerojax.nnx.shard(lambda: make()[0]), rf"got a Net alone: {SHARD}"),
-        (lambda: zerojax.nnx.shard(make()[0]), rf"got a Net alone: {SHARD}"),
-        (lambda: zerojax.nnx.shard((*make(), 1), stage=3), rf"got a tuple alone: {SHARD}"),
+        (lambda: zerojax.nnx.shard(lambda: make()[0]), rf"got only a Net: {SHARD}"),
+        (lambda: zerojax.nnx.shard(make()[0]), rf"got only a Net: {SHARD}"),
+        (lambda: zerojax.nnx.shard((*make(), 1), stage=3), rf"got only a tuple: {SHARD}"),
         (
             lambda: zerojax.nnx.shard(make()[0], optax.adam(1e-3)),
             r"not a nnx.Optimizer. Make one: nnx.Optimizer\(model",

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,13 +30,8 @@ from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
 from zerojax._plan import dimension as _dimension, move as _move, place as _place
 from zerojax._plan.precision import Precision, storing
-from zerojax._state import carried as _carried, nnx_streams as _streams, refusals as _refusals
-from zerojax._state.nnx_state import (
-    State as State,
-    Variables,
-    state as state,
-    update as update,
-)
+from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
+from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._types import PyTree, is_key
@@ -83,12 +77,18 @@ def shard(
         >>> print(model.kernel.shape, model.kernel.addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
-    _check_optimizer(optimizer)
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
-        model, optimizer = nnx.eval_shape(functools.partial(_whole, model))
-    else:
+        make = functools.partial(_called, model)
+        # Without tracers in what modules and the optimizer close over.
+        model, optimizer = nnx.eval_shape(lambda: nnx.merge(*state_of(lambda: nnx.split(make()))))
+    elif isinstance(optimizer, nnx.Optimizer):
         source = state(model, optimizer)
+    else:
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
     placed = _place.shard_train_state(
         source,
         stage,
@@ -102,65 +102,40 @@ def shard(
         precision=precision,
         offload=offload,
     )
-    tx = _stored_with(precision, model, optimizer)
-    optimizer.tx = _carried.PlannedTransformation(tx, _carried.carried_plan(placed))
+    tx = getattr(optimizer.tx, "original", optimizer.tx)
+    stored = storing(tx, optimizer.opt_state, precision)
+    if stored is not tx:  # the optimizer gets variables for a state of another structure
+        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
+        optimizer.opt_state = like.opt_state
+    optimizer.tx = _carried.PlannedTransformation(stored, _carried.carried_plan(placed))
     update(model, optimizer, placed)
     return model, optimizer
 
 
-def _check_optimizer(optimizer: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
-            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
-        )
-
-
-def _stored_with(
-    precision: Precision | None, model: nnx.Module, optimizer: nnx.Optimizer
-) -> optax.GradientTransformation:
-    """Returns the transformation that the placed state was made for.
-
-    Where `precision` changed it, the optimizer gets variables for its state.
-    """
-    tx = getattr(optimizer.tx, "original", optimizer.tx)
-    stored = storing(tx, optimizer.opt_state, precision)
-    if stored is not tx:
-        like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
-        optimizer.opt_state = like.opt_state
-    return stored
-
-
-def _whole(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Returns what `make` makes, without tracers in what its modules and optimizer close over."""
-    return nnx.merge(*state_of(lambda: nnx.split(_made(make))))
-
-
 def _made_state(make: PyTree) -> State:
-    return state(*_made(make))
+    return state(*_called(make))
 
 
-def _made(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
-    made = _called(make) if callable(make) and not isinstance(make, nnx.Module) else make
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)):
+def _called(make: PyTree) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Returns the model and the optimizer that a function makes, or that were passed as they are.
+
+    The plan shards variables. Flax would do so at once, over axes that the mesh may lack, and be in
+    the way of `jax.jit`.
+    """
+    pair = make
+    if callable(make) and not isinstance(make, nnx.Module):
+        with nnx.use_eager_sharding(False):
+            pair = make()
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], nnx.Optimizer)):
         raise TypeError(
             "zerojax.nnx.shard takes a model and its optimizer, or a function that returns both, "
-            f"and got a {type(made).__name__} alone: zerojax.nnx.shard(model, optimizer), with "
+            f"and got only a {type(pair).__name__}: zerojax.nnx.shard(model, optimizer), with "
             "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
-    return made
+    return pair
 
 
-def _called(make: Callable[[], PyTree]) -> PyTree:
-    """Returns what a function makes, where its models leave it to the plan to shard variables.
-
-    Flax would do so at once, over axes that the mesh may lack, and be in the way of `jax.jit`.
-    """
-    with nnx.use_eager_sharding(False):
-        return make()
-
-
-class Step:
+class ModelStep:
     """A step that takes a model and its optimizer.
 
     `pure(model, optimizer, batch)` returns what `zerojax.verify` and `zerojax.audit` take: a step
@@ -174,7 +149,7 @@ class Step:
     def pure(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
     ) -> tuple:
-        _streams.check_arguments(model, batch, rng)
+        _nnx_state.check_arguments(model, batch, rng)
         placed = state(model, optimizer)
         plan = _carried.carried_plan(placed)
         if plan is None:
@@ -183,16 +158,19 @@ class Step:
                 "optimizer, stage=3), with groups= and the like. A new optimizer of a sharded "
                 "model is placed with it in the same way."
             )
+        # Streams rest where a step returns their counts, or its second call would compile again.
         everywhere = NamedSharding(plan.mesh, PartitionSpec())
-        _streams.place(rng, functools.partial(_at, everywhere))
-        keys = _keys(placed, _streams.without_objects(rng))
+        for variable in _nnx_state.stream_variables(rng, nnx.RngState):
+            value = variable.get_value()
+            if not isinstance(value, Tracer) and value.sharding != everywhere:
+                variable.set_value(_move.moved(value, everywhere))
+        keys = _keys(placed, rng)
         return self.functional, placed, batch, *([] if keys is None else [keys])
 
     def _unmade(self, make: PyTree, rng: PyTree = None) -> tuple:
         """Returns what forecasts take: a step of states, a function that makes one, and keys."""
         source = functools.partial(_made_state, make)
-        keys = _keys(jax.eval_shape(source), _streams.without_objects(rng))
-        return self.functional, source, keys
+        return self.functional, source, _keys(jax.eval_shape(source), rng)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, rng: PyTree = None
@@ -203,24 +181,19 @@ class Step:
             new, metrics = metrics
             update(model, optimizer, new)
         aux = metrics.pop("aux", {})
-        _streams.advance(rng, aux.pop("drawn", []))
+        _nnx_state.advance(rng, aux.pop("drawn", []))
         return metrics | aux
-
-
-def _at(sharding: NamedSharding, value: jax.Array) -> jax.Array:
-    is_there = isinstance(value, Tracer) or value.sharding == sharding
-    return value if is_there else _move.moved(value, sharding)
 
 
 def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
     """Returns the keys that a step is given: the loss's own, and one that streams are folded by."""
-    keys = {} if rng is None else {"loss": rng}
+    keys = {} if rng is None else {"loss": _nnx_state.without_objects(rng)}
     if any(map(is_key, jax.tree.leaves(placed.variables))):
         keys["streams"] = _device_key()
     return keys or None
 
 
-def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
+def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that updates both in place.
 
     Parameters, optimizer state, batch statistics and the counts of random streams are updated as in
@@ -250,10 +223,10 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, True)
-    return Step(_step.train_step(loss, mutable=("variables",), **options))
+    return ModelStep(_step.train_step(loss, mutable=("variables",), **options))
 
 
-def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
+def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes neither of these two.
 
     A `nnx.Rngs` as `rng` advances, as in `train_step`.
@@ -274,7 +247,7 @@ def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> Step:
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, False)
-    return Step(_step.eval_step(loss, mutable=("variables",), **options))
+    return ModelStep(_step.eval_step(loss, mutable=("variables",), **options))
 
 
 def _call(
@@ -291,19 +264,17 @@ def _call(
     model = nnx.merge(variables.graphdef, params, variables.values)
     _embed_as_stored(model)
     if "streams" in keys:
-        _streams.set_apart(model, keys["streams"])
-    rng = _streams.with_objects(keys.get("loss"))
-    before = [count.get_value() for count in _streams.counts(rng)]
+        _nnx_state.set_apart(model, keys["streams"])
+    rng = _nnx_state.with_objects(keys.get("loss"))
+    before = [count.get_value() for count in _nnx_state.stream_variables(rng, nnx.RngCount)]
     args = (model, batch, *([] if rng is None else [rng]))
     loss, aux = split_aux(_refusals.called(loss_fn, args, {}, "model"), None)
-    found: dict[str, PyTree] = {} if aux is None else {"aux": aux}
+    outputs: dict[str, PyTree] = {} if aux is None else {"aux": aux}
     if before:
-        found["drawn"] = _streams.drawn(rng, before)
+        outputs["drawn"] = _nnx_state.drawn(rng, before)
     if updates:
-        paths = {path for path, _ in nnx.to_flat_state(params)}
-        new = _values_of(model, variables.values, paths)
-        found["variables"] = Variables(new, variables.graphdef)
-    return loss, found
+        outputs["variables"] = Variables(_left(model, params, variables), variables.graphdef)
+    return loss, outputs
 
 
 def _embed_as_stored(model: nnx.Module) -> None:
@@ -313,28 +284,25 @@ def _embed_as_stored(model: nnx.Module) -> None:
     would be widened again, and with them all that is computed from them.
     """
     for _, module in nnx.iter_modules(model):
-        if not isinstance(module, nnx.Embed):
-            continue
         # An array's dtype is a np.dtype; users write jnp.float32, and that stays.
-        if isinstance(module.dtype, np.dtype) and module.dtype == jnp.dtype(module.param_dtype):
+        is_embed = isinstance(module, nnx.Embed) and isinstance(module.dtype, np.dtype)
+        if is_embed and module.dtype == jnp.dtype(module.param_dtype):
             module.dtype = module.embedding.dtype
 
 
-def _values_of(model: nnx.Module, before: PyTree, params: set[tuple]) -> PyTree:
-    """Returns the variables of a model after its loss, and None for the keys of its streams.
-
-    None stands for what stays as it was.
-    """
-    variables = {p: v for p, v in nnx.to_flat_state(nnx.state(model)) if p not in params}
-    for path in variables.keys() ^ {path for path, _ in nnx.to_flat_state(before)}:
-        what = "added" if path in variables else "removed"
+def _left(model: nnx.Module, params: PyTree, before: Variables) -> PyTree:
+    """Returns the variables of a model after its loss; None, which keeps it, for a stream's key."""
+    own = {path for path, _ in nnx.to_flat_state(params)}
+    new = {path: v for path, v in nnx.to_flat_state(nnx.state(model)) if path not in own}
+    for path in new.keys() ^ {path for path, _ in nnx.to_flat_state(before.values)}:
+        what = "added" if path in new else "removed"
         raise ValueError(
             f"the loss {what} the variable {'/'.join(map(str, path))} of the model, and a step "
             "keeps the model's structure. Make it with the model, or return it as aux."
         )
     return nnx.from_flat_state(
         (path, None if isinstance(variable, nnx.RngKey) else variable.get_value())
-        for path, variable in variables.items()
+        for path, variable in new.items()
     )
 
 

@@ -232,7 +232,7 @@ X, RNGS = np.ones((16, 16), "f"), nnx.Rngs(0)
     [
         (noisy, (METRICS, X), r"\(model, optimizer, batch\) or.*a MultiMetric is.*metrics.upd"),
         (noisy, (X, METRICS), r"values = step\(model, optimizer, batch\); metrics.upd"),
-        (noisy, (X, linear(RNGS)), r"a Linear is neither.*it closes over"),
+        (noisy, (X, linear(RNGS)), r"a Linear is neither.*close over it"),
         (noisy, ({"x": X, "rngs": RNGS},), r"would not advance there. Pass it after the batch"),
         (adding, (X, X), r"leave it out, step\(model, optimizer, batch\).*Several"),
         (adding, (X,), r"added the variable hidden.*Make it with the model"),

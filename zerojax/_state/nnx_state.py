@@ -1,18 +1,39 @@
-"""A Flax nnx model and its optimizer as one state without objects, and back."""
+"""A Flax nnx model and its optimizer as one state without objects, and back.
 
+Below: the variables of a model that rest padded, and the random streams that a model holds or a
+step is given.
+
+[Note: padded variables]
+nnx has two ways to see a variable. Its raw value is what splits, merges, transforms and optimizers
+move; `variable[...]`, arithmetic and a layer's call ask `get_value`. So the array rests padded as
+the raw value, and a subclass drops the padding in `get_value`: a model computes with the shapes it
+was written for, while `nnx.jit` gets arrays that the devices divide. What attributes say of the
+values (`kernel.T`) is said of the logical ones; where the array is (`kernel.sharding`), of the raw
+one. nnx deprecates its hooks for such uses, and asks for subclasses. Variables stay the same
+objects: [Note: the class of a variable], in `patches.py`.
+"""
+
+import copy
+import dataclasses
 import functools
+import itertools
+import types
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 from flax.core import spmd
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax._state import carried as _carried, nnx_padded as _nnx_padded
-from zerojax._types import PyTree
+from zerojax import _compat
+from zerojax._state import carried as _carried, patches as _patches
+from zerojax._state.state import OTHER, PARAMS
+from zerojax._types import PyTree, Shape, TreeDef
 
 
 @struct.dataclass
@@ -35,35 +56,33 @@ class State(TrainState):
 
     def with_streams(self, key_of: Callable[[jax.Array], jax.Array]) -> "State":
         """Returns a state that has other keys in the streams of the model."""
+        streams = {path for path, _ in self._flat(nnx.RngKey)}
         values = nnx.to_flat_state(self.variables.values)
-        model = nnx.merge(self.variables.graphdef, self.params, self.variables.values)
-        streams = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngKey))}
         new = nnx.from_flat_state((p, key_of(v) if p in streams else v) for p, v in values)
         return self.replace(variables=Variables(new, self.variables.graphdef))
 
     @property
     def annotations(self) -> dict[str, PartitionSpec]:
-        """The mesh axes that variables are annotated with, by the paths of their leaves."""
-        own: PyTree = self.params
-        model = nnx.merge(self.variables.graphdef, own, self.variables.values)
-        params = {path for path, _ in nnx.to_flat_state(own)}
-        return {
-            "/".join(["params" if path in params else "variables/values", *map(str, path)]): spec
-            for path, variable in nnx.to_flat_state(nnx.state(model))
-            for spec in [_annotation(variable)]
-            if spec is not None
-        }
+        """The mesh axes that variables are annotated with, by the paths of their leaves.
 
+        A model may have written names, which mean what the rules say, a `PartitionSpec`, a
+        `NamedSharding`, or a `Format` of one.
+        """
+        params: PyTree = self.params
+        own, specs = {path for path, _ in nnx.to_flat_state(params)}, {}
+        for path, variable in self._flat():
+            rules = variable.get_metadata("sharding_rules", None)
+            sharding = spmd.get_pspec(variable.get_metadata("out_sharding", None) or (), rules)
+            sharding = getattr(sharding, "sharding", sharding)
+            if spec := getattr(sharding, "spec", sharding):
+                of = PARAMS if path in own else "variables/values"
+                specs["/".join([of, *map(str, path)])] = spec
+        return specs
 
-def _annotation(variable: nnx.Variable) -> PartitionSpec | None:
-    """Returns the mesh axes that a variable is annotated with, as the rules have them.
-
-    A model may have written names, a `PartitionSpec`, a `NamedSharding`, or a `Format` of one.
-    """
-    rules = variable.get_metadata("sharding_rules", None)
-    sharding = spmd.get_pspec(variable.get_metadata("out_sharding", None) or (), rules)
-    sharding = getattr(sharding, "sharding", sharding)
-    return getattr(sharding, "spec", sharding) or None
+    def _flat(self, *kinds: type[nnx.Variable]) -> PyTree:
+        """Returns the model's variables of these kinds, with their paths."""
+        model = nnx.merge(self.variables.graphdef, self.params, self.variables.values)
+        return nnx.to_flat_state(nnx.state(model, *kinds))
 
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
@@ -77,15 +96,9 @@ def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
         plan = getattr(tx, "plan", None)
         tx = updating_only(paths, getattr(tx, "original", tx))
         tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
-    fields: dict[str, PyTree] = {
-        "step": optimizer.step.get_value(),
-        "apply_fn": None,
-        "params": params,
-        "tx": tx,
-        "opt_state": nnx.as_pure(optimizer.opt_state),
-        "variables": Variables(others, graphdef),
-    }
-    return State(**fields)
+    fields: dict[str, PyTree] = {"apply_fn": None, "variables": Variables(others, graphdef)}
+    fields |= {"opt_state": nnx.as_pure(optimizer.opt_state), "step": optimizer.step.get_value()}
+    return State(params=params, tx=tx, **fields)
 
 
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
@@ -93,10 +106,10 @@ def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
     nnx.update(model, state.params, state.variables.values)
     plan = _carried.carried_plan(state)
     if plan is not None and plan.pads_params:
-        _nnx_padded.show_logical(model, plan)
+        _show_logical(model, plan)
     optimizer.step.set_value(state.step)
     variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # Where an optimizer is for some parameters alone, the others' variables have no array.
+    # Where an optimizer is for some parameters only, the others' variables have no array.
     held = [variable for variable in variables if jax.tree.leaves(variable.get_raw_value())]
     for variable, value in zip(held, jax.tree.leaves(state.opt_state), strict=True):
         variable.set_value(value)
@@ -111,16 +124,251 @@ def updating_only(
     def chosen(tree: PyTree) -> PyTree:
         return nnx.from_flat_state((p, v) for p, v in nnx.to_flat_state(tree) if p in trained)
 
-    def init(params: PyTree) -> PyTree:
-        return tx.init(chosen(params))
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None
-    ) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         new: PyTree
         new, state = tx.update(chosen(updates), state, chosen(params))
-        found = dict(nnx.to_flat_state(new))
-        flat = nnx.to_flat_state(updates)
-        return nnx.from_flat_state((p, found.get(p, jnp.zeros_like(g))) for p, g in flat), state
+        steps, flat = dict(nnx.to_flat_state(new)), nnx.to_flat_state(updates)
+        return nnx.from_flat_state((p, steps.get(p, jnp.zeros_like(g))) for p, g in flat), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: tx.init(chosen(params)), update)
+
+
+# -- variables that rest padded
+
+RESTS = "rests"  # in a variable's metadata, which splits and merges keep
+# What an array says of its place and its type, which padding does not change.
+OF_THE_ARRAY = {"sharding", "addressable_shards", "global_shards", "addressable_data", "devices"}
+OF_THE_ARRAY |= {"device", "is_fully_addressable", "is_fully_replicated", "committed", "format"}
+OF_THE_ARRAY |= {"dtype", "weak_type", "ndim", "is_deleted", "delete", "block_until_ready"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rests:
+    """How a variable rests: the shape that it shows, and its padded one at its place."""
+
+    shape: Shape
+    padded_shape: Shape
+    sharding: NamedSharding = dataclasses.field(repr=False)
+
+    def shown(self, shape: Shape) -> Shape | None:
+        """Returns what a raw value of this shape shows; None where that is not padded.
+
+        Transforms over a stack of layers show one layer: a value without some other dimensions.
+        """
+        dims = range(len(self.shape))
+        others = [d for d in dims if self.shape[d] == self.padded_shape[d]]
+        for gone in itertools.combinations(others, max(len(dims) - len(shape), 0)):
+            kept = [d for d in dims if d not in gone]
+            if shape == tuple(self.padded_shape[d] for d in kept):
+                return tuple(self.shape[d] for d in kept)
+        return None
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _logical(value: jax.Array, rests: Rests) -> jax.Array:
+    show = functools.partial(
+        jax.lax.slice, start_indices=(0,) * value.ndim, limit_indices=rests.shown(value.shape)
+    )
+    if value.shape != rests.padded_shape:  # one layer: where it is, XLA knows
+        return show(value)
+    value = jax.lax.with_sharding_constraint(value, rests.sharding)
+    return _compat.constrained(show(value), rests.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _padded(value: jax.Array, rests: Rests) -> jax.Array:
+    widths = [(0, p - n) for n, p in zip(rests.shape, rests.padded_shape, strict=True)]
+    return jax.lax.with_sharding_constraint(jnp.pad(value, widths), rests.sharding)
+
+
+class Padded(nnx.Variable):
+    """A variable whose raw value may be padded; it comes before the class that the user chose."""
+
+    shown_as: type[nnx.Variable]  # the user's class
+
+    def get_value(self, **options: PyTree) -> PyTree:
+        index = options.pop("index", ...)
+        value, rests = super().get_value(**options), self.get_metadata(RESTS, None)
+        is_array = isinstance(value, jax.Array | np.ndarray)  # or what stands for one as it rests
+        if rests is not None and is_array and rests.shown(value.shape) is not None:
+            value = _logical(value, rests)
+        return value if index is ... else value[index]
+
+    def set_value(self, value: PyTree, **options: PyTree) -> None:
+        if "index" in options:
+            value = self.get_value().at[options.pop("index")].set(value)
+        rests = self.get_metadata(RESTS, None)
+        if rests is not None and np.shape(value) == rests.shape:
+            value = _padded(value, rests)
+        super().set_value(value, **options)
+
+    @property
+    def shape(self) -> Shape:
+        rests, shape = self.get_metadata(RESTS, None), tuple(self.get_raw_value().shape)
+        return (rests and rests.shown(shape)) or shape
+
+    def __getattr__(self, name: str) -> Any:
+        inner = name in OF_THE_ARRAY or (name.startswith("_") and not name.startswith("__"))
+        if inner or self.has_metadata(name):
+            return super().__getattr__(name)
+        return getattr(self.get_value(), name)
+
+    def __copy__(self) -> nnx.Variable:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict) -> nnx.Variable:
+        return self.copy(copy.deepcopy(self.get_raw_value(), memo))
+
+    def __reduce__(self) -> tuple:  # devices cannot be pickled: what is read anywhere has no place
+        metadata = {key: value for key, value in self.get_metadata().items() if key != RESTS}
+        return self.shown_as.from_metadata, (self.get_value(), metadata)
+
+
+@functools.cache
+def _padded_class(cls: type[nnx.Variable]) -> type[nnx.Variable]:
+    namespace = {"shown_as": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return types.new_class(cls.__name__, (Padded, cls), exec_body=lambda ns: ns.update(namespace))
+
+
+def _show_logical(model: nnx.Module, plan: Any) -> None:
+    """Has the variables of a model that rest padded by `plan` show their logical values."""
+    leaves = {
+        leaf.path.removeprefix(prefix): leaf
+        for leaf in plan.leaves
+        for prefix in (f"{PARAMS}/", "variables/values/")
+        if leaf.rest.padding and leaf.kind in (PARAMS, OTHER) and leaf.path.startswith(prefix)
+    }
+    for path, variable in nnx.to_flat_state(nnx.state(model)) if leaves else ():
+        if (leaf := leaves.get("/".join(map(str, path)))) is None:
+            continue
+        rests = Rests(leaf.shape, leaf.padded_shape, leaf.rest.sharding(plan.mesh))
+        if not isinstance(variable, Padded):
+            _patches.set_class(variable, _padded_class(type(variable)))
+        if variable.get_metadata(RESTS, None) != rests:
+            variable.set_metadata(RESTS, rests)
+
+
+# -- random streams
+
+STREAMS = nnx.Rngs | nnx.RngStream
+
+
+@struct.dataclass
+class Streams:
+    """A `nnx.Rngs` without objects.
+
+    Each key and count is a scalar here. The arrays of forked streams would be split over the
+    devices, as the batch is; a scalar key is folded for each device, and a scalar count is not.
+    """
+
+    scalars: list[PyTree]
+    treedef: TreeDef = struct.field(pytree_node=False)
+
+
+def without_objects(rng: PyTree) -> PyTree:
+    """Returns what a step is given after the batch with `Streams` for objects."""
+
+    def taken_out(value: PyTree) -> PyTree:
+        if not _is_streams(value):
+            return value
+        leaves, treedef = jax.tree.flatten(value)
+        return Streams(list(map(_scalars, leaves)), treedef)
+
+    return jax.tree.map(taken_out, rng, is_leaf=_is_streams)
+
+
+def with_objects(rng: PyTree) -> PyTree:
+    def put_back(value: PyTree) -> PyTree:
+        is_one = isinstance(value, Streams)
+        return value.treedef.unflatten(map(_stacked, value.scalars)) if is_one else value
+
+    return jax.tree.map(put_back, rng, is_leaf=lambda value: isinstance(value, Streams))
+
+
+def stream_variables(rng: PyTree, kind: type[nnx.RngState]) -> list[PyTree]:
+    """Returns the keys, the counts (how many keys were drawn) or both of an argument's streams."""
+    streams = filter(_is_streams, jax.tree.leaves(rng, is_leaf=_is_streams))
+    return [v for one in streams for _, v in nnx.to_flat_state(nnx.state(one, kind))]
+
+
+def drawn(rng: PyTree, before: list[jax.Array]) -> list[PyTree]:
+    """Returns how many keys a loss has drawn, as scalars: aux with rows would be the examples'.
+
+    These are the same on all devices, and so small that floats, which aux becomes, are exact.
+    """
+    after = [count.get_value() for count in stream_variables(rng, nnx.RngCount)]
+    if list(map(jnp.shape, after)) != list(map(jnp.shape, before)):
+        raise ValueError(
+            "the loss left the streams that the step was given in another shape. Undo "
+            "nnx.split_rngs(rngs, splits=n), nnx.restore_rngs(backups), or use it as a decorator."
+        )
+    pairs = zip(after, before, strict=True)
+    return [_scalars((new - old).astype(jnp.int32)) for new, old in pairs]
+
+
+def advance(rng: PyTree, drawn: list[PyTree]) -> None:
+    """Advances streams, in place, by what a step has drawn."""
+    if counts := stream_variables(rng, nnx.RngCount):
+        new = _advanced([count.get_value() for count in counts], drawn)
+        for count, value in zip(counts, new, strict=True):
+            count.set_value(value)
+
+
+@jax.jit
+def _advanced(before: list[jax.Array], drawn: list[PyTree]) -> list[jax.Array]:
+    pairs = zip(before, map(_stacked, drawn), strict=True)
+    return [old + jnp.round(new).astype(jnp.int32).astype(old.dtype) for old, new in pairs]
+
+
+def check_arguments(model: nnx.Module, batch: PyTree, rng: PyTree) -> None:
+    """Raises for objects of nnx that a step would take apart, and leave as they were."""
+    for value in (batch, rng):
+        if isinstance(value, nnx.Pytree) and not _is_streams(value):
+            use = "If the loss only reads it, have the loss close over it."
+            if isinstance(value, nnx.Metric):
+                use = (
+                    "Have the loss return what the metrics need, return loss, logits, and update "
+                    "them after the step: values = step(model, optimizer, batch); "
+                    "metrics.update(loss=values['loss'], logits=values['aux'], labels=...)."
+                )
+            raise TypeError(
+                "a step of zerojax.nnx is called as step(model, optimizer, batch) or step(model, "
+                f"optimizer, batch, rng), and a {type(value).__name__} is neither batch nor rng. "
+                f"{use}"
+            )
+    if any(map(_is_streams, jax.tree.leaves(batch, is_leaf=_is_streams))):
+        raise TypeError(
+            "the batch has a nnx.Rngs, which would not advance there. Pass it after the batch: "
+            "step(model, optimizer, batch, rngs)."
+        )
+    counts = set(map(id, stream_variables(rng, nnx.RngCount)))
+    held = nnx.to_flat_state(nnx.state(model, nnx.RngCount)) if counts else ()
+    if any(id(count) in counts for _, count in held):
+        raise ValueError(
+            "the model holds the nnx.Rngs that the step is given after the batch. Leave it out, "
+            "step(model, optimizer, batch), and have the loss draw from the model's."
+        )
+
+
+def set_apart(model: nnx.Module, device_key: jax.Array) -> None:
+    """Gives a model random streams of this device and microbatch."""
+    salt = jax.random.bits(device_key)
+
+    def fold(keys: jax.Array) -> jax.Array:
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
+        return folded.reshape(keys.shape)
+
+    nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
+
+
+def _is_streams(value: object) -> bool:
+    return isinstance(value, STREAMS)
+
+
+def _scalars(value: jax.Array) -> PyTree:
+    return tuple(map(_scalars, value)) if value.shape else value
+
+
+def _stacked(scalars: PyTree) -> jax.Array:
+    is_one = not isinstance(scalars, tuple)
+    return jnp.asarray(scalars) if is_one else jnp.stack(list(map(_stacked, scalars)))

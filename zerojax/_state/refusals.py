@@ -81,7 +81,7 @@ def check_stored(tree: PyTree, name: str = "the state") -> None:
 
 def check_unpadded(tree: PyTree) -> None:
     """Raises for nnx variables that rest padded, whose tree does not tell what is padding."""
-    if _first_of("zerojax._state.nnx_padded", "Padded", tree) is not None:
+    if _first_of("zerojax._state.nnx_state", "Padded", tree) is not None:
         raise TypeError(f"the state has Flax nnx variables that zerojax pads. {NNX}")
 
 
