@@ -1,5 +1,7 @@
 """For mkdocstrings: what docstrings leave to readers of the code, spelled out."""
 
+import importlib
+import inspect
 import re
 from typing import Any
 
@@ -16,7 +18,9 @@ class Spelled(griffe.Extension):
             obj.docstring.value = spelled(obj.docstring.value)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Shows the value of a default that a module has a name for."""
+        """Shows options that are declared elsewhere, and the value of a default that has a name."""
+        if any("takes(" in str(decorator.value) for decorator in func.decorators):
+            _spell_out_options(func)
         for parameter in func.parameters:
             while isinstance(parameter.default, griffe.Expr):
                 try:
@@ -26,6 +30,24 @@ class Spelled(griffe.Extension):
                 if not isinstance(named, griffe.Attribute):
                     break
                 parameter.default = named.value
+
+
+def _spell_out_options(func: griffe.Function) -> None:
+    """Gives a function the parameters and the docstring that `zerojax._options.takes` makes."""
+    function = getattr(importlib.import_module(func.module.path), func.name)
+    func.parameters = griffe.Parameters(
+        *(
+            griffe.Parameter(
+                name,
+                annotation=re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(one.annotation)),
+                kind=griffe.ParameterKind(one.kind.description),
+                default=None if one.default is one.empty else repr(one.default),
+            )
+            for name, one in inspect.signature(function).parameters.items()
+        )
+    )
+    func.docstring = griffe.Docstring(inspect.getdoc(function), parent=func)
+    func.docstring.value = spelled(func.docstring.value)
 
 
 def spelled(text: str) -> str:

@@ -170,9 +170,14 @@ def examples_run(names):
     attempted = 0
     for name in names:
         module = importlib.import_module(f"zerojax.{name}")
-        result = doctest.testmod(module, extraglobs=scope)
-        assert result.failed == 0, name
-        attempted += result.attempted
+        runner, finder = doctest.DocTestRunner(), doctest.DocTestFinder()
+        examples = finder.find(module, extraglobs=scope)
+        for name, value in vars(module).items():  # doctest passes by functions with a wrapper
+            if hasattr(value, "options") and value.__module__ == module.__name__:
+                examples += finder.find(value, name, module, extraglobs=scope)
+        for example in examples:
+            assert runner.run(example).failed == 0, example.name
+        attempted += runner.tries
     return attempted
 
 

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-S = TypeVar("S")
+S = TypeVar("S", covariant=True)
 R = TypeVar("R")
 P = ParamSpec("P")
 HERE = "{options}"  # where a docstring gets the help of the options
@@ -69,6 +69,7 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
     """
 
     def decorate(function: Callable[..., R]) -> Any:
+        made: Any = options
         *own, last = inspect.signature(function).parameters.values()
         fields = inspect.signature(options).parameters.values()
         signature = inspect.Signature([*own, *fields])
@@ -80,9 +81,9 @@ def takes(options: Callable[P, S]) -> _Takes[P, S]:
             except TypeError as error:
                 raise TypeError(f"{function.__name__}: {error}{_near(named, signature)}") from None
             own_values = {p.name: given.pop(p.name) for p in own if p.name in given}
-            return function(**own_values, **{last.name: options(**given)})
+            return function(**own_values, **{last.name: made(**given)})
 
-        call.__signature__ = signature  # type: ignore
+        call.__signature__, call.options = signature, options  # type: ignore
         call.__doc__ = _with_help(function.__doc__ or "", options)
         return call
 

@@ -16,43 +16,56 @@ What `zerojax.save` and `zerojax.restore` take is a state without objects:
 the step itself, with a function that returns a model and its optimizer.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._plan import dimension as _dimension, move as _move, place as _place
-from zerojax._plan.precision import Precision, storing
+from zerojax._options import Options, option, takes
+from zerojax._plan import move as _move, place as _place
+from zerojax._plan.options import PlanOptions
+from zerojax._plan.precision import storing
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
 from zerojax._types import PyTree, is_key
-from zerojax._update.offload import Offload
 
 
-def shard(
-    model: PyTree,
-    optimizer: nnx.Optimizer | None = None,
-    stage: int = 3,
-    *,
-    mesh: Mesh | None = None,
-    axis: str | Sequence[str] | None = None,
-    groups: Mapping[str, str | Sequence[str]] | None = None,
-    overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
-    stacked: str | None = None,
-    pad: bool = True,
-    precision: Precision | None = None,
-    offload: Offload | str | Sequence[str] | None = None,
-) -> tuple[PyTree, nnx.Optimizer]:
+def _optimizer(optimizer: object) -> object:
+    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
+            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
+    return optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class _OptimizerOption(Options):
+    optimizer: nnx.Optimizer | None = option(
+        None,
+        """a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all but
+        LoRA's, say) is sharded too, and has neither gradients nor optimizer state.""",
+        check=_optimizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelOptions(PlanOptions, _OptimizerOption):
+    """How a model and its optimizer are placed: the optimizer, then what any state takes."""
+
+
+@takes(_ModelOptions)
+def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]:
     """Places a model and its optimizer for a ZeRO stage, in place.
 
     Arguments:
@@ -60,10 +73,7 @@ def shard(
             optimizer, compiled so that they are made sharded and no device ever has all of them.
             Axes that weights are annotated with, or sharded over already (a `tensor` axis), are
             kept where the mesh has them.
-        optimizer: a `nnx.Optimizer` of the model. What its `wrt` leaves out of the parameters (all
-            but LoRA's, say) is sharded too, and has neither gradients nor optimizer state.
-        stage, mesh, axis, groups, overrides, min_shard_size, stacked, pad, precision, offload: as
-            in `zerojax.shard_train_state`.
+        {options}
 
     Returns:
         The model and the optimizer.
@@ -77,33 +87,18 @@ def shard(
         >>> print(model.kernel.shape, model.kernel.addressable_shards[0].data.shape)
         (64, 16) (8, 16)
     """
+    optimizer = options.optimizer
     if optimizer is None:
         source: PyTree = functools.partial(_made_state, model)
         make = functools.partial(_called, model)
         # Without tracers in what modules and the optimizer close over.
         model, optimizer = nnx.eval_shape(lambda: nnx.merge(*state_of(lambda: nnx.split(make()))))
-    elif isinstance(optimizer, nnx.Optimizer):
-        source = state(model, optimizer)
     else:
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, not a nnx.Optimizer. Make one: "
-            "nnx.Optimizer(model, tx, wrt=nnx.Param)."
-        )
-    placed = _place.shard_train_state(
-        source,
-        stage,
-        mesh=mesh,
-        axis=axis,
-        groups=groups,
-        overrides=overrides,
-        min_shard_size=min_shard_size,
-        stacked=stacked,
-        pad=pad,
-        precision=precision,
-        offload=offload,
-    )
+        source = state(model, optimizer)
+    planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
+    placed = _place.shard_train_state(source, **planned)
     tx = getattr(optimizer.tx, "original", optimizer.tx)
-    stored = storing(tx, optimizer.opt_state, precision)
+    stored = storing(tx, optimizer.opt_state, options.precision)
     if stored is not tx:  # the optimizer gets variables for a state of another structure
         like = nnx.eval_shape(lambda m: nnx.Optimizer(m, stored, wrt=optimizer.wrt), model)
         optimizer.opt_state = like.opt_state

@@ -1,54 +1,30 @@
 """The front door: a call that places a user's state, and one that brings parameters back."""
 
-from collections.abc import Mapping, Sequence
-
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh, PartitionSpec
 
+from zerojax._options import takes
 from zerojax._plan import (
-    dimension as _dimension,
     move as _move,
     padding as _padding,
     planner as _planner,
 )
+from zerojax._plan.options import StateOptions
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._plan.precision import Precision
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
-from zerojax._update.offload import Offload
 
 
-def shard_train_state(
-    state_or_fn: PyTree,
-    stage: int = 3,
-    *,
-    mesh: Mesh | None = None,
-    axis: str | Sequence[str] | None = None,
-    groups: Mapping[str, str | Sequence[str]] | None = None,
-    overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
-    stacked: str | None = None,
-    pad: bool = True,
-    precision: Precision | None = None,
-    offload: Offload | str | Sequence[str] | None = None,
-    tx: optax.GradientTransformation | None = None,
-) -> PyTree:
+@takes(StateOptions)
+def shard_train_state(state_or_fn: PyTree, options: StateOptions) -> PyTree:
     """Places a training state for a ZeRO stage, as `zerojax.train_step` expects it.
 
     Arguments:
         state_or_fn: a flax `TrainState` or any state that `zerojax.plan` takes. A function
             without arguments is compiled to make the state already sharded, so that no device
             ever has all of it.
-        stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too.
-        precision: `param=` stores parameters in that dtype, `master=` keeps wider copies of
-            them in the optimizer state, whose moments rest in `moments=`; steps then compute and
-            reduce in `compute=`, `reduce=`.
-        offload: "opt_state" has the optimizer state rest in host memory, from where a step brings
-            it to the devices a part at a time; a `zerojax.Offload` says how much of it.
-        mesh, axis, groups, overrides, min_shard_size, stacked, pad, tx: as in `zerojax.plan`.
+        {options}
 
     Returns:
         The same type of state; its arrays sharded, its optimizer carrying the plan.
@@ -61,21 +37,7 @@ def shard_train_state(
         (64, 16) (8, 16)
     """
     _refusals.check_alive(state_or_fn)
-    plan = _planner.plan(
-        state_or_fn,
-        stage=stage,
-        mesh=mesh,
-        axis=axis,
-        groups=groups,
-        overrides=overrides,
-        min_shard_size=min_shard_size,
-        stacked=stacked,
-        pad=pad,
-        precision=precision,
-        offload=offload,
-        tx=tx,
-    )
-    return plan.place(state_or_fn)
+    return _planner.plan(state_or_fn, **vars(options)).place(state_or_fn)
 
 
 def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:

@@ -322,14 +322,6 @@ def check_plan(plan: object, what: str) -> None:
         raise TypeError(f"{what} takes a plan, got {got}. Make one: zerojax.plan(state, stage=3).")
 
 
-def check_stage(stage: object) -> None:
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage must be 0, 1, 2 or 3, got {stage!r}: 0 replicates, 1 shards the optimizer "
-            "state, 2 gradients too, 3 parameters too."
-        )
-
-
 def fingerprint(plan: Layout) -> dict[str, str]:
     """Returns what must be the same in every process, each with its name."""
     leaves = [

@@ -3,19 +3,21 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax._options import takes
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.options import PlanOptions, StateOptions
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
-from zerojax._plan.plan import Plan, check_stage
-from zerojax._plan.precision import Precision, check_precision, stored_with
+from zerojax._plan.plan import Plan
+from zerojax._plan.precision import Precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.annotations import own_axes
 from zerojax._state.stacks import is_stack, layer_dims
@@ -34,47 +36,14 @@ FROZEN = "frozen: nothing updates it"
 Found = tuple[PartitionSpec, str | None]  # the spec that a leaf can have, or why it has none
 
 
-def plan(
-    state_or_fn: PyTree,
-    *,
-    stage: int = 3,
-    mesh: Mesh | None = None,
-    axis: str | Sequence[str] | None = None,
-    groups: Mapping[str, str | Sequence[str]] | None = None,
-    overrides: Mapping[str, PartitionSpec] | None = None,
-    min_shard_size: int = _dimension.DEFAULT_MIN_SHARD_SIZE,
-    stacked: str | None = None,
-    pad: bool = True,
-    precision: Precision | None = None,
-    offload: Offload | str | Sequence[str] | None = None,
-    tx: optax.GradientTransformation | None = None,
-) -> Plan:
+@takes(StateOptions)
+def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     """Decides where each leaf of a state lives. Moves nothing.
 
     Arguments:
         state_or_fn: a flax `TrainState`, a tuple `(params, opt_state)`, a dict or dataclass with
             those names, or a function without arguments that makes one.
-        stage: 0 replicates all; 1 shards the optimizer state, 2 gradients too, 3 parameters too.
-        mesh: the devices; default, all of them along one axis `data`. Axes must be Auto.
-        axis: the mesh axis or axes that the batch is split over; default, the only one or `data`,
-            with `groups` all of them.
-        groups: the axes over which each kind of array is sharded, where that is not over all axes
-            of the batch: `{"params": "gpu", "grads": "gpu", "opt_state": ("gpu", "node")}`. What
-            shards parameters shards gradients too, and what shards these the optimizer state.
-            Kinds left out are sharded as the stage says; devices along the other axes are replicas.
-        overrides: `{path regex: PartitionSpec}` for parameters, matched against paths such as
-            `params/dense/kernel`; the optimizer state follows.
-        min_shard_size: parameters with fewer elements stay replicated.
-        stacked: a path regex for parameters whose first dimension counts layers; default, what the
-            shapes suggest.
-        pad: shard leaves of which the number of devices divides no dimension: they rest with zeros
-            at the end of one. Losses and optimizers see the shapes without them, and so do
-            checkpoints; `zerojax.unpad(state)` shows them. Where False, such leaves are
-            replicated.
-        precision: dtypes that `place` stores parameters in, and that steps compute and reduce in.
-        offload: what rests in host memory between steps: "opt_state", ("opt_state", "params"), or
-            a `zerojax.Offload`.
-        tx: the optimizer, for states that do not carry theirs.
+        {options}
 
     Returns:
         The plan: printable, hashable, made of shapes only.
@@ -85,19 +54,15 @@ def plan(
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
-    check_stage(stage)
-    check_precision(precision)
-    offload = as_offload(offload)
-    if tx is not None:
-        _refusals.check_tx(tx)
-    mesh, axes = _devices(mesh, axis, stage, grouped=groups is not None)
-    chosen = chosen_groups(stage, axes, {} if groups is None else groups)
-    patterns = {} if overrides is None else overrides
-    rule = _dimension.Rule(mesh, chosen.opt_state or axes, patterns, min_shard_size, pad)
+    tx, precision = options.tx, options.precision
+    mesh, axes = _devices(options)
+    chosen = chosen_groups(options.stage, axes, options.groups or {})
+    patterns, least = options.overrides or {}, options.min_shard_size
+    rule = _dimension.Rule(mesh, chosen.opt_state or axes, patterns, least, options.pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = _state.get_tx(state) if tx is None else tx
     over = chosen if rule.size > 1 else Groups()
-    stacks = layer_dims(_state.get_params(state), stacked)
+    stacks = layer_dims(_state.get_params(state), options.stacked)
     _check_patterns(leaves, rule, precision)
     own = own_axes(state, axes, mesh.axis_names)
     found = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
@@ -106,20 +71,19 @@ def plan(
         _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
         for leaf, (_, absent) in zip(leaves, own, strict=True)
     ]
-    placed = tuple(_offloaded(planned, offload, state, tx, mesh))
+    placed = tuple(_offloaded(planned, as_offload(options.offload), state, tx, mesh))
     made = Plan(chosen.stage, mesh, axes, over, placed, jax.tree.structure(state), precision)
     _check_worth(made)
     return made
 
 
-def _devices(
-    given: Mesh | None, axis: str | Sequence[str] | None, stage: int, *, grouped: bool
-) -> tuple[Mesh, Axes]:
+def _devices(options: PlanOptions) -> tuple[Mesh, Axes]:
     """Returns the mesh, and the axes that the batch is split over: with groups, all of them."""
-    if grouped and given is not None and axis is None:
+    given, axis = options.mesh, options.axis
+    if options.groups is not None and given is not None and axis is None:
         axis = given.axis_names
     mesh, axes = _mesh.resolve(given, axis)
-    if given is None and stage >= 1 and mesh.devices.size == 1:
+    if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _mesh.say_alone(mesh.devices.flat[0].platform)
     return mesh, axes
 

@@ -152,12 +152,13 @@ def wide(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def check_precision(precision: object) -> None:
+def check_precision(precision: object) -> object:
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(
             f"precision must be a zerojax.Precision, got {precision!r}. Pass for example "
             "zerojax.Precision(compute='bfloat16')."
         )
+    return precision
 
 
 class MasterState(NamedTuple):

@@ -194,14 +194,15 @@ class KnownDtypes:
         return super().__new__(cls)
 
 
-def check_tx(tx: object) -> None:
+def check_tx(tx: object) -> object:
     """Raises for what is not an optimizer, such as `optax.adam` for `optax.adam(1e-3)`."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(
             f"tx= is {name}, not an optimizer. Pass an optax.GradientTransformation: call it, as "
             "in optax.adam(1e-3)."
         )
+    return tx
 
 
 def where(name: str, leaf: Leaf) -> str:
