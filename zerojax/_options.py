@@ -36,6 +36,17 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def switch(name: str) -> Callable[[Any], bool]:
+    """Returns the check of an option that is on or off."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False.")
+        return value
+
+    return check
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """A set of options, each checked where it is given."""

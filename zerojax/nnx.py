@@ -37,6 +37,7 @@ from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusal
 from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
+from zerojax._step.options import LossOptions, StepOptions
 from zerojax._types import PyTree, is_key
 
 
@@ -188,7 +189,8 @@ def _keys(placed: State, rng: PyTree) -> dict[str, PyTree] | None:
     return keys or None
 
 
-def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
+@takes(StepOptions)
+def train_step(loss_fn: Callable[..., PyTree], options: StepOptions) -> ModelStep:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that updates both in place.
 
     Parameters, optimizer state, batch statistics and the counts of random streams are updated as in
@@ -200,10 +202,9 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
 
     Arguments:
         loss_fn: `loss_fn(model, batch[, rng])` returns a scalar, or `(scalar, aux)`.
-        options: `accumulate`, `order`, `precision`, `regather`, `prefetch`, `update`,
-            `activations`, `skip_nonfinite`, `donate`, `batch_specs`, `compiler_options`: as in
-            `zerojax.train_step`. A `nnx.Embed` without `dtype` computes in that of its table, cast
-            by `precision` or not.
+        {options}
+
+    A `nnx.Embed` without `dtype` computes in that of its table, cast by `precision` or not.
 
     Example:
         >>> import zerojax.nnx
@@ -218,17 +219,18 @@ def train_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, True)
-    return ModelStep(_step.train_step(loss, mutable=("variables",), **options))
+    return ModelStep(_step.train_step(loss, mutable=("variables",), **vars(options)))
 
 
-def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
+@takes(LossOptions)
+def eval_step(loss_fn: Callable[..., PyTree], options: LossOptions) -> ModelStep:
     """Makes a step `(model, optimizer, batch[, rng]) -> metrics` that changes neither of these two.
 
     A `nnx.Rngs` as `rng` advances, as in `train_step`.
 
     Arguments:
         loss_fn: as in `train_step`.
-        options: `precision`, `batch_specs`: as in `zerojax.eval_step`.
+        {options}
 
     Example:
         >>> import zerojax.nnx
@@ -242,7 +244,7 @@ def eval_step(loss_fn: Callable[..., PyTree], **options: PyTree) -> ModelStep:
     """
     _arguments.check_loss(loss_fn)
     loss = functools.partial(_call, loss_fn, False)
-    return ModelStep(_step.eval_step(loss, mutable=("variables",), **options))
+    return ModelStep(_step.eval_step(loss, mutable=("variables",), **vars(options)))
 
 
 def _call(

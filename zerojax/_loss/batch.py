@@ -164,12 +164,13 @@ def check(
     return leaf
 
 
-def check_accumulate(accumulate: object) -> None:
+def check_accumulate(accumulate: object) -> object:
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"accumulate must be a positive integer, got {accumulate!r}: the number of "
             "microbatches that each device's part of the batch is split into."
         )
+    return accumulate
 
 
 def parts_text(size: int, accumulate: int) -> str:

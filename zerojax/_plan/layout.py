@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Self
 
 import jax.numpy as jnp
@@ -228,7 +229,7 @@ class Layout:
         several: links between nodes, on a mesh of levels."""
         return beyond(axes, self.batch_axes[-1:]) if len(self.batch_axes) > 1 else axes
 
-    def regathering(self, regather: bool | Axes) -> Self:
+    def regathering(self, regather: bool | str | Sequence[str]) -> Self:
         """Returns the plan of a step whose backward gathers parameters over these axes again.
 
         What was gathered over the others is kept.
@@ -237,7 +238,7 @@ class Layout:
         if isinstance(regather, bool):
             return self
         kept = tuple(axis for axis in over if axis in regather)
-        if unknown := beyond(regather, self.batch_axes):
+        if unknown := beyond(tuple(regather), self.batch_axes):
             raise ValueError(
                 f"regather={regather} names {unknown[0]!r}, and the batch is split over "
                 f"{self.batch_axes}. Name the fast axis of a mesh of levels, such as 'gpu' of "

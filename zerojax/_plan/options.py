@@ -22,6 +22,9 @@ def _stage(stage: object) -> object:
     return stage
 
 
+TX = option(None, "the optimizer, for states that do not carry theirs.", check=check_tx)
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanOptions(Options):
     """How a state is placed."""
@@ -86,6 +89,4 @@ class PlanOptions(Options):
 class StateOptions(PlanOptions):
     """How a state is placed that may not carry its optimizer."""
 
-    tx: optax.GradientTransformation | None = option(
-        None, "the optimizer, for states that do not carry theirs.", check=check_tx
-    )
+    tx: optax.GradientTransformation | None = TX

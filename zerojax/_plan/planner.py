@@ -56,8 +56,9 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     """
     tx, precision = options.tx, options.precision
     mesh, axes = _devices(options)
-    chosen = chosen_groups(options.stage, axes, options.groups or {})
-    patterns, least = options.overrides or {}, options.min_shard_size
+    chosen = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
+    patterns = {} if options.overrides is None else options.overrides
+    least = options.min_shard_size
     rule = _dimension.Rule(mesh, chosen.opt_state or axes, patterns, least, options.pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = _state.get_tx(state) if tx is None else tx

@@ -16,7 +16,7 @@ from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS, zero_gradient
 from zerojax._step import host_slices as _slices
-from zerojax._step.options import Options, precision_of
+from zerojax._step.options import LossOptions, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree, is_key
 from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
@@ -54,9 +54,6 @@ class NoGradientError(Exception):
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(", ".join(paths))
         self.paths = paths
-
-
-WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +112,13 @@ class InBackward:
         return Updated(leaves, tuple(squares for *_, squares in new))
 
 
-def is_wanted(plan: Plan, options: Options, skips: bool = False) -> bool:
+def is_wanted(plan: Plan, options: LossOptions, skips: bool = False) -> bool:
     """Whether a step looks for parameters to update in backward; `skips`: what is not finite.
 
     "auto" does where there is something to hide: on GPUs, beside whose compute state travels from
     and to host memory, or weights that rest whole are all-gathered.
     """
-    check_when(options, skips)
-    if _needs_all(options, skips):
+    if options.needs_all(skips):
         return False
     hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or _gathers(plan))
     return options.update == "backward" or (options.update == "auto" and hides)
@@ -133,29 +129,8 @@ def _gathers(plan: Plan) -> bool:
     return bool(plan.groups.opt_state) and not plan.groups.params
 
 
-def check_when(options: Options, skips: bool) -> None:
-    """Raises where `update=` is not known, or cannot be."""
-    if options.update not in WHEN:
-        raise ValueError(f"update must be 'backward', 'after' or 'auto', got {options.update!r}.")
-    if options.update == "backward" and (what := _needs_all(options, skips)):
-        raise ValueError(
-            "update='backward' updates each layer as soon as it has its gradient, and "
-            f"{what} needs all gradients first. Pass update='auto'"
-            + (", or order='layers', which sums them in each layer." if options.rounds > 1 else ".")
-        )
-
-
-def _needs_all(options: Options, skips: bool) -> str:
-    """Returns what in a step needs all gradients before the first update, '' if nothing does."""
-    if options.rounds > 1:
-        return f"accumulate={options.accumulate}"
-    if not options.regather:
-        return "regather=False"
-    return "a step that skips what is not finite" if skips else ""
-
-
 def in_backward(
-    plan: Plan, options: Options, state: PyTree, tx: optax.GradientTransformation | None
+    plan: Plan, options: LossOptions, state: PyTree, tx: optax.GradientTransformation | None
 ) -> InBackward:
     """Returns what backward may update of a state as it rests."""
     precision = precision_of(plan, options.precision)

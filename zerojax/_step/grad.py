@@ -1,7 +1,6 @@
 """`jax.value_and_grad` for parameters that are placed by a plan."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,29 +20,21 @@ from zerojax._loss import (
     nans as _nans,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
+from zerojax._options import takes
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._plan.precision import Precision, cast_floats, wide
+from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._step.backward import InBackward, NoGradientError, Updated
-from zerojax._step.options import Options, activation_names, precision_of, regathered
+from zerojax._step.options import LossOptions, ValueOptions, precision_of
 from zerojax._step.program import Program
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 
 
+@takes(ValueOptions)
 def value_and_grad(
-    loss_fn: Callable[..., PyTree],
-    plan: Plan,
-    *,
-    has_aux: bool = False,
-    accumulate: int = 1,
-    order: str = "microbatches",
-    precision: Precision | None = None,
-    regather: bool | str | Sequence[str] = True,
-    prefetch: int | str = "auto",
-    activations: str | Sequence[str] | None = None,
-    batch_specs: PyTree = None,
+    loss_fn: Callable[..., PyTree], plan: Plan, options: ValueOptions
 ) -> Callable[..., PyTree]:
     """Makes `jax.value_and_grad` of a loss, for parameters that are placed by `plan`.
 
@@ -57,17 +48,7 @@ def value_and_grad(
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         plan: from `zerojax.plan`.
-        has_aux: as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
-            example are concatenated along the batch instead.
-        accumulate: number of microbatches that each device's part is split into. Stages 0 and 1
-            sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.
-        precision: dtypes to compute and to reduce in; default, the plan's.
-        regather: as in `train_step`.
-        prefetch: gather the weights of a `scan`'s next layer while this one computes, in both
-            directions: 1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer.
-            What forward reads last, a head, is then kept for backward.
-        activations: as in `train_step`.
-        batch_specs: as in `train_step`, for the first argument after the parameters.
+        {options}
 
     Returns:
         A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
@@ -83,10 +64,6 @@ def value_and_grad(
     """
     check_plan(plan, "value_and_grad(loss_fn, plan)")
     _arguments.check_loss(loss_fn)
-    _arguments.check_switches(has_aux=has_aux)
-    names, over = activation_names(activations), regathered(regather)
-    options = Options(has_aux, accumulate, precision, over, prefetch=prefetch, order=order)
-    options = dataclasses.replace(options, activations=names, batch_specs=batch_specs)
 
     def fn(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
@@ -97,12 +74,12 @@ def value_and_grad(
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
         try:
-            _batch.check_pairs(every, batch_specs, plan.batch_axes)
+            _batch.check_pairs(every, options.batch_specs, plan.batch_axes)
             loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
-        return (loss, aux) if has_aux else loss, plan.cleared(grads)
+        return (loss, aux) if options.has_aux else loss, plan.cleared(grads)
 
     return fn
 
@@ -111,7 +88,7 @@ def value_and_grad(
 def loss_and_grads(
     loss_fn: Callable[..., PyTree],
     plan: Plan,
-    options: Options,
+    options: LossOptions,
     params: PyTree,
     args: Sequence[PyTree],
     backward: InBackward | None = None,
@@ -134,7 +111,7 @@ def loss_and_grads(
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree]:
         loss, aux, grads, new = sharded(*inputs)
-        if options.differentiate:
+        if options.differentiates:
             grads = plan.like_params(grads, given)
         return loss, aux, grads, new
 
@@ -150,14 +127,14 @@ def loss_and_grads(
     except NoGradientError as error:
         backward = backward.without(error.paths) if backward else None
         return loss_and_grads(loss_fn, plan, options, params, args, backward)
-    grads = treedef.unflatten(grads) if options.differentiate else None
+    grads = treedef.unflatten(grads) if options.differentiates else None
     return loss, aux, grads, backward.updated(program.updated, new) if backward else Updated()
 
 
 def _program(
     loss_fn: Callable[..., PyTree],
     plan: Plan,
-    options: Options,
+    options: LossOptions,
     params: PyTree,
     args: Sequence[PyTree],
     roles: Sequence[_batch.Role],
@@ -185,7 +162,7 @@ def _program(
     ways = plan.size * options.accumulate
     traced = trace(ways)
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
-    if plan.size > 1 and options.differentiate and options.batch_specs is None:
+    if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
     rows = _batch.rows(arg_values, roles)
     per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -34,21 +34,12 @@ Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its
 class Step:
     """A jitted step, used like what `jax.jit` returns."""
 
-    def __init__(
-        self,
-        function: Callable[..., PyTree],
-        recipe: Recipe,
-        donate: bool,
-        compiler_options: dict[str, int | bool | str] | None,
-    ) -> None:
-        if not isinstance(compiler_options, Mapping | None):
-            raise TypeError(
-                f"compiler_options={compiler_options!r} must be a dict of XLA's options, as "
-                "jax.jit takes it."
-            )
-        self.recipe, self.donate, self.compiler_options = recipe, donate, compiler_options
-        donate = donate and not jax.config.jax_debug_infs  # JAX runs it again (`_loss/nans.py`)
-        self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donate else ())
+    def __init__(self, function: Callable[..., PyTree], recipe: Recipe) -> None:
+        self.recipe, self.donate = recipe, recipe.options.donate
+        self.compiler_options = recipe.options.compiler_options
+        # JAX runs it again where it looks for infinities (`_loss/nans.py`).
+        donates = self.donate and not jax.config.jax_debug_infs
+        self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donates else ())
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, Jitted] = {}
         self.options: dict[Plan | None, _xla_options.Options] = {}  # of these
@@ -96,7 +87,7 @@ class Step:
         if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
             self.checked.add(plan)
         if plan not in self.by_plan:
-            options = self._options_for(plan, trace) | (self.compiler_options or {})
+            options = self._options_for(plan, trace) | dict(self.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
             self.by_plan[plan], self.options[plan] = jitted, options
         jitted = self.by_plan[plan]
@@ -149,7 +140,6 @@ class Step:
 
         def items() -> dict[str, str]:
             options = vars(self.recipe.options) | self.make_jit.keywords
-            options |= {"compiler_options": self.compiler_options}
             return {
                 **{name: str(value) for name, value in options.items()},
                 **fingerprint(plan),
@@ -159,7 +149,7 @@ class Step:
             }
 
         if not traced and (plan, shapes) not in self.agreed:
-            trains = self.recipe.options.differentiate
+            trains = self.recipe.options.differentiates
             _agreement.agree("the step" if trains else "eval_step", items, plan.mesh)
             self.agreed.add((plan, shapes))
 

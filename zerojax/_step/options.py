@@ -1,64 +1,29 @@
-"""What a step is made of, and the options that say how its loss is evaluated."""
+"""The options of a step, and what a step is made of."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import optax
 
 from zerojax._engine.residuals import Keeping
-from zerojax._loss import batch as _batch, layered as _layered
+from zerojax._loss import arguments as _arguments, batch as _batch
+from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
+from zerojax._options import Options, option, switch
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.plan import Plan
+from zerojax._plan.options import TX
+from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Blocks
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options that say how a loss is evaluated."""
-
-    has_aux: bool | None  # None: as the loss returns it
-    accumulate: int
-    precision: Precision | None
-    regather: bool | tuple[str, ...]  # in backward, over all axes, over none, or over these
-    differentiate: bool = True
-    prefetch: int | str = "auto"
-    mutable: tuple[str, ...] = ()  # names in aux that are fields of a state
-    update: str = "after"  # when parameters are updated: "backward", "after" it, "auto"
-    activations: tuple[str, ...] = ()  # "host", or axes that they lie over
-    batch_specs: PyTree = None
-    order: str = _layered.MICROBATCHES  # which runs first
-
-    def __post_init__(self) -> None:
-        check_precision(self.precision)
-        _batch.check_accumulate(self.accumulate)
-        if self.order not in _layered.ORDERS:
-            raise ValueError(
-                f"order must be 'microbatches' or 'layers', got {self.order!r}: whether "
-                "the microbatches of accumulate= run one after another, or layer by layer."
-            )
-        if self.prefetch not in (0, 1, "auto"):
-            raise ValueError(
-                f"prefetch must be 0, 1 or 'auto', got {self.prefetch!r}: the number of layers "
-                "whose weights are gathered ahead of their use."
-            )
-
-    @property
-    def is_layered(self) -> bool:
-        """Whether all microbatches of a layer run before the next layer."""
-        return self.order == _layered.LAYERS and self.accumulate > 1
-
-    @property
-    def rounds(self) -> int:
-        """How often a step runs through the layers, gathers them and reduces their gradients."""
-        return 1 if self.is_layered else self.accumulate
+WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
 
 
 def regathered(given: object) -> bool | tuple[str, ...]:
-    """Returns `regather=` as options have it: the names of mesh axes as a tuple."""
+    """Returns `regather=`, the names of mesh axes as a tuple."""
     if isinstance(given, bool):
         return given
     names = [given] if isinstance(given, str) else given
@@ -79,6 +44,223 @@ def activation_names(given: object) -> tuple[str, ...]:
             "mesh axis such as 'tensor', or both: ('host', 'tensor')."
         )
     return tuple(names)
+
+
+def _order(order: object) -> object:
+    if order not in ORDERS:
+        raise ValueError(
+            f"order must be 'microbatches' or 'layers', got {order!r}: whether the microbatches of "
+            "accumulate= run one after another, or layer by layer."
+        )
+    return order
+
+
+def _prefetch(layers: object) -> object:
+    if layers not in (0, 1, "auto"):
+        raise ValueError(
+            f"prefetch must be 0, 1 or 'auto', got {layers!r}: the number of layers whose weights "
+            "are gathered ahead of their use."
+        )
+    return layers
+
+
+def _update(when: object) -> object:
+    if when not in WHEN:
+        raise ValueError(f"update must be 'backward', 'after' or 'auto', got {when!r}.")
+    return when
+
+
+def _plan(plan: object) -> object:
+    if plan is not None:
+        check_plan(plan, "plan=")
+    return plan
+
+
+def _compiler_options(options: object) -> object:
+    if not isinstance(options, Mapping | None):
+        raise TypeError(
+            f"compiler_options={options!r} must be a dict of XLA's options, as jax.jit takes it."
+        )
+    return options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossOptions(Options):
+    """How a loss is evaluated on the devices. The attributes below hold where no class that is
+    made of this one has an option of that name."""
+
+    has_aux = None  # the loss returns it or not
+    differentiates = False
+    accumulate = 1
+    order = MICROBATCHES
+    regather = False
+    prefetch = "auto"
+    activations = None
+    update = "after"
+    skip_nonfinite = False
+    donate = False
+    compiler_options = None
+    mutable = ()
+
+    precision: Precision | None = option(
+        None,
+        "dtypes to compute and to reduce in; default, those that the state was placed with.",
+        check=check_precision,
+    )
+    batch_specs: PyTree = option(
+        None,
+        """which dimension of the batch's leaves counts examples: a `PartitionSpec` or a tree of
+        them that begins as the batch does. `P("data")`, the first one, is the default; `P(None,
+        "data")` for time-major leaves; `P()` for what is replicated. The batch is the first
+        argument after the parameters.""",
+    )
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether all microbatches of a layer run before the next layer."""
+        return self.order == LAYERS and self.accumulate > 1
+
+    @property
+    def rounds(self) -> int:
+        """How often a step runs through the layers, gathers them and reduces their gradients."""
+        return 1 if self.is_layered else self.accumulate
+
+    def needs_all(self, skips: bool) -> str:
+        """Returns what in a step needs all gradients before the first update, '' if nothing does;
+        `skips`: what is not finite."""
+        if self.rounds > 1:
+            return f"accumulate={self.accumulate}"
+        if not self.regather:
+            return "regather=False"
+        return "a step that skips what is not finite" if skips else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions(LossOptions):
+    """How a loss is differentiated on the devices."""
+
+    differentiates = True
+
+    accumulate: int = option(
+        1,
+        """number of microbatches that each device's part of the batch is split into. Stages 0 and
+        1 sum full gradients and reduce once, stages 2 and 3 keep only shards of the sum.""",
+        check=_batch.check_accumulate,
+        flag={"type": int},
+    )
+    order: str = option(
+        MICROBATCHES,
+        """"microbatches", one after another; or "layers", in which all microbatches go through a
+        layer before the next, so that weights are gathered and gradients reduced once a step.""",
+        check=_order,
+        flag={"choices": ORDERS},
+    )
+    regather: bool | str | Sequence[str] = option(
+        True,
+        """gather weights again in backward instead of keeping them (stage 3). An axis, such as
+        "gpu", gathers them again over that axis only: what forward gathered over the others,
+        between nodes, is kept in shards (ZeRO++'s hpZ).""",
+        check=regathered,
+    )
+    prefetch: int | str = option(
+        "auto",
+        """gather the weights of a `scan`'s next layer while this one computes, in both directions:
+        1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer. What forward reads
+        last, a head, is then kept for backward.""",
+        check=_prefetch,
+    )
+    activations: str | Sequence[str] | None = option(
+        None,
+        """where what a `scan` keeps of each layer waits for backward: "host", in host memory, a
+        mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint` around the
+        layer that is its input, without it all that JAX keeps.""",
+        check=activation_names,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions(GradOptions):
+    """How a step trains."""
+
+    update: str = option(
+        "auto",
+        """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
+        no gradients are kept. That takes one microbatch, a stack that one `scan` reads, and an
+        optimizer that treats each element by itself (Adam; not clipping by a global norm). What it
+        does not fit is updated after. "auto": in backward on GPUs, for state in host memory, or
+        where weights rest whole.""",
+        check=_update,
+        flag={"choices": WHEN},
+    )
+    skip_nonfinite: bool = option(
+        False,
+        """where the loss or the norm of the gradients is not finite, leave parameters, optimizer
+        state and `mutable` fields as they were, bit by bit; `metrics["skipped"]` is 1 then and 0
+        otherwise. An integer field `skipped` of the state keeps the total.""",
+        check=switch("skip_nonfinite"),
+    )
+    donate: bool = option(
+        True, "give the old state's memory to the new one.", check=switch("donate")
+    )
+    compiler_options: Mapping[str, int | bool | str] | None = option(
+        None,
+        "as in `jax.jit`; they override those that the step chooses on GPUs.",
+        check=_compiler_options,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update == "backward" and (what := self.needs_all(self.skip_nonfinite)):
+            layers = ", or order='layers', which sums them in each layer"
+            raise ValueError(
+                "update='backward' updates each layer as soon as it has its gradient, and "
+                f"{what} needs all gradients first. Pass update='auto'{layers * (self.rounds > 1)}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions(LossOptions):
+    """How a state is evaluated."""
+
+    mutable: Sequence[str] = option(
+        (),
+        """fields of the state, such as `batch_stats`, that the loss takes as keyword arguments.""",
+        check=_arguments.mutable_names,
+    )
+    plan: Plan | None = option(
+        None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
+    )
+    tx = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions(StepOptions):
+    """How a state is trained, whatever type it has."""
+
+    mutable: Sequence[str] = option(
+        (),
+        """fields of the state, such as `batch_stats`, that the loss takes as keyword arguments and
+        returns updated in a dict `aux`, under the same names. Floats become the mean over devices
+        and microbatches; integers, booleans and keys become exactly what the first of them returns
+        (`zerojax.verify` says where they do not agree).""",
+        check=_arguments.mutable_names,
+    )
+    plan: Plan | None = option(
+        None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
+    )
+    tx: optax.GradientTransformation | None = TX
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueOptions(GradOptions):
+    """How a loss is differentiated in a user's own loop."""
+
+    has_aux: bool = option(
+        False,
+        """as in JAX. Aux leaves are averaged, in float32 at least; those with a row for each
+        example are concatenated along the batch instead.""",
+        check=switch("has_aux"),
+    )
 
 
 def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
@@ -142,11 +324,20 @@ class Recipe:
     """The ingredients of a step, read off it as `step.recipe`."""
 
     loss_fn: Callable[..., PyTree]
-    options: Options
-    plan: Plan | None = None
-    tx: optax.GradientTransformation | None = None
-    skip_nonfinite: bool = False
+    options: TrainOptions | EvalOptions
+
+    @functools.cached_property
+    def plan(self) -> Plan | None:
+        return self.options.plan
 
     @property
-    def mutable(self) -> tuple[str, ...]:
+    def tx(self) -> optax.GradientTransformation | None:
+        return self.options.tx
+
+    @property
+    def mutable(self) -> Sequence[str]:
         return self.options.mutable
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        return self.options.skip_nonfinite

@@ -24,7 +24,7 @@ from zerojax._plan.precision import wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
-from zerojax._step.options import Options, keeping, precision_of
+from zerojax._step.options import LossOptions, keeping, precision_of
 from zerojax._step.parameter import Parameter
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
@@ -36,7 +36,7 @@ class Program:
     def __init__(
         self,
         plan: Plan,
-        options: Options,
+        options: LossOptions,
         traced: TracedLoss,
         roles: Sequence[_batch.Role],
         per_example: PyTree,
@@ -54,11 +54,11 @@ class Program:
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = _run.how_on(
             plan.mesh,
-            regather=bool(options.regather) and options.differentiate,
+            regather=bool(options.regather) and options.differentiates,
             # What is gathered after its update is so while the layer before computes backward.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             gathers=bool(plan.groups.params),
-            keeping=keeping(plan, options.activations),
+            keeping=keeping(plan, options.activations or ()),
             counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
         )
         self.trained = [p for p in self.params if p.is_varied]
@@ -111,7 +111,7 @@ class Program:
         aux = jax.tree.map(lambda rows: batch if rows else replicated, self.per_example)
         grads = [None if p.update else p.leaf.update.local for p in self.params]
         new = [(*self.specs_at(u.stacks), replicated) for u in self.updated]
-        return replicated, aux, grads if self.options.differentiate else [], new
+        return replicated, aux, grads if self.options.differentiates else [], new
 
     # -- the program
 
@@ -170,7 +170,7 @@ class Program:
         self.check_reached()
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
-        if not self.options.differentiate:
+        if not self.options.differentiates:
             return loss, aux, [], []
         return loss, aux, *self.reduced(grads, remaining)
 
@@ -233,7 +233,7 @@ class Program:
         """
 
         def value(loss_args: list[Array]) -> tuple[tuple[Array, list[Array]], PyTree]:
-            if not self.options.differentiate:
+            if not self.options.differentiates:
                 _, (loss, aux) = scaled_loss(floats, loss_args)
                 return (loss, []), aux
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
@@ -247,7 +247,7 @@ class Program:
         pairs = zip(self.trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
         loss = jax.ShapeDtypeStruct((), self.loss_dtype)
-        like = loss, grads if self.options.differentiate else []
+        like = loss, grads if self.options.differentiates else []
 
         def microbatch(index: Array, parts: list[Array]) -> tuple[PyTree, PyTree]:
             return value(self.microbatches.args_of(args, parts, index))

@@ -79,7 +79,7 @@ def audit(
         plan=plan,
         memory=_memory.measured(reading, made, replay.collectives),
         accumulate=accumulate or (recipe.options.rounds if recipe else 1),
-        trains=recipe is None or recipe.options.differentiate,
+        trains=recipe is None or recipe.options.differentiates,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),

@@ -52,7 +52,7 @@ def check_one(loss_fn: object) -> None:
 
 
 def _check_trains(step: object) -> None:
-    if isinstance(step, Step) and not step.recipe.options.differentiate:
+    if isinstance(step, Step) and not step.recipe.options.differentiates:
         raise TypeError(
             "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
             "loss, or a step of train_step."

@@ -16,7 +16,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
-from zerojax._step.options import Options
+from zerojax._step.options import TrainOptions
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._types import Device, PyTree
 from zerojax.tools._verify import (
@@ -150,15 +150,8 @@ def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recip
         )
     if made is not None:
         return made
-    how = Options(
-        None,
-        options["accumulate"] or 1,
-        options["precision"],
-        regather=True,
-        mutable=tuple(options["mutable"] or ()),
-        batch_specs=options["batch_specs"],
-    )
-    return Recipe(options["loss_fn"], how, options["plan"], options["tx"])
+    loss_fn = options.pop("loss_fn")
+    return Recipe(loss_fn, TrainOptions(**{k: v for k, v in options.items() if v is not None}))
 
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
