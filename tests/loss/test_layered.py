@@ -1,7 +1,5 @@
 """order="layers": the numbers of microbatches in turn, each layer gathered once a step."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,38 +91,6 @@ def test_layers_of_layers_are_found_inside_of_one_checkpoint():
     assert_close(got, wanted, 1e-6)
 
 
-EINSUMS = ("xab,bc->xac", "abcd,dbe->ace", "bac,bcd->dba", "a,b->ab")  # one is a weight
-SIZES = dict(zip("abcdefgx", (2, 3, 4, 5, 6, 7, 8, 9), strict=True))
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_the_gradient_of_every_product_with_a_narrow_weight_is_that_of_jax(is_first):
-    sides = {spec: re.split(",|->", spec) for spec in EINSUMS}
-    draw = lambda key, side: jax.random.normal(key, [SIZES[s] for s in side])
-    keys = zip(jax.random.split(DRAWN[0], 2 * len(EINSUMS)).reshape(-1, 2), sides, strict=True)
-    drawn = {spec: (draw(a, sides[spec][0]), draw(b, sides[spec][1])) for (a, b), spec in keys}
-
-    def loss(params, batch, dtype="bfloat16"):
-        def layer(x, weights):
-            squares = 0.0
-            for spec, weight in weights.items():
-                left, right, out = sides[spec]
-                names = f"{right},{left}->{out}" if is_first else spec
-                operands = (drawn[spec][0] * x.mean()).astype(dtype), weight.astype(dtype)
-                product = jnp.einsum(names, *operands[:: -1 if is_first else 1])
-                squares += jnp.mean(product.astype("float32") ** 2)
-            return x, squares
-
-        return jax.lax.scan(layer, batch, params)[1].mean()
-
-    params = {spec: jnp.stack([weight, -weight]) for spec, (_, weight) in drawn.items()}
-    batch = 1 + jnp.arange(16.0)[:, None] / 16
-    grads = jax.jit(grad_of(loss, params, "layers"))(params, batch)[1]
-    each = jax.vmap(lambda params, part: loss(params, part, "float32"), (None, 0))
-    wanted = jax.jit(jax.grad(lambda params: each(params, batch).mean()))(params)
-    assert_close(grads, wanted, 0.05)
-
-
 def test_a_sum_of_many_gradients_keeps_the_small_ones():
     """512 microbatches: in bfloat16 the sum would stop at the 256th."""
 
@@ -163,8 +129,8 @@ def test_the_head_of_one_microbatch_at_a_time_is_kept():
 
 @pytest.mark.gpu_code
 def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
-    """Every layer is gathered twice and reduced once, asynchronously, and added where it is made;
-    a forecast says what it is of."""
+    """Every layer is gathered twice and reduced once, asynchronously; a forecast says what it is
+    of."""
     model = _presets.Gpt(4, 256, 4, vocab=512, tokens=64)
     made = {}
     for order in ("microbatches", "layers"):
@@ -175,5 +141,3 @@ def test_steps_for_gpus_keep_the_contract_of_one_microbatch():
         assert made[order].report.findings() == [] and made[order].accumulate == 4
     assert made["layers"].wire_bytes < 0.3 * made["microbatches"].wire_bytes
     assert "accumulate=4, order='layers'" in str(forecast)
-    sums = r"add_fusion.* = f32\[(?:256,1024|1024,256|256,768)\]"
-    assert not re.search(sums, made["layers"].report.module.text)

@@ -3,20 +3,21 @@ microbatch runs through a layer before the first runs through the next.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Effect, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
-from zerojax._loss.shared import Last, bound, mapped, shared
 from zerojax._loss.trace import as_one_device, typed
+from zerojax._plan.precision import wide
 
 # [Note: layered accumulation]
 # Microbatches that run one after another gather each layer's weights once each. Here a loss is
@@ -37,15 +38,14 @@ def layered(
     jaxpr: Jaxpr,
     kinds: Sequence[str],
     count: int,
-    scale: float,
     mesh: Mesh,
     axes: tuple[str, ...],
 ) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """Returns a loss on `count` microbatches, from that of one, whose inputs are of these kinds;
     and its constants, which are its last inputs.
 
-    Inputs that differ by microbatch come stacked, and all outputs do. Each loss, the first output,
-    will be differentiated `scale` times. Raises for losses without a loop over layers.
+    Inputs that differ by microbatch come stacked, and all outputs do. Raises for losses without a
+    loop over layers.
     """
     if not _has_layers(jaxpr, kinds):
         raise ValueError(
@@ -55,9 +55,9 @@ def layered(
         )
 
     def of_all(*values: Array) -> list[Array]:
-        # Without a checkpoint, what is kept for backward between two loops would be kept of all
-        # microbatches.
-        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run(scale)
+        # Without a checkpoint, what is kept for backward outside of loops would be kept of all
+        # microbatches: logits, say.
+        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run()
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
         one = type_of(var)
@@ -94,9 +94,8 @@ class _Walk:
         self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
         self.segment: list[_Op] = []
 
-    def run(self, scale: float | None = None) -> list[Array]:
-        """Returns the outputs of all microbatches, stacked. With a `scale`, the first is the loss
-        that is differentiated."""
+    def run(self) -> list[Array]:
+        """Returns the outputs of all microbatches, stacked."""
         for at, eqn in enumerate(self.eqns):
             eqn = self.inliner.resolved(eqn)
             kinds = self.kinds_of(eqn)
@@ -105,7 +104,7 @@ class _Walk:
                 self.write(eqn.outvars, self.with_layers(eqn, kinds), BATCH)
             else:
                 self.visit(eqn, self.segment)
-        self.flush(self.read_from(len(self.eqns)), scale)
+        self.flush(self.read_from(len(self.eqns)))
         return [self.stacked(self.inliner.named(v)) for v in self.outvars]
 
     # -- what a variable is
@@ -161,7 +160,7 @@ class _Walk:
         outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == BATCH]
         return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn)
 
-    def flush(self, later: set[Var], scale: float | None = None) -> None:
+    def flush(self, later: set[Var]) -> None:
         """Runs the segment for all microbatches, and keeps of it what is read later."""
         outs = [v for v in _made(self.segment) if v in later and self.kind(v) == BATCH]
         ops = alive(self.segment, outs, _reads)
@@ -171,7 +170,7 @@ class _Walk:
         read = _read_outside(ops)
         by_kind = [[v for v in read if self.kind(v) == kind] for kind in (WEIGHT, CONST, BATCH)]
 
-        def one(*values: list[Any]) -> list[Array]:
+        def one(*values: Sequence[Any]) -> list[Array]:
             env: dict[Var, Any] = {}
             for some, their in zip(by_kind, values, strict=True):
                 env |= dict(zip(some, their, strict=True))
@@ -179,14 +178,14 @@ class _Walk:
             return [env[v] for v in outs]
 
         weights, consts, parts = ([self.value(v) for v in some] for some in by_kind)
-        if scale is not None and (loss := self.inliner.named(self.outvars[0])) in outs:
-            found = Last(one, self.count, outs.index(loss), scale)(weights, consts, parts)
-        else:
-            # JAX 0.10 removes a checkpoint that prints.
-            wrap = (lambda f: f) if any(map(_compat.has_side_effects, ops)) else self.wrap
-            weights = list(map(shared, weights))
-            found = mapped(wrap(one), weights, consts, parts, self.count)
-        self.env.update(zip(outs, found, strict=True))
+        # JAX 0.10 removes a checkpoint that prints.
+        if not any(map(_compat.has_side_effects, ops)):
+            one = self.wrap(one)
+        weights = list(map(_shared, weights))
+        _, values = lax.scan(
+            lambda _, part: (None, one(weights, consts, part)), None, parts, length=self.count
+        )
+        self.env.update(zip(outs, values, strict=True))
 
     # -- loops over layers, and what has one inside
 
@@ -264,8 +263,8 @@ def _run(ops: Sequence[_Op], env: dict[Var, Any]) -> None:
         if isinstance(op, _Checkpoint):
             outs = op.run(env)
         else:
-            values = [env[v] if is_var(v) else v.val for v in op.invars]
-            outs = bound(op, values)
+            values = [_plain(env[v]) if is_var(v) else v.val for v in op.invars]
+            outs = _compat.bind(op, values)
         env.update(zip(op.outvars, outs, strict=True))
 
 
@@ -286,6 +285,61 @@ def _read_outside(ops: Sequence[_Op]) -> list[Var]:
     """Returns the variables that ops read and do not make, each once."""
     made = set(_made(ops))
     return list(dict.fromkeys(v for op in ops for v in _reads(op) if v not in made))
+
+
+# -- weights that all microbatches read
+
+
+class _Shared(NamedTuple):
+    """A narrow weight that all microbatches read, whose gradients are summed in a wider dtype, as
+    those of microbatches in turn are. Nothing computes with the value of `total`; its gradient is
+    the sum."""
+
+    value: Array
+    total: Array
+
+
+def _shared(value: Array) -> Any:
+    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and wide(value.dtype) != value.dtype
+    return _Shared(value, _total(value, wide(value.dtype))) if is_narrow else value
+
+
+def _plain(value: Any) -> Any:
+    return _picked(*value) if isinstance(value, _Shared) else value
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _total(value: Array, dtype: DTypeLike) -> Array:
+    """Returns what the gradient of `value` comes out through, in this dtype."""
+    return jnp.zeros(value.shape, dtype)
+
+
+def _total_fwd(value: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    return jnp.zeros(value.shape, dtype), jnp.zeros((0,), value.dtype)
+
+
+def _total_bwd(dtype: DTypeLike, like: Array, grad: Array) -> tuple[Array]:
+    return (grad.astype(like.dtype),)
+
+
+_total.defvjp(_total_fwd, _total_bwd)
+
+
+@jax.custom_vjp
+def _picked(value: Array, total: Array) -> Array:
+    """Returns `value`, whose gradient goes to `total`."""
+    return value
+
+
+def _picked_fwd(value: Array, total: Array) -> tuple[Array, Array]:
+    return value, jnp.zeros((0,), total.dtype)
+
+
+def _picked_bwd(like: Array, grad: Array) -> tuple[None, Array]:
+    return None, grad.astype(like.dtype)
+
+
+_picked.defvjp(_picked_fwd, _picked_bwd)
 
 
 # -- where loops over layers are

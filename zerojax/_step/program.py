@@ -209,8 +209,7 @@ class Program:
         kinds = [_layered.WEIGHT] * len(self.plan.params) + args
         kinds += [_layered.CONST] * (len(jaxpr.invars) - len(kinds))
         count, axes = self.options.accumulate, self.plan.batch_axes
-        share, _ = _mean.exact_share(self.plan.size * count)
-        return _layered.layered(jaxpr, kinds, count, share, self.plan.mesh, axes)
+        return _layered.layered(jaxpr, kinds, count, self.plan.mesh, axes)
 
     @property
     def kinds(self) -> list[InputKind]:
