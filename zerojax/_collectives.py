@@ -163,14 +163,14 @@ def _exact(route: Route) -> Exact:
     return route.codec if isinstance(route.codec, Exact) else EXACT
 
 
-def brought_near(held: Held, cut: Cut) -> Parts:
+def in_node(held: Held, cut: Cut) -> Parts:
     """Returns a weight after the far hop of its route, for `arrived`; nothing if it has none."""
     return far(_sent(held, cut), cut) if cut.wire.gather.far else ()
 
 
 def arrived(held: Held, cut: Cut, parts: Parts = ()) -> Parts:
     """Returns a weight after both hops, as `opened` takes it. Where the far hop is done, `parts` is
-    what `brought_near` returned."""
+    what `in_node` returned."""
     return near(parts or far(_sent(held, cut), cut), cut)
 
 

@@ -40,7 +40,7 @@ from zerojax._wire.codecs import Parts
 # stays, so that it crosses the network once: ZeRO++'s hpZ.) Which other values are kept is JAX's
 # and the user's affair: their `jax.checkpoint` policies apply inside the main part.
 
-NEAR = "zerojax_near"  # names, for policies of `jax.checkpoint`, what far hops returned
+IN_NODE = "zerojax_in_node"  # names, for policies of `jax.checkpoint`, what far hops returned
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
 
@@ -95,22 +95,22 @@ class Body:
         frontier = self.prefix(weights, gathered)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def near(self, weights: Sequence[Value | None]) -> list[Parts]:
+    def in_node(self, weights: Sequence[Value | None]) -> list[Parts]:
         """Returns what all weights are gathered from after their far hops, for `gather`."""
         held = self._by_var(weights)
         shards = self.split.gathers.values()
-        near = [_collectives.brought_near(s.of(held[s.root]), s.cut) for s in shards]
-        return jax.tree.map(lambda part: checkpoint_name(part, NEAR), near)
+        in_node = [_collectives.in_node(s.of(held[s.root]), s.cut) for s in shards]
+        return jax.tree.map(lambda part: checkpoint_name(part, IN_NODE), in_node)
 
     def gather(
         self,
         weights: Sequence[Value | None],
-        near: Sequence[Parts] | None = None,
+        in_node: Sequence[Parts] | None = None,
         kept: Env | None = None,
     ) -> list[Array]:
         """Returns the full weights, for derivatives by hand; those in `kept` are there.
 
-        With `near`, the far hops are done.
+        With `in_node`, the far hops are done.
         """
         held, kept = self._by_var(weights), kept or {}
         gathers = self.split.gathers.items()
@@ -121,13 +121,13 @@ class Body:
 
         return [
             kept[v] if v in kept else full(shard, parts)
-            for (v, shard), parts in zip(gathers, near or [()] * len(gathers), strict=True)
+            for (v, shard), parts in zip(gathers, in_node or [()] * len(gathers), strict=True)
         ]
 
-    def arrived(self, weights: Sequence[Value | None], near: Sequence[Parts]) -> list[Parts]:
+    def arrived(self, weights: Sequence[Value | None], in_node: Sequence[Parts]) -> list[Parts]:
         """Returns all weights after both hops, as they travelled, for `unpacked`."""
         held = self._by_var(weights)
-        shards = zip(self.split.gathers.values(), near, strict=True)
+        shards = zip(self.split.gathers.values(), in_node, strict=True)
         return [_collectives.arrived(s.of(held[s.root]), s.cut, parts) for s, parts in shards]
 
     def unpacked(self, arrived: Sequence[Parts]) -> list[Array]:

@@ -72,17 +72,17 @@ class Layers:
         wanted = self.wanted_inside(wanted)
 
         def step(carry: list, xs: list) -> tuple[Any, Any]:
-            near = self.near(inputs, xs)
-            gathered = self.gathered(inputs, xs, near)
+            in_node = self.in_node(inputs, xs)
+            gathered = self.gathered(inputs, xs, in_node)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
             full = where(gathered, [v in self.kept for v in self.body.split.gathers])
-            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), near))
+            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), in_node))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, near: list[Parts], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: Any, in_node: list[Parts], cts: Sequence[Any]
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
@@ -94,10 +94,13 @@ class Layers:
         last = self.loop.length - 1
 
         def step(state: tuple, scanned: tuple) -> tuple[tuple, list]:
-            (d_carry, d_consts, stacks, count), (saved, full, near, d_ys, xs, at) = state, scanned
+            (d_carry, d_consts, stacks, count), (saved, full, in_node, d_ys, xs, at) = (
+                state,
+                scanned,
+            )
             layer = Layer(at, self.index(last - count))
             xs = in_loop.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
-            gathered = self.gathered(inputs, xs, near, full)
+            gathered = self.gathered(inputs, xs, in_node, full)
             saved = self.keeping.back(saved)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
@@ -110,7 +113,7 @@ class Layers:
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
             step,
             start,
-            (saved, full, near, d_ys, xs, jnp.arange(last + 1)),
+            (saved, full, in_node, d_ys, xs, jnp.arange(last + 1)),
             reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *in_loop.gradients(d_xs, stacks)]
@@ -128,27 +131,27 @@ class Layers:
         """Returns where in the stack the layer of an iteration is."""
         return self.loop.length - 1 - at if self.loop.reverse else at
 
-    def near(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Parts]:
+    def in_node(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Parts]:
         """Returns what one layer's weights are gathered from after their far hops."""
-        return self.body.near(self.weights(inputs, xs))
+        return self.body.in_node(self.weights(inputs, xs))
 
     def gathered(
         self,
         inputs: Sequence[Value],
         xs: Sequence[Value | None],
-        near: Sequence[Parts],
+        in_node: Sequence[Parts],
         full: Sequence[Array] = (),
     ) -> list[Array]:
         """Returns the full weights of one layer, whose shards are among `xs`; in backward, `full`
         has those that are kept."""
         kept = dict(zip(self.kept, full, strict=True)) if full else None
-        return self.body.gather(self.weights(inputs, xs), near, kept)
+        return self.body.gather(self.weights(inputs, xs), in_node, kept)
 
     def arrived(
-        self, inputs: Sequence[Value], xs: Sequence[Value | None], near: Sequence[Parts]
+        self, inputs: Sequence[Value], xs: Sequence[Value | None], in_node: Sequence[Parts]
     ) -> list[Parts]:
         """Returns the weights of one layer after both hops, for `unpacked` of the body."""
-        return self.body.arrived(self.weights(inputs, xs), near)
+        return self.body.arrived(self.weights(inputs, xs), in_node)
 
     def weights(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
         consts, carry, _ = self.parts(inputs)

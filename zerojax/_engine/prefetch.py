@@ -81,30 +81,30 @@ class PrefetchedLayers(Layers):
             shards = further = self.shards_at(inputs, self.layer(at + 1, carried + 1))
             if early:
                 further = self.shards_at(inputs, self.layer(jnp.minimum(at + 2, last)))
-            near, *waiting = [*waiting, self.near(inputs, further)]
-            ahead = self.arrived(inputs, shards, near)
+            in_node, *waiting = [*waiting, self.in_node(inputs, further)]
+            ahead = self.arrived(inputs, shards, in_node)
             carry, (ys, saved) = iteration(carry, arrived, at)
-            stacks = with_layer(stacks, near, self.index(at + 1))
+            stacks = with_layer(stacks, in_node, self.index(at + 1))
             return (carry, ahead, waiting, stacks, carried + 1), (ys, self.keeping.put(saved))
 
         shards = [self.shards_at(inputs, self.layer(at)) for at in range(1 + early)]
-        near, *waiting = [self.near(inputs, each) for each in shards]
-        stacks = with_layer(empty_stacks(near, last + 1), near, self.index(0))
-        start = (carry, self.arrived(inputs, shards[0], near), waiting, stacks, 0)
-        (carry, arrived, _, near, _), (ys, saved) = self.iterate(step, start, last)
+        in_node, *waiting = [self.in_node(inputs, each) for each in shards]
+        stacks = with_layer(empty_stacks(in_node, last + 1), in_node, self.index(0))
+        start = (carry, self.arrived(inputs, shards[0], in_node), waiting, stacks, 0)
+        (carry, arrived, _, in_node, _), (ys, saved) = self.iterate(step, start, last)
         carry, (last_ys, last_saved) = iteration(carry, arrived, last)
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
         # Within an outer loop, weights kept here would be kept for each of its iterations.
         last_weights = [] if self.how.in_loop else arrived
-        return [*carry, *ys], ((saved, last_saved, last_weights), near)
+        return [*carry, *ys], ((saved, last_saved, last_weights), in_node)
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, near: list[Parts], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: Any, in_node: list[Parts], cts: Sequence[Any]
     ) -> list[Gradient]:
         """Each iteration reduce-scatters the previous layer's gradients, updates it if that is done
         here, and all-gathers the next layer's weights, while it computes its own layer."""
-        return _Backward(self, inputs, saved, near, cts).run()
+        return _Backward(self, inputs, saved, in_node, cts).run()
 
     def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
@@ -138,11 +138,11 @@ class _Backward:
         layers: PrefetchedLayers,
         inputs: Sequence[Value],
         saved: Any,
-        near: list[Parts],
+        in_node: list[Parts],
         cts: Sequence[Any],
     ) -> None:
         self.layers, self.body, self.index = layers, layers.body, layers.index
-        self.near, (self.kept, self.last_kept, self.last_weights) = near, saved
+        self.in_node, (self.kept, self.last_kept, self.last_weights) = in_node, saved
         self.consts, self.carry, self.xs = layers.parts(inputs)
         self.in_loop, self.inputs = InLoop(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
@@ -197,7 +197,7 @@ class _Backward:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
-        return shards, layer_of(self.near, at.i)
+        return shards, layer_of(self.in_node, at.i)
 
     def ordered(
         self, source: Source, sums: list[Array | None]
@@ -212,14 +212,14 @@ class _Backward:
         """
         if not self.in_turn:
             return lax.optimization_barrier((self.arrived(source), sums))
-        shards, near, sums = list(source[0]), list(source[1]), list(sums)
+        shards, in_node, sums = list(source[0]), list(source[1]), list(sums)
         first = len(self.inputs) - len(shards)
         for i, shard in enumerate(self.body.split.gathers.values()):
             at = self.body.split.invars.index(shard.root) - first
             if at >= 0:  # else it is a constant of the loop
-                tied = lax.optimization_barrier((shards[at], near[i], sums[i]))
-                shards[at], near[i], sums[i] = tied
-        return self.arrived((shards, near)), sums
+                tied = lax.optimization_barrier((shards[at], in_node[i], sums[i]))
+                shards[at], in_node[i], sums[i] = tied
+        return self.arrived((shards, in_node)), sums
 
     def arrived(self, source: Source) -> list[Parts]:
         return self.layers.arrived(self.inputs, *source)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
-from zerojax._engine.body import NEAR, Body, Env, How, read, read_arrays, write
+from zerojax._engine.body import IN_NODE, Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import (
     InputKind,
     Lookup,
@@ -212,11 +212,11 @@ class ScopeCode:
     def forward(self, inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         body = self.body
         weights = body.weights_of(inputs)
-        near = body.near(weights)
-        gathered = body.gather(weights, near)
+        in_node = body.in_node(weights)
+        gathered = body.gather(weights, in_node)
         outs, saved = body.forward(inputs, gathered, wanted)
         still_there = where(gathered, [v in self.kept for v in body.split.gathers])
-        return outs, (saved, near, still_there, _mark(outs, self.how))
+        return outs, (saved, in_node, still_there, _mark(outs, self.how))
 
     def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
@@ -224,11 +224,11 @@ class ScopeCode:
         return backward(inputs, residuals, cts)
 
     def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
-        body, (saved, near, still_there, done) = self.body, residuals
-        (weights, near), cts = _tied((body.weights_of(inputs), near), cts, done)
+        body, (saved, in_node, still_there, done) = self.body, residuals
+        (weights, in_node), cts = _tied((body.weights_of(inputs), in_node), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
         kept = dict(zip(self.kept, still_there, strict=True))
-        return body.backward(inputs, body.gather(weights, near, kept), saved, cts)
+        return body.backward(inputs, body.gather(weights, in_node, kept), saved, cts)
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
@@ -241,16 +241,16 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
         return layers.forward(inputs)
 
     def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
-        outs, (saved, near) = layers.forward_saving(as_read(inputs), wanted)
-        return outs, (saved, near, _mark(outs, how))
+        outs, (saved, in_node) = layers.forward_saving(as_read(inputs), wanted)
+        return outs, (saved, in_node, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, near, done = residuals
+        saved, in_node, done = residuals
         if how.by_data or loop.unroll != 1:  # else the loop keeps them apart, a short one too
             shards = [x if isinstance(x, Held) else None for x in inputs]
-            (shards, near), cts = _tied((shards, near), layers.float_cts(cts), done)
+            (shards, in_node), cts = _tied((shards, in_node), layers.float_cts(cts), done)
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
-        return layers.backward(inputs, saved, near, cts)
+        return layers.backward(inputs, saved, in_node, cts)
 
     return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
 
@@ -281,8 +281,8 @@ def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:
     policy = scope.policy
     if crosses_far(scope.split.main):
         policies = jax.checkpoint_policies
-        near = policies.save_only_these_names(NEAR)
-        policy = near if policy is None else policies.save_from_both_policies(policy, near)
+        in_node = policies.save_only_these_names(IN_NODE)
+        policy = in_node if policy is None else policies.save_from_both_policies(policy, in_node)
     return lambda f: jax.checkpoint(f, policy=policy, prevent_cse=scope.prevent_cse)
 
 
