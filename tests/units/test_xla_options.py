@@ -117,12 +117,14 @@ def test_thresholds_of_layers_in_no_loop():
     gathers, scatters = xla.COMBINE_GATHERS, xla.COMBINE_SCATTERS
     size, bucket = 2**30, xla.BUCKET
     layer, small = (xla.LoopBytes(n, n // 8, n) for n in (size, 2**20))
-    in_line = lambda *layers, rest=small: xla.in_line(xla.Traffic(layers=list(layers), rest=rest))
+    in_line = lambda *layers, rest=small: xla.in_line(
+        xla.ProgramBytes(layers=list(layers), rest=rest)
+    )
     assert in_line(layer, small) == {gathers: size + size // 16, scatters: (size + size // 16) // 8}
     assert in_line(small, small) == {gathers: bucket, scatters: bucket // 8}
     assert in_line(rest=layer) == {scatters: bucket // 8}
     assert in_line(rest=xla.LoopBytes(size)) == {}
-    assert xla.in_line(xla.Traffic([xla.LoopBytes(0, 1, 8)], rest=layer)) == {}
+    assert xla.in_line(xla.ProgramBytes([xla.LoopBytes(0, 1, 8)], rest=layer)) == {}
 
 
 @pytest.mark.gpu_code

@@ -35,7 +35,7 @@ class View:
 WEIGHT = "weight"  # computed from weights and constants alone
 CONST = "const"  # computed from constants alone
 
-_MOVES = ("transpose", "reshape", "squeeze")
+_RESHAPES = ("transpose", "reshape", "squeeze")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Split:
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
             # What is computed of a weight may be larger, and would be kept as well.
-            source = eqn.invars[0] if eqn.primitive.name in _MOVES else None
+            source = eqn.invars[0] if eqn.primitive.name in _RESHAPES else None
             if is_var(source) and source in gathered:
                 gathered[eqn.outvars[0]] = gathered[source]
         found: list[Var] = []

@@ -19,8 +19,7 @@ from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float, where
-from zerojax._update.in_loop import InLoop, Layer, by_scanned_index, fetched_layer
-from zerojax._update.stacks import Index
+from zerojax._update.in_loop import Index, InLoop, Layer, by_scanned_index, fetched_layer
 from zerojax._wire.codecs import Parts
 
 
@@ -94,10 +93,8 @@ class Layers:
         last = self.loop.length - 1
 
         def step(state: tuple, scanned: tuple) -> tuple[tuple, list]:
-            (d_carry, d_consts, stacks, count), (saved, full, in_node, d_ys, xs, at) = (
-                state,
-                scanned,
-            )
+            d_carry, d_consts, stacks, count = state
+            saved, full, in_node, d_ys, xs, at = scanned
             layer = Layer(at, self.index(last - count))
             xs = in_loop.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
             gathered = self.gathered(inputs, xs, in_node, full)

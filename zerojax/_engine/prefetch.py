@@ -14,16 +14,19 @@ from zerojax._collectives import Held
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
-from zerojax._engine.xla_options import LARGEST
+from zerojax._engine.xla_options import LARGEST_COLLECTIVE
 from zerojax._jaxpr import nbytes
 from zerojax._update.in_loop import (
+    Index,
     InLoop,
     Layer,
     Stacks,
+    empty_stacks,
     fetched_layer,
+    layer_of,
     resting_layer_of,
+    with_layer,
 )
-from zerojax._update.stacks import Index, empty_stacks, layer_of, with_layer
 from zerojax._wire.codecs import Blocks, Parts
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
@@ -54,7 +57,9 @@ from zerojax._wire.codecs import Blocks, Parts
 # own compute is left for them to start behind.
 
 
-Source = tuple[list[Value | None], list[Parts]]  # what the weights of a layer are gathered from
+LayerSource = tuple[
+    list[Value | None], list[Parts]
+]  # what the weights of a layer are gathered from
 
 
 class PrefetchedLayers(Layers):
@@ -150,7 +155,7 @@ class _Backward:
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
         coded = any(isinstance(cut.wire.reduce.codec, Blocks) for cut in cuts)
-        in_pieces = nbytes([*layers.loop.split.gathers]) > LARGEST
+        in_pieces = nbytes([*layers.loop.split.gathers]) > LARGEST_COLLECTIVE
         self.in_turn = layers.how.in_turn and in_pieces and not coded
 
     def run(self) -> list[Gradient]:
@@ -193,14 +198,14 @@ class _Backward:
         stacks = self.in_loop.updated(stacks, old, done, layer)
         return (grads, arrived, left, d_stacks, stacks, carried + 1), None
 
-    def source_at(self, stacks: Stacks, at: Layer) -> Source:
+    def source_at(self, stacks: Stacks, at: Layer) -> LayerSource:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
         return shards, layer_of(self.in_node, at.i)
 
     def ordered(
-        self, source: Source, sums: list[Array | None]
+        self, source: LayerSource, sums: list[Array | None]
     ) -> tuple[list[Parts], list[Array | None]]:
         """Returns the next weights as they arrive, and sums of gradients to go on with.
 
@@ -221,7 +226,7 @@ class _Backward:
                 shards[at], in_node[i], sums[i] = tied
         return self.arrived((shards, in_node)), sums
 
-    def arrived(self, source: Source) -> list[Parts]:
+    def arrived(self, source: LayerSource) -> list[Parts]:
         return self.layers.arrived(self.inputs, *source)
 
     def unreduced(

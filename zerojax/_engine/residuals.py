@@ -13,7 +13,7 @@ from jax.tree_util import register_dataclass
 from zerojax import _compat
 from zerojax._types import TreeDef, is_key
 
-SMALL = 2**16  # bytes of an array that would save nothing elsewhere, and be slow to send
+LEAST_MOVED = 2**16  # bytes of an array that would save nothing elsewhere, and be slow to send
 
 
 @functools.partial(
@@ -78,7 +78,7 @@ class Keeping:
 
     def moves(self, value: Array) -> bool:
         # What a policy of the user's has sent to host memory is there already.
-        may = not is_key(value) and not _compat.is_on_host(value) and value.nbytes >= SMALL
+        may = not is_key(value) and not _compat.is_on_host(value) and value.nbytes >= LEAST_MOVED
         return may and (self.host or self._dim(value) is not None)
 
     def _dim(self, value: Array) -> int | None:

@@ -17,7 +17,7 @@ from zerojax._wire.rows import Rows, columns_dim
 # for it. It becomes a view of the shard, and the loop over the result gathers layer by layer. A
 # view may change only the dimensions before `fixed`, the sharded one.
 
-Rule = Callable[[JaxprEqn, int], list[View] | None]
+ViewRule = Callable[[JaxprEqn, int], list[View] | None]
 
 
 def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
@@ -99,7 +99,7 @@ def _dims(eqn: JaxprEqn, *changed: int) -> Dims:
     return tuple(None if d in changed else d for d in range(type_of(eqn.invars[0]).ndim))
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, ViewRule] = {
     "stop_gradient": _stop_gradient,
     "slice": _slice,
     "squeeze": _squeeze,

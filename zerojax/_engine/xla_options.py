@@ -30,12 +30,12 @@ KNOWN_SPEEDS = (9, 10)  # the first numbers of compute capabilities
 
 # Bytes. Larger layers go out in pieces of whole matrices, so that the first gathers of backward
 # need not wait for the last reduce-scatter: 14.8 s with 10^12 parameters, not 20.8 (JAX 0.10.2).
-LARGEST = 2**32 - 1
+LARGEST_COLLECTIVE = 2**32 - 1
 # Bytes of gradients that are reduced as one where layers are in no loop, or larger ones a layer: on
 # 64 H100s, 40 to 110 MiB make no difference, and 220 already some.
 BUCKET = 2**26
 
-Options = dict[str, int | bool | str]
+XlaOptions = dict[str, int | bool | str]
 
 
 def options_for(
@@ -44,7 +44,7 @@ def options_for(
     ahead: bool,
     updates: bool = False,
     microbatches: int = 1,
-) -> Options:
+) -> XlaOptions:
     """Returns the options for a step on this mesh. `ahead`: its loops gather one layer ahead;
     `updates`: backward updates weights that rest whole; `microbatches`: of its outermost loop.
 
@@ -54,12 +54,12 @@ def options_for(
     device = mesh.devices.flat[0]
     if not _compat.is_nvidia_gpu(device):
         return {}
-    wanted: Options = {}
+    wanted: XlaOptions = {}
     # A loop over layers does both in backward; one that only gathers is the end of a step.
     traffic = traffic_of(jaxpr, microbatches)
     loops = [loop for loop in traffic.loops if loop.gathered and (loop.scattered or loop.exchanged)]
     if loops and ahead:
-        wanted |= {DOUBLE_BUFFER: True, **in_flight(mesh), **combined(loops, LARGEST)}
+        wanted |= {DOUBLE_BUFFER: True, **in_flight(mesh), **combined(loops, LARGEST_COLLECTIVE)}
     elif thresholds := in_line(traffic):
         wanted |= {**in_flight(mesh), **thresholds}
     if updates and loops:
@@ -77,7 +77,7 @@ def options_for(
     return {name: value for name, value in wanted.items() if is_known(name, value, device)}
 
 
-def in_flight(mesh: Mesh) -> Options:
+def in_flight(mesh: Mesh) -> XlaOptions:
     """Returns how many collectives may run beside one another, where one by one is not best.
 
     A layer's gather beside the reduce-scatter of the layer before it; what stays inside nodes
@@ -129,7 +129,7 @@ class LoopBytes:
 
 
 @dataclasses.dataclass
-class Traffic:
+class ProgramBytes:
     """What a program moves: by loop, by layer outside of loops, and the rest of it."""
 
     loops: list[LoopBytes] = dataclasses.field(default_factory=list)
@@ -137,7 +137,7 @@ class Traffic:
     rest: LoopBytes = dataclasses.field(default_factory=LoopBytes)
 
 
-def combined(loops: Sequence[LoopBytes], most: int) -> Options:
+def combined(loops: Sequence[LoopBytes], most: int) -> XlaOptions:
     """Returns combine thresholds just above one layer's bytes, capped at `most`.
 
     Two layers are then never merged into one collective, which nothing could hide.
@@ -145,7 +145,7 @@ def combined(loops: Sequence[LoopBytes], most: int) -> Options:
     gathered = max(loop.gathered for loop in loops)
     scattered = max(loop.scattered for loop in loops)
     reduced = max(loop.reduced for loop in loops)
-    options: Options = {COMBINE_GATHERS: min(_above(gathered), most)}
+    options: XlaOptions = {COMBINE_GATHERS: min(_above(gathered), most)}
     if reduced:
         options[COMBINE_SCATTERS] = min(_above(scattered), most * scattered // reduced)
     if (pieces := -(-max(gathered, reduced) // most)) > 1:
@@ -164,37 +164,37 @@ def _above(nbytes: int) -> int:
     return nbytes + nbytes // 16
 
 
-def in_line(traffic: Traffic) -> Options:
+def in_line(traffic: ProgramBytes) -> XlaOptions:
     """Returns combine thresholds for a program whose layers are in no loop.
 
     XLA would combine the gradients of as many layers as its estimate of the memory allows, and
     reduce them after the last: 38.3 ms and 2.7 GiB instead of 34.9 and 2.3, eight layers under
     `nn.remat` in a Python loop on 64 H100s.
     """
-    options: Options = {}
+    options: XlaOptions = {}
     if any(loop.gathered or loop.scattered or loop.exchanged for loop in traffic.loops):
         return options
     if gathered := max((layer.gathered for layer in traffic.layers), default=0):
-        options[COMBINE_GATHERS] = min(max(_above(gathered), BUCKET), LARGEST)
+        options[COMBINE_GATHERS] = min(max(_above(gathered), BUCKET), LARGEST_COLLECTIVE)
     parts = traffic.layers or [traffic.rest]
     if reduced := max(part.reduced for part in parts):
-        most = min(max(_above(reduced), BUCKET), LARGEST) if traffic.layers else BUCKET
+        most = min(max(_above(reduced), BUCKET), LARGEST_COLLECTIVE) if traffic.layers else BUCKET
         scattered = max(part.scattered for part in parts)
         options[COMBINE_SCATTERS] = most * scattered // reduced
     return options
 
 
-def traffic_of(jaxpr: Jaxpr, microbatches: int = 1) -> Traffic:
+def traffic_of(jaxpr: Jaxpr, microbatches: int = 1) -> ProgramBytes:
     """Returns the bytes of each loop, without those of the loops inside it, and of what is in none.
 
     A loop over so many microbatches counts as none, with what is inside it.
     """
-    traffic = Traffic()
+    traffic = ProgramBytes()
     _count(jaxpr, traffic.rest, traffic, microbatches)
     return traffic
 
 
-def _count(jaxpr: Jaxpr, part: LoopBytes, traffic: Traffic, microbatches: int) -> None:
+def _count(jaxpr: Jaxpr, part: LoopBytes, traffic: ProgramBytes, microbatches: int) -> None:
     in_no_loop = part is traffic.rest
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

@@ -20,7 +20,7 @@ from zerojax._state.state import OPT_STATE, PARAMS, Leaf
 from zerojax._text import human_bytes
 from zerojax._types import PyTree
 
-LARGEST = 3  # leaves to name where memory is out
+LEAVES_NAMED = 3  # leaves to name where memory is out
 ELSEWHERE = {  # remedies for an argument on other devices
     "state": "Place it again: state = plan.place(state), or zerojax.shard_train_state.",
     "params": "Place them again: params = plan.place(state).params.",
@@ -183,7 +183,7 @@ def _out_of_memory(plan: Plan | None) -> str:
     if plan is None:
         return f"Out of memory. {look}"
     sizes = {leaf.path: leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves}
-    largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:LARGEST]
+    largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:LEAVES_NAMED]
     named = ", ".join(f"{path} {human_bytes(sizes[path])}" for path in largest)
     kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
     kinds.append(f"gradients {human_bytes(plan.gradient_bytes())}")

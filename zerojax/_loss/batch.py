@@ -22,7 +22,7 @@ from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
-Leaf = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
+Argument = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 WHOLE = (  # of arguments after the batch
     " batch_specs= applies to the first argument alone; what all devices need whole, such as batch "
@@ -45,7 +45,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
     refuses those that may be rows.
     """
 
-    def role(leaf: Leaf, in_batch: bool) -> Role:
+    def role(leaf: Argument, in_batch: bool) -> Role:
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         if (is_key and not jnp.shape(leaf)) or (not in_batch and _is_raw_key(leaf)):
             return Role(KEY)
@@ -76,7 +76,7 @@ def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list
     return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
 
 
-def _role_by_spec(path: tuple, value: Leaf, spec: object, axes: tuple[str, ...]) -> Role | None:
+def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role | None:
     if spec is None:
         return None
     entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
@@ -182,7 +182,7 @@ def _dim_name(dim: int) -> str:
     return f"dimension {dim}" if dim else "leading dimension"
 
 
-def part_shape(value: Leaf, role: Role, ways: int) -> jax.ShapeDtypeStruct:
+def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of a leaf that a loss sees when the batch is split so many ways."""
     shape = list(jnp.shape(value))
     if role.kind == BATCH:
@@ -190,7 +190,7 @@ def part_shape(value: Leaf, role: Role, ways: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def rows(values: Sequence[Leaf], roles: Sequence[Role]) -> int:
+def rows(values: Sequence[Argument], roles: Sequence[Role]) -> int:
     """Returns the number of examples in the batch; 0 without one."""
     pairs = zip(values, roles, strict=True)
     found = [jnp.shape(v)[role.dim] for v, role in pairs if role.kind == BATCH]
@@ -347,5 +347,5 @@ def _name(path: tuple) -> str:
     return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
 
 
-def _is_raw_key(value: Leaf) -> bool:
+def _is_raw_key(value: Argument) -> bool:
     return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
+from zerojax._engine.ir import CONST, WEIGHT
 from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
 from zerojax._loss.trace import as_one_device, typed
 from zerojax._plan.precision import wide
@@ -29,8 +30,7 @@ from zerojax._plan.precision import wide
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
 
-# What a variable depends on: the microbatch, or weights alone, or neither of them.
-BATCH, WEIGHT, CONST = "batch", "weight", "const"
+MICROBATCH = "microbatch"  # what a variable depends on, if not on weights alone or on neither
 Wrap = Callable[[Callable], Callable]
 
 
@@ -57,11 +57,11 @@ def layered(
     def of_all(*values: Array) -> list[Array]:
         # Without a checkpoint, what is kept for backward outside of loops would be kept of all
         # microbatches: logits, say.
-        return _Walk(jaxpr, (), values, kinds, count, jax.checkpoint).run()
+        return _Layered(jaxpr, (), values, kinds, count, jax.checkpoint).run()
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
         one = type_of(var)
-        shape = (count, *one.shape) if kind == BATCH else one.shape
+        shape = (count, *one.shape) if kind == MICROBATCH else one.shape
         return jax.ShapeDtypeStruct(shape, one.dtype, weak_type=one.weak_type)
 
     def traced() -> tuple[Jaxpr, Sequence[ArrayLike]]:
@@ -74,7 +74,7 @@ def layered(
     return as_one_device(traced, mesh, axes)
 
 
-class _Walk:
+class _Layered:
     """Runs the equations of one jaxpr for all microbatches; `wrap` goes around its segments."""
 
     def __init__(
@@ -92,16 +92,16 @@ class _Walk:
         self.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
         self.eqns = list(self.inliner.flat(jaxpr.eqns, _is_call))
         self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
-        self.segment: list[_Op] = []
+        self.segment: list[_SegmentOp] = []
 
     def run(self) -> list[Array]:
         """Returns the outputs of all microbatches, stacked."""
         for at, eqn in enumerate(self.eqns):
             eqn = self.inliner.resolved(eqn)
             kinds = self.kinds_of(eqn)
-            if BATCH in kinds and _contains_layers(eqn, kinds):
+            if MICROBATCH in kinds and _contains_layers(eqn, kinds):
                 self.flush(self.read_from(at))
-                self.write(eqn.outvars, self.with_layers(eqn, kinds), BATCH)
+                self.write(eqn.outvars, self.with_layers(eqn, kinds), MICROBATCH)
             else:
                 self.visit(eqn, self.segment)
         self.flush(self.read_from(len(self.eqns)))
@@ -123,7 +123,7 @@ class _Walk:
     def stacked(self, atom: Atom) -> Array:
         """Returns a value of each microbatch, a copy for each where it is the same."""
         value = jnp.asarray(self.value(atom), type_of(atom).dtype)
-        is_stacked = self.kind(atom) == BATCH
+        is_stacked = self.kind(atom) == MICROBATCH
         return value if is_stacked else jnp.broadcast_to(value, (self.count, *value.shape))
 
     def write(self, outvars: Sequence[Var], values: Sequence[Any], kind: str) -> None:
@@ -138,37 +138,39 @@ class _Walk:
 
     # -- segments
 
-    def visit(self, eqn: JaxprEqn, ops: list["_Op"]) -> None:
+    def visit(self, eqn: JaxprEqn, ops: list["_SegmentOp"]) -> None:
         """Runs an equation of weights alone, and adds any other to the ops of a segment."""
         eqn = self.inliner.resolved(eqn)
         kinds = self.kinds_of(eqn)
-        if BATCH not in kinds and not _compat.has_side_effects(eqn):
+        if MICROBATCH not in kinds and not _compat.has_side_effects(eqn):
             kind = WEIGHT if WEIGHT in kinds else CONST
             self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
             # What comes from neither, a mask say, is cheaper made again than read from memory.
             if kind == CONST:
                 ops.append(eqn)
             return
-        self.kinds.update(dict.fromkeys(eqn.outvars, BATCH))
+        self.kinds.update(dict.fromkeys(eqn.outvars, MICROBATCH))
         ops.append(self.checkpoint(eqn) if eqn.primitive.name in _compat.REMAT else eqn)
 
     def checkpoint(self, eqn: JaxprEqn) -> "_Checkpoint":
         """Returns a remat without what in it comes from weights alone."""
-        ops: list[_Op] = []
+        ops: list[_SegmentOp] = []
         for inner in self.inliner.flat(self.inliner.expand(eqn), _is_call):
             self.visit(inner, ops)
-        outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == BATCH]
+        outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == MICROBATCH]
         return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn)
 
     def flush(self, later: set[Var]) -> None:
         """Runs the segment for all microbatches, and keeps of it what is read later."""
-        outs = [v for v in _made(self.segment) if v in later and self.kind(v) == BATCH]
+        outs = [v for v in _made(self.segment) if v in later and self.kind(v) == MICROBATCH]
         ops = alive(self.segment, outs, _reads)
         self.segment = []
         if not ops:
             return
         read = _read_outside(ops)
-        by_kind = [[v for v in read if self.kind(v) == kind] for kind in (WEIGHT, CONST, BATCH)]
+        by_kind = [
+            [v for v in read if self.kind(v) == kind] for kind in (WEIGHT, CONST, MICROBATCH)
+        ]
 
         def one(*values: Sequence[Any]) -> list[Array]:
             env: dict[Var, Any] = {}
@@ -202,7 +204,7 @@ class _Walk:
         jaxpr, consts = _compat.inner_jaxpr(eqn)
 
         def inside(values: Sequence[Array]) -> list[Array]:
-            return _Walk(jaxpr, consts, values, kinds, self.count, self.wrap).run()
+            return _Layered(jaxpr, consts, values, kinds, self.count, self.wrap).run()
 
         return _checkpointed(inside, eqn)([self.value(v) for v in eqn.invars])
 
@@ -214,13 +216,13 @@ class _Walk:
         consts = [self.value(v) for v in eqn.invars[:num_consts]]
         carry = [self.stacked(v) for v in eqn.invars[num_consts:first_x]]
         values = zip(map(self.value, eqn.invars[first_x:]), kinds[first_x:], strict=True)
-        xs = [jnp.swapaxes(x, 0, 1) if kind == BATCH else x for x, kind in values]
-        kinds = [*kinds[:num_consts], *[BATCH] * num_carry, *kinds[first_x:]]
+        xs = [jnp.swapaxes(x, 0, 1) if kind == MICROBATCH else x for x, kind in values]
+        kinds = [*kinds[:num_consts], *[MICROBATCH] * num_carry, *kinds[first_x:]]
 
         def layer(carry: list, xs: list) -> tuple[list, list]:
             inputs = [*consts, *carry, *xs]
             # What is kept of each microbatch for backward is the user's affair, as in any loop.
-            outs = _Walk(body, constants, inputs, kinds, self.count, lambda f: f).run()
+            outs = _Layered(body, constants, inputs, kinds, self.count, lambda f: f).run()
             return outs[:num_carry], outs[num_carry:]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -235,7 +237,7 @@ class _Walk:
 class _Checkpoint:
     """A remat of the user's in a segment."""
 
-    ops: list["_Op"]
+    ops: list["_SegmentOp"]
     outvars: list[Var]
     eqn: JaxprEqn
 
@@ -254,10 +256,10 @@ class _Checkpoint:
         return _checkpointed(inside, self.eqn)([env[v] for v in read])
 
 
-_Op = JaxprEqn | _Checkpoint
+_SegmentOp = JaxprEqn | _Checkpoint
 
 
-def _run(ops: Sequence[_Op], env: dict[Var, Any]) -> None:
+def _run(ops: Sequence[_SegmentOp], env: dict[Var, Any]) -> None:
     """Runs ops for one microbatch."""
     for op in ops:
         if isinstance(op, _Checkpoint):
@@ -273,15 +275,15 @@ def _checkpointed(function: Callable, eqn: JaxprEqn) -> Callable:
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def _reads(op: _Op) -> list[Var]:
+def _reads(op: _SegmentOp) -> list[Var]:
     return _read_outside(op.ops) if isinstance(op, _Checkpoint) else reads(op)
 
 
-def _made(ops: Iterable[_Op]) -> list[Var]:
+def _made(ops: Iterable[_SegmentOp]) -> list[Var]:
     return [v for op in ops for v in op.outvars]
 
 
-def _read_outside(ops: Sequence[_Op]) -> list[Var]:
+def _read_outside(ops: Sequence[_SegmentOp]) -> list[Var]:
     """Returns the variables that ops read and do not make, each once."""
     made = set(_made(ops))
     return list(dict.fromkeys(v for op in ops for v in _reads(op) if v not in made))
@@ -354,9 +356,9 @@ def _has_layers(jaxpr: Jaxpr, kinds: Sequence[str]) -> bool:
     found = dict(zip(jaxpr.invars, kinds, strict=True))
     for eqn in jaxpr.eqns:
         inputs = [found.get(v, CONST) if is_var(v) else CONST for v in eqn.invars]
-        if BATCH in inputs and _contains_layers(eqn, inputs):
+        if MICROBATCH in inputs and _contains_layers(eqn, inputs):
             return True
-        made = next((kind for kind in (BATCH, WEIGHT) if kind in inputs), CONST)
+        made = next((kind for kind in (MICROBATCH, WEIGHT) if kind in inputs), CONST)
         found.update(dict.fromkeys(eqn.outvars, made))
     return False
 
@@ -368,7 +370,7 @@ def _contains_layers(eqn: JaxprEqn, kinds: Sequence[str]) -> bool:
         num_consts, num_carry = _compat.scan_counts(eqn.params)
         if WEIGHT in kinds[num_consts + num_carry :]:
             return True
-        kinds[num_consts : num_consts + num_carry] = [BATCH] * num_carry
+        kinds[num_consts : num_consts + num_carry] = [MICROBATCH] * num_carry
     # Of a `cond`, the operands after its predicate are the inputs of each branch.
     inner = [jaxpr for jaxpr in _compat.inner_jaxprs(eqn) if len(jaxpr.invars) <= len(kinds)]
     return any(_has_layers(jaxpr, kinds[len(kinds) - len(jaxpr.invars) :]) for jaxpr in inner)

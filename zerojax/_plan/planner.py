@@ -24,7 +24,7 @@ from zerojax._state.stacks import is_stack, layer_dims
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload
-from zerojax._update.offload import HOST, Offload, as_offload
+from zerojax._update.offload import PINNED, Offload, as_offload
 from zerojax._warn import warn
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.routes import names_in
@@ -185,14 +185,14 @@ def _offloaded(
     if offload is None:
         return leaves
     found = list(leaves)
-    for kind in (kind for kind in _offload.KINDS if getattr(offload, kind)):
+    for kind in (kind for kind in _offload.OFFLOADED if getattr(offload, kind)):
         own = [i for i, leaf in enumerate(leaves) if leaf.kind == kind and _may_leave(leaf)]
         sizes = [leaves[i].bytes_per_device(mesh) for i in own]
         layers = [leaves[i].shape[0] if by_layer(leaves[i]) else 1 for i in own]
         pieces = [size // n for size, n in zip(sizes, layers, strict=True)]
         used = sum(leaf.bytes_per_device(mesh) for leaf in found if leaf.is_on_host)
         for i, reason in zip(own, offload.stay(kind, sizes, pieces, used), strict=True):
-            rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=HOST)
+            rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=PINNED)
             note = f"device: {reason}" if reason else "host"
             found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
     on_host = [leaf.is_on_host for leaf in found]

@@ -12,8 +12,8 @@ from zerojax import _compat
 from zerojax._engine.xla_options import DOUBLE_BUFFER
 from zerojax._plan.placement import Placement
 from zerojax._types import Device
-from zerojax._update.offload import HOST
-from zerojax._update.stacks import sliced, written
+from zerojax._update.in_loop import sliced, written
+from zerojax._update.offload import PINNED
 from zerojax._warn import warn
 
 # [Note: slices of host memory]
@@ -25,7 +25,7 @@ from zerojax._warn import warn
 # the body of the loop. Other layers would be copied, and nothing would say so.
 
 _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
-_LAYERS, _WIDTH = 9, 1024  # of the loop that is looked at
+_LOOPED, _LOOP_WIDTH = 9, 1024  # of the loop that is looked at
 
 
 @functools.cache
@@ -38,13 +38,13 @@ def are_found(device: Device) -> bool:
         return True
     mesh = Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
     here = Placement(PartitionSpec())
-    there = Placement(PartitionSpec(), memory=HOST)
-    layer = (1, _WIDTH, _WIDTH)
-    stack = jax.ShapeDtypeStruct((_LAYERS, *layer[1:]), "float32", sharding=there.sharding(mesh))
+    there = Placement(PartitionSpec(), memory=PINNED)
+    layer = (1, _LOOP_WIDTH, _LOOP_WIDTH)
+    stack = jax.ShapeDtypeStruct((_LOOPED, *layer[1:]), "float32", sharding=there.sharding(mesh))
     total = jax.ShapeDtypeStruct(layer, "float32", sharding=here.sharding(mesh))
     options = {DOUBLE_BUFFER: True}
     program = jax.jit(_walk, donate_argnums=0, compiler_options=options).lower(stack, total)
-    nbytes = 4 * _WIDTH**2
+    nbytes = 4 * _LOOP_WIDTH**2
     found = {(int(a), int(b)) for a, b in _ADDRESS.findall(program.compile().as_text() or "")}
     right = all(b == 2 * nbytes for _, b in found)
     if not right:
@@ -66,4 +66,4 @@ def _walk(stack: Array, total: Array) -> tuple[Array, Array]:
         return stack, total + layer, _compat.fetched(sliced(stack, i + 1))
 
     first = _compat.fetched(sliced(stack, 0))
-    return lax.fori_loop(0, _LAYERS - 1, turn, (stack, total, first))[:2]
+    return lax.fori_loop(0, _LOOPED - 1, turn, (stack, total, first))[:2]

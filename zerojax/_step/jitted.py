@@ -42,7 +42,7 @@ class Step:
         self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donates else ())
         self.without_options: Jitted = self.make_jit()
         self.by_plan: dict[Plan | None, Jitted] = {}
-        self.options: dict[Plan | None, _xla_options.Options] = {}  # of these
+        self.options: dict[Plan | None, _xla_options.XlaOptions] = {}  # of these
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
 
@@ -97,7 +97,7 @@ class Step:
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, named)))
         return self.without_options if traced else jitted
 
-    def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.Options:
+    def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""
         self.for_args(*args, **named)
         return self.options[self._plan_for(args, named)]
@@ -107,7 +107,7 @@ class Step:
 
     def _options_for(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
-    ) -> _xla_options.Options:
+    ) -> _xla_options.XlaOptions:
         if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
             return {}
         regathers = bool(self.recipe.options.regather)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._engine import run as _run
-from zerojax._engine.ir import InputKind
+from zerojax._engine.ir import CONST, WEIGHT, InputKind
 from zerojax._jaxpr import type_of
 from zerojax._loss import batch as _batch, fields as _fields, layered as _layered, mean as _mean
 from zerojax._loss.microbatches import Microbatches
@@ -205,9 +205,9 @@ class Program:
         jaxpr = self.traced.jaxpr if hoisted is None else hoisted.loss
         if not self.options.is_layered:
             return jaxpr, ()
-        args = [_layered.BATCH if each else _layered.CONST for each in self.microbatches.differ]
-        kinds = [_layered.WEIGHT] * len(self.plan.params) + args
-        kinds += [_layered.CONST] * (len(jaxpr.invars) - len(kinds))
+        args = [_layered.MICROBATCH if each else CONST for each in self.microbatches.differ]
+        kinds = [WEIGHT] * len(self.plan.params) + args
+        kinds += [CONST] * (len(jaxpr.invars) - len(kinds))
         count, axes = self.options.accumulate, self.plan.batch_axes
         return _layered.layered(jaxpr, kinds, count, self.plan.mesh, axes)
 

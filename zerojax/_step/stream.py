@@ -16,8 +16,8 @@ from zerojax._state.state import get_params
 from zerojax._step import host_slices as _slices
 from zerojax._types import PyTree
 from zerojax._update import parts as _parts
+from zerojax._update.in_loop import Index, sliced, written
 from zerojax._update.parts import Flat, Part, Update
-from zerojax._update.stacks import Index, sliced, written
 
 
 def updated(

@@ -1,4 +1,6 @@
-"""Parameters that are updated in the loop over layers that has their gradients."""
+"""Layers of stacks, and parameters that are updated in the loop over layers that has their
+gradients.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,11 +13,43 @@ from jax import Array, lax
 from zerojax import _compat
 from zerojax._collectives import Held
 from zerojax._types import PyTree
-from zerojax._update.stacks import Index, sliced, written
 
 T = TypeVar("T")
-Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
+Index = int | Array  # of a layer
+Turn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
 Stacks = list[tuple[Array, ...]]  # of each parameter: it, and what is updated with it
+
+
+# Indices are those of layers, and never negative: a GPU's engines copy a slice of host memory only
+# where its index is linear in the counter of the loop, which a negative index that wraps around is
+# not. Where a loop carries a stack, it is written in place.
+
+
+def sliced(stack: Array, i: Index) -> Array:
+    """Returns layer `i` of a stack, as a stack of one."""
+    start, sizes = (i, *[0] * (stack.ndim - 1)), (1, *stack.shape[1:])
+    return lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
+
+
+def written(stack: Array, layer: Array, i: Index) -> Array:
+    """Writes a stack of one, as layer `i`, into a stack."""
+    start = (i, *[0] * (stack.ndim - 1))
+    return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
+
+
+def layer_of(stacks: PyTree, i: Index) -> PyTree:
+    """Returns layer `i` of all stacks in a tree."""
+    return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, i), (0,)), stacks)
+
+
+def with_layer(stacks: PyTree, layer: PyTree, i: Index) -> PyTree:
+    """Writes a layer into its stacks."""
+    return jax.tree.map(lambda stack, one: written(stack, one[None], i), stacks, layer)
+
+
+def empty_stacks(layer: PyTree, length: int) -> PyTree:
+    """Returns stacks of zeros for so many layers."""
+    return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +80,7 @@ def resting_layer_of(stacks: PyTree, at: Layer) -> PyTree:
     return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, at.of(stack)), (0,)), stacks)
 
 
-def by_scanned_index(step: Step, xs: PyTree, length: int) -> tuple[Step, PyTree]:
+def by_scanned_index(step: Turn, xs: PyTree, length: int) -> tuple[Turn, PyTree]:
     """Returns a step for `lax.scan`, and what it scans, for layers in host memory that XLA would
     not find by the loop's counter: the index of each is scanned."""
     stacks, treedef = jax.tree.flatten(xs)

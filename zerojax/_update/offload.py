@@ -11,8 +11,8 @@ from zerojax._text import human_bytes
 from zerojax._warn import warn
 
 POOL_LIMIT, POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64  # XLA's variable, its default
-KINDS = ("opt_state", "params")
-HOST = "pinned_host"  # what JAX calls host memory that a GPU copies to and from by itself
+OFFLOADED = ("opt_state", "params")
+PINNED = "pinned_host"  # what JAX calls host memory that a GPU copies to and from by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Offload:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for kind in KINDS:
+        for kind in OFFLOADED:
             share = getattr(self, kind)
             if not isinstance(share, int | float | np.floating) or not 0 <= share <= 1:
                 raise ValueError(
@@ -81,7 +81,7 @@ class Offload:
 
 
 def warn_where_nothing_goes(on_host: Sequence[bool], offload: Offload) -> None:
-    if not any(on_host) and any(getattr(offload, kind) for kind in KINDS):
+    if not any(on_host) and any(getattr(offload, kind) for kind in OFFLOADED):
         warn(
             f"{offload} puts nothing in host memory: the state has none of that kind, or all of "
             "it is too small for min_bytes= or too large for max_bytes=. print(plan) says why, "
@@ -129,8 +129,8 @@ def as_offload(given: "Offload | str | Sequence[str] | None") -> Offload | None:
     if given is None or isinstance(given, Offload):
         return given
     names = (given,) if isinstance(given, str) else given
-    if isinstance(names, Sequence) and names and all(name in KINDS for name in names):
-        return Offload(**{kind: kind in names for kind in KINDS})
+    if isinstance(names, Sequence) and names and all(name in OFFLOADED for name in names):
+        return Offload(**{kind: kind in names for kind in OFFLOADED})
     raise ValueError(
         f"offload={given!r} is not known. Pass 'opt_state', ('opt_state', 'params'), or "
         "zerojax.Offload(opt_state=0.5) for half of it."

@@ -25,23 +25,25 @@ SAME, MIXED = "same", "mixed"
 Label = int | str
 Pair = tuple[Atom, Atom]  # a value of the trace of L layers, and its partner in that of one
 
-_ELEMENTWISE = """
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+ELEMENTWISE = _named("""
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
 convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2
 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
 nextafter not optimization_barrier or population_count pow real reduce_precision rem round rsqrt
 select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
 sqrt square stop_gradient sub tan tanh xor
-"""
-_REDUCTIONS = """
+""")
+REDUCTIONS = _named("""
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-"""
-_ALONG = """
+""")
+ALONG = _named("""
 cumlogsumexp cummax cummin cumprod cumsum sort
-"""
-ELEMENTWISE, REDUCTIONS, ALONG = (
-    frozenset(names.split()) for names in (_ELEMENTWISE, _REDUCTIONS, _ALONG)
-)
+""")
 
 
 def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from zerojax._wire.codecs import Blocks, Parts
 
-SCOPE = "gradients_as_codes"  # the scope of the all-to-alls in a compiled program
+MESSAGES_SCOPE = "gradients_as_codes"  # the scope of the all-to-alls in a compiled program
 
 
 def summed(
@@ -26,7 +26,7 @@ def summed(
 ) -> list[Array]:
     """Returns this device's part, along its dimension, of the sum of each array over the axes."""
     found = list(arrays)
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(MESSAGES_SCOPE):
         for axis in axes:
             found = _hop(found, dims, codecs, axis)
     return found

@@ -14,7 +14,7 @@ updated one at a time, and no rule of `rules.py` could let them pass.
 import jax.numpy as jnp
 from jax import Array, lax
 
-SIGN, INFINITE, LARGEST = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
+SIGN, INFINITE, LARGEST_FLOAT = 0x80000000, 0x7F800000, 0x7F7FFFFF  # the bits of float32
 
 
 def salt(count: Array, place: int) -> Array:
@@ -31,7 +31,7 @@ def rounded(value: Array, salt: Array) -> Array:
     size = bits & ~jnp.uint32(SIGN)
     # The bits that bfloat16 drops are the distance from the lower neighbour. Noise of as many bits
     # carries into those it keeps with just that probability.
-    up = jnp.minimum(size + (_hash(bits ^ salt) >> 16), LARGEST)
+    up = jnp.minimum(size + (_hash(bits ^ salt) >> 16), LARGEST_FLOAT)
     # A NaN may be told from an infinity by the dropped bits alone.
     other = jnp.where(size > INFINITE, size | 0x400000, size)
     bits = (bits & jnp.uint32(SIGN)) | jnp.where(size < INFINITE, up, other)

@@ -20,11 +20,11 @@ from jax import Array, lax
 
 from zerojax._wire.routes import Cut
 
-SCOPE = "rows_of"  # of what moves rows, before the parameter, in a compiled program
+ROWS_SCOPE = "rows_of"  # of what moves rows, before the parameter, in a compiled program
 # What is sent at most for rows, where a gather of the table would send 1. An all-to-all between
 # hosts may take eight times as long as an all-gather of as many bytes; but rows so many that it
 # matters come with seconds of compute.
-MOST = 1 / 3
+MOST_SENT = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, like its function
@@ -93,17 +93,17 @@ def columns_dim(cut: Cut, shape: Sequence[int], counts: Sequence[int]) -> int | 
     rows = sum(counts) * math.prod(shape[1:])
     indices = 2 * sum(counts) * devices  # an index is as long as two elements of a weight
     columns = 0 if cut.dim else len(counts) * math.prod(shape) / devices
-    return dim if rows + indices + columns <= MOST * math.prod(shape) else None
+    return dim if rows + indices + columns <= MOST_SENT * math.prod(shape) else None
 
 
 def scope_of(path: str) -> str:
     """Returns the scope of what moves rows of a parameter."""
-    return f"{SCOPE}({path})"
+    return f"{ROWS_SCOPE}({path})"
 
 
 def parameter(scope: str) -> str | None:
     """Returns the parameter whose rows are moved in a scope."""
-    found = re.search(rf"{SCOPE}\(([^)]*)\)", scope)
+    found = re.search(rf"{ROWS_SCOPE}\(([^)]*)\)", scope)
     return found and found[1]
 
 

@@ -268,7 +268,8 @@ def _is_within(one: Traffic, axes: Axes) -> bool:
 
 def _is_known(one: Traffic, within: str = "") -> bool:
     """Whether a collective moves gradients as codes; or rows of a table, in this scope."""
-    return _messages.SCOPE in one.scope or (_rows.SCOPE in one.scope and within in one.scope)
+    is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
+    return _messages.MESSAGES_SCOPE in one.scope or is_of_rows
 
 
 def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:

@@ -40,7 +40,7 @@ class Reading:
         self.kinds = [self._kind(path) for path in self.paths]
         bare: list[frozenset[Made]] = [NONE] * len(self.paths)
         numbers = [frozenset([i]) for i in range(len(self.paths))]
-        self.weights = Lineage(module, numbers, through=_codecs.SCOPE)
+        self.weights = Lineage(module, numbers, through=_codecs.ENCODING)
         self.gradients = Lineage(module, bare, _made_by(*REDUCING), arithmetic=True)
         # Stages 1 and 2 gather the updated parameters.
         self.updated = Lineage(module, bare, _made_by("all-gather"))
