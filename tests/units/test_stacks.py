@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerojax._state import stacks as _stacks
+from zerojax._state import hints as _hints
 
 NESTED = {"h/{}/att/{}/w": (8, 8), "h/{}/att/{}/b": (8,)}
 
@@ -17,4 +17,4 @@ NESTED = {"h/{}/att/{}/w": (8, 8), "h/{}/att/{}/b": (8,)}
     ],
 )
 def test_layers_differ_in_one_number_alone(shapes, layers):
-    assert _stacks.in_a_python_loop(shapes) == layers
+    assert _hints.in_a_python_loop(shapes) == layers

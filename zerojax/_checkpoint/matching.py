@@ -141,7 +141,7 @@ def _differ_in_length(have: Shape, want: Shape) -> bool:
 def _check_options(ignore: str | None, cast: bool) -> None:
     check_switches(cast=cast)
     if ignore is not None:
-        _state.check_is_pattern(ignore, "ignore=")
+        _state.finds(ignore, "", "ignore=")  # raises where it is no pattern
 
 
 def is_kept(leaf: Leaf, keep: str | None) -> bool:

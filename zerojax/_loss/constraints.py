@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax._loss import mean as _mean
 from zerojax._plan import mesh as _mesh
-from zerojax._state.annotations import axes_of_rules
+from zerojax._state.hints import axes_of_rules
 from zerojax._types import PyTree
 from zerojax._wire.routes import names_in
 

@@ -19,8 +19,7 @@ from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._state.annotations import own_axes
-from zerojax._state.stacks import is_stack, layer_dims
+from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
 from zerojax._types import PyTree, is_key
 from zerojax._update import offload as _offload

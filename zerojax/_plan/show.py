@@ -11,7 +11,7 @@ from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.placement import Groups
-from zerojax._state.stacks import NUMBER
+from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table, told_apart
 from zerojax._types import Device

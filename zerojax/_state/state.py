@@ -135,11 +135,17 @@ def _check_single(state: object) -> None:
 
 
 def get_params(state: PyTree) -> PyTree:
-    return _get(state, PARAMS, 0)
+    return _part(state, PARAMS)
 
 
 def get_opt_state(state: PyTree) -> PyTree:
-    return _get(state, OPT_STATE, 1)
+    return _part(state, OPT_STATE)
+
+
+def _part(state: PyTree, kind: str) -> PyTree:
+    if not _is_plain_tuple(state) or hasattr(state, kind):
+        return field(state, kind)
+    return dict(zip((PARAMS, OPT_STATE), state, strict=False)).get(kind)
 
 
 def field(state: PyTree, name: str) -> PyTree:
@@ -204,13 +210,13 @@ def get_tx(state: object) -> optax.GradientTransformation | None:
 
 def matching(pattern: str, names: dict[tuple, str], option: str) -> set[tuple]:
     """Returns the paths whose names a pattern finds; raises where it finds none."""
-    found = {path for path, name in names.items() if finds(pattern, name, option)}
-    if not found:
+    paths = {path for path, name in names.items() if finds(pattern, name, option)}
+    if not paths:
         raise ValueError(
             f"{option} has the path pattern {pattern!r}, which no parameter matches. "
             f"{paths_like(pattern, sorted(names.values()))}"
         )
-    return found
+    return paths
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], option: str) -> None:
@@ -219,25 +225,25 @@ def check_patterns(patterns: Iterable[str], names: Sequence[str], option: str) -
         matching(pattern, {(name,): name for name in names}, option)
 
 
-def paths_like(given: str, paths: Sequence[str]) -> str:
+def paths_like(unknown: str, paths: Sequence[str]) -> str:
     """Ends an error about an unknown path: asks for the one with a similar part, or lists a few."""
-    length = given.count("/") + 1
-    by_part: dict[str, str] = {}
+    length, by_part = unknown.count("/") + 1, dict[str, str]()
     for path in paths:
         names = path.split("/")
         for start in range(len(names) - length + 1):
             by_part.setdefault("/".join(names[start : start + length]), path)
-    close = difflib.get_close_matches(given, by_part, n=1)
-    return (
-        f"Did you mean {by_part[close[0]]}?"
-        if close
-        else f"Paths are such as {', '.join(paths[:3])}."
-    )
+    for close in difflib.get_close_matches(unknown, by_part, n=1):
+        return f"Did you mean {by_part[close]}?"
+    return f"Paths are such as {', '.join(paths[:3])}."
 
 
-def finds(pattern: str, name: str, option: str) -> bool:
+def finds(pattern: object, name: str, option: str) -> bool:
     """Whether the path pattern of an option finds a name; raises where it is no pattern."""
-    check_is_pattern(pattern, option)
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"{option}{pattern!r} is no path pattern. Pass one regular expression, a string, as in "
+            f"{option}'norm|bias'."
+        )
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
@@ -245,22 +251,6 @@ def finds(pattern: str, name: str, option: str) -> bool:
             f"{option} has the path pattern {pattern!r}, which is no regular expression ({error}). "
             "Escape its special characters."
         ) from None
-
-
-def check_is_pattern(pattern: object, option: str) -> None:
-    if not isinstance(pattern, str):
-        raise TypeError(
-            f"{option}{pattern!r} is no path pattern. Pass one regular expression, a string, as in "
-            f"{option}'norm|bias'."
-        )
-
-
-def _get(state: PyTree, name: str, index: int) -> PyTree:
-    if isinstance(state, dict):
-        return state.get(name)
-    if hasattr(state, name):
-        return getattr(state, name)
-    return state[index] if _is_plain_tuple(state) and len(state) > index else None
 
 
 def is_state_function(state: object) -> bool:

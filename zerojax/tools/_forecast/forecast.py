@@ -20,7 +20,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
-from zerojax._state import refusals as _refusals, stacks as _stacks
+from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
@@ -295,7 +295,7 @@ class Workload:
 
 def unrolled(plan: Plan) -> str:
     """Says why a step takes long to compile whose layers a Python loop calls, if they are many."""
-    layers = _stacks.in_a_python_loop({leaf.path: leaf.shape for leaf in plan.params})
+    layers = _hints.in_a_python_loop({leaf.path: leaf.shape for leaf in plan.params})
     if layers < MANY_LAYERS:
         return ""
     return (

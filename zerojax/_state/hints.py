@@ -1,0 +1,142 @@
+"""What the parameters of a state say of themselves: annotated mesh axes, and stacks of layers.
+
+linen boxes a weight with its axes (`nn.with_partitioning`, `nn.with_logical_partitioning`); nnx
+has them in a variable's metadata. Names may be logical, and rules say what they stand for: the
+model's own, or those in force (`nn.logical_axis_rules`).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax.core import meta, spmd
+from jax.sharding import PartitionSpec
+
+from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
+from zerojax._types import PyTree, Shape
+from zerojax._wire.routes import Entry, names_in
+
+NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
+MOST_LAYERS = 256  # a longer first dimension counts something else
+
+
+class Named(NamedTuple):
+    """The axes that a leaf is sharded over beside ZeRO's, and those that the mesh lacks."""
+
+    spec: PartitionSpec
+    absent: tuple[str, ...]
+
+
+def own_axes(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[Named]:
+    """Returns, for each leaf of a state, the axes other than ZeRO's `axes` that it is annotated
+    with, or, where these are not in the mesh, that it is placed over already."""
+    free, named = {*mesh_axes} - {*axes}, []
+    specs: dict[str, PartitionSpec] = getattr(state, "annotations", {})
+
+    def free_in(entry: Entry) -> Entry:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(name for name in names if name in free)
+
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_box)[0]:
+        spec = _spec_of(node) if _is_box(node) else specs.get(path_name(path))
+        annotation = [None if e is PartitionSpec.UNCONSTRAINED else e for e in spec or ()]
+        for value in jax.tree.leaves(node):
+            placed = tuple(getattr(getattr(value, "sharding", None), "spec", None) or ())
+            over = annotation if free.intersection(names_in(annotation)) else placed
+            own = PartitionSpec(*map(free_in, over[: np.ndim(value)]))
+            named.append(Named(own, tuple(sorted(names_in(annotation) - {*mesh_axes}))))
+    return named
+
+
+def _is_box(node: object) -> bool:
+    return isinstance(node, meta.AxisMetadata)
+
+
+def _spec_of(box: PyTree) -> PartitionSpec | None:
+    """Returns the axes that linen's box names, as the rules have them."""
+    names: PyTree = getattr(box, "get_partition_spec", lambda: None)()
+    rules = getattr(box, "rules", None) or spmd.get_logical_axis_rules()
+    if names is None or not hasattr(box, "rules") or not rules:
+        return names
+    from flax.linen.spmd import logical_to_mesh_axes  # which made the box
+
+    return logical_to_mesh_axes(names, rules)
+
+
+def axes_of_rules() -> set[str]:
+    """Returns the mesh axes that the rules in force name."""
+    return names_in(axes for _, axes in spmd.get_logical_axis_rules())
+
+
+# -- stacks of layers
+
+
+def layer_dims(params: PyTree, pattern: str | None) -> dict[tuple, int]:
+    """Returns, by path, how many leading dimensions count layers.
+
+    It is 1 for what a `scan` over layers runs over, 2 for loops within loops. The loss is not
+    known yet, so only shapes can tell: a stack is a subtree of at least two leaves that share their
+    leading size, one of them at least a stacked matrix. Where `pattern` is given, it decides. A
+    wrong guess only moves the shard to the next dimension.
+    """
+    leaves = leaves_with_paths(params)
+    if pattern is not None:
+        finds(pattern, "", "stacked=")  # raises where it is no pattern
+        names = {leaf.path: leaf.name for leaf in leaves}
+        pattern = pattern.removeprefix(f"{PARAMS}/")  # as messages write paths
+        return dict.fromkeys(matching(pattern, names, "stacked="), 1)
+    dims = dict.fromkeys(_boxed_layers(params), 1)
+
+    def walk(depth: int, group: list[Leaf]) -> None:
+        shapes = [np.shape(leaf.value) for leaf in group]
+        if len(group) >= 2 and _is_stack(shapes):
+            both = _is_stack([shape[1:] for shape in shapes])
+            dims.update(dict.fromkeys((leaf.path for leaf in group), 1 + both))
+            return
+        # By name: Haiku has all modules of a stack at one level, 'stack/norm' and 'stack/linear'.
+        children: dict[str, list[Leaf]] = {}
+        for leaf in group:
+            for part in leaf.name.split("/")[depth : depth + 1]:
+                children.setdefault(part, []).append(leaf)
+        for child in children.values():
+            walk(depth + 1, child)
+
+    walk(0, leaves)
+    return dims
+
+
+def in_a_python_loop(shapes: Mapping[str, Shape]) -> int:
+    """Returns how many layers have matrices of their own, by the paths of these: as many as differ
+    in one number only."""
+    counts: Counter[tuple] = Counter()
+    for path, shape in shapes.items():
+        for number in NUMBER.finditer(path) if len(shape) >= 2 else ():
+            counts[path[: number.start()], path[number.end() :], shape] += 1
+    return max(counts.values(), default=0)
+
+
+def _is_stack(shapes: list[Shape]) -> bool:
+    if not all(shapes) or max(map(len, shapes)) < 3:
+        return False
+    return len({s[0] for s in shapes}) == 1 and 1 < shapes[0][0] <= MOST_LAYERS
+
+
+def is_stack(leaf: Leaf, stacks: Mapping[tuple, int]) -> bool:
+    """Whether a leaf of a state is one of these stacks of layers, or follows such a parameter."""
+    path = leaf.path[1:]
+    if leaf.kind == PARAMS:
+        return path in stacks
+    return any(path[-len(stack) :] == stack for stack in stacks)
+
+
+def _boxed_layers(params: PyTree) -> set[tuple]:
+    """Returns the leaves that flax's `nn.scan` has boxed with a name for layers at dimension 0."""
+    boxed = set()
+    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]:
+        names = getattr(node, "names", None) if _is_box(node) else None
+        if names and isinstance(names[0], str) and "layer" in names[0]:
+            boxed |= {(*path, *leaf.path) for leaf in leaves_with_paths(node)}
+    return boxed
