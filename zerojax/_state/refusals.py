@@ -19,24 +19,31 @@ from zerojax._types import PyTree
 KEY = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
 
 
+def _loaded(module: str, kind: str) -> Any:
+    """Returns a class of another library for `isinstance`; none where that is not imported."""
+    return getattr(sys.modules.get(module), kind, ())
+
+
+def is_flax_module(value: object) -> bool:
+    return isinstance(value, (_loaded("flax.nnx", "Module"), _loaded("flax.linen", "Module")))
+
+
 def check_functional(state: object) -> None:
     """Raises for Flax modules: nnx ones are sharded in place, linen ones have no parameters."""
-    nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
+    optimizer = _loaded("flax.nnx", "Optimizer")
     parts = state if isinstance(state, tuple | list) else ()
-    if nnx is not None and (
-        isinstance(state, nnx.Module) or any(isinstance(part, nnx.Optimizer) for part in parts)
-    ):
-        raise TypeError(
-            "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
-            "zerojax.nnx.shard(model, optimizer, stage=3), or a function that makes both; steps "
-            "are then those of zerojax.nnx.train_step, and zerojax.forecast takes one with that "
-            "function. What is to be planned or saved is zerojax.nnx.state(model, optimizer)."
-        )
-    if linen is not None and isinstance(state, linen.Module):
+    if isinstance(state, _loaded("flax.linen", "Module")):
         raise TypeError(
             f"this is the Flax module {type(state).__name__}, not a state: it has no parameters. "
             "Make one from what its init returns: TrainState.create(apply_fn=model.apply, params="
             "model.init(key, x)['params'], tx=tx)."
+        )
+    if is_flax_module(state) or any(isinstance(part, optimizer) for part in parts):
+        raise TypeError(
+            "this is a Flax nnx model, not a state. Shard it with its optimizer, in place: "
+            "zerojax.nnx.shard(model, optimizer, stage=3), or a function that makes both; steps "
+            "are then those of zerojax.nnx.train_step, and zerojax.forecast takes one with that "
+            "function. To plan or save it, pass zerojax.nnx.state(model, optimizer)."
         )
 
 
@@ -45,11 +52,6 @@ NNX = (
     "optimizer), and put it back by zerojax.nnx.update(model, optimizer, state). Without an "
     "optimizer, that is nnx.state(model) and nnx.update(model, state)."
 )
-EQUINOX = (
-    "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as like=, and put "
-    "what is read back by equinox.combine(read, model). One that trains has a state: "
-    "zerojax.ModuleState.create(model, tx)."
-)
 
 
 def check_stored(tree: PyTree, name: str = "the state") -> None:
@@ -57,7 +59,7 @@ def check_stored(tree: PyTree, name: str = "the state") -> None:
     if (node := _first_of("flax.nnx", "Pytree", tree)) is not None:
         raise TypeError(
             f"{name} {'is' if node is tree else 'has'} a Flax nnx object, {type(node).__name__}, "
-            f"and not arrays alone. {NNX}"
+            f"and not only arrays. {NNX}"
         )
     check_functional(tree)
     leaves = _state.leaves_with_paths(tree)
@@ -72,11 +74,21 @@ def check_stored(tree: PyTree, name: str = "the state") -> None:
             "saved with it as metadata=."
         )
     for leaf in leaves:
-        if not (has_numbers(leaf.value) or isinstance(leaf.value, jax.ShapeDtypeStruct)):
-            raise TypeError(
-                f"{leaf.name or name} is a {_kind(leaf.value)}, not an array. "
-                f"{_instead_of(leaf.value, tree)}"
+        if has_numbers(leaf.value) or isinstance(leaf.value, jax.ShapeDtypeStruct):
+            continue
+        remedy = "Make it a static field, or give it to save as metadata=."
+        if _first_of("equinox", "Module", tree) is not None:
+            remedy = (
+                "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as "
+                "like=, and put what is read back by equinox.combine(read, model). One that trains "
+                "has a state: zerojax.ModuleState.create(model, tx)."
             )
+        elif callable(leaf.value):
+            remedy = (
+                "Checkpoints have no functions, and so no optimizers (optax) and transforms "
+                "(Haiku): pass what they return, as their init does, or make them static fields."
+            )
+        raise TypeError(f"{leaf.name or name} is a {_kind(leaf.value)}, not an array. {remedy}")
 
 
 def check_unpadded(tree: PyTree) -> None:
@@ -86,8 +98,8 @@ def check_unpadded(tree: PyTree) -> None:
 
 
 def _first_of(module: str, kind: str, tree: PyTree) -> PyTree:
-    """Returns a node of a class of another library; where that is not imported, there is none."""
-    cls = getattr(sys.modules.get(module), kind, ())
+    """Returns the first node of a class of another library."""
+    cls = _loaded(module, kind)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls))
     return next((node for node in nodes if isinstance(node, cls)), None)
 
@@ -95,18 +107,6 @@ def _first_of(module: str, kind: str, tree: PyTree) -> PyTree:
 def _kind(value: PyTree) -> str:
     of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
     return f"{type(value).__name__}{of}"
-
-
-def _instead_of(value: PyTree, tree: PyTree) -> str:
-    """Returns what to save in the place of a tree that has `value`, which is no array."""
-    if _first_of("equinox", "Module", tree) is not None:
-        return EQUINOX
-    if callable(value):
-        return (
-            "Checkpoints have no functions, and so no optimizers (optax) and transforms (Haiku): "
-            "pass what they return, as their init does, or make them static fields."
-        )
-    return "Make it a static field, or give it to save as metadata=."
 
 
 MAKER = "Pass the state, or a function with its arguments: lambda: make_state(key)."
@@ -119,11 +119,6 @@ def check_state_function(state_or_fn: PyTree, remedy: str = MAKER) -> None:
         raise TypeError(
             f"{name} takes arguments, and a function that makes the state takes none. {remedy}"
         )
-
-
-def is_flax_module(value: object) -> bool:
-    modules = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
-    return any(isinstance(value, module.Module) for module in modules)
 
 
 def is_gone(value: object) -> bool:
@@ -148,22 +143,6 @@ def check_alive(tree: PyTree, name: str = "state") -> None:
         )
 
 
-def check_arrays(tree: PyTree, name: str) -> None:
-    """Raises for leaves that JAX does not accept as arrays."""
-    for leaf in _state.leaves_with_paths(tree):
-        try:
-            jax.eval_shape(lambda x: x, leaf.value)
-        except TypeError:
-            raise _no_array(leaf, name) from None
-
-
-def check_values(tree: PyTree, name: str = "state") -> None:
-    """Raises for leaves that are not numbers."""
-    for leaf in _state.leaves_with_paths(tree):
-        if not has_numbers(leaf.value):
-            raise _no_array(leaf, name)
-
-
 def has_numbers(value: PyTree) -> bool:
     """Whether a leaf has numbers that JAX knows: no text, object, date, record or mere shape."""
     if isinstance(value, jax.Array):
@@ -172,11 +151,27 @@ def has_numbers(value: PyTree) -> bool:
     return dtype.kind not in "OSUMm" and dtype.type not in (np.void, np.longdouble, np.clongdouble)
 
 
-def _no_array(leaf: Leaf, name: str) -> TypeError:
-    return TypeError(
-        f"{where(name, leaf)} is a {_kind(leaf.value)}, which JAX does not accept as an array. "
-        f"Make it a numpy array of numbers, or leave it out of the {name}."
-    )
+def _is_accepted(value: PyTree) -> bool:
+    try:
+        jax.eval_shape(lambda x: x, value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_arrays(tree: PyTree, name: str, accepts: Callable[[PyTree], bool] = _is_accepted) -> None:
+    """Raises for leaves that JAX does not accept as arrays."""
+    for leaf in _state.leaves_with_paths(tree):
+        if not accepts(leaf.value):
+            raise TypeError(
+                f"{where(name, leaf)} is a {_kind(leaf.value)}, which JAX does not accept as an "
+                f"array. Make it a numpy array of numbers, or leave it out of the {name}."
+            )
+
+
+def check_values(tree: PyTree, name: str = "state") -> None:
+    """Raises for leaves that are not numbers."""
+    check_arrays(tree, name, has_numbers)
 
 
 class KnownDtypes:
@@ -229,27 +224,25 @@ def called(
     except TypeError as error:
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
-        given = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
-        missing = re.search(r"missing \d+ required [\w-]+ arguments?: (.+)", str(error))
-        names = re.findall(r"'(\w+)'", missing[1]) if missing else []
+        passed = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
+        call = f"the step calls the loss with ({passed}): {error}."
+        names = _missing(error)
         others = [name for name in names if not KEY.search(name)]
         if len(args) > 2 and _takes(loss_fn, args[:2], fields):
             step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
             raise TypeError(
-                f"the step calls the loss with ({given}): {error}. This loss takes no random key: "
-                f"leave it out, {step}, or have the loss take it after the batch. Several arrays "
-                "are one batch, (x, y)."
+                f"{call} This loss takes no random key: leave it out, {step}, or have the loss "
+                "take it after the batch. Several arrays are one batch, (x, y)."
             ) from error
         if model != "params" or (names and not others):
             raise TypeError(
-                f"the step calls the loss with ({given}): {error}. Give the step a random key "
-                "after the batch, jax.random.key(n): it passes that on to losses that take one."
+                f"{call} Give the step a random key after the batch, jax.random.key(n): it passes "
+                "that on to losses that take one."
             ) from error
-        name = others[0] if others else "batch_stats"
         raise TypeError(
-            f"the step calls the loss with ({given}): {error}. Random keys are given to the step "
-            "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
-            f"come by name: mutable=({name!r},)."
+            f"{call} Random keys are given to the step after the batch, as jax.random.key(n), to "
+            "losses that take one; fields of the state come by name: "
+            f"mutable=({(others or ['batch_stats'])[0]!r},)."
         ) from error
 
 
@@ -269,16 +262,20 @@ def updated(update: Callable[..., PyTree], *args: PyTree) -> PyTree:
                 f"mutable= names {twice[1]!r}, which the state's apply_gradients updates. Leave it "
                 "out, and have the loss count in a field of your own."
             ) from error
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.+)", str(error))
-        if missing is None:
-            raise
-        names = re.findall(r"'(\w+)'", missing[1])
-        raise TypeError(
-            f"the optimizer's update takes {', '.join(f'{name}=' for name in names)} in addition "
-            "to the gradients, and train_step passes gradients alone. Write the loop yourself: "
-            "loss, grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), then "
-            f"tx.update(grads, opt_state, params, {names[0]}=...); docs/loop.md shows it."
-        ) from error
+        if names := _missing(error, "keyword-only"):
+            raise TypeError(
+                f"the optimizer's update takes {', '.join(f'{name}=' for name in names)} in "
+                "addition to the gradients, and train_step passes only these. Write the loop "
+                "yourself: loss, grads = zerojax.value_and_grad(loss_fn, plan)(params, batch), "
+                f"then tx.update(grads, opt_state, params, {names[0]}=...); docs/loop.md shows it."
+            ) from error
+        raise
+
+
+def _missing(error: TypeError, kind: str = r"[\w-]+") -> list[str]:
+    """Returns the names of the arguments that Python says a call lacks."""
+    message = re.search(rf"missing \d+ required {kind} arguments?: (.+)", str(error))
+    return re.findall(r"'(\w+)'", message[1]) if message else []
 
 
 def _takes(
