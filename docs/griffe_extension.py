@@ -33,7 +33,7 @@ class Spelled(griffe.Extension):
 
 
 def _spell_out_options(func: griffe.Function) -> None:
-    """Gives a function the parameters and the docstring that `zerojax._options.takes` makes."""
+    """Gives a function the parameters and the docstring that `zerojax._declared.takes` makes."""
     function = getattr(importlib.import_module(func.module.path), func.name)
     func.parameters = griffe.Parameters(
         *(

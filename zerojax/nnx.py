@@ -27,17 +27,17 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax._declared import Options, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
-from zerojax._options import Options, option, takes
 from zerojax._plan import move as _move, place as _place
-from zerojax._plan.options import PlanOptions
+from zerojax._plan.plan_options import PlanOptions
 from zerojax._plan.precision import storing
 from zerojax._state import carried as _carried, nnx_state as _nnx_state, refusals as _refusals
 from zerojax._state.nnx_state import State as State, Variables, state as state, update as update
 from zerojax._state.state import state_of
 from zerojax._step import step as _step
-from zerojax._step.options import LossOptions, StepOptions
+from zerojax._step.step_options import LossOptions, StepOptions
 from zerojax._types import PyTree, is_key
 
 

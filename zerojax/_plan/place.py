@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 
-from zerojax._options import takes
+from zerojax._declared import takes
 from zerojax._plan import (
     move as _move,
     padding as _padding,
     planner as _planner,
 )
-from zerojax._plan.options import StateOptions
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan_options import StateOptions
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._options import takes
+from zerojax._declared import takes
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan, by_layer
-from zerojax._plan.options import PlanOptions, StateOptions
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan
+from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes

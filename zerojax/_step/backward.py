@@ -16,8 +16,8 @@ from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS, zero_gradient
 from zerojax._step import host_slices as _slices
-from zerojax._step.options import LossOptions, precision_of
 from zerojax._step.parameter import Parameter
+from zerojax._step.step_options import LossOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
 

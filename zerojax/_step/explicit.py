@@ -26,7 +26,7 @@ from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
-from zerojax._step.options import precision_of, regathered
+from zerojax._step.step_options import precision_of, regathered
 from zerojax._types import PyTree, TreeDef
 from zerojax._wire.routes import Cut, Route, Wire, names_in
 

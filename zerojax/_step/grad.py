@@ -12,6 +12,7 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from zerojax import _compat
+from zerojax._declared import takes
 from zerojax._jaxpr import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -20,14 +21,13 @@ from zerojax._loss import (
     nans as _nans,
 )
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
-from zerojax._options import takes
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import refusals as _refusals
 from zerojax._step.backward import InBackward, NoGradientError, Updated
-from zerojax._step.options import LossOptions, ValueOptions, precision_of
 from zerojax._step.program import Program
+from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 

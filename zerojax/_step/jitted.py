@@ -19,7 +19,7 @@ from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._run import agreement as _agreement
 from zerojax._step import backward as _backward, host_slices as _slices
-from zerojax._step.options import Recipe
+from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 
 Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods

@@ -24,8 +24,8 @@ from zerojax._plan.precision import wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
-from zerojax._step.options import LossOptions, keeping, precision_of
 from zerojax._step.parameter import Parameter
+from zerojax._step.step_options import LossOptions, keeping, precision_of
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
 

@@ -22,8 +22,8 @@ import jax
 
 import zerojax
 from zerojax._plan.plan import Plan
-from zerojax._step.options import Recipe
 from zerojax._step.step import Step
+from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._hlo import known as _known

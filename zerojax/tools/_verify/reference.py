@@ -18,8 +18,8 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
 from zerojax._step import finite as _finite
-from zerojax._step.options import precision_of
 from zerojax._step.step import Recipe, grad_norm
+from zerojax._step.step_options import precision_of
 from zerojax._types import Device, PyTree, is_key
 from zerojax._wire.codecs import Blocks, each_of
 from zerojax.tools._verify import compare as _compare, draws as _draws, replay as _replay

@@ -16,8 +16,8 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
-from zerojax._step.options import TrainOptions
 from zerojax._step.step import Recipe, grad_norm
+from zerojax._step.step_options import TrainOptions
 from zerojax._types import Device, PyTree
 from zerojax.tools._verify import (
     causes as _causes,

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import optax
 
+from zerojax._declared import Options, option, switch
 from zerojax._engine.residuals import Keeping
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
-from zerojax._options import Options, option, switch
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.options import TX
 from zerojax._plan.plan import Plan, check_plan
+from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
 from zerojax._types import PyTree
