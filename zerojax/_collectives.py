@@ -1,26 +1,27 @@
-"""The two operations of ZeRO on one parameter: obtain the full weight, dispose of its gradient.
+"""The two operations of ZeRO on one parameter: obtain the full weight, reduce its gradient.
 
-Every byte that the engine moves between devices moves here. How it moves is data: a `Wire` has a
-route for weights and one for gradients, and a route has mesh axes and a codec.
+Every byte that the engine moves between devices moves here. How it moves is data: a `Cut` has a
+route for the weight and one for its gradient, and a route has mesh axes and a codec.
 """
 
 import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
-from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._wire import messages as _messages, rows as _rows
-from zerojax._wire.codecs import Blocks, Exact, Parts
-from zerojax._wire.routes import EXACT, Cut, Entry, Hop, Route, named, names_in
-from zerojax._wire.rows import Rows
+from zerojax._wire.codecs import Parts
+from zerojax._wire.routes import Cut, Entry, Hop, Route, named, names_in
+
+# A weight on its way, as its codec wrote it: after the far hop, or after both; () before any.
+Transit = Parts
 
 
 @functools.partial(register_dataclass, data_fields=["stacks", "given"], meta_fields=["apply"])
@@ -78,199 +79,126 @@ class Held:
         return Held(change(held.shard), None if held.rest is None else change(held.rest))
 
 
+# -- out: a weight crosses the far axes of its route, arrives over the near ones, and is opened
+
+
 def obtain(held: Held, cut: Cut) -> Array:
-    """Returns the full weight, whose gradient is disposed of through the shard."""
-    if not _is_inexact(held.shard):
-        return opened(arrived(held, cut), cut)
+    """Returns the full weight, whose gradient is reduced to the shard."""
+    if not is_inexact(held.shard):
+        return full(arrive(held, cut), cut)
     return _obtained(_compat.fetched(held.source), held.shard, cut)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _obtained(source: Array, shard: Array, cut: Cut) -> Array:
-    return opened(arrived(Held(shard, rest=source), cut), cut)
+    return full(arrive(Held(shard, rest=source), cut), cut)
 
 
 def _obtained_fwd(source: Array, shard: Array, cut: Cut) -> tuple[Array, Array]:
-    return _obtained(source, shard, cut), _like(shard)
+    # Of the shard, backward needs the dtype: this has it, and takes no memory.
+    return _obtained(source, shard, cut), jnp.zeros(0, shard.dtype)
 
 
 def _obtained_bwd(cut: Cut, like: Array, grad: Array) -> tuple[None, Array]:
-    return None, dispose(grad, like.dtype, cut)
+    return None, summed([grad], [cut])[0].astype(like.dtype)
 
 
 _obtained.defvjp(_obtained_fwd, _obtained_bwd)
 
 
-def looked_up(held: Held, indices: Array, cut: Cut, rows: Rows) -> Array:
-    """Returns rows of a table that stays sharded, whose gradients are disposed of through the
-    shard. They travel exactly, whatever the codec of the table."""
-    with jax.named_scope(_rows.scope_of(cut.path)):
-        source = _compat.fetched(held.source)
-        if not _is_inexact(held.shard):
-            return _read(source, _of_readers(indices, cut.wire.gather), cut, rows)
-        return _looked_up(source, indices, held.shard, cut, rows)
+def cross(held: Held, cut: Cut) -> Transit:
+    """Returns a weight after the far hop of its route; () if it has none."""
+    return _far_hop(as_sent(held, cut), cut) if cut.gather.far else ()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _looked_up(source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows) -> Array:
-    return _read(source, _of_readers(indices, cut.wire.gather), cut, rows)
+def arrive(held: Held, cut: Cut, crossed: Transit = ()) -> Transit:
+    """Returns a weight after both hops; `crossed` is what `cross` returned, if that is done."""
+    return _gather(crossed or _far_hop(as_sent(held, cut), cut), cut, cut.gather.near)
 
 
-def _looked_up_fwd(
-    source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows
-) -> tuple[Array, tuple[Array, Array]]:
-    gather, reduce = cut.wire.gather, cut.wire.reduce
-    asked = _of_readers(indices, gather)
-    # Not in backward: on CPU devices, a collective that needs nothing of a loop may run in it.
-    summed = asked if gather.axes == reduce.axes else _of_readers(indices, reduce)
-    return _read(source, asked, cut, rows), (summed, _like(shard))
-
-
-def _looked_up_bwd(
-    cut: Cut, rows: Rows, saved: tuple[Array, Array], grad: Array
-) -> tuple[None, None, Array]:
-    indices, like = saved
-    route, grad = cut.wire.reduce, grad.astype(cut.dtype)
-    (encoded,) = _exact(route).encode(grad)
-    # A dtype that is wider than the gradient's is for sums alone.
-    narrow = min(grad, encoded, key=lambda x: x.dtype.itemsize)
-    total = rows.summed(narrow, indices, route.axes).astype(encoded.dtype)
-    total = _rows.from_columns(total, cut, rows, route.axes)
-    return None, None, _over_replicas(total, cut, route).astype(like.dtype)
-
-
-_looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
-
-
-def _of_readers(indices: Array, route: Route) -> Array:
-    """Returns the indices of all devices among which a route sends rows."""
-    return _rows.of_all_devices(indices, route.axes) if route.axes else indices
-
-
-def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
-    """Returns this device's rows, where `indices` are those of all that read the same shards."""
-    route = cut.wire.gather
-    if not route.axes:
-        found = rows.look_up(source, indices)
-        return found.astype(cut.dtype).astype(cut.final_dtype) if _is_inexact(found) else found
-    (shard,) = _exact(route).encode(_sent(Held(source), cut))
-    columns = _rows.to_columns(shard, cut, rows, route.axes)
-    found = rows.read(columns, indices, route.axes)
-    return found.astype(cut.final_dtype) if _is_inexact(found) else found
-
-
-def _exact(route: Route) -> Exact:
-    return route.codec if isinstance(route.codec, Exact) else EXACT
-
-
-def in_node(held: Held, cut: Cut) -> Parts:
-    """Returns a weight after the far hop of its route, for `arrived`; nothing if it has none."""
-    return far(_sent(held, cut), cut) if cut.wire.gather.far else ()
-
-
-def arrived(held: Held, cut: Cut, parts: Parts = ()) -> Parts:
-    """Returns a weight after both hops, as `opened` takes it. Where the far hop is done, `parts` is
-    what `in_node` returned."""
-    return near(parts or far(_sent(held, cut), cut), cut)
-
-
-def _sent(held: Held, cut: Cut) -> Array:
-    source = _compat.fetched(held.source)
-    return source.astype(cut.dtype) if _is_inexact(source) else source
+def full(arrived: Transit, cut: Cut) -> Array:
+    """Returns the weight as it is used: decoded, without padding, in its dtype."""
+    return _open(arrived, cut).astype(cut.final_dtype)
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
-    """Returns the full array in the dtype of its shard: far, near, open."""
-    return _joined(near(far(_compat.fetched(shard), cut), cut), cut)
+    """Returns the full array of a shard, in the dtype of the shard; nothing is differentiated."""
+    return _open(_gather(_far_hop(_compat.fetched(shard), cut), cut, cut.gather.near), cut)
 
 
-def far(shard: Array, cut: Cut) -> Parts:
-    """Encodes a shard, and all-gathers it over the far axes of its route."""
-    route = cut.wire.gather
-    return tuple(_collected(part, cut, route.far) for part in route.codec.encode(shard))
+def as_sent(held: Held, cut: Cut) -> Array:
+    """Returns what the device has of a weight, in the dtype in which it travels."""
+    source = _compat.fetched(held.source)
+    return source.astype(cut.dtype) if is_inexact(source) else source
 
 
-def near(parts: Parts, cut: Cut) -> Parts:
-    """All-gathers what `far` returned over the near axes."""
-    return tuple(_collected(part, cut, cut.wire.gather.near) for part in parts)
+def _far_hop(shard: Array, cut: Cut) -> Transit:
+    return _gather(cut.gather.codec.encode(shard), cut, cut.gather.far)
 
 
-def opened(parts: Parts, cut: Cut) -> Array:
-    """Returns the weight as it is used, from what `arrived` returned."""
-    return _joined(parts, cut).astype(cut.final_dtype)
+def _gather(parts: Transit, cut: Cut, axes: tuple[str, ...]) -> Transit:
+    def gather(x: Array, dim: int) -> Array:
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+    return tuple(_hop(gather, part, cut, axes) for part in parts)
 
 
-def _joined(parts: Parts, cut: Cut) -> Array:
-    """Decodes what was gathered, and drops the padding."""
-    route, dim = cut.wire.gather, cut.dim
-    full = route.codec.decode(parts)
-    if dim is None or not route.padding:
-        return full
-    return lax.slice_in_dim(full, 0, full.shape[dim] - route.padding, axis=dim)
+def _open(parts: Transit, cut: Cut) -> Array:
+    whole, dim, padding = cut.gather.codec.decode(parts), cut.dim, cut.gather.padding
+    if dim is None or not padding:
+        return whole
+    return lax.slice_in_dim(whole, 0, whole.shape[dim] - padding, axis=dim)
 
 
-def dispose(grad: Array, dtype: DTypeLike, cut: Cut) -> Array:
-    """Returns the gradient of a shard, in `dtype`, from that of the full weight."""
-    return summed([grad], [cut])[0].astype(dtype)
+# -- back: the gradient of a full weight becomes that of the shard
 
 
 def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
-    """Disposes of several gradients, which stay as they travelled; codes travel together."""
+    """Returns the gradients of shards, as they travelled, from those of full weights."""
     sent = [grad.astype(cut.dtype) for grad, cut in zip(grads, cuts, strict=True)]
-    return reduced(sent, cuts, [cut.wire.reduce for cut in cuts])
+    return reduced(sent, cuts, [cut.reduce for cut in cuts])
 
 
 def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]) -> list[Array]:
     """Sums gradients over the devices of their routes, hop by hop and then over replicas. Each
-    device keeps its shard of a sum, or all of it if the parameter is replicated."""
-    found, alike = list(grads), defaultdict[tuple[Hop, ...], list[tuple[int, Cut, Blocks]]](list)
+    device keeps its shard of a sum, or all of it if the parameter is replicated.
+
+    What a reduce-scatter cannot add, as its codec writes it, goes in one message with the others.
+    """
+    sums, together = list(grads), defaultdict[tuple[Hop, ...], list[int]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
-        found[at] = with_padding(grad, cut.dim, route.padding)
-        if isinstance(route.codec, Blocks):
-            alike[route.hops].append((at, cut, route.codec))
+        sums[at] = with_padding(grad, cut.dim, route.padding)
+        if route.codec.adds:
+            sums[at] = _sum(sums[at], cut, route)
         else:
-            found[at] = _exact_sum(found[at], cut, route)
-    for hops, members in alike.items():
-        places, coded_cuts, codecs = zip(*members, strict=True)
-        sums = [found[at] for at in places]
+            together[route.hops].append(at)
+    for hops, places in together.items():
+        codecs: list[Any] = [routes[at].codec for at in places]
+        own = [cuts[at] for at in places]
+        parts = [sums[at] for at in places]
         for axes, is_coded in hops:
             if is_coded:
-                sums = _sums_of_codes(sums, coded_cuts, codecs, axes)
+                parts = codecs[0].sums(parts, own, codecs, axes)
             else:
-                sums = [_scattered(x, cut, axes) for x, cut in zip(sums, coded_cuts, strict=True)]
-        for at, total in zip(places, sums, strict=True):
-            found[at] = _over_replicas(total, cuts[at], routes[at])
-    return found
+                parts = [_scattered(x, cut, axes) for x, cut in zip(parts, own, strict=True)]
+        for at, part in zip(places, parts, strict=True):
+            sums[at] = over_replicas(part, cuts[at], routes[at])
+    return sums
 
 
-def _exact_sum(grad: Array, cut: Cut, route: Route) -> Array:
-    """Sums what its codec encodes to one array, which the collectives can sum."""
+def _sum(grad: Array, cut: Cut, route: Route) -> Array:
     (grad,) = route.codec.encode(grad)
     for axes in (route.near, route.far):
         grad = _scattered(grad, cut, axes)
-    return route.codec.decode((_over_replicas(grad, cut, route),))
+    return route.codec.decode((over_replicas(grad, cut, route),))
 
 
-def _over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
+def over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
+    """Sums a shard over the devices that update the same one."""
     if not route.replicas:
         return grad
     with named([cut]):
         return _each_part(lambda x: lax.psum(x, route.replicas), grad, cut.others)
-
-
-def _sums_of_codes(
-    grads: list[Array], cuts: Sequence[Cut], codecs: Sequence[Blocks], axes: tuple[str, ...]
-) -> list[Array]:
-    dims = [cut.dim for cut in cuts if cut.dim is not None]
-    names = names_in(entry for cut in cuts for entry in cut.others)
-    run = functools.partial(_messages.summed, dims=dims, codecs=codecs, axes=axes)
-    if names:
-        specs = [PartitionSpec(*cut.others) for cut in cuts]
-        run = jax.shard_map(
-            run, in_specs=(specs,), out_specs=specs, axis_names=names, check_vma=False
-        )
-    with named(cuts):
-        return [total.astype(x.dtype) for total, x in zip(run(grads), grads, strict=True)]
 
 
 def with_padding(array: Array, dim: int | None, padding: int) -> Array:
@@ -295,10 +223,6 @@ def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> 
         return lax.dynamic_update_index_in_dim(stack, full, index, 0), None
 
     return lax.scan(put, old, (jnp.arange(len(shard)), shard))[0]
-
-
-def _collected(part: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
-    return _hop(lambda x, dim: lax.all_gather(x, axes, axis=dim, tiled=True), part, cut, axes)
 
 
 def _scattered(grad: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
@@ -337,11 +261,6 @@ def _each_part(
     )(array)
 
 
-def _is_inexact(array: Array) -> bool:
+def is_inexact(array: Array) -> bool:
     """Whether an array has a gradient: a float, or a complex number."""
     return jax.dtypes.issubdtype(array.dtype, jnp.inexact)
-
-
-def _like(array: Array) -> Array:
-    """Returns an empty array that remembers a dtype; residuals must be arrays."""
-    return jnp.zeros((0,), array.dtype)

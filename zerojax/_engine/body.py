@@ -1,7 +1,7 @@
 """The two halves of a split as functions, and their derivative by hand."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import _collectives, _compat
-from zerojax._collectives import Held
-from zerojax._engine.ir import Op, Shard, Split
+from zerojax._collectives import Held, Transit
+from zerojax._engine.ir import Op, Split
 from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
 from zerojax._engine.vary import (
     Gradient,
@@ -27,7 +27,7 @@ from zerojax._engine.vary import (
     zeros_like,
 )
 from zerojax._jaxpr import Atom, Var, is_var, type_of
-from zerojax._wire.codecs import Parts
+from zerojax._wire.routes import Cut
 
 # [Note: what is kept for backward]
 # JAX keeps for backward whatever the derivative needs, full weights among it: with plain
@@ -40,7 +40,7 @@ from zerojax._wire.codecs import Parts
 # stays, so that it crosses the network once: ZeRO++'s hpZ.) Which other values are kept is JAX's
 # and the user's affair: their `jax.checkpoint` policies apply inside the main part.
 
-IN_NODE = "zerojax_in_node"  # names, for policies of `jax.checkpoint`, what far hops returned
+CROSSED = "zerojax_in_node"  # names, for policies of `jax.checkpoint`, what far hops returned
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
 
@@ -89,51 +89,41 @@ class Body:
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
-        held = self._by_var(weights)
-        shards = self.split.gathers.values()
-        gathered = [_collectives.obtain(s.of(held[s.root]), s.cut) for s in shards]
+        gathered = [_collectives.obtain(held, cut) for held, cut in self._travellers(weights)]
         frontier = self.prefix(weights, gathered)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
-    def in_node(self, weights: Sequence[Value | None]) -> list[Parts]:
-        """Returns what all weights are gathered from after their far hops, for `gather`."""
-        held = self._by_var(weights)
-        shards = self.split.gathers.values()
-        in_node = [_collectives.in_node(s.of(held[s.root]), s.cut) for s in shards]
-        return jax.tree.map(lambda part: checkpoint_name(part, IN_NODE), in_node)
+    def cross(self, weights: Sequence[Value | None]) -> list[Transit]:
+        """Returns all weights after the far hops of their routes."""
+        crossed = [_collectives.cross(held, cut) for held, cut in self._travellers(weights)]
+        return jax.tree.map(lambda part: checkpoint_name(part, CROSSED), crossed)
+
+    def arrive(self, weights: Sequence[Value | None], crossed: Sequence[Transit]) -> list[Transit]:
+        """Returns all weights after both hops."""
+        pairs = zip(self._travellers(weights), crossed, strict=True)
+        return [_collectives.arrive(held, cut, parts) for (held, cut), parts in pairs]
+
+    def full(self, arrived: Sequence[Transit]) -> list[Array]:
+        """Returns the full weights; nothing moves."""
+        shards = zip(arrived, self.split.gathers.values(), strict=True)
+        return [_collectives.full(parts, shard.cut) for parts, shard in shards]
 
     def gather(
-        self,
-        weights: Sequence[Value | None],
-        in_node: Sequence[Parts] | None = None,
-        kept: Env | None = None,
+        self, weights: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
     ) -> list[Array]:
-        """Returns the full weights, for derivatives by hand; those in `kept` are there.
-
-        With `in_node`, the far hops are done.
-        """
-        held, kept = self._by_var(weights), kept or {}
-        gathers = self.split.gathers.items()
-
-        def full(shard: Shard, parts: Parts) -> Array:
-            arrived = _collectives.arrived(shard.of(held[shard.root]), shard.cut, parts)
-            return _collectives.opened(arrived, shard.cut)
-
+        """Returns the full weights; those in `kept` are there."""
+        ways = zip(self.split.gathers, self._travellers(weights), crossed, strict=True)
         return [
-            kept[v] if v in kept else full(shard, parts)
-            for (v, shard), parts in zip(gathers, in_node or [()] * len(gathers), strict=True)
+            kept[var]
+            if var in kept
+            else _collectives.full(_collectives.arrive(held, cut, parts), cut)
+            for var, (held, cut), parts in ways
         ]
 
-    def arrived(self, weights: Sequence[Value | None], in_node: Sequence[Parts]) -> list[Parts]:
-        """Returns all weights after both hops, as they travelled, for `unpacked`."""
+    def _travellers(self, weights: Sequence[Value | None]) -> Iterator[tuple[Held, Cut]]:
+        """Yields what is gathered, each view taken when its turn has come."""
         held = self._by_var(weights)
-        shards = zip(self.split.gathers.values(), in_node, strict=True)
-        return [_collectives.arrived(s.of(held[s.root]), s.cut, parts) for s, parts in shards]
-
-    def unpacked(self, arrived: Sequence[Parts]) -> list[Array]:
-        """Returns the full weights, as `gather` does; nothing moves."""
-        shards = zip(arrived, self.split.gathers.values(), strict=True)
-        return [_collectives.opened(parts, shard.cut) for parts, shard in shards]
+        return ((shard.of(held[shard.root]), shard.cut) for shard in self.split.gathers.values())
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
         """Returns the frontier: gathered weights, and what comes from weights alone."""

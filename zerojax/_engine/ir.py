@@ -222,7 +222,7 @@ def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
 
 def crosses_far(ops: Iterable[Op]) -> bool:
     """Whether loops and scopes among these gather a weight whose route has a far hop."""
-    return any(shard.cut.wire.gather.far for shard in shards_read(ops))
+    return any(shard.cut.gather.far for shard in shards_read(ops))
 
 
 def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._collectives import Held
+from zerojax._collectives import Held, Transit
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
 from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float, where
 from zerojax._update.in_loop import Index, InLoop, Layer, by_scanned_index, fetched_layer
-from zerojax._wire.codecs import Parts
 
 
 class Layers:
@@ -41,7 +40,7 @@ class Layers:
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
         # Weights that backward does not gather again; those that travel nowhere are there anyway.
         gathers = loop.split.gathers.items()
-        self.kept = [v for v, s in gathers if not how.regather and s.cut.wire.gather.axes]
+        self.kept = [v for v, s in gathers if not how.regather and s.cut.gather.axes]
 
     def parts(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Returns constants, carry and scanned operands."""
@@ -71,17 +70,17 @@ class Layers:
         wanted = self.wanted_inside(wanted)
 
         def step(carry: list, xs: list) -> tuple[Any, Any]:
-            in_node = self.in_node(inputs, xs)
-            gathered = self.gathered(inputs, xs, in_node)
+            crossed = self.cross(inputs, xs)
+            gathered = self.gathered(inputs, xs, crossed)
             outs, saved = self.body.forward([*consts, *carry, *xs], gathered, wanted)
             full = where(gathered, [v in self.kept for v in self.body.split.gathers])
-            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), in_node))
+            return outs[:num_carry], (outs[num_carry:], ((self.keeping.put(saved), full), crossed))
 
         carry, (ys, kept) = self.scan(step, carry, xs, reverse=self.loop.reverse)
         return [*carry, *ys], kept
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, in_node: list[Parts], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
@@ -94,10 +93,10 @@ class Layers:
 
         def step(state: tuple, scanned: tuple) -> tuple[tuple, list]:
             d_carry, d_consts, stacks, count = state
-            saved, full, in_node, d_ys, xs, at = scanned
+            saved, full, crossed, d_ys, xs, at = scanned
             layer = Layer(at, self.index(last - count))
             xs = in_loop.as_updated(xs, fetched_layer([one[:1] for one in stacks], layer))
-            gathered = self.gathered(inputs, xs, in_node, full)
+            gathered = self.gathered(inputs, xs, crossed, full)
             saved = self.keeping.back(saved)
             d_layer = [*d_carry, *d_ys]
             d_inputs = self.body.backward([*consts, *types, *xs], gathered, saved, d_layer)
@@ -110,7 +109,7 @@ class Layers:
         (d_carry, d_consts, stacks, _), d_xs = self.scan(
             step,
             start,
-            (saved, full, in_node, d_ys, xs, jnp.arange(last + 1)),
+            (saved, full, crossed, d_ys, xs, jnp.arange(last + 1)),
             reverse=not self.loop.reverse,
         )
         return [*d_consts, *d_carry, *in_loop.gradients(d_xs, stacks)]
@@ -128,27 +127,26 @@ class Layers:
         """Returns where in the stack the layer of an iteration is."""
         return self.loop.length - 1 - at if self.loop.reverse else at
 
-    def in_node(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Parts]:
-        """Returns what one layer's weights are gathered from after their far hops."""
-        return self.body.in_node(self.weights(inputs, xs))
+    def cross(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Transit]:
+        """Returns the weights of one layer, whose shards are among `xs`, after their far hops."""
+        return self.body.cross(self.weights(inputs, xs))
+
+    def arrive(
+        self, inputs: Sequence[Value], xs: Sequence[Value | None], crossed: Sequence[Transit]
+    ) -> list[Transit]:
+        """Returns the weights of one layer after both hops."""
+        return self.body.arrive(self.weights(inputs, xs), crossed)
 
     def gathered(
         self,
         inputs: Sequence[Value],
         xs: Sequence[Value | None],
-        in_node: Sequence[Parts],
-        full: Sequence[Array] = (),
+        crossed: Sequence[Transit],
+        kept: Sequence[Array] = (),
     ) -> list[Array]:
-        """Returns the full weights of one layer, whose shards are among `xs`; in backward, `full`
-        has those that are kept."""
-        kept = dict(zip(self.kept, full, strict=True)) if full else None
-        return self.body.gather(self.weights(inputs, xs), in_node, kept)
-
-    def arrived(
-        self, inputs: Sequence[Value], xs: Sequence[Value | None], in_node: Sequence[Parts]
-    ) -> list[Parts]:
-        """Returns the weights of one layer after both hops, for `unpacked` of the body."""
-        return self.body.arrived(self.weights(inputs, xs), in_node)
+        """Returns the full weights of one layer; in backward, those that are kept are there."""
+        there = dict(zip(self.kept, kept, strict=True)) if kept else {}
+        return self.body.gather(self.weights(inputs, xs), crossed, there)
 
     def weights(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Value | None]:
         consts, carry, _ = self.parts(inputs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._collectives import Held
+from zerojax._collectives import Held, Transit
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
 from zerojax._engine.vary import Gradient, Value, add
@@ -27,7 +27,6 @@ from zerojax._update.in_loop import (
     resting_layer_of,
     with_layer,
 )
-from zerojax._wire.codecs import Blocks, Parts
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -58,7 +57,7 @@ from zerojax._wire.codecs import Blocks, Parts
 
 
 LayerSource = tuple[
-    list[Value | None], list[Parts]
+    list[Value | None], list[Transit]
 ]  # what the weights of a layer are gathered from
 
 
@@ -76,7 +75,7 @@ class PrefetchedLayers(Layers):
 
         def iteration(carry: list, arrived: list, at: Index) -> tuple[list, tuple[list, Saved]]:
             layer = [*consts, *carry, *layer_of(xs, self.index(at))]
-            outs, saved = self.body.forward(layer, self.body.unpacked(arrived), wanted)
+            outs, saved = self.body.forward(layer, self.body.full(arrived), wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
         early = int(self.goes_far_early(inputs))
@@ -86,30 +85,30 @@ class PrefetchedLayers(Layers):
             shards = further = self.shards_at(inputs, self.layer(at + 1, carried + 1))
             if early:
                 further = self.shards_at(inputs, self.layer(jnp.minimum(at + 2, last)))
-            in_node, *waiting = [*waiting, self.in_node(inputs, further)]
-            ahead = self.arrived(inputs, shards, in_node)
+            crossed, *waiting = [*waiting, self.cross(inputs, further)]
+            ahead = self.arrive(inputs, shards, crossed)
             carry, (ys, saved) = iteration(carry, arrived, at)
-            stacks = with_layer(stacks, in_node, self.index(at + 1))
+            stacks = with_layer(stacks, crossed, self.index(at + 1))
             return (carry, ahead, waiting, stacks, carried + 1), (ys, self.keeping.put(saved))
 
         shards = [self.shards_at(inputs, self.layer(at)) for at in range(1 + early)]
-        in_node, *waiting = [self.in_node(inputs, each) for each in shards]
-        stacks = with_layer(empty_stacks(in_node, last + 1), in_node, self.index(0))
-        start = (carry, self.arrived(inputs, shards[0], in_node), waiting, stacks, 0)
-        (carry, arrived, _, in_node, _), (ys, saved) = self.iterate(step, start, last)
+        crossed, *waiting = [self.cross(inputs, each) for each in shards]
+        stacks = with_layer(empty_stacks(crossed, last + 1), crossed, self.index(0))
+        start = (carry, self.arrive(inputs, shards[0], crossed), waiting, stacks, 0)
+        (carry, arrived, _, crossed, _), (ys, saved) = self.iterate(step, start, last)
         carry, (last_ys, last_saved) = iteration(carry, arrived, last)
         ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
         # Within an outer loop, weights kept here would be kept for each of its iterations.
         last_weights = [] if self.how.in_loop else arrived
-        return [*carry, *ys], ((saved, last_saved, last_weights), in_node)
+        return [*carry, *ys], ((saved, last_saved, last_weights), crossed)
 
     def backward(
-        self, inputs: Sequence[Value], saved: Any, in_node: list[Parts], cts: Sequence[Any]
+        self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
     ) -> list[Gradient]:
         """Each iteration reduce-scatters the previous layer's gradients, updates it if that is done
         here, and all-gathers the next layer's weights, while it computes its own layer."""
-        return _Backward(self, inputs, saved, in_node, cts).run()
+        return _Backward(self, inputs, saved, crossed, cts).run()
 
     def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
         return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
@@ -126,7 +125,7 @@ class PrefetchedLayers(Layers):
 
         From host memory they come in the order of the loop's counter: see `Layer`.
         """
-        far = any(shard.cut.wire.gather.far for shard in self.loop.split.gathers.values())
+        far = any(shard.cut.gather.far for shard in self.loop.split.gathers.values())
         return far and not any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
 
     def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
@@ -143,18 +142,18 @@ class _Backward:
         layers: PrefetchedLayers,
         inputs: Sequence[Value],
         saved: Any,
-        in_node: list[Parts],
+        crossed: list[Transit],
         cts: Sequence[Any],
     ) -> None:
         self.layers, self.body, self.index = layers, layers.body, layers.index
-        self.in_node, (self.kept, self.last_kept, self.last_weights) = in_node, saved
+        self.crossed, (self.kept, self.last_kept, self.last_weights) = crossed, saved
         self.consts, self.carry, self.xs = layers.parts(inputs)
         self.in_loop, self.inputs = InLoop(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
-        coded = any(isinstance(cut.wire.reduce.codec, Blocks) for cut in cuts)
+        coded = not all(cut.reduce.codec.adds for cut in cuts)
         in_pieces = nbytes([*layers.loop.split.gathers]) > LARGEST_COLLECTIVE
         self.in_turn = layers.how.in_turn and in_pieces and not coded
 
@@ -162,9 +161,9 @@ class _Backward:
         """Returns the gradients of the inputs."""
         last, stacks = self.last, self.in_loop.stacks
         grads = self.d_carry, self.layers.d_consts(self.consts, self.last_kept.wanted)
-        ahead = self.arrived(self.source_at(stacks, self.layers.layer(last - 1)))
+        ahead = self.arrive(self.source_at(stacks, self.layers.layer(last - 1)))
         source = self.source_at(stacks, self.layers.layer(last))
-        arrived = self.last_weights or self.arrived(source)
+        arrived = self.last_weights or self.arrive(source)
         grads, left = self.unreduced(grads, arrived, self.last_kept, last)
         types = jax.eval_shape(lambda left: self.in_loop.left(self.reduced(left, last)), left)
         start = (grads, ahead, left, empty_stacks(types, last + 1), stacks, 0)
@@ -202,11 +201,11 @@ class _Backward:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
-        return shards, layer_of(self.in_node, at.i)
+        return shards, layer_of(self.crossed, at.i)
 
     def ordered(
         self, source: LayerSource, sums: list[Array | None]
-    ) -> tuple[list[Parts], list[Array | None]]:
+    ) -> tuple[list[Transit], list[Array | None]]:
         """Returns the next weights as they arrive, and sums of gradients to go on with.
 
         In turn, each weight waits for its own gradient, whose memory it then takes: with 10^12
@@ -216,27 +215,27 @@ class _Backward:
         iteration.
         """
         if not self.in_turn:
-            return lax.optimization_barrier((self.arrived(source), sums))
-        shards, in_node, sums = list(source[0]), list(source[1]), list(sums)
+            return lax.optimization_barrier((self.arrive(source), sums))
+        shards, crossed, sums = list(source[0]), list(source[1]), list(sums)
         first = len(self.inputs) - len(shards)
         for i, shard in enumerate(self.body.split.gathers.values()):
             at = self.body.split.invars.index(shard.root) - first
             if at >= 0:  # else it is a constant of the loop
-                tied = lax.optimization_barrier((shards[at], in_node[i], sums[i]))
-                shards[at], in_node[i], sums[i] = tied
-        return self.arrived((shards, in_node)), sums
+                tied = lax.optimization_barrier((shards[at], crossed[i], sums[i]))
+                shards[at], crossed[i], sums[i] = tied
+        return self.arrive((shards, crossed)), sums
 
-    def arrived(self, source: LayerSource) -> list[Parts]:
-        return self.layers.arrived(self.inputs, *source)
+    def arrive(self, source: LayerSource) -> list[Transit]:
+        return self.layers.arrive(self.inputs, *source)
 
     def unreduced(
-        self, grads: tuple[list, list], arrived: list[Parts], saved: Saved, at: Index
+        self, grads: tuple[list, list], arrived: list[Transit], saved: Saved, at: Index
     ) -> tuple[tuple[list, list], tuple[list, list]]:
         """Returns the gradients of carry and constants after one layer's backward, and what is
         left to reduce: the gradients of its shards and of its gathered weights."""
         d_carry, d_consts = grads
         d_layer = [*d_carry, *layer_of(self.d_ys, self.index(at))]
-        gathered = self.body.unpacked(arrived)
+        gathered = self.body.full(arrived)
         d_inputs, d_gathered = self.body.unreduced(self.layer_at(at), gathered, saved, d_layer)
         more, d_carry, d_xs = self.layers.parts(d_inputs)
         return (d_carry, list(map(add, d_consts, more))), (d_xs, d_gathered)

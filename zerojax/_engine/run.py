@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held
 from zerojax._engine import fence as _fence, xla_options as _xla_options
-from zerojax._engine.body import IN_NODE, Body, Env, How, read, read_arrays, write
+from zerojax._engine.body import CROSSED, Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import (
     InputKind,
     Lookup,
@@ -212,11 +212,11 @@ class ScopeCode:
     def forward(self, inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
         body = self.body
         weights = body.weights_of(inputs)
-        in_node = body.in_node(weights)
-        gathered = body.gather(weights, in_node)
+        crossed = body.cross(weights)
+        gathered = body.gather(weights, crossed, {})
         outs, saved = body.forward(inputs, gathered, wanted)
         still_there = where(gathered, [v in self.kept for v in body.split.gathers])
-        return outs, (saved, in_node, still_there, _mark(outs, self.how))
+        return outs, (saved, crossed, still_there, _mark(outs, self.how))
 
     def instantiating(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
         cts = float_cotangents(cts, [v.aval for v in self.body.split.outvars])
@@ -224,11 +224,11 @@ class ScopeCode:
         return backward(inputs, residuals, cts)
 
     def backward(self, inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Gradient]:
-        body, (saved, in_node, still_there, done) = self.body, residuals
-        (weights, in_node), cts = _tied((body.weights_of(inputs), in_node), cts, done)
+        body, (saved, crossed, still_there, done) = self.body, residuals
+        (weights, crossed), cts = _tied((body.weights_of(inputs), crossed), cts, done)
         inputs = merge(body.is_weight, weights, body.plain_of(inputs))
         kept = dict(zip(self.kept, still_there, strict=True))
-        return body.backward(inputs, body.gather(weights, in_node, kept), saved, cts)
+        return body.backward(inputs, body.gather(weights, crossed, kept), saved, cts)
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
@@ -241,16 +241,16 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
         return layers.forward(inputs)
 
     def saving(inputs: list[Value], wanted: tuple[bool, ...]) -> tuple[list[Array], Any]:
-        outs, (saved, in_node) = layers.forward_saving(as_read(inputs), wanted)
-        return outs, (saved, in_node, _mark(outs, how))
+        outs, (saved, crossed) = layers.forward_saving(as_read(inputs), wanted)
+        return outs, (saved, crossed, _mark(outs, how))
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
-        saved, in_node, done = residuals
+        saved, crossed, done = residuals
         if how.by_data or loop.unroll != 1:  # else the loop keeps them apart, a short one too
             shards = [x if isinstance(x, Held) else None for x in inputs]
-            (shards, in_node), cts = _tied((shards, in_node), layers.float_cts(cts), done)
+            (shards, crossed), cts = _tied((shards, crossed), layers.float_cts(cts), done)
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
-        return layers.backward(inputs, saved, in_node, cts)
+        return layers.backward(inputs, saved, crossed, cts)
 
     return by_hand(lambda inputs: layers.forward(as_read(inputs)), saving, backward, inputs)
 
@@ -281,8 +281,8 @@ def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:
     policy = scope.policy
     if crosses_far(scope.split.main):
         policies = jax.checkpoint_policies
-        in_node = policies.save_only_these_names(IN_NODE)
-        policy = in_node if policy is None else policies.save_from_both_policies(policy, in_node)
+        far_hops = policies.save_only_these_names(CROSSED)
+        policy = far_hops if policy is None else policies.save_from_both_policies(policy, far_hops)
     return lambda f: jax.checkpoint(f, policy=policy, prevent_cse=scope.prevent_cse)
 
 

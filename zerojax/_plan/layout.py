@@ -9,6 +9,7 @@ from typing import Self
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, Groups, Placement, beyond
@@ -16,6 +17,7 @@ from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
 from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
+from zerojax._wire.routes import NOWHERE, Cut, Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,12 @@ class LeafPlan:
     def padded_place(self) -> Placement:
         """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
         return (self.rest if self.rest.padding else self.update).on_device
+
+    def cut(self, gather: Route, reduce: Route = NOWHERE, dtype: DTypeLike | None = None) -> Cut:
+        """Returns how a step cuts it up and sends it, in its own dtype or in another."""
+        rank, dtype = len(self.shape), self.dtype if dtype is None else dtype
+        others = self.update.others(rank)
+        return Cut(self.update.dim, rank, dtype, gather, reduce, others=others, path=self.path)
 
     def fitted(self, codec: Blocks, mesh: Mesh) -> Blocks | None:
         """Returns how its shards are written in blocks; None where they travel as they are."""

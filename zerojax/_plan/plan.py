@@ -18,7 +18,7 @@ from zerojax._state import carried as _carried, refusals as _refusals, state as 
 from zerojax._state.state import state_of
 from zerojax._types import PyTree, TreeDef
 from zerojax._update import offload as _offload
-from zerojax._wire.routes import Cut, Route, Wire
+from zerojax._wire.routes import Route
 
 
 class Plan(Layout):
@@ -164,11 +164,8 @@ class Plan(Layout):
         rest = [leaf.rest.local for leaf in plans]
 
         def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
-            rank = len(leaf.shape)
             # All over: what does not rest where it is updated rests whole. Exact: it would drift.
-            wire = Wire(gather=Route(leaf.update.axes, padding=leaf.update.padding))
-            others = leaf.update.others(rank)
-            cut = Cut(leaf.update.dim, rank, leaf.dtype, wire, others=others, path=leaf.path)
+            cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.padding))
             return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
 
         return jax.shard_map(

@@ -28,7 +28,7 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
 from zerojax._step.step_options import precision_of, regathered
 from zerojax._types import PyTree, TreeDef
-from zerojax._wire.routes import Cut, Route, Wire, names_in
+from zerojax._wire.routes import Cut, Route, names_in
 
 
 @functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])
@@ -48,7 +48,7 @@ class Sharded:
     @property
     def full(self) -> jax.ShapeDtypeStruct:
         """The full parameter without padding, as a shape."""
-        route, dim = self.cut.wire.gather, self.cut.dim
+        route, dim = self.cut.gather, self.cut.dim
         size = lax.axis_size((*route.near, *route.far))
         shape = (n * size - route.padding if d == dim else n for d, n in enumerate(self.data.shape))
         return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
@@ -117,17 +117,16 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
     def marked(value: Array, leaf: LeafPlan) -> Array | Sharded:
         if leaf.rest.dim is None:
             return value
-        others = leaf.rest.others(value.ndim)
-        others = () if names_in(others) & by_hand else others
         axes, padding = leaf.rest.axes, leaf.rest.padding
         precision = precision_of(plan, None)
         replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
         gathered = leaf.codec(precision.gather, plan.mesh)
         reduced = leaf.sum_codec(precision.reduce, plan.mesh, plan.batch_axes)
         reduce = Route(axes, (), replicas, reduced, padding).coded_over(plan.slow(axes))
-        wire = Wire(Route(near, beyond(axes, near), (), gathered, padding), reduce)
-        cut = Cut(leaf.rest.dim, value.ndim, value.dtype, wire, others=others, path=leaf.path)
-        return Sharded(value, cut, how)
+        gather = Route(near, beyond(axes, near), (), gathered, padding)
+        cut = leaf.cut(gather, reduce, value.dtype)
+        others = () if names_in(cut.others) & by_hand else cut.others
+        return Sharded(value, dataclasses.replace(cut, others=others), how)
 
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
@@ -218,7 +217,7 @@ def scan(
 
 def _regathering(leaf: Sharded, axes: Axes) -> Sharded:
     """Returns a parameter that backward gathers over these axes again."""
-    gather = leaf.cut.wire.gather
+    gather = leaf.cut.gather
     if unknown := beyond(axes, (*gather.near, *gather.far)):
         raise ValueError(
             f"regather={axes} names {unknown[0]!r}, and {leaf.cut.path} is gathered over "
@@ -231,8 +230,8 @@ def _regathering(leaf: Sharded, axes: Axes) -> Sharded:
             f"axis on. Name the first of these: regather={gather.near[0]!r}."
         )
     far = (*beyond(gather.near, near), *gather.far)
-    wire = Wire(dataclasses.replace(gather, near=near, far=far), leaf.cut.wire.reduce)
-    return dataclasses.replace(leaf, cut=dataclasses.replace(leaf.cut, wire=wire))
+    gather = dataclasses.replace(gather, near=near, far=far)
+    return dataclasses.replace(leaf, cut=dataclasses.replace(leaf.cut, gather=gather))
 
 
 def _run(

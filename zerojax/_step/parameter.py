@@ -22,11 +22,11 @@ from zerojax._plan.precision import Precision, promoted, wide
 from zerojax._state.state import zero_gradient
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
-from zerojax._wire.routes import Cut, Route, Wire
+from zerojax._wire.routes import Cut, Route
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class Param:
     """One parameter of a step. The placements of its leaf decide all of it."""
 
     leaf: LeafPlan
@@ -90,12 +90,7 @@ class Parameter:
         codec = self.leaf.codec(self.precision.gather if travels else None, self.plan.mesh)
         devices = _mesh.axes_size(self.plan.mesh, (*near, *far))
         gather = Route(near, far, (), codec, self.leaf.rest.padding, devices=devices)
-        return self.cut_by(Wire(gather, reduce))
-
-    def cut_by(self, wire: Wire) -> Cut:
-        update, rank = self.leaf.update, len(self.leaf.shape)
-        others, path = update.others(rank), self.leaf.path
-        return Cut(update.dim, rank, self.compute_dtype, wire, others=others, path=path)
+        return self.leaf.cut(gather, reduce, self.compute_dtype)
 
     @property
     def far(self) -> Axes:
@@ -110,7 +105,7 @@ class Parameter:
     def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
         """Returns what microbatches gather from, in the dtype that they gather."""
         codec = self.leaf.codec(self.precision.gather, self.plan.mesh)
-        cut = self.cut_by(Wire(Route(self.far, codec=codec)))
+        cut = self.leaf.cut(Route(self.far, codec=codec), dtype=self.compute_dtype)
         return _collectives.gathered(_compat.fetched(value).astype(dtype), cut).astype(dtype)
 
     @property
@@ -219,7 +214,7 @@ class Parameter:
         """Returns an updated shard of a layer as it rests: gathered, where that is whole."""
         if self.leaf.rest.on_device == self.leaf.update:
             return layer
-        cut = self.cut_by(Wire(gather=Route(self.leaf.update.axes)))
+        cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
         return _collectives.gathered(layer, cut)
 
     def mean(self, grad: Array, remaining: float) -> Array:

@@ -24,7 +24,7 @@ from zerojax._plan.precision import wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
-from zerojax._step.parameter import Parameter
+from zerojax._step.parameter import Param
 from zerojax._step.step_options import LossOptions, keeping, precision_of
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
@@ -64,11 +64,11 @@ class Program:
         self.trained = [p for p in self.params if p.is_varied]
         self.reached: set[str] = set()  # paths of parameters that backward has updated
 
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> list[Param]:
         """Returns the parameters; raises where the loss does not keep activations by layers."""
         activations, accumulates = self.options.activations, self.options.rounds > 1
         params = [
-            Parameter(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
+            Param(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
             for leaf in self.plan.params
         ]
         if activations and not _run.has_loops(self.jaxpr, self.kinds_of(params)):
@@ -79,7 +79,7 @@ class Program:
             )
         return params
 
-    def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Parameter]:
+    def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Param]:
         """Returns the parameters, those with an update that backward can do with it."""
         if not any(updates):
             return self.params
@@ -215,7 +215,7 @@ class Program:
     def kinds(self) -> list[InputKind]:
         return self.kinds_of(self.params)
 
-    def kinds_of(self, params: Sequence[Parameter]) -> list[InputKind]:
+    def kinds_of(self, params: Sequence[Param]) -> list[InputKind]:
         """Returns what its inputs are: after the parameters, plain arrays."""
         others = len(self.jaxpr.invars) - len(params)
         return [*(p.kind() for p in params), *[None] * others]
@@ -322,7 +322,7 @@ class Program:
         parameter was updated; and what was."""
         found = dict(zip(map(id, self.trained), grads, strict=True))
 
-        def mean(p: Parameter) -> Array | np.ndarray | None:
+        def mean(p: Param) -> Array | np.ndarray | None:
             if p.update is not None:
                 return None
             return p.mean(p.reduced(found[id(p)]), remaining) if p.is_varied else p.no_gradient()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from zerojax._wire.codecs import Blocks, Codec, Exact
+from zerojax._wire.codecs import Codec, Exact
 
 EXACT = Exact()
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
@@ -54,22 +54,18 @@ class Route:
 
     def coded_over(self, axes: tuple[str, ...]) -> "Route":
         """Returns the route of a gradient that goes as codes over these of its axes alone."""
-        if not isinstance(self.codec, Blocks):
+        if self.codec.adds:
             return self
         return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """The routes of a parameter: of its weight to the devices, of its gradient back to shards."""
-
-    gather: Route = Route()
-    reduce: Route = Route()
+NOWHERE = Route()
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The sharding of a parameter of `rank` dimensions, its dtypes, and how it is communicated.
+    """How a parameter of `rank` dimensions is sharded, and how it travels: its weight along
+    `gather` from shards to devices, its gradient back along `reduce`.
 
     `others` names, for each dimension, mesh axes of the user's own that it is sharded over (a
     `tensor` axis); it is empty where there are none. `path` is for messages and traces.
@@ -78,7 +74,8 @@ class Cut:
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
     rank: int
     dtype: DTypeLike  # of what is sent
-    wire: Wire = Wire()
+    gather: Route = NOWHERE
+    reduce: Route = NOWHERE
     use_dtype: DTypeLike | None = None  # of the weight as it is used, where that is wider
     others: tuple[Entry, ...] = ()
     path: str = "a parameter"
@@ -86,6 +83,11 @@ class Cut:
     @property
     def final_dtype(self) -> DTypeLike:
         return self.dtype if self.use_dtype is None else self.use_dtype
+
+    @property
+    def own_names(self) -> set[str]:
+        """The mesh axes of the user's own that shard it."""
+        return names_in(self.others)
 
     @property
     def fixed(self) -> int:

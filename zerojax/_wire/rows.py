@@ -10,6 +10,7 @@ rounded once, as it is sent.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._wire.routes import Cut
+from zerojax import _compat
+from zerojax._collectives import Held, as_sent, is_inexact, over_replicas
+from zerojax._wire.codecs import Exact
+from zerojax._wire.routes import EXACT, Cut, Route
 
 ROWS_SCOPE = "rows_of"  # of what moves rows, before the parameter, in a compiled program
 # What is sent at most for rows, where a gather of the table would send 1. An all-to-all between
@@ -58,6 +62,72 @@ class Rows:
         return jax.vmap(self.look_up, in_axes=(None, 0))(columns, indices)
 
 
+def looked_up(held: Held, indices: Array, cut: Cut, rows: Rows) -> Array:
+    """Returns rows of a table that stays sharded, whose gradients are disposed of through the
+    shard. They travel exactly, whatever the codec of the table."""
+    with jax.named_scope(scope_of(cut.path)):
+        source = _compat.fetched(held.source)
+        if not is_inexact(held.shard):
+            return _read(source, _of_readers(indices, cut.gather), cut, rows)
+        return _looked_up(source, indices, held.shard, cut, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _looked_up(source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows) -> Array:
+    return _read(source, _of_readers(indices, cut.gather), cut, rows)
+
+
+def _looked_up_fwd(
+    source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows
+) -> tuple[Array, tuple[Array, Array]]:
+    gather, reduce = cut.gather, cut.reduce
+    asked = _of_readers(indices, gather)
+    # Not in backward: on CPU devices, a collective that needs nothing of a loop may run in it.
+    summed = asked if gather.axes == reduce.axes else _of_readers(indices, reduce)
+    return _read(source, asked, cut, rows), (summed, jnp.zeros(0, shard.dtype))
+
+
+def _looked_up_bwd(
+    cut: Cut, rows: Rows, saved: tuple[Array, Array], grad: Array
+) -> tuple[None, None, Array]:
+    indices, like = saved
+    route, grad = cut.reduce, grad.astype(cut.dtype)
+    (encoded,) = _exact(route).encode(grad)
+    # A dtype that is wider than the gradient's is for sums alone.
+    narrow = min(grad, encoded, key=lambda x: x.dtype.itemsize)
+    total = rows.summed(narrow, indices, route.axes).astype(encoded.dtype)
+    total = from_columns(total, cut, rows, route.axes)
+    return None, None, over_replicas(total, cut, route).astype(like.dtype)
+
+
+_looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
+
+
+def _of_readers(indices: Array, route: Route) -> Array:
+    """Returns the indices of all devices among which a route sends rows."""
+    return of_all_devices(indices, route.axes) if route.axes else indices
+
+
+def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
+    """Returns this device's rows, where `indices` are those of all that read the same shards."""
+    route = cut.gather
+    if not route.axes:
+        own = rows.look_up(source, indices)
+        return (
+            own.astype(cut.dtype).astype(cut.final_dtype)
+            if is_inexact(own)
+            else own
+        )
+    (shard,) = _exact(route).encode(as_sent(Held(source), cut))
+    columns = to_columns(shard, cut, rows, route.axes)
+    own = rows.read(columns, indices, route.axes)
+    return own.astype(cut.final_dtype) if is_inexact(own) else own
+
+
+def _exact(route: Route) -> Exact:
+    return route.codec if isinstance(route.codec, Exact) else EXACT
+
+
 def to_columns(shard: Array, cut: Cut, rows: Rows, axes: tuple[str, ...]) -> Array:
     """Returns this device's columns of a table, from its shard."""
     if cut.dim == rows.dim:
@@ -70,7 +140,7 @@ def from_columns(columns: Array, cut: Cut, rows: Rows, axes: tuple[str, ...]) ->
     """Returns this device's shard of a table, padded as its gradient is, from its columns."""
     if cut.dim == rows.dim:
         return columns
-    padding = [(0, cut.wire.reduce.padding), *[(0, 0)] * (columns.ndim - 1)]
+    padding = [(0, cut.reduce.padding), *[(0, 0)] * (columns.ndim - 1)]
     return _exchanged(jnp.pad(columns, padding), axes, 0, rows.dim)
 
 
@@ -82,10 +152,10 @@ def of_all_devices(indices: Array, axes: tuple[str, ...]) -> Array:
 def columns_dim(cut: Cut, shape: Sequence[int], counts: Sequence[int]) -> int | None:
     """Returns the dimension of a table in whose parts devices look up rows; None where it is better
     gathered. `counts`: how many rows a device reads, each time that it reads some."""
-    routes = [route for route in (cut.wire.gather, cut.wire.reduce) if route.axes]
+    routes = [route for route in (cut.gather, cut.reduce) if route.axes]
     devices = max((route.devices for route in routes), default=1)
-    is_padded = cut.dim and (cut.wire.gather.padding or cut.wire.reduce.padding)
-    if cut.dim is None or cut.others or is_padded or not cut.wire.reduce.axes or devices == 1:
+    is_padded = cut.dim and (cut.gather.padding or cut.reduce.padding)
+    if cut.dim is None or cut.others or is_padded or not cut.reduce.axes or devices == 1:
         return None
     dims = [cut.dim] if cut.dim else range(1, cut.rank)
     fitting = (d for d in dims if all(shape[d] % route.devices == 0 for route in routes))

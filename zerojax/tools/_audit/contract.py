@@ -14,7 +14,7 @@ from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes
-from zerojax._wire import messages as _messages, rows as _rows
+from zerojax._wire import codecs as _codecs, rows as _rows
 from zerojax.tools._audit import transfers as _transfers
 from zerojax.tools._audit.measured import Measured, Part, Traffic
 from zerojax.tools._hlo.schedule import REDUCING
@@ -269,7 +269,7 @@ def _is_within(one: Traffic, axes: Axes) -> bool:
 def _is_known(one: Traffic, within: str = "") -> bool:
     """Whether a collective moves gradients as codes; or rows of a table, in this scope."""
     is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
-    return _messages.MESSAGES_SCOPE in one.scope or is_of_rows
+    return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows
 
 
 def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:
