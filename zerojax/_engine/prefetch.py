@@ -56,9 +56,8 @@ from zerojax._update.in_loop import (
 # own compute is left for them to start behind.
 
 
-LayerSource = tuple[
-    list[Value | None], list[Transit]
-]  # what the weights of a layer are gathered from
+# What the weights of a layer are gathered from.
+LayerSource = tuple[list[Value | None], list[Parts]]
 
 
 class PrefetchedLayers(Layers):
