@@ -1,6 +1,7 @@
 """The two halves of a split as functions, and their derivative by hand."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Transit
 from zerojax._engine.ir import Op, Split
 from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
+from zerojax._engine.slices import Unchanged
 from zerojax._engine.vary import (
     Gradient,
     T,
@@ -50,19 +52,21 @@ class How:
     """When the collectives of a loss run.
 
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
-    all-gather one layer ahead (1) or none (0). `in_turn`: in backward, each weight of the next
-    layer waits for its gradient of the previous one. `by_data`: data dependences, not barriers,
-    keep collectives in order. `in_loop`: what runs is the body of a loop over layers. `keeping`:
-    where a loop over layers keeps what backward needs. `counted`: whether XLA finds any layer in
-    host memory by a loop's counter; asked where there is one.
+    all-gather one layer ahead (1) or none (0). `in_turn_above`: in backward of layers of more
+    bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`: data
+    dependences, not barriers, keep collectives in order. `in_loop`: what runs is the body of a loop
+    over layers. `keeping`: where a loop over layers keeps what backward needs. `updates`: what
+    backward updates of the stacks that a loop scans. `counted`: whether XLA finds any layer in host
+    memory by a loop's counter; asked where there is one.
     """
 
     regather: bool
     prefetch: int
-    in_turn: bool = False
+    in_turn_above: float = math.inf
     by_data: bool = False
     in_loop: bool = False
     keeping: Keeping = AS_IT_IS
+    updates: Callable[[Sequence[Any]], Unchanged] = Unchanged
     counted: Callable[[], bool] = dataclasses.field(default=lambda: True, compare=False)
 
 

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from zerojax._collectives import Held
 from zerojax._jaxpr import Atom, Var, is_var, reads, type_of
 from zerojax._wire.routes import Cut
-from zerojax._wire.rows import Rows
 
 Dims = tuple[int | None, ...]
 T = TypeVar("T")
@@ -105,18 +104,18 @@ class Loop(Nested):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
-    """An equation that reads rows of a table, which is not gathered for it: see `rows.py`."""
+class Attached:
+    """An equation that something outside of the engine runs, on shards as they are."""
 
-    table: Shard
-    indices: Atom
-    rows: Rows
+    shards: list[Shard]
+    atoms: list[Atom]  # the other operands
     outvars: list[Var]
-    name: str = ""
+    apply: Callable[[list[Held], list[Array]], list[Array]]
+    name: str = ""  # the name scope that it is in
     effects: frozenset[Effect] = frozenset()
 
 
-Op = JaxprEqn | Scope | Loop | Lookup  # of a main part
+Op = JaxprEqn | Scope | Loop | Attached  # of a main part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Split:
 
     @property
     def loop_roots(self) -> list[Var]:
-        """The inputs that the main part still needs as shards, for loops, scopes and lookups."""
+        """The inputs that the main part still needs as shards, for loops and scopes."""
         return unique(s.root for s in shards_read(self.main))
 
     @property
@@ -197,8 +196,8 @@ def reads_of(op: Op) -> list[Var]:
     """Returns the variables that an op reads as values (not as shards)."""
     if isinstance(op, Nested):
         return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
-    if isinstance(op, Lookup):
-        return [op.indices] if is_var(op.indices) else []
+    if isinstance(op, Attached):
+        return list(filter(is_var, op.atoms))
     return reads(op)
 
 
@@ -209,8 +208,8 @@ def unique(items: Iterable[T]) -> list[T]:
 def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
     """Returns the dtypes in which each shard travels, here and in loops and scopes."""
     found: dict[Var, set[np.dtype]] = {}
-    tables = [op.table for op in split.main if isinstance(op, Lookup)]
-    for shard in [*split.gathers.values(), *tables]:
+    attached = [shard for op in split.main if isinstance(op, Attached) for shard in op.shards]
+    for shard in [*split.gathers.values(), *attached]:
         found.setdefault(shard.root, set()).add(np.dtype(shard.cut.dtype))
     for op in (op for op in split.main if isinstance(op, Nested)):
         inside = dtypes_of(op.split)
@@ -229,5 +228,5 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
     for op in ops:
         if isinstance(op, Nested):
             yield from (v for v in op.operands if isinstance(v, Shard))
-        elif isinstance(op, Lookup):
-            yield op.table
+        elif isinstance(op, Attached):
+            yield from op.shards

@@ -18,8 +18,8 @@ from zerojax._collectives import Held, Transit
 from zerojax._engine.body import Body, How, Run
 from zerojax._engine.ir import Loop
 from zerojax._engine.residuals import AS_IT_IS
+from zerojax._engine.slices import Index, Layer, by_scanned_index, fetched_layer
 from zerojax._engine.vary import Gradient, T, Value, add, float_cotangents, is_float, where
-from zerojax._update.in_loop import Index, InLoop, Layer, by_scanned_index, fetched_layer
 
 
 class Layers:
@@ -84,7 +84,7 @@ class Layers:
     ) -> list[Gradient]:
         """Returns the gradients of the inputs."""
         consts, _, xs = self.parts(inputs)
-        in_loop, xs = InLoop(xs), as_read(xs)
+        in_loop, xs = self.how.updates(xs), as_read(xs)
         d_carry, d_ys = self.d_outs(cts)
         types: list = self.carry_types(inputs)
 

@@ -13,20 +13,17 @@ from zerojax import _compat
 from zerojax._collectives import Held, Transit
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.residuals import Saved
-from zerojax._engine.vary import Gradient, Value, add
-from zerojax._engine.xla_options import LARGEST_COLLECTIVE
-from zerojax._jaxpr import nbytes
-from zerojax._update.in_loop import (
+from zerojax._engine.slices import (
     Index,
-    InLoop,
     Layer,
-    Stacks,
     empty_stacks,
     fetched_layer,
     layer_of,
     resting_layer_of,
     with_layer,
 )
+from zerojax._engine.vary import Gradient, Value, add
+from zerojax._jaxpr import nbytes
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -57,7 +54,7 @@ from zerojax._update.in_loop import (
 
 
 # What the weights of a layer are gathered from.
-LayerSource = tuple[list[Value | None], list[Parts]]
+LayerSource = tuple[list[Value | None], list[Transit]]
 
 
 class PrefetchedLayers(Layers):
@@ -147,14 +144,14 @@ class _Backward:
         self.layers, self.body, self.index = layers, layers.body, layers.index
         self.crossed, (self.kept, self.last_kept, self.last_weights) = crossed, saved
         self.consts, self.carry, self.xs = layers.parts(inputs)
-        self.in_loop, self.inputs = InLoop(self.xs), as_read(inputs)
+        self.in_loop, self.inputs = layers.how.updates(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
         coded = not all(cut.reduce.codec.adds for cut in cuts)
-        in_pieces = nbytes([*layers.loop.split.gathers]) > LARGEST_COLLECTIVE
-        self.in_turn = layers.how.in_turn and in_pieces and not coded
+        in_pieces = nbytes([*layers.loop.split.gathers]) > layers.how.in_turn_above
+        self.in_turn = in_pieces and not coded
 
     def run(self) -> list[Gradient]:
         """Returns the gradients of the inputs."""
@@ -196,7 +193,7 @@ class _Backward:
         stacks = self.in_loop.updated(stacks, old, done, layer)
         return (grads, arrived, left, d_stacks, stacks, carried + 1), None
 
-    def source_at(self, stacks: Stacks, at: Layer) -> LayerSource:
+    def source_at(self, stacks: list, at: Layer) -> LayerSource:
         """Returns what one layer's weights are gathered from, some updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)

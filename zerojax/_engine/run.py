@@ -2,23 +2,22 @@
 
 import contextlib
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array, lax
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from zerojax import _collectives, _compat
+from zerojax import _compat
 from zerojax._collectives import Held
-from zerojax._engine import fence as _fence, xla_options as _xla_options
+from zerojax._engine import fence as _fence
 from zerojax._engine.body import CROSSED, Body, Env, How, read, read_arrays, write
 from zerojax._engine.ir import (
+    Attached,
     InputKind,
-    Lookup,
     Loop,
     Nested,
     Op,
@@ -34,7 +33,7 @@ from zerojax._engine.ir import (
 from zerojax._engine.layers import Layers, as_read
 from zerojax._engine.prefetch import PrefetchedLayers
 from zerojax._engine.residuals import AS_IT_IS
-from zerojax._engine.split import split
+from zerojax._engine.split import Attach, split
 from zerojax._engine.vary import (
     Gradient,
     T,
@@ -48,66 +47,47 @@ from zerojax._engine.vary import (
 from zerojax._jaxpr import Atom, Var
 
 
-def how_on(
-    mesh: Mesh,
-    *,
-    regather: bool,
-    prefetch: int | str,
-    gathers: bool = True,
-    **others: Any,
-) -> How:
-    """Returns how a loss runs on these devices. `gathers`: weights are sharded where they rest. The
-    others are as in `How`.
+class SplitLoss:
+    """A traced loss, split once: it says how its parameters are used, and runs."""
 
-    "auto" prefetches on GPUs, where collectives run beside compute.
-    """
-    ahead = int(_compat.is_gpu(mesh.devices.flat[0])) if prefetch == "auto" else int(prefetch)
-    return How(
-        regather,
-        ahead,
-        in_turn=gathers and _xla_options.knows_wires(mesh),
-        by_data=_xla_options.mixes_up_collectives(mesh),
-        **others,
-    )
+    def __init__(
+        self, jaxpr: Jaxpr, kinds: Sequence[InputKind], attach: Attach | None = None
+    ) -> None:
+        """Inputs whose kind is a `Cut` will be `Held`, the others plain arrays."""
+        self.jaxpr, self.kinds = jaxpr, kinds
+        self.scope = split(jaxpr, (), kinds, pull=False, attach=attach)
 
+    def __call__(self, inputs: Sequence[Value], how: How) -> list[Array]:
+        # As in loops that prefetch, backward starts with the weights that forward ended with.
+        kept = self.scope.read_last if how.prefetch else ()
+        return ScopeCode(self.scope, how, kept=kept)(inputs)
 
-def evaluate(
-    jaxpr: Jaxpr, inputs: Sequence[Value], kinds: Sequence[InputKind], how: How
-) -> list[Array]:
-    """Runs `jaxpr`. Inputs whose kind is a `Cut` are `Held`, the others plain arrays."""
-    scope = split(jaxpr, (), kinds, pull=False)
-    # As in loops that prefetch, backward starts with the weights that forward ended with.
-    kept = scope.read_last if how.prefetch else ()
-    return ScopeCode(scope, how, kept=kept)(inputs)
+    @property
+    def gathered_dtypes(self) -> list[DTypeLike | None]:
+        """The widest dtype in which each input is gathered: its own, or what the loss casts it to.
+        None where it is not gathered."""
+        wide = {v: max(d, key=lambda d: d.itemsize) for v, d in dtypes_of(self.scope).items()}
+        return [wide.get(var) for var in self.jaxpr.invars]
 
+    @property
+    def loops(self) -> list[Loop]:
+        """The loops over layers that scan parameters."""
+        return [op for op in self.scope.main if isinstance(op, Loop)]
 
-def gathered_dtypes(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[DTypeLike | None]:
-    """Returns the widest dtype in which each input is gathered: its own, or what the loss casts it
-    to. None where it is not gathered."""
-    found = dtypes_of(split(jaxpr, (), kinds, pull=False))
-    wide = {var: max(dtypes, key=lambda d: d.itemsize) for var, dtypes in found.items()}
-    return [wide.get(var) for var in jaxpr.invars]
-
-
-def has_loops(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> bool:
-    """Whether a loop over layers scans one of the parameters."""
-    return any(isinstance(op, Loop) for op in split(jaxpr, (), kinds, pull=False).main)
-
-
-def scanned_alone(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> list[bool]:
-    """Returns, for each input, whether one loop scans it as it is and nothing else reads it: then
-    the loop has all of a layer's gradient."""
-    scope = split(jaxpr, (), kinds, pull=False)
-    reads = [*scope.gathers.values(), *shards_read(scope.main)]
-    once = {var for var in jaxpr.invars if sum(shard.root is var for shard in reads) == 1}
-    found = set()
-    for op in (op for op in scope.main if isinstance(op, Loop)):
-        gathered = {s.root for s in op.split.gathers.values() if not s.is_frozen}
-        gathered -= {*op.split.loop_roots}
-        for var, operand in zip(op.split.invars, op.operands, strict=True):
-            if isinstance(operand, Shard) and not operand.views and var in gathered:
-                found.add(operand.root)
-    return [var in found & once for var in jaxpr.invars]
+    @property
+    def scanned_alone(self) -> list[bool]:
+        """Whether one loop scans each input as it is and nothing else reads it: then the loop has
+        all of a layer's gradient."""
+        shards = [*self.scope.gathers.values(), *shards_read(self.scope.main)]
+        reads = Counter(shard.root for shard in shards)
+        scanned = set()
+        for loop in self.loops:
+            gathered = {s.root for s in loop.split.gathers.values() if not s.is_frozen}
+            gathered -= {*loop.split.loop_roots}
+            for var, operand in zip(loop.split.invars, loop.operands, strict=True):
+                if isinstance(operand, Shard) and not operand.views and var in gathered:
+                    scanned.add(operand.root)
+        return [var in scanned and reads[var] == 1 for var in self.jaxpr.invars]
 
 
 def run(ops: Sequence[Op], env: Env, how: How) -> None:
@@ -119,7 +99,7 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
     codes: dict[tuple[int, bool], ScopeCode] = {}
     before: Op | None = None
     for op in ops:
-        if how.by_data and any(isinstance(one, Lookup) for one in (before, op)):
+        if how.by_data and any(isinstance(one, Attached) for one in (before, op)):
             _in_turn(before, op, env)
         match op:
             case Scope():
@@ -135,17 +115,17 @@ def run(ops: Sequence[Op], env: Env, how: How) -> None:
             case Loop():
                 with _named(op):
                     outs = run_loop(op, operand_values(op.operands, env), how)
-            case Lookup():
-                held, (indices,) = op.table.of(env[op.table.root]), read(env, [op.indices])
+            case Attached():
+                held = [shard.of(env[shard.root]) for shard in op.shards]
                 with _named(op):
-                    outs = [_collectives.looked_up(held, indices, op.table.cut, op.rows)]
+                    outs = op.apply(held, read(env, op.atoms))
             case _:
                 outs = _compat.bind(op, read(env, op.invars))
         write(env, op.outvars, outs)
-        before = op if isinstance(op, Nested | Lookup) else before
+        before = op if isinstance(op, Nested | Attached) else before
 
 
-def _named(op: Scope | Loop | Lookup) -> contextlib.AbstractContextManager:
+def _named(op: Scope | Loop | Attached) -> contextlib.AbstractContextManager:
     return jax.named_scope(op.name) if op.name else contextlib.nullcontext()
 
 

@@ -17,9 +17,9 @@ from zerojax import _compat
 from zerojax._engine.ir import (
     CONST,
     WEIGHT,
+    Attached,
     InputKind,
     Kind,
-    Lookup,
     Loop,
     Op,
     Scope,
@@ -34,6 +34,8 @@ from zerojax._jaxpr import Atom, Code, Inliner, Var, alive, is_var, reads, type_
 from zerojax._warn import warn
 from zerojax._wire.routes import Cut
 
+Attach = Callable[[JaxprEqn, "Splitter"], Attached | None]
+
 
 def split(
     jaxpr: Jaxpr,
@@ -42,14 +44,16 @@ def split(
     *,
     pull: bool,
     checkpointed: bool = False,
+    attach: Attach | None = None,
 ) -> Split:
     """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is sharded.
 
     With `pull`, weights inside a remat are gathered outside of it (a loop body gathers everything
     first); without, the remat gathers for itself where it can. `checkpointed` says that the main
-    part will run under `jax.checkpoint`.
+    part will run under `jax.checkpoint`. `attach` may take an equation outside of loops and remats
+    out of the engine's hands.
     """
-    splitter = _Splitter(pull, checkpointed)
+    splitter = Splitter(pull, checkpointed, attach)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
         splitter.bring_in(var, kind)
     splitter.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
@@ -79,11 +83,11 @@ def split(
     )
 
 
-class _Splitter:
+class Splitter:
     """A visitor of the equations of one jaxpr, which sorts them into prefix and main part."""
 
-    def __init__(self, pull: bool, checkpointed: bool) -> None:
-        self.pull, self.checkpointed = pull, checkpointed
+    def __init__(self, pull: bool, checkpointed: bool, attach: "Attach | None") -> None:
+        self.pull, self.checkpointed, self.attach = pull, checkpointed, attach
         self.inliner = Inliner()
         self.kinds: dict[Var, Kind] = {}
         self.roots: dict[Var, Shard] = {}
@@ -158,8 +162,8 @@ class _Splitter:
             self.kinds[eqn.outvars[0]] = kinds[0]
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
-        elif name == "gather" and (lookup := self.lookup(eqn, kinds[0])):
-            main.append(lookup)
+        elif self.attach and (attached := self.attach(eqn, self)):
+            main.append(attached)
         elif name in _compat.REMAT and any(map(self.is_weights, eqn.invars)):
             self.visit_remat(eqn, main)
         elif name == "scan" and self.scans_weights(eqn):
@@ -184,19 +188,6 @@ class _Splitter:
                 main.append(eqn)
         else:
             main.append(eqn)
-
-    def lookup(self, eqn: JaxprEqn, kind: Kind) -> Lookup | None:
-        """Returns a read of rows as such, where the table is better not gathered for it.
-
-        Loops and remats gather: a loop would move a table's columns in each iteration.
-        """
-        is_outermost = not (self.pull or self.checkpointed)
-        if not is_outermost or not isinstance(kind, Shard):
-            return None
-        if (rows := self.readers.rows(eqn, kind.cut)) is None:
-            return None
-        indices, name = self.gathered_once(eqn.invars[1]), _compat.scope_of(eqn)
-        return Lookup(kind, indices, rows, list(eqn.outvars), name)
 
     def visit_remat(self, eqn: JaxprEqn, main: list[Op]) -> None:
         main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))

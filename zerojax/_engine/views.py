@@ -1,15 +1,12 @@
-"""What may be done to a weight that stays sharded: views of a stack, reads of a table's rows."""
+"""Views of a stack that stays sharded."""
 
 from collections.abc import Callable, Iterable
 
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from zerojax import _compat
 from zerojax._engine.ir import Dims, Kind, Shard, View, unique
 from zerojax._jaxpr import Atom, Var, is_var, type_of
-from zerojax._wire.routes import Cut
-from zerojax._wire.rows import Rows, columns_dim
 
 # [Note: views]
 # Frozen (`stop_gradient`), sliced, indexed or reshaped into groups, a stack is still a stack of
@@ -147,17 +144,6 @@ class Readers:
             return None
         return [Shard(kind.root, kind.cut.moved(view.dims), (*kind.views, view)) for view in found]
 
-    def rows(self, eqn: JaxprEqn, cut: Cut) -> Rows | None:
-        """Returns the rows that `eqn` reads of a table, where nothing else reads it but equations
-        like this one, and rows may travel instead of the table."""
-        table, shape = self.name(eqn.invars[0]), type_of(eqn.invars[0]).shape
-        own = [r for r in self.of(table) if r and self.name(r.invars[0]) is table]
-        counts = [count for count in map(_count_of_rows, own) if count is not None]
-        dim = columns_dim(cut, shape, counts) if len(counts) == len(self.of(table)) else None
-        if dim is None:
-            return None
-        return Rows(_look_up(eqn), shape, dim, eqn.params["dimension_numbers"].offset_dims[dim - 1])
-
     def _is_gathered_too(self, eqn: JaxprEqn, kind: Shard, stops: bool) -> bool:
         """Whether the operand is also read as it is, or both frozen and not."""
         readers = self.of(eqn.invars[0])
@@ -168,29 +154,6 @@ class Readers:
     def _is_scanned(self, var: Var) -> bool:
         readers = self.of(var)
         return bool(readers) and all(r and r.primitive.name == "scan" for r in readers)
-
-
-def _count_of_rows(eqn: JaxprEqn) -> int | None:
-    """Returns how many rows an equation reads of its first operand, None if it reads others."""
-    if eqn.primitive.name != "gather":
-        return None
-    table, indices = map(type_of, eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
-    by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-    is_whole = eqn.params["slice_sizes"] == (1, *table.shape[1:]) and table.ndim > 1
-    return indices.size if by_row and is_whole and not numbers.operand_batching_dims else None
-
-
-def _look_up(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
-    """Returns an equation that reads rows as a function of the table, or of some of its columns."""
-
-    def look_up(table: Array, indices: Array) -> Array:
-        # What the user knows of the order of indices is not true of those of all devices.
-        unordered = {"indices_are_sorted": False, "unique_indices": False}
-        params = eqn.params | unordered | {"slice_sizes": (1, *table.shape[1:])}
-        return _compat.bind(eqn.replace(params=params), [table, indices])[0]
-
-    return look_up
 
 
 def is_cast(eqn: JaxprEqn) -> bool:

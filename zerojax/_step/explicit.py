@@ -20,13 +20,13 @@ from zerojax import _compat
 from zerojax._collectives import Held, obtain
 from zerojax._engine.body import How
 from zerojax._engine.ir import InputKind
-from zerojax._engine.run import evaluate, how_on
+from zerojax._engine.run import SplitLoss
 from zerojax._engine.vary import Value
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
-from zerojax._step.step_options import precision_of, regathered
+from zerojax._step.step_options import how_on, precision_of, regathered
 from zerojax._types import PyTree, TreeDef
 from zerojax._wire.routes import Cut, Route, names_in
 
@@ -255,7 +255,7 @@ def _run(
     kinds: list[InputKind] = [
         dataclasses.replace(x.cut, dtype=x.data.dtype) if _is_sharded(x) else None for x in values
     ]
-    return jax.tree.structure(out_shape).unflatten(evaluate(jaxpr, inputs, kinds, how))
+    return jax.tree.structure(out_shape).unflatten(SplitLoss(jaxpr, kinds)(inputs, how))
 
 
 def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:

@@ -9,10 +9,10 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from zerojax import _compat
-from zerojax._engine.xla_options import DOUBLE_BUFFER
+from zerojax._engine.slices import sliced, written
+from zerojax._features.xla_options import DOUBLE_BUFFER
 from zerojax._plan.placement import Placement
 from zerojax._types import Device
-from zerojax._update.in_loop import sliced, written
 from zerojax._update.offload import PINNED
 from zerojax._warn import warn
 

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat, _fingerprint
-from zerojax._engine import xla_options as _xla_options
+from zerojax._features import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.constraints import named_axes

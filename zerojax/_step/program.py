@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._engine import run as _run
-from zerojax._engine.ir import CONST, WEIGHT, InputKind
+from zerojax._engine.ir import CONST, WEIGHT
+from zerojax._engine.run import SplitLoss
+from zerojax._features import activations as _activations, rows as _rows
 from zerojax._jaxpr import type_of
 from zerojax._loss import batch as _batch, fields as _fields, layered as _layered, mean as _mean
 from zerojax._loss.microbatches import Microbatches
@@ -25,9 +26,10 @@ from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.parameter import Param
-from zerojax._step.step_options import LossOptions, keeping, precision_of
+from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
+from zerojax._update.in_loop import InLoop
 
 
 class Program:
@@ -47,46 +49,51 @@ class Program:
         self.precision = precision_of(plan, options.precision)
         self.hoisted = self.hoisted_counts()
         self.jaxpr, self.constants = self.as_it_runs()
-        self.params = self.parameters()
+        accumulates, loops = options.rounds > 1, bool(options.activations)
+        self.params = [
+            Param(leaf, plan, self.precision, accumulates, loops=loops) for leaf in plan.params
+        ]
+        self.split = self.split_by(self.params)
+        self.check_activations()
         if backward:
-            self.params = self.with_updates(backward.updates)
-            backward.check(self.updated)
+            self.update_in(backward)
         brings = any(leaf.is_on_host for leaf in plan.params)
-        self.how = _run.how_on(
+        self.how = how_on(
             plan.mesh,
             regather=bool(options.regather) and options.differentiates,
             # What is gathered after its update is so while the layer before computes backward.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             gathers=bool(plan.groups.params),
-            keeping=keeping(plan, options.activations or ()),
+            keeping=_activations.kept(plan, options.activations or ()),
+            updates=InLoop,
             counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
         )
         self.trained = [p for p in self.params if p.is_varied]
         self.reached: set[str] = set()  # paths of parameters that backward has updated
 
-    def parameters(self) -> list[Param]:
-        """Returns the parameters; raises where the loss does not keep activations by layers."""
-        activations, accumulates = self.options.activations, self.options.rounds > 1
-        params = [
-            Param(leaf, self.plan, self.precision, accumulates, loops=bool(activations))
-            for leaf in self.plan.params
-        ]
-        if activations and not _run.has_loops(self.jaxpr, self.kinds_of(params)):
+    def split_by(self, params: Sequence[Param]) -> SplitLoss:
+        others = [None] * (len(self.jaxpr.invars) - len(params))
+        return SplitLoss(self.jaxpr, [*(p.kind() for p in params), *others], _rows.attach)
+
+    def check_activations(self) -> None:
+        """Raises where the loss does not keep activations by layers."""
+        if (activations := self.options.activations) and not self.split.loops:
             raise ValueError(
                 f"activations={activations} is for loops over layers, and the loss has no scan of "
                 "stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), with "
                 "jax.checkpoint around one and not around the loop, or leave it out."
             )
-        return params
 
-    def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Param]:
-        """Returns the parameters, those with an update that backward can do with it."""
-        if not any(updates):
-            return self.params
-        pairs = zip(self.params, updates, strict=True)
-        params = [dataclasses.replace(p, update=update) for p, update in pairs]
-        alone = _run.scanned_alone(self.jaxpr, self.kinds_of(params))
-        return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
+    def update_in(self, backward: InBackward) -> None:
+        """Has backward update the parameters that it can."""
+        if any(backward.updates):
+            pairs = zip(self.params, backward.updates, strict=True)
+            params = [dataclasses.replace(p, update=update) for p, update in pairs]
+            fits = self.split_by(params).scanned_alone
+            pairs = zip(params, self.params, fits, strict=False)
+            self.params = [p if fit else q for p, q, fit in pairs]
+            self.split = self.split_by(self.params)
+        backward.check(self.updated)
 
     # -- its inputs and outputs, as `shard_map` sees them
 
@@ -184,7 +191,7 @@ class Program:
         """Returns what the loss gathers parameters from."""
         if not any(p.is_brought_near for p in self.params):
             return values
-        dtypes = _run.gathered_dtypes(self.jaxpr, self.kinds)
+        dtypes = self.split.gathered_dtypes
         return [
             p.brought_near(value, dtype or p.compute_dtype) if p.is_brought_near else value
             for p, value, dtype in zip(self.params, values, dtypes, strict=False)
@@ -210,15 +217,6 @@ class Program:
         kinds += [CONST] * (len(jaxpr.invars) - len(kinds))
         count, axes = self.options.accumulate, self.plan.batch_axes
         return _layered.layered(jaxpr, kinds, count, self.plan.mesh, axes)
-
-    @property
-    def kinds(self) -> list[InputKind]:
-        return self.kinds_of(self.params)
-
-    def kinds_of(self, params: Sequence[Param]) -> list[InputKind]:
-        """Returns what its inputs are: after the parameters, plain arrays."""
-        others = len(self.jaxpr.invars) - len(params)
-        return [*(p.kind() for p in params), *[None] * others]
 
     def over_microbatches(
         self,
@@ -265,7 +263,7 @@ class Program:
             inputs = [*inputs, *self.hoisted.constants, *counts]
         inputs = [*inputs, *self.constants]
         if any(p.is_held for p in self.params):
-            outs = _run.evaluate(self.jaxpr, inputs, self.kinds, self.how)
+            outs = self.split(inputs, self.how)
         else:
             outs = _compat.run_jaxpr(self.jaxpr, inputs)
         loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number

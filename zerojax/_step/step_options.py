@@ -2,12 +2,17 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
+from zerojax import _compat
 from zerojax._declared import Options, option, switch
-from zerojax._engine.residuals import Keeping
+from zerojax._engine.body import How
+from zerojax._features import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
 from zerojax._plan import mesh as _mesh
@@ -263,18 +268,28 @@ class ValueOptions(GradOptions):
     )
 
 
-def keeping(plan: Plan, activations: Sequence[str]) -> Keeping:
-    """Returns where loops keep what backward needs."""
-    free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
-    for name in activations:
-        if name != "host" and name not in free:
-            none = "this mesh has none; zerojax.mesh(data=4, tensor=2) has one"
-            axes = " or ".join(map(repr, free)) or none
-            raise ValueError(
-                f"activations={name!r} is not known. Pass 'host', or an axis of the mesh over "
-                f"which the batch is not split: {axes}."
-            )
-    return Keeping("host" in activations, tuple(name for name in activations if name != "host"))
+def how_on(
+    mesh: Mesh,
+    *,
+    regather: bool,
+    prefetch: int | str,
+    gathers: bool = True,
+    **others: Any,
+) -> How:
+    """Returns how a loss runs on these devices. `gathers`: weights are sharded where they rest. The
+    others are as in `How`.
+
+    "auto" prefetches on GPUs, where collectives run beside compute.
+    """
+    in_turn = gathers and _xla_options.knows_wires(mesh)
+    ahead = int(_compat.is_gpu(mesh.devices.flat[0])) if prefetch == "auto" else int(prefetch)
+    return How(
+        regather,
+        ahead,
+        in_turn_above=_xla_options.LARGEST_COLLECTIVE if in_turn else math.inf,
+        by_data=_xla_options.mixes_up_collectives(mesh),
+        **others,
+    )
 
 
 def precision_of(plan: Plan, given: Precision | None) -> Precision:

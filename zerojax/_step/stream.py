@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
+from zerojax._engine.slices import Index, sliced, written
 from zerojax._plan.layout import LeafPlan, by_layer
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
@@ -16,7 +17,6 @@ from zerojax._state.state import get_params
 from zerojax._step import host_slices as _slices
 from zerojax._types import PyTree
 from zerojax._update import parts as _parts
-from zerojax._update.in_loop import Index, sliced, written
 from zerojax._update.parts import Flat, Part, Update
 
 

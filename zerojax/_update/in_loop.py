@@ -1,102 +1,21 @@
-"""Layers of stacks, and parameters that are updated in the loop over layers that has their
-gradients.
-"""
+"""Parameters that are updated in the loop over layers that has their gradients."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._collectives import Held
-from zerojax._types import PyTree
+from zerojax._engine.slices import Layer, Unchanged, sliced, written
 
 T = TypeVar("T")
-Index = int | Array  # of a layer
-Turn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
 Stacks = list[tuple[Array, ...]]  # of each parameter: it, and what is updated with it
 
 
-# Indices are those of layers, and never negative: a GPU's engines copy a slice of host memory only
-# where its index is linear in the counter of the loop, which a negative index that wraps around is
-# not. Where a loop carries a stack, it is written in place.
-
-
-def sliced(stack: Array, i: Index) -> Array:
-    """Returns layer `i` of a stack, as a stack of one."""
-    start, sizes = (i, *[0] * (stack.ndim - 1)), (1, *stack.shape[1:])
-    return lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
-
-
-def written(stack: Array, layer: Array, i: Index) -> Array:
-    """Writes a stack of one, as layer `i`, into a stack."""
-    start = (i, *[0] * (stack.ndim - 1))
-    return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
-
-
-def layer_of(stacks: PyTree, i: Index) -> PyTree:
-    """Returns layer `i` of all stacks in a tree."""
-    return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, i), (0,)), stacks)
-
-
-def with_layer(stacks: PyTree, layer: PyTree, i: Index) -> PyTree:
-    """Writes a layer into its stacks."""
-    return jax.tree.map(lambda stack, one: written(stack, one[None], i), stacks, layer)
-
-
-def empty_stacks(layer: PyTree, length: int) -> PyTree:
-    """Returns stacks of zeros for so many layers."""
-    return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), layer)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One layer of the stacks.
-
-    [Note: two indices of a layer] A GPU's engines find a slice of host memory where its index is
-    linear in a counter that the loop carries. With such an index into the device's own memory, XLA
-    no longer runs the loop's collectives beside its compute (JAX 0.12: 615 ms for 546, 7.5B on 8
-    H100s). There `i` comes from an `arange` that the loop scans.
-    """
-
-    i: Index
-    counted: Index
-    finds: Callable[[], bool] = lambda: True  # whether XLA finds a slice by the counter
-
-    def of(self, stack: Array) -> Index:
-        return self.counted if _compat.is_on_host(stack) and self.finds() else self.i
-
-
-def fetched_layer(stacks: PyTree, at: Layer) -> PyTree:
-    """Returns one layer of all stacks in a tree, on the devices."""
-    return jax.tree.map(_compat.fetched, resting_layer_of(stacks, at))
-
-
-def resting_layer_of(stacks: PyTree, at: Layer) -> PyTree:
-    """Returns one layer of all stacks in a tree, in the memory where they are."""
-    return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, at.of(stack)), (0,)), stacks)
-
-
-def by_scanned_index(step: Turn, xs: PyTree, length: int) -> tuple[Turn, PyTree]:
-    """Returns a step for `lax.scan`, and what it scans, for layers in host memory that XLA would
-    not find by the loop's counter: the index of each is scanned."""
-    stacks, treedef = jax.tree.flatten(xs)
-    there = {k: stack for k, stack in enumerate(stacks) if _compat.is_on_host(stack)}
-
-    def found(carry: PyTree, scanned: tuple[Array, list]) -> tuple[PyTree, PyTree]:
-        at, layers = scanned
-        for k, stack in there.items():
-            layers[k] = resting_layer_of(stack, Layer(at, at))
-        return step(carry, treedef.unflatten(layers))
-
-    here = [None if k in there else stack for k, stack in enumerate(stacks)]
-    return found, (jnp.arange(length), here)
-
-
-class InLoop:
+class InLoop(Unchanged):
     """Those among the stacks that a loop scans, by their positions.
 
     The loop carries their stacks, reads the parameters from there, and writes each layer back.

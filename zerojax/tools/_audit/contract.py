@@ -9,12 +9,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from zerojax._features import rows as _rows
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes
-from zerojax._wire import codecs as _codecs, rows as _rows
+from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit import transfers as _transfers
 from zerojax.tools._audit.measured import Measured, Part, Traffic
 from zerojax.tools._hlo.schedule import REDUCING

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from zerojax._features import rows as _rows
 from zerojax._plan import show as _show
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state import state as _state
-from zerojax._wire import codecs as _codecs, rows as _rows
+from zerojax._wire import codecs as _codecs
 from zerojax.tools._audit.measured import OURS, Part, Traffic
 from zerojax.tools._hlo.groups import Group
 from zerojax.tools._hlo.lineage import NONE, Lineage

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, MutableMapping
 
-from zerojax._engine.xla_options import KNOWN_SPEEDS
+from zerojax._features.xla_options import KNOWN_SPEEDS
 from zerojax.tools._hlo.gpus import Gpu
 
 # On data centers' GPUs from Hopper on, XLA's scheduler knows how long collectives take, but takes

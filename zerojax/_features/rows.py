@@ -18,9 +18,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
 from zerojax._collectives import Held, as_sent, is_inexact, over_replicas
+from zerojax._engine.ir import Attached, Shard
+from zerojax._engine.split import Splitter
+from zerojax._jaxpr import type_of
 from zerojax._wire.codecs import Exact
 from zerojax._wire.routes import EXACT, Cut, Route
 
@@ -113,11 +117,7 @@ def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
     route = cut.gather
     if not route.axes:
         own = rows.look_up(source, indices)
-        return (
-            own.astype(cut.dtype).astype(cut.final_dtype)
-            if is_inexact(own)
-            else own
-        )
+        return own.astype(cut.dtype).astype(cut.final_dtype) if is_inexact(own) else own
     (shard,) = _exact(route).encode(as_sent(Held(source), cut))
     columns = to_columns(shard, cut, rows, route.axes)
     own = rows.read(columns, indices, route.axes)
@@ -179,3 +179,52 @@ def parameter(scope: str) -> str | None:
 
 def _exchanged(array: Array, axes: tuple[str, ...], split: int, joined: int) -> Array:
     return lax.all_to_all(array, axes, split, joined, tiled=True)
+
+
+def attach(eqn: JaxprEqn, splitter: Splitter) -> Attached | None:
+    """Returns what reads rows of a table that stays sharded, where nothing else reads the table but
+    equations like this one, and its rows may travel instead of it.
+
+    Loops and remats gather: a loop would move a table's columns in each iteration.
+    """
+    kind = splitter.kind(eqn.invars[0]) if eqn.primitive.name == "gather" else None
+    if not isinstance(kind, Shard) or splitter.pull or splitter.checkpointed:
+        return None
+    readers, shape = splitter.readers, type_of(eqn.invars[0]).shape
+    table = readers.name(eqn.invars[0])
+    alike = [one for one in readers.of(table) if one and readers.name(one.invars[0]) is table]
+    counts = [count for count in map(_count_of_rows, alike) if count is not None]
+    dim = columns_dim(kind.cut, shape, counts) if len(counts) == len(readers.of(table)) else None
+    if dim is None:
+        return None
+    out = eqn.params["dimension_numbers"].offset_dims[dim - 1]
+    rows = Rows(_look_up(eqn), shape, dim, out)
+    indices = splitter.gathered_once(eqn.invars[1])
+
+    def apply(held: list[Held], indices: list[Array]) -> list[Array]:
+        return [looked_up(held[0], indices[0], kind.cut, rows)]
+
+    return Attached([kind], [indices], list(eqn.outvars), apply, _compat.scope_of(eqn))
+
+
+def _count_of_rows(eqn: JaxprEqn) -> int | None:
+    """Returns how many rows an equation reads of its first operand, None if it reads others."""
+    if eqn.primitive.name != "gather":
+        return None
+    table, indices = map(type_of, eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    is_whole = eqn.params["slice_sizes"] == (1, *table.shape[1:]) and table.ndim > 1
+    return indices.size if by_row and is_whole and not numbers.operand_batching_dims else None
+
+
+def _look_up(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
+    """Returns an equation that reads rows as a function of the table, or of some of its columns."""
+
+    def look_up(table: Array, indices: Array) -> Array:
+        # What the user knows of the order of indices is not true of those of all devices.
+        unordered = {"indices_are_sorted": False, "unique_indices": False}
+        params = eqn.params | unordered | {"slice_sizes": (1, *table.shape[1:])}
+        return _compat.bind(eqn.replace(params=params), [table, indices])[0]
+
+    return look_up

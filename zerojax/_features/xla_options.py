@@ -9,9 +9,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
+from zerojax._features import rows as _rows
 from zerojax._jaxpr import nbytes
 from zerojax._types import Device
-from zerojax._wire import rows as _rows
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 COMBINE_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"  # of their results
