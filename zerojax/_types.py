@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 PyTree: TypeAlias = Any  # arrays, or what stands for them, in nested containers
 Shape = tuple[int, ...]
@@ -31,3 +34,10 @@ class TreeDef(Protocol):
 def is_key(value: object) -> bool:
     """Whether a value is a PRNG key, or an array of them; old-style keys are integers."""
     return jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+
+
+def zero_gradient(value: Array | jax.ShapeDtypeStruct) -> Array | np.ndarray:
+    """Returns zeros in a dtype that optimizers can add; a key gets JAX's own zero."""
+    if is_key(value):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    return jnp.zeros(value.shape, value.dtype)

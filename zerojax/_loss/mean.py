@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._jaxpr import Atom, is_var, type_of
+from zerojax._kernel.step import exact_share as exact_share
 from zerojax._plan.precision import wide
 
 # The names of the calls below, which accumulation looks for, and `check_gradients`.
@@ -93,17 +94,6 @@ def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     `_step/accumulate.py` puts that in place of this call's result.
     """
     return lax.psum(count, axes)
-
-
-def exact_share(ways: int) -> tuple[float, float]:
-    """Splits `1 / ways` into a power of two and the factor that is left.
-
-    A power of two is exact in narrow dtypes. It scales the loss, so that sums of gradients do not
-    overflow. The other factor, which most dtypes round, scales the sums; it is 1 where `ways` is a
-    power of two.
-    """
-    power = 1 << (ways - 1).bit_length()
-    return 1 / power, power / ways
 
 
 # -- gradients of a mean that a loss takes itself

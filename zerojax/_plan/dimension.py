@@ -5,13 +5,13 @@ applies, never what it is.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax._plan import mesh as _mesh
 from zerojax._wire.routes import Entry, names_in
 
 DEFAULT_MIN_SHARD_SIZE = 128
@@ -54,7 +54,7 @@ class Rule:
     @property
     def size(self) -> int:
         """The number of devices that a leaf is sharded over."""
-        return _mesh.axes_size(self.mesh, self.axes)
+        return axes_size(self.mesh, self.axes)
 
     def __call__(
         self, path: str, shape: Sequence[int], base: PartitionSpec, layers: int
@@ -114,7 +114,7 @@ class Rule:
         dim = shard_dim(spec, self.axes)
         if dim is None:
             return 0
-        return -shape[dim] % _mesh.axes_size(self.mesh, [*names_in([spec[dim]])])
+        return -shape[dim] % axes_size(self.mesh, [*names_in([spec[dim]])])
 
     def padded_shape(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
         dim, padding = shard_dim(spec, self.axes), self.padding(shape, spec)
@@ -148,7 +148,7 @@ class Rule:
                         f"overrides= puts {path} on {spec}, but the mesh has no axis {name!r}; "
                         f"its axes are {self.mesh.axis_names}. Name one of those."
                     )
-            total = _mesh.axes_size(self.mesh, names)
+            total = axes_size(self.mesh, names)
             is_padded = self.pad and set(names) <= set(self.axes)
             if shape[dim] % total and not is_padded:
                 raise ValueError(
@@ -162,6 +162,11 @@ class Rule:
         which groups need."""
         here = [axis for axis in self.axes if axis in names_in([entry])]
         return entry_over(here) if here else entry
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Returns the number of devices that these axes shard over."""
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 def entry_over(axes: Sequence[str]) -> Entry:

@@ -2,132 +2,17 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Self
 
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import Mesh, NamedSharding
 
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.placement import Axes, Groups, Placement, beyond
+from zerojax._plan.leaf import LeafPlan
+from zerojax._plan.placement import Axes, Groups, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
-from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
-from zerojax._wire.routes import NOWHERE, Cut, Route
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """One leaf: where it rests between steps, where its gradient goes, where it is updated.
-
-    `shape` is the one that the user knows; placements say how it is padded where it is sharded. A
-    step keeps a parameter at `near`, once it is there, to gather it from there again. Only
-    parameters have gradients. While they are summed over microbatches they are at `grad`; after the
-    last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
-    would not read it. `reason` says why the leaf is replicated; `memory`, where state was to rest
-    in host memory, how a step brings the leaf from there, or why it stays on the device. `absent`
-    are the axes that the leaf is annotated with and the mesh lacks.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    rest: Placement
-    near: Placement
-    grad: Placement | None
-    update: Placement
-    stacked: bool
-    reason: str | None
-    frozen: bool = False
-    memory: str | None = None
-    # Not compared: a step that sets no rules for names has the plan of a state placed with some.
-    absent: Axes = dataclasses.field(default=(), compare=False)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the leaf rests in host memory."""
-        return self.rest.memory is not None
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The sharding of the leaf between steps."""
-        return self.rest.spec
-
-    @property
-    def shard_spec(self) -> PartitionSpec:
-        """The sharding of the leaf while the optimizer updates it."""
-        return self.update.spec
-
-    @property
-    def dim(self) -> int | None:
-        """The dimension that is sharded during the update."""
-        return self.update.dim
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape that the leaf has between steps."""
-        return self.rest.padded(self.shape)
-
-    @property
-    def padded_place(self) -> Placement:
-        """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
-        return (self.rest if self.rest.padding else self.update).on_device
-
-    def cut(self, gather: Route, reduce: Route = NOWHERE, dtype: DTypeLike | None = None) -> Cut:
-        """Returns how a step cuts it up and sends it, in its own dtype or in another."""
-        rank, dtype = len(self.shape), self.dtype if dtype is None else dtype
-        others = self.update.others(rank)
-        return Cut(self.update.dim, rank, dtype, gather, reduce, others=others, path=self.path)
-
-    def fitted(self, codec: Blocks, mesh: Mesh) -> Blocks | None:
-        """Returns how its shards are written in blocks; None where they travel as they are."""
-        is_matrix = len(self.shape) - self.stacked >= 2
-        if self.update.dim is None or not is_matrix or not _is_float(self.dtype):
-            return None
-        place = self.update.on_device
-        return codec.fitted(place.sharding(mesh).shard_shape(place.padded(self.shape))[-1])
-
-    def codec(self, ways: Ways, mesh: Mesh) -> Blocks | Exact:
-        """Returns the codec of what `Precision` says of a way: exact, where it fits no blocks."""
-        way = way_of(self.path, ways)
-        if isinstance(way, Blocks):
-            return self.fitted(way, mesh) or Exact()
-        return Exact(way)
-
-    def sum_codec(self, ways: Ways, mesh: Mesh, axes: Axes) -> Blocks | Exact:
-        """Returns the codec of gradients that are summed over the batch's axes."""
-        codec = self.codec(ways, mesh)
-        if isinstance(codec, Blocks) or not _is_float(self.dtype) or _mesh.sums_narrow(mesh, axes):
-            return codec
-        return Exact(jnp.promote_types(codec.dtype or self.dtype, jnp.float32))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def bytes_per_device(self, mesh: Mesh) -> int:
-        return self._bytes_at(self.rest, mesh)
-
-    def gradient_bytes_per_device(self, mesh: Mesh) -> int:
-        return self._bytes_at(self.grad, mesh) if self.grad else 0
-
-    def _bytes_at(self, place: Placement, mesh: Mesh) -> int:
-        part = place.on_device.sharding(mesh).shard_shape(place.padded(self.shape))
-        return math.prod(part) * self.dtype.itemsize
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def by_layer(leaf: LeafPlan) -> bool:
-    """Whether a step can have one layer of a leaf at a time: a stack whose layers are whole."""
-    return leaf.stacked and leaf.update.dim != 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -232,11 +117,6 @@ class Layout:
                 totals[leaf.kind] += leaf.bytes_per_device(self.mesh)
         return totals
 
-    def slow(self, axes: Axes) -> Axes:
-        """Returns those of some axes that are slower than the fastest of the batch's, if there are
-        several: links between nodes, on a mesh of levels."""
-        return beyond(axes, self.batch_axes[-1:]) if len(self.batch_axes) > 1 else axes
-
     def regathering(self, regather: bool | str | Sequence[str]) -> Self:
         """Returns the plan of a step whose backward gathers parameters over these axes again.
 
@@ -270,7 +150,7 @@ class Layout:
         """Returns the bytes on each device of the parameters that a step keeps at `near`, where
         that is not where they rest, in their own dtypes."""
         kept = [leaf for leaf in self.params if leaf.near.axes != leaf.rest.axes]
-        return sum(leaf._bytes_at(leaf.near, self.mesh) for leaf in kept)
+        return sum(leaf.bytes_at(leaf.near, self.mesh) for leaf in kept)
 
     def gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax import _compat
+from zerojax._plan.dimension import axes_size as axes_size
 from zerojax._run import processes as _processes
 from zerojax._types import Device
 from zerojax._warn import warn
@@ -212,11 +213,6 @@ def sums_narrow(mesh: Mesh, axes: Sequence[str]) -> bool:
     reduction that the partitioner wrote.
     """
     return mesh.devices.flat[0].platform != "cpu" or set(mesh.axis_names) <= set(axes)
-
-
-def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Returns the number of devices that these axes shard over."""
-    return math.prod(mesh.shape[name] for name in axes)
 
 
 @functools.cache  # once in a process

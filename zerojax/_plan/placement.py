@@ -28,6 +28,12 @@ def beyond(axes: Axes, inner: Axes) -> Axes:
     return tuple(axis for axis in axes if axis not in inner)
 
 
+def slow(axes: Axes, batch_axes: Axes) -> Axes:
+    """Returns those of some axes that are slower than the fastest of the batch's, if there are
+    several: links between nodes, on a mesh of levels."""
+    return beyond(axes, batch_axes[-1:]) if len(batch_axes) > 1 else axes
+
+
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The mesh axes over which each kind of array is sharded; () where it is replicated."""

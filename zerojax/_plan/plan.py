@@ -7,18 +7,18 @@ import jax
 import numpy as np
 from jax import Array
 
-from zerojax import _collectives, _compat, _fingerprint
+from zerojax import _compat, _fingerprint
+from zerojax._kernel import step as _step
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
-from zerojax._plan.layout import Layout, LeafPlan
-from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes, unpadded
-from zerojax._plan.placement import Placement
+from zerojax._plan.layout import Layout
+from zerojax._plan.leaf import LeafPlan
+from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes
 from zerojax._plan.precision import stored_with
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import state_of
 from zerojax._types import PyTree, TreeDef
 from zerojax._update import offload as _offload
-from zerojax._wire.routes import Route
 
 
 class Plan(Layout):
@@ -115,67 +115,16 @@ class Plan(Layout):
         they rest.
         """
         self.check_structure(state)
-        leaves, treedef = jax.tree.flatten(state)
-        moved = [i for i in range(len(leaves)) if i not in resting]
-        for i in moved:
-            leaves[i] = self.updated(leaves[i], self.leaves[i])
-        moving = [
-            i
-            for i in moved
-            if self.leaves[i].rest.on_device != self.leaves[i].update
-            and not _compat.is_on_host(leaves[i])
+        values, treedef = jax.tree.flatten(state)
+        old = [None] * len(values) if into is None else jax.tree.leaves(into)
+        old = [  # parameters that a user replaced may have no padding
+            value if np.shape(value) == leaf.padded_shape else None
+            for value, leaf in zip(old, self.leaves, strict=True)
         ]
-        if moving:
-            old = [None] * len(leaves) if into is None else jax.tree.leaves(into)
-            old = [  # parameters that a user replaced may have no padding
-                value if np.shape(value) == leaf.padded_shape else None
-                for value, leaf in zip(old, self.leaves, strict=True)
-            ]
-            full = self._gathered(moving, leaves, old)
-            for i, leaf in zip(moving, full, strict=True):
-                leaves[i] = leaf
-        there = {i for i in moved if self.leaves[i].rest == self.leaves[i].update}
-        return treedef.unflatten(
-            value if i in there else self.at_rest(value, leaf)
-            for i, (value, leaf) in enumerate(zip(leaves, self.leaves, strict=True))
+        rested = _step.rested(
+            values, self.leaves, self.mesh, self.batch_axes, into=old, resting=resting
         )
-
-    def updated(self, value: Array, leaf: LeafPlan) -> Array:
-        """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""
-        if _compat.is_on_host(value):  # stored already
-            return value
-        with jax.named_scope("optimizer"):  # which may have worked in a layout of its own
-            value = self.scattered(value, leaf)
-        if not leaf.update.padding:
-            return value
-        return self._constrained(padded(value, leaf.update.padded(leaf.shape)), leaf.update)
-
-    def at_rest(self, value: Array, leaf: LeafPlan) -> Array:
-        """Constrains a padded leaf, inside `jax.jit`, to where it is between steps."""
-        if not _compat.is_on_host(value):
-            value = self._constrained(value, leaf.rest.on_device)
-        return self._constrained(_compat.stored(value), leaf.rest) if leaf.is_on_host else value
-
-    def _gathered(
-        self, indices: list[int], shards: list[Array], old: Sequence[Array | None]
-    ) -> list[Array]:
-        """Gathers the leaves at `indices`. By hand: XLA would choose when, and in which dtype."""
-        plans = [self.leaves[i] for i in indices]
-        rest = [leaf.rest.local for leaf in plans]
-
-        def gather_one(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
-            # All over: what does not rest where it is updated rests whole. Exact: it would drift.
-            cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.padding))
-            return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
-
-        return jax.shard_map(
-            lambda shards, old: list(map(gather_one, shards, old, plans)),
-            mesh=self.mesh,
-            in_specs=([leaf.update.local for leaf in plans], rest),
-            out_specs=rest,
-            axis_names=set(self.batch_axes),
-            check_vma=False,
-        )([shards[i] for i in indices], [old[i] for i in indices])
+        return treedef.unflatten(rested)
 
     def unpad(self, state: PyTree) -> PyTree:
         """Returns a state of this plan without its padding, inside `jax.jit` or outside.
@@ -238,15 +187,15 @@ class Plan(Layout):
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains one leaf, or its gradient, to where the optimizer updates it."""
-        value = _compat.fetched(value)
-        if value.shape != leaf.shape:
-            value = unpadded(self._constrained(value, leaf.update), leaf.shape)
-        if leaf.update.padding:
-            return _compat.constrained(value, leaf.update.sharding(self.mesh))
-        return self._constrained(value, leaf.update)
+        return _step.scattered(value, leaf, self.mesh)
 
-    def _constrained(self, value: Array, place: Placement) -> Array:
-        return jax.lax.with_sharding_constraint(value, place.sharding(self.mesh))
+    def updated(self, value: Array, leaf: LeafPlan) -> Array:
+        """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""
+        return _step.updated(value, leaf, self.mesh)
+
+    def at_rest(self, value: Array, leaf: LeafPlan) -> Array:
+        """Constrains a padded leaf, inside `jax.jit`, to where it is between steps."""
+        return _step.at_rest(value, leaf, self.mesh)
 
     def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import takes
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.leaf import LeafPlan, by_layer
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan

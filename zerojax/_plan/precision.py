@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from zerojax._kernel.step import wide as wide
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
@@ -140,16 +141,6 @@ def _cast(
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     return leaf.astype(dtype)
-
-
-def wide(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype for sums and means of `dtype`: itself, but float32 at least.
-
-    For integers it is JAX's default float.
-    """
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.result_type(float)
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def check_precision(precision: object) -> object:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax._plan.layout import Layout, LeafPlan
+from zerojax._plan.codes import codec_of
+from zerojax._plan.layout import Layout
+from zerojax._plan.leaf import LeafPlan
 from zerojax._plan.placement import Groups
 from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
@@ -299,7 +301,7 @@ def _sent_as(plan: Layout, leaf: LeafPlan) -> str:
     """Says what a parameter is sent as: 'weight int8, gradient exactly'."""
     if leaf.kind != PARAMS or leaf.dim is None:
         return ""
-    sent = {name: leaf.codec(ways, plan.mesh) for name, ways in _codecs(plan).items()}
+    sent = {name: codec_of(leaf, ways, plan.mesh) for name, ways in _codecs(plan).items()}
     if leaf.rest.dim is None:
         sent.pop("weight", None)  # it rests whole
     names = [f"{name} {codec.dtype or 'exactly'}" for name, codec in sent.items()]

@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from zerojax._state import patches as _patches
-from zerojax._types import PyTree, is_key
+from zerojax._types import PyTree, is_key, zero_gradient as zero_gradient
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 
@@ -113,13 +113,6 @@ def shape_dtype(value: PyTree) -> jax.ShapeDtypeStruct:
         dtype = value.dtype if is_key(value) else jax.dtypes.canonicalize_dtype(value.dtype)
         return jax.ShapeDtypeStruct(value.shape, dtype)
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(type(value))))
-
-
-def zero_gradient(value: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
-    """Returns zeros in a dtype that optimizers can add; a key gets JAX's own zero."""
-    if is_key(value):
-        return np.zeros(value.shape, jax.dtypes.float0)
-    return jnp.zeros(value.shape, value.dtype)
 
 
 def _check_single(state: object) -> None:

@@ -11,12 +11,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
-from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.leaf import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS, zero_gradient
 from zerojax._step import host_slices as _slices
-from zerojax._step.parameter import Param
+from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, precision_of
 from zerojax._types import PyTree, is_key
 from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_updates
@@ -134,7 +134,7 @@ def in_backward(
 ) -> InBackward:
     """Returns what backward may update of a state as it rests."""
     precision = precision_of(plan, options.precision)
-    params = [Param(leaf, plan, precision, False) for leaf in plan.params]
+    params = [StepParam.of(leaf, plan, precision, accumulates=False) for leaf in plan.params]
     logical = jax.tree.structure(state).unflatten(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves
     )
@@ -164,7 +164,7 @@ def in_backward(
     return InBackward(jax.tree.leaves(state), paths, updates, reasons, must)
 
 
-def _grad_input(plan: Plan, param: Param, at: int) -> Input:
+def _grad_input(plan: Plan, param: StepParam, at: int) -> Input:
     leaf = param.leaf
     shape = jax.ShapeDtypeStruct(leaf.shape, param.grad_dtype)
     if is_key(shape):

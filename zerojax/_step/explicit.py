@@ -22,8 +22,9 @@ from zerojax._engine.body import How
 from zerojax._engine.ir import InputKind
 from zerojax._engine.run import SplitLoss
 from zerojax._engine.vary import Value
-from zerojax._plan.layout import LeafPlan
-from zerojax._plan.placement import Axes, beyond
+from zerojax._plan.codes import codec_of, sum_codec_of
+from zerojax._plan.leaf import LeafPlan
+from zerojax._plan.placement import Axes, beyond, slow
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
 from zerojax._step.step_options import how_on, precision_of, regathered
@@ -120,9 +121,10 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         axes, padding = leaf.rest.axes, leaf.rest.padding
         precision = precision_of(plan, None)
         replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
-        gathered = leaf.codec(precision.gather, plan.mesh)
-        reduced = leaf.sum_codec(precision.reduce, plan.mesh, plan.batch_axes)
-        reduce = Route(axes, (), replicas, reduced, padding).coded_over(plan.slow(axes))
+        gathered = codec_of(leaf, precision.gather, plan.mesh)
+        reduced = sum_codec_of(leaf, precision.reduce, plan.mesh, plan.batch_axes)
+        reduce = Route(axes, (), replicas, reduced, padding)
+        reduce = reduce.coded_over(slow(axes, plan.batch_axes))
         gather = Route(near, beyond(axes, near), (), gathered, padding)
         cut = leaf.cut(gather, reduce, value.dtype)
         others = () if names_in(cut.others) & by_hand else cut.others

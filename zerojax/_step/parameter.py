@@ -1,55 +1,51 @@
-"""One parameter of a step: how the loss receives it, and where its gradient goes."""
+"""One parameter of a step with options: precision, microbatches, updates in backward."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Updating
-from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
-from zerojax._plan import mesh as _mesh
-from zerojax._plan.layout import LeafPlan
-from zerojax._plan.placement import Axes, Placement, beyond
+from zerojax._kernel.step import Param, wide
+from zerojax._plan.codes import codec_of, sum_codec_of
+from zerojax._plan.leaf import LeafPlan
+from zerojax._plan.placement import Axes, Placement, slow
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision, promoted, wide
-from zerojax._state.state import zero_gradient
+from zerojax._plan.precision import Precision, promoted
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
-from zerojax._wire.routes import Cut, Route
+from zerojax._wire.codecs import Codec
+from zerojax._wire.routes import Route
 
 
-@dataclasses.dataclass(frozen=True)
-class Param:
-    """One parameter of a step. The placements of its leaf decide all of it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepParam(Param):
+    """A parameter as the options of a step have it."""
 
-    leaf: LeafPlan
-    plan: Plan
     precision: Precision
-    accumulates: bool
+    accumulates: bool  # microbatches, one after another
     update: LayerUpdate | None = None  # where backward updates it
     loops: bool = False  # whether loops over layers are differentiated by hand in any case
+
+    @classmethod
+    def of(cls, leaf: LeafPlan, plan: Plan, precision: Precision, **others: Any) -> "StepParam":
+        return cls(leaf, plan.mesh, plan.batch_axes, plan.groups, precision=precision, **others)
 
     @property
     def is_held(self) -> bool:
         """Whether the loss receives it as `Held`, and disposes of each gradient at once.
 
-        Where full gradients are accumulated, they are reduced after the last microbatch. Where
-        nothing is sharded, stacks of matrices are `Held` all the same: see the note in `Cut.fixed`.
+        Where full gradients are accumulated, they are reduced after the last microbatch.
         """
-        if self.landing.dim is not None or self.update is not None or self.leaf.is_on_host:
+        if self.update is not None or self.leaf.is_on_host or (self.loops and self.leaf.stacked):
             return True
-        if self.loops and self.leaf.stacked:
-            return True
-        if self.accumulates or self.plan.groups.opt_state or self.plan.size == 1:
-            return False
-        return len(self.leaf.shape) > 2
+        return super().is_held and (self.landing.dim is not None or not self.accumulates)
 
     @property
     def landing(self) -> Placement:
@@ -57,12 +53,16 @@ class Param:
         # One microbatch alone goes all the way to the shard that is updated, layer by layer, hidden
         # behind the layers before it. Of several, each goes no further than where they are summed.
         grad = self.leaf.grad if self.accumulates else None
-        return self.leaf.update if grad is None else grad
+        return super().landing if grad is None else grad
 
     @property
-    def is_varied(self) -> bool:
-        """Whether it has a gradient."""
-        return jnp.issubdtype(self.leaf.dtype, jnp.inexact) and not self.leaf.frozen
+    def is_own_source(self) -> bool:
+        return super().is_own_source and not self.is_brought_near
+
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        is_float = jnp.issubdtype(self.leaf.dtype, jnp.floating)
+        return (is_float and self.precision.compute) or self.leaf.dtype
 
     @property
     def grad_dtype(self) -> DTypeLike:
@@ -74,28 +74,28 @@ class Param:
         return promoted(own, wide or own)
 
     @property
-    def compute_dtype(self) -> DTypeLike:
-        is_float = jnp.issubdtype(self.leaf.dtype, jnp.floating)
-        return (is_float and self.precision.compute) or self.leaf.dtype
-
-    @property
-    def cut(self) -> Cut:
-        """The sharding and the wire that the engine sees, where the parameter is `Held`."""
-        # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
-        reduce = self.route((), self.landing.axes, () if self.accumulates else self.replicas)
-        near, far = self.leaf.near.axes, () if self.accumulates else self.far
+    def gather_codec(self) -> Codec:
         # A weight that rests whole travels nowhere, and is used as it is.
         # What was brought near was decoded there, and the rest of its way is fast.
-        travels = (near or far) and not self.is_brought_near
-        codec = self.leaf.codec(self.precision.gather if travels else None, self.plan.mesh)
-        devices = _mesh.axes_size(self.plan.mesh, (*near, *far))
-        gather = Route(near, far, (), codec, self.leaf.rest.padding, devices=devices)
-        return self.leaf.cut(gather, reduce, self.compute_dtype)
+        travels = self.leaf.rest.axes and not self.is_brought_near
+        return codec_of(self.leaf, self.precision.gather if travels else None, self.mesh)
 
     @property
-    def far(self) -> Axes:
-        """The axes that shard it between steps alone: a step all-gathers over these once."""
-        return beyond(self.leaf.rest.axes, self.leaf.near.axes)
+    def reduce_codec(self) -> Codec:
+        return sum_codec_of(self.leaf, self.precision.reduce, self.mesh, self.batch_axes)
+
+    @property
+    def crosses(self) -> Axes:
+        return () if self.accumulates else self.far
+
+    @property
+    def sums_over(self) -> Axes:
+        # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
+        return () if self.accumulates else self.replicas
+
+    def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
+        route = super().route(start, end, replicas)
+        return route.coded_over(slow(route.axes, self.batch_axes))
 
     @property
     def is_brought_near(self) -> bool:
@@ -104,84 +104,34 @@ class Param:
 
     def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
         """Returns what microbatches gather from, in the dtype that they gather."""
-        codec = self.leaf.codec(self.precision.gather, self.plan.mesh)
+        codec = codec_of(self.leaf, self.precision.gather, self.mesh)
         cut = self.leaf.cut(Route(self.far, codec=codec), dtype=self.compute_dtype)
         return _collectives.gathered(_compat.fetched(value).astype(dtype), cut).astype(dtype)
 
-    @property
-    def is_own_source(self) -> bool:
-        """Whether the loss gathers from the very shard that its gradient leaves through."""
-        return self.leaf.rest == self.landing and not self.is_brought_near
+    def reduced(self, grad: Array) -> Array:
+        if self.is_held and not self.accumulates:
+            return grad.astype(self.grad_dtype)
+        # What microbatches need not send each time is left.
+        return self.sent(grad, self.route(self.landing.axes, self.leaf.update.axes, self.replicas))
 
-    @property
-    def replicas(self) -> Axes:
-        """The axes of the batch over which devices update the same shard."""
-        return beyond(self.plan.batch_axes, self.leaf.update.axes)
+    # -- where backward updates it
 
-    def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
-        """Returns the route that takes a gradient from shards over `start` to shards over `end`.
+    def stacks(self, value: Array, state: Sequence[Array]) -> PyTree:
+        """Returns what the loss is differentiated by: the parameter, the state that is updated with
+        it, and, in place of zeros, the sum of the squares of each layer's gradient."""
+        return value, *state, jnp.zeros(len(value), wide(self.grad_dtype))
 
-        Microbatches are summed where `leaf.grad` says: those axes come first, the others may wait.
-        """
-        near = self.leaf.grad.axes if self.leaf.grad else ()
-        axes = beyond(end, start)
-        far = beyond(axes, near)
-        padding = self.leaf.update.padding if end and not start else 0
-        codec = self.leaf.sum_codec(self.precision.reduce, self.plan.mesh, self.plan.batch_axes)
-        devices = _mesh.axes_size(self.plan.mesh, axes)
-        route = Route(beyond(axes, far), far, replicas, codec, padding, devices=devices)
-        return route.coded_over(self.plan.slow(axes))
-
-    def shard_shape(self, place: Placement) -> tuple[int, ...]:
-        """Returns the shape of one device's part, as a `shard_map` over ZeRO's axes has it."""
-        full = place.padded(self.leaf.shape)
-        return NamedSharding(self.plan.mesh, place.local).shard_shape(full)
-
-    def kind(self) -> InputKind:
-        return self.cut if self.is_held else WEIGHT
-
-    def varied(self, value: Array, state: Sequence[Array] = ()) -> PyTree:
-        """Returns what the loss is differentiated by: the shard where there is one.
-
-        Where backward updates the parameter: that, the state that is updated with it, and, in place
-        of zeros, the sum of the squares of each layer's gradient.
-        """
-        if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
-            return value
-        if self.update is not None:
-            return value, *state, jnp.zeros(len(value), wide(self.grad_dtype))
-        if not self.is_held:
-            return value.astype(self.compute_dtype)
-        if not self.is_varied:
-            return value
-        # A shard is cast again as it is gathered; its gradient comes back in this dtype.
-        return value.astype(self.grad_dtype) if self.is_own_source else self.unread
-
-    @property
-    def unread(self) -> Array:
-        """What the gradient leaves through where the loss does not gather from it: see `Held`."""
-        return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)
-
-    def loss_input(
-        self,
-        value: Array,
-        varied: PyTree,
-        given: Sequence[Array],
-        remaining: float,
-        reached: set[str],
+    def updated_input(
+        self, stacks: PyTree, given: Sequence[Array], remaining: float, reached: set[str]
     ) -> Value:
         """Returns the parameter as the engine takes it.
 
-        `given` is what its update reads, of a gradient that lacks the factor `remaining`; an update
-        that backward does puts its path into `reached`.
+        `given` is what its update reads, of a gradient that lacks the factor `remaining`. The
+        update puts its path into `reached`.
         """
-        if self.update is not None:
-            apply = self.updating(self.update, remaining, reached)
-            updating = Updating(varied, tuple(given), apply)
-            return Held(self.unread, updating=updating)
-        if not self.is_held:
-            return varied
-        return Held(varied) if self.is_own_source else Held(varied, rest=value)
+        assert self.update is not None
+        apply = self.updating(self.update, remaining, reached)
+        return Held(self.unread, updating=Updating(stacks, tuple(given), apply))
 
     def updating(
         self, update: LayerUpdate, remaining: float, reached: set[str]
@@ -216,26 +166,3 @@ class Param:
             return layer
         cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
         return _collectives.gathered(layer, cut)
-
-    def mean(self, grad: Array, remaining: float) -> Array:
-        """Returns a gradient that lacks this factor."""
-        if remaining == 1:
-            return grad
-        return (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
-
-    def reduced(self, grad: Array) -> Array:
-        """Returns the gradient summed over the devices, as far as the loss did not do so itself."""
-        # A parameter that is held was disposed of where the loss used it, layer by layer; what
-        # microbatches need not send each time is left.
-        left = self.route(self.landing.axes, self.leaf.update.axes, self.replicas)
-        is_left = (self.accumulates or not self.is_held) and (left.near + left.far + left.replicas)
-        if self.plan.size > 1 and is_left:
-            # What is accumulated in a wider dtype is sent in the one it was computed in.
-            narrow = grad.astype(self.compute_dtype)
-            (grad,) = _collectives.reduced([narrow], [self.cut], [left])
-        return grad.astype(self.grad_dtype)
-
-    def no_gradient(self) -> Array | np.ndarray:
-        """Returns zeros in a dtype that optax can add; keys get JAX's own zero."""
-        shape = self.shard_shape(self.leaf.update)
-        return zero_gradient(jax.ShapeDtypeStruct(shape, self.leaf.dtype))

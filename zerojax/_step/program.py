@@ -13,27 +13,27 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
+from zerojax._engine.body import How
 from zerojax._engine.ir import CONST, WEIGHT
-from zerojax._engine.run import SplitLoss
 from zerojax._features import activations as _activations, rows as _rows
 from zerojax._jaxpr import type_of
-from zerojax._loss import batch as _batch, fields as _fields, layered as _layered, mean as _mean
+from zerojax._kernel.step import DeviceStep, exact_share, wide
+from zerojax._loss import batch as _batch, fields as _fields, layered as _layered
 from zerojax._loss.microbatches import Microbatches
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import wide
 from zerojax._step import accumulate as _accumulate, host_slices as _slices
 from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.backward import InBackward, NoGradientError
-from zerojax._step.parameter import Param
+from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
 from zerojax._update.in_loop import InLoop
 
 
-class Program:
-    """The code of one device, to be run under `shard_map` with the specs it gives."""
+class Program(DeviceStep[StepParam]):
+    """The code of one device in a step with options."""
 
     def __init__(
         self,
@@ -50,10 +50,12 @@ class Program:
         self.hoisted = self.hoisted_counts()
         self.jaxpr, self.constants = self.as_it_runs()
         accumulates, loops = options.rounds > 1, bool(options.activations)
-        self.params = [
-            Param(leaf, plan, self.precision, accumulates, loops=loops) for leaf in plan.params
+        params = [
+            StepParam.of(leaf, plan, self.precision, accumulates=accumulates, loops=loops)
+            for leaf in plan.params
         ]
-        self.split = self.split_by(self.params)
+        how = How(regather=False, prefetch=0)  # until it is known what backward updates
+        super().__init__(self.jaxpr, params, plan.mesh, plan.batch_axes, how, _rows.attach)
         self.check_activations()
         if backward:
             self.update_in(backward)
@@ -68,12 +70,7 @@ class Program:
             updates=InLoop,
             counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
         )
-        self.trained = [p for p in self.params if p.is_varied]
         self.reached: set[str] = set()  # paths of parameters that backward has updated
-
-    def split_by(self, params: Sequence[Param]) -> SplitLoss:
-        others = [None] * (len(self.jaxpr.invars) - len(params))
-        return SplitLoss(self.jaxpr, [*(p.kind() for p in params), *others], _rows.attach)
 
     def check_activations(self) -> None:
         """Raises where the loss does not keep activations by layers."""
@@ -122,19 +119,6 @@ class Program:
 
     # -- the program
 
-    def on_all_devices(self) -> Callable[..., tuple]:
-        """Returns the program of all devices together."""
-        # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
-        # JAX must not track what varies over the devices (vma): it would sum gradients once more.
-        return jax.shard_map(
-            self,
-            mesh=self.plan.mesh,
-            in_specs=self.in_specs(),
-            out_specs=self.out_specs(),
-            axis_names=set(self.plan.batch_axes),
-            check_vma=False,
-        )
-
     def __call__(
         self,
         values: list[Array],
@@ -151,28 +135,28 @@ class Program:
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
-        share, remaining = _mean.exact_share(self.plan.size * self.options.accumulate)
+        share, remaining = exact_share(self.size * self.options.accumulate)
         of_updated = iter(state)
         states = [next(of_updated) if p.update else ([], []) for p in self.params]
         varied = [
-            p.varied(value, own)
+            p.stacks(value, own) if p.update else p.varied(value)
             for p, value, (own, _) in zip(self.params, values, states, strict=True)
         ]
 
         def scaled_loss(floats: list[PyTree], loss_args: list[Array]) -> tuple[Array, PyTree]:
-            found = iter(floats)
+            sources = zip(
+                self.params, values, self.with_floats(varied, floats), states, strict=True
+            )
             inputs = [
-                p.loss_input(
-                    value, next(found) if p.is_varied else v, given, remaining, self.reached
-                )
-                for p, value, v, (_, given) in zip(self.params, values, varied, states, strict=True)
+                p.updated_input(v, given, remaining, self.reached)
+                if p.update
+                else p.loss_input(value, v)
+                for p, value, v, (_, given) in sources
             ]
             loss, aux = self.loss([*inputs, *loss_args, *closed_over], counts)
             return loss * share, (loss, aux)
 
-        # JAX differentiates by what has a gradient only: integers, keys and frozen parameters reach
-        # the loss as they are.
-        floats = [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
+        floats = self.floats(varied)
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
         self.check_reached()
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
@@ -241,7 +225,8 @@ class Program:
         if self.options.rounds == 1:
             sums, aux = value(self.microbatches.args_of_all(args))
             return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
-        pairs = zip(self.trained, floats, strict=True)
+        trained = [p for p in self.params if p.is_varied]
+        pairs = zip(trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
         loss = jax.ShapeDtypeStruct((), self.loss_dtype)
         like = loss, grads if self.options.differentiates else []
@@ -262,11 +247,7 @@ class Program:
         if self.hoisted is not None:
             inputs = [*inputs, *self.hoisted.constants, *counts]
         inputs = [*inputs, *self.constants]
-        if any(p.is_held for p in self.params):
-            outs = self.split(inputs, self.how)
-        else:
-            outs = _compat.run_jaxpr(self.jaxpr, inputs)
-        loss, *aux = map(jnp.asarray, outs)  # a constant comes out as a Python number
+        loss, *aux = map(jnp.asarray, self.run(inputs))  # a constant comes out as a Python number
         loss = jnp.sum(loss.astype(self.loss_dtype))
         return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
 
@@ -298,12 +279,9 @@ class Program:
             return self.of_first_device(stacked[0])
         return self.device_mean(jnp.mean(stacked.astype(wide(stacked.dtype)), axis=0))
 
-    def device_mean(self, value: Array) -> Array:
-        return lax.pmean(value, self.plan.batch_axes) if self.plan.size > 1 else value
-
     def of_first_device(self, value: Array) -> Array:
         """Returns the first device's integers, booleans or keys, exactly, on every device."""
-        if self.plan.size == 1:
+        if self.size == 1:
             return value
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = self.of_first_device(jax.random.key_data(value))
@@ -318,16 +296,17 @@ class Program:
     ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
         """Returns the mean of the gradients, which lack the factor `remaining`, None where the
         parameter was updated; and what was."""
-        found = dict(zip(map(id, self.trained), grads, strict=True))
-
-        def mean(p: Param) -> Array | np.ndarray | None:
-            if p.update is not None:
-                return None
-            return p.mean(p.reduced(found[id(p)]), remaining) if p.is_varied else p.no_gradient()
-
+        each = list(zip(self.params, self.with_floats(self.params, grads), strict=True))
         updated = []
-        for p in (p for p in self.params if p.update is not None):
-            *stacks, squares = found[id(p)]
+        for p, (*stacks, squares) in [(p, new) for p, new in each if p.update is not None]:
             over = p.leaf.update.axes
             updated.append((*stacks, lax.psum(jnp.sum(squares), over) if over else squares.sum()))
-        return list(map(mean, self.params)), updated
+        means = [
+            None
+            if p.update is not None
+            else p.mean(p.reduced(grad), remaining)
+            if p.is_varied
+            else p.no_gradient()
+            for p, grad in each
+        ]
+        return means, updated

@@ -16,6 +16,7 @@ from zerojax._features import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
 from zerojax._plan import mesh as _mesh
+from zerojax._plan.placement import slow
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision
@@ -315,14 +316,15 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 def _check_codes(plan: Plan, precision: Precision) -> None:
     """Raises where gradients cross hosts and the devices of each in one hop, or as they are."""
     axes = plan.groups.opt_state if isinstance(precision.reduce, Blocks) else ()
-    if axes and not plan.slow(axes):
+    between = slow(axes, plan.batch_axes)
+    if axes and not between:
         raise ValueError(
             f"reduce={precision.reduce} is for gradients between nodes, and groups= shards nothing "
-            f"over {plan.slow(plan.batch_axes)}: shards are summed over those by an all-reduce, "
-            "which adds no codes. Leave it out, or shard the optimizer state over them too: "
-            f"groups={{'params': {axes[0]!r}}}."
+            f"over {slow(plan.batch_axes, plan.batch_axes)}: shards are summed over those by an "
+            "all-reduce, which adds no codes. Leave it out, or shard the optimizer state over them "
+            f"too: groups={{'params': {axes[0]!r}}}."
         )
-    for axis in plan.slow(axes):
+    for axis in between:
         along = _mesh.hosts_along(plan.mesh, (axis,))
         count, hosts = len(along), len(set(along))
         if 1 < hosts < count:

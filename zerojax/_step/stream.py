@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from zerojax import _compat
 from zerojax._engine.slices import Index, sliced, written
-from zerojax._plan.layout import LeafPlan, by_layer
+from zerojax._plan.leaf import LeafPlan, by_layer
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._state.state import get_params
