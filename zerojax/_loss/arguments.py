@@ -16,7 +16,7 @@ from zerojax import _compat
 from zerojax._plan.plan import Plan
 from zerojax._plan.show import TITLES
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._state.state import OPT_STATE, PARAMS, Leaf
+from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._text import human_bytes
 from zerojax._types import PyTree
 
@@ -150,28 +150,23 @@ def check_kinds(state: PyTree, batch: PyTree) -> None:
 
 
 def _is_state(value: object) -> bool:
-    keys = set(value) if isinstance(value, dict) else set()
-    return _state.get_tx(value) is not None or {PARAMS, OPT_STATE} <= keys
+    parts = {PARAMS, OPT_STATE}
+    return _state.get_tx(value) is not None or (isinstance(value, dict) and parts <= value.keys())
 
 
 def _check_devices(name: str, tree: PyTree, plan: Plan) -> None:
     """Raises for an array that was put on other devices than the plan's."""
-    wanted = set(plan.mesh.devices.flat)
     for leaf in _state.leaves_with_paths(tree):
         value = leaf.value
-        if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.committed:
             continue
-        if value.committed and value.sharding.device_set != wanted:
-            raise ValueError(_elsewhere(name, leaf, plan))
-
-
-def _elsewhere(name: str, leaf: Leaf, plan: Plan) -> str:
-    found = sorted(device.id for device in leaf.value.sharding.device_set)
-    devices = f"device {found[0]} alone" if len(found) == 1 else f"{len(found)} devices"
-    return (
-        f"{_refusals.where(name, leaf)} was put on {devices}, and the plan's mesh has "
-        f"{plan.mesh.devices.size}: incompatible devices. {ELSEWHERE[name]}"
-    )
+        ids = sorted(device.id for device in value.sharding.device_set)
+        if value.sharding.device_set != set(plan.mesh.devices.flat):
+            there = f"only on device {ids[0]}" if len(ids) == 1 else f"on {len(ids)} devices"
+            raise ValueError(
+                f"{_refusals.where(name, leaf)} is {there}, and the plan's mesh has "
+                f"{plan.mesh.devices.size}: incompatible devices. {ELSEWHERE[name]}"
+            )
 
 
 def _out_of_memory(plan: Plan | None) -> str:

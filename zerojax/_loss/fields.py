@@ -60,8 +60,16 @@ def split_fields(
         )
     new = {name: aux[name] for name in names}
     old = {name: _field(state, name) for name in names}
-    _check_structure(new, old)
-    fields = jax.tree_util.tree_map_with_path(_like, new, old, is_leaf=_is_none)
+    try:
+        fields = jax.tree_util.tree_map_with_path(_like, new, old, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        have, want = ({leaf.name for leaf in _state.leaves_with_paths(of)} for of in (new, old))
+        ways = [f"without {path}, which is in the state" for path in sorted(want - have)]
+        ways += [f"with {path}, which is not in the state" for path in sorted(have - want)]
+        raise TypeError(
+            f"the loss returned the fields in mutable= {[*ways, f'otherwise: {error}'][0]}. Return "
+            "every leaf that the state has, those that do not change as they came or as None."
+        ) from None
     return without_fields(aux, names), fields
 
 
@@ -75,14 +83,13 @@ def _warn_of_others(aux: PyTree, state: PyTree, names: Sequence[str]) -> None:
     """Warns where a loss returns what looks like a field of the state and is not in `mutable=`."""
     shapes = functools.partial(jax.tree.map, lambda leaf: getattr(leaf, "shape", None))
     for name, new in aux.items() if isinstance(aux, dict) else ():
-        old = state.get(name) if isinstance(state, dict) else getattr(state, str(name), None)
-        if name in (*names, *UPDATED) or not jax.tree.leaves(new) or shapes(new) != shapes(old):
-            continue
-        warn(
-            f"the loss returns {name!r} in aux, which is a field of the state too: the step leaves "
-            f"that as it was. With mutable=({name!r},) the step passes it to the loss as {name}= "
-            "and keeps what the loss returns. For a metric, take another name."
-        )
+        is_like = jax.tree.leaves(new) and shapes(new) == shapes(_state.field(state, str(name)))
+        if is_like and name not in (*names, *UPDATED):
+            warn(
+                f"the loss returns {name!r} in aux, which is a field of the state too: the step "
+                f"leaves that as it was. With mutable=({name!r},) the step passes it to the loss "
+                f"as {name}= and keeps what the loss returns. For a metric, take another name."
+            )
 
 
 def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:
@@ -99,47 +106,22 @@ def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:
     return new if is_key(new) else new.astype(old.dtype)
 
 
-def _check_structure(new: PyTree, old: PyTree) -> None:
-    """Raises where the loss returned a field without a leaf of it, or with one too many."""
-    try:
-        jax.tree.map(lambda *_: None, new, old, is_leaf=_is_none)
-        return
-    except ValueError as error:
-        why = str(error)
-    have, want = (
-        {_state.path_name(p) for p, _ in jax.tree_util.tree_flatten_with_path(t)[0]}
-        for t in (new, old)
-    )
-    what = [f"without {path}, which the state has" for path in sorted(want - have)]
-    what += [f"with {path}, which the state has not" for path in sorted(have - want)]
-    raise TypeError(
-        f"the loss returned the fields in mutable= {what[0] if what else f'otherwise: {why}'}. "
-        "Return every leaf that the state has, those that do not change as they came or as None."
-    )
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None
-
-
 def _field(state: PyTree, name: str) -> PyTree:
-    if isinstance(state, dict) and name in state:
-        value = state[name]
-    elif hasattr(state, name):
-        value = getattr(state, name)
-    else:
+    kind = type(state).__name__
+    if not (name in state if isinstance(state, dict) else hasattr(state, name)):
         raise ValueError(
-            f"mutable= names {name!r}, and a state of type {type(state).__name__} has no such "
-            f"field. Name one it has{_with_arrays(state)}."
+            f"mutable= names {name!r}, and a state of type {kind} has no such field. Name one it "
+            f"has{_with_arrays(state)}."
         )
+    value = _state.field(state, name)
     # A placed optimizer is static to JAX, which finds no leaves in it.
-    leaves = jax.tree.leaves(value, is_leaf=_is_optimizer)
-    if others := [leaf for leaf in leaves if not _is_array(leaf)]:
-        what = "an optimizer" if _is_optimizer(others[0]) else f"a {type(others[0]).__name__}"
-        raise TypeError(
-            f"mutable= names {name!r}, which in a state of type {type(state).__name__} has {what}, "
-            f"and a loss updates arrays. Name a field that has arrays alone{_with_arrays(state)}."
-        )
+    for leaf in jax.tree.leaves(value, is_leaf=_is_optimizer):
+        if not _is_array(leaf):
+            what = "an optimizer" if _is_optimizer(leaf) else f"a {type(leaf).__name__}"
+            raise TypeError(
+                f"mutable= names {name!r}, which in a state of type {kind} has {what}, and a loss "
+                f"updates arrays. Name a field that has only arrays{_with_arrays(state)}."
+            )
     return value
 
 
@@ -153,11 +135,10 @@ def _is_array(leaf: object) -> bool:
 
 def _with_arrays(state: PyTree) -> str:
     """Returns, for a message, which fields of a state a loss may update."""
-    fields = state if isinstance(state, dict) else getattr(state, "__dict__", {})
-    if names := getattr(state, "_fields", ()):  # of a named tuple
-        fields = {name: getattr(state, name) for name in names}
+    by_name = getattr(state, "_asdict", lambda: getattr(state, "__dict__", {}))  # named tuples
+    fields = state if isinstance(state, dict) else by_name()
     leaves = {name: jax.tree.leaves(v) for name, v in fields.items() if name not in UPDATED}
-    found = [repr(name) for name, of in leaves.items() if of and all(map(_is_array, of))]
-    if not found:
+    names = [repr(name) for name, of in leaves.items() if of and all(map(_is_array, of))]
+    if not names:
         return ". This state has none that the optimizer does not update: add one to its class"
-    return f": {' or '.join(found)}"
+    return f": {' or '.join(names)}"

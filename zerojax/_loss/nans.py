@@ -5,7 +5,7 @@ operation fails. It cannot do so with a `shard_map` whose inputs are bad (it rec
 stops it), nor with a loss that was traced already.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax._loss import batch as _batch
 from zerojax._plan.plan import Plan
-from zerojax._state.state import PARAMS, path_name
+from zerojax._state.state import PARAMS, leaves_with_paths
 from zerojax._types import PyTree
 
 
@@ -23,12 +23,11 @@ def run(
     function: Callable[..., PyTree], inputs: Sequence[PyTree], explain: Callable[[], None]
 ) -> PyTree:
     """Returns `function(*inputs)`, and calls `explain` if it has a value that JAX looks for."""
-    nans, infs = _sought()
-    if not (nans or infs) or any(isinstance(v, Tracer) for v in jax.tree.leaves(inputs)):
+    if not any(_sought()) or any(isinstance(v, Tracer) for v in jax.tree.leaves(inputs)):
         return function(*inputs)
     with jax.debug_nans(False), jax.debug_infs(False):
         outputs = function(*inputs)
-    if next(bad_leaves(outputs, nans, infs), None):
+    if _bad_leaves(outputs):
         explain()
     return outputs
 
@@ -38,15 +37,18 @@ def _sought() -> tuple[bool, bool]:
     return jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
 
 
-def bad_leaves(tree: PyTree, nans: bool, infs: bool) -> Iterator[str]:
-    """Yields the paths of leaves with values that JAX was asked to find."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            continue
-        parts = [s.data for s in getattr(leaf, "addressable_shards", ())] or [leaf]
+def _bad_leaves(tree: PyTree) -> list[str]:
+    """Returns the paths of leaves with values that JAX was asked to find."""
+    nans, infs = _sought()
+
+    def is_bad(value: PyTree) -> bool:
+        if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+            return False
+        parts = [shard.data for shard in getattr(value, "addressable_shards", ())] or [value]
         arrays = [np.asarray(part).astype(np.complex128) for part in parts]
-        if any((nans and np.isnan(a).any()) or (infs and np.isinf(a).any()) for a in arrays):
-            yield path_name(path)
+        return any((nans and np.isnan(a).any()) or (infs and np.isinf(a).any()) for a in arrays)
+
+    return [leaf.name for leaf in leaves_with_paths(tree) if is_bad(leaf.value)]
 
 
 def explain(
@@ -58,11 +60,8 @@ def explain(
 ) -> None:
     """Raises for bad inputs; otherwise runs the loss op by op, as it was written."""
     params = plan.logical_part(params, PARAMS)
-    named = {PARAMS: params, "batch": args[0]} | {
-        f"argument {i + 2}": a for i, a in enumerate(args[1:], 1)
-    }
-    bad = list(bad_leaves(named, *_sought()))
-    if bad:
+    named = {PARAMS: params, "batch": args[0]}
+    if bad := _bad_leaves(named | {f"argument {i}": a for i, a in enumerate(args[1:], 3)}):
         raise FloatingPointError(
             f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
             "makes of them is not either. Look at the batch, or at the step before; with this "
@@ -73,14 +72,12 @@ def explain(
             "the step has results that are not finite in this process. Run it in one process, "
             "where the loss is run again op by op to find the line."
         )
-    replicated = PartitionSpec()
-    treedef = jax.tree.structure(tuple(args))
-    specs = treedef.unflatten([_batch.spec(role, plan.batch_axes) for role in roles])
+    specs = [_batch.spec(role, plan.batch_axes) for role in roles]
     jax.shard_map(
         lambda params, args: jax.tree.leaves(loss_fn(params, *args))[0],
         mesh=plan.mesh,
-        in_specs=(replicated, specs),
-        out_specs=replicated,
+        in_specs=(PartitionSpec(), jax.tree.structure(tuple(args)).unflatten(specs)),
+        out_specs=PartitionSpec(),
         axis_names=set(plan.batch_axes),
         check_vma=False,
     )(params, tuple(args))

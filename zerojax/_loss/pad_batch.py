@@ -62,56 +62,38 @@ def pad_batch(
             "dimension counts them, or say with batch_specs= which dimension does."
         )
     leaves, treedef = jax.tree.flatten(batch)
-    _check_local(leaves)
-    if to is None and (mesh.is_multi_process or not leaf.rows):
-        raise ValueError(
-            f"{leaf.name} has {leaf.rows} examples in this process, which does not tell how many "
-            "the padded batch has to have: other processes may have more or fewer. Pass to=, the "
-            "number that a process has of a full batch."
-        )
-    size = len(_batch.local_parts(mesh, axes))
-    want = _padded_rows(leaf, to, size, accumulate)
-    source = np.arange(want) % max(leaf.rows, 1)
-
-    def padded(value: ArrayLike, role: _batch.Role) -> ArrayLike:
-        return value if role.kind != _batch.BATCH else _taken(value, role.dim, source, leaf.rows)
-
-    return treedef.unflatten(map(padded, leaves, roles)), np.arange(want) < leaf.rows
-
-
-def _padded_rows(leaf: _batch.Counted, to: int | None, size: int, accumulate: int) -> int:
-    """Returns how many examples the padded batch has; raises for a `to` that it cannot have."""
-    _batch.check_accumulate(accumulate)
-    ways = size * accumulate
-    least = max(1, -(-leaf.rows // ways)) * ways
-    if to is None:
-        return least
-    fits = isinstance(to, int | np.integer) and to >= least and to % ways == 0
-    if not fits:
-        raise ValueError(
-            f"to={to!r} must be an integer that divides over "
-            f"{_batch.parts_text(size, accumulate)}, and at least the {leaf.rows} examples that "
-            f"{leaf.name} has. Use to={least} or another multiple of {ways} above."
-        )
-    return int(to)
-
-
-def _check_local(leaves: Sequence[ArrayLike]) -> None:
-    """Raises for what is already on the devices of several processes."""
     arrays = [v for v in leaves if isinstance(v, Array) and not isinstance(v, Tracer)]
     if not all(array.is_fully_addressable for array in arrays):
         raise ValueError(
             "the batch is already on the devices of several processes. Pad what one process has "
             "loaded, and pass that to zerojax.shard_batch."
         )
+    if to is None and (mesh.is_multi_process or not leaf.rows):
+        raise ValueError(
+            f"{leaf.name} has {leaf.rows} examples in this process, which does not tell how many "
+            "the padded batch has to have: other processes may have more or fewer. Pass to=, the "
+            "number that a process has of a full batch."
+        )
+    _batch.check_accumulate(accumulate)
+    size = len(_batch.local_parts(mesh, axes))
+    ways = size * accumulate
+    least = max(1, -(-leaf.rows // ways)) * ways
+    rows = least if to is None else to
+    if not isinstance(rows, int | np.integer) or rows < least or rows % ways:
+        raise ValueError(
+            f"to={to!r} must be an integer that divides over "
+            f"{_batch.parts_text(size, accumulate)}, and at least the {leaf.rows} examples that "
+            f"{leaf.name} has. Use to={least} or another multiple of {ways} above."
+        )
+    source = np.arange(rows) % max(leaf.rows, 1)
 
-
-def _taken(value: ArrayLike, dim: int, source: np.ndarray, rows: int) -> ArrayLike:
-    """Returns the examples of `value` at the positions `source`; zeros where it has none."""
-    if rows == len(source):
-        return value
-    array = value if isinstance(value, Array) else np.asarray(value)
-    if rows == 0:
-        shape = (*array.shape[:dim], len(source), *array.shape[dim + 1 :])
+    def padded(value: ArrayLike, role: _batch.Role) -> ArrayLike:
+        if role.kind != _batch.BATCH or leaf.rows == rows:
+            return value
+        array = value if isinstance(value, Array) else np.asarray(value)
+        if leaf.rows:
+            return array[(*[slice(None)] * role.dim, source)]
+        shape = (*array.shape[: role.dim], rows, *array.shape[role.dim + 1 :])
         return (jnp if isinstance(array, Array) else np).zeros(shape, array.dtype)
-    return array[(*[slice(None)] * dim, source)]
+
+    return treedef.unflatten(map(padded, leaves, roles)), np.arange(rows) < leaf.rows
