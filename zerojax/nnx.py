@@ -93,7 +93,10 @@ def shard(model: PyTree, options: _ModelOptions) -> tuple[PyTree, nnx.Optimizer]
         source: PyTree = functools.partial(_made_state, model)
         make = functools.partial(_called, model)
         # Without tracers in what modules and the optimizer close over.
-        model, optimizer = nnx.eval_shape(lambda: nnx.merge(*state_of(lambda: nnx.split(make()))))
+        pair: tuple[nnx.Module, nnx.Optimizer] = nnx.eval_shape(
+            lambda: nnx.merge(*state_of(lambda: nnx.split(make())))
+        )
+        model, optimizer = pair
     else:
         source = state(model, optimizer)
     planned = {f.name: getattr(options, f.name) for f in dataclasses.fields(PlanOptions)}
@@ -281,9 +284,10 @@ def _embed_as_stored(model: nnx.Module) -> None:
     would be widened again, and with them all that is computed from them.
     """
     for _, module in nnx.iter_modules(model):
+        if not isinstance(module, nnx.Embed):
+            continue
         # An array's dtype is a np.dtype; users write jnp.float32, and that stays.
-        is_embed = isinstance(module, nnx.Embed) and isinstance(module.dtype, np.dtype)
-        if is_embed and module.dtype == jnp.dtype(module.param_dtype):
+        if isinstance(module.dtype, np.dtype) and module.dtype == jnp.dtype(module.param_dtype):
             module.dtype = module.embedding.dtype
 
 

@@ -38,21 +38,21 @@ def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Itera
             raise ValueError("an argument has an array that was deleted")
         yield
     except Exception as error:
-        given = _given(args, named, error)
-        check_kinds(given["state"], given["batch"])
-        blame(error, given, plan_of(given["state"], plan))
+        arguments = _by_name(args, named, error)
+        check_kinds(arguments["state"], arguments["batch"])
+        blame(error, arguments, plan_of(arguments["state"], plan))
         raise
 
 
-def plan_of(state: PyTree, given: Plan | None) -> Plan | None:
+def plan_of(state: PyTree, passed: Plan | None) -> Plan | None:
     """Returns the plan that a state carries, or else the one that the step was given."""
     carried = _carried.carried_plan(state)
-    return given if carried is None else carried
+    return passed if carried is None else carried
 
 
-def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None:
+def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> None:
     """Raises what is wrong with leaves of named arguments, where that explains the error."""
-    for name, tree in given.items():
+    for name, tree in arguments.items():
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
             _refusals.check_arrays(tree, name)
@@ -62,9 +62,9 @@ def blame(error: Exception, given: dict[str, PyTree], plan: Plan | None) -> None
         error.add_note(_out_of_memory(plan))
 
 
-def find_plan(state: PyTree, given: Plan | None = None) -> Plan:
+def find_plan(state: PyTree, passed: Plan | None = None) -> Plan:
     """Returns the plan that the state was placed by."""
-    plan = plan_of(state, given)
+    plan = plan_of(state, passed)
     kind = type(state).__name__
     if plan is None and _state.get_tx(state) is None:
         raise ValueError(
@@ -77,10 +77,10 @@ def find_plan(state: PyTree, given: Plan | None = None) -> Plan:
             f"the state of type {kind} is not placed, or its optimizer was replaced since. First: "
             "state = zerojax.shard_train_state(state, stage=3)."
         )
-    if given is not None and given != plan:
+    if passed is not None and passed != plan:
         raise ValueError(
             f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
-            f"devices) than plan= (stage {given.stage} on {given.mesh.devices.size}). Place it "
+            f"devices) than plan= (stage {passed.stage} on {passed.mesh.devices.size}). Place it "
             "again: state = plan.place(state)."
         )
     return plan
@@ -117,7 +117,7 @@ def check_switches(**switches: object) -> None:
             raise TypeError(f"{name}={value!r} must be True or False.")
 
 
-def _given(args: tuple, named: dict[str, PyTree], error: Exception) -> dict[str, PyTree]:
+def _by_name(args: tuple, named: dict[str, PyTree], error: Exception) -> dict[str, PyTree]:
     """Returns the arguments of a step by name; raises where a step has no such arguments."""
     signature = inspect.signature(lambda state, batch, rng=None: None)
     try:
@@ -177,9 +177,9 @@ def _out_of_memory(plan: Plan | None) -> str:
     )
     if plan is None:
         return f"Out of memory. {look}"
-    sizes = {leaf.path: leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves}
-    largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:LEAVES_NAMED]
-    named = ", ".join(f"{path} {human_bytes(sizes[path])}" for path in largest)
+    sizes = [(leaf.bytes_per_device(plan.mesh), leaf.path) for leaf in plan.leaves]
+    largest = sorted(sizes, key=lambda pair: -pair[0])[:LEAVES_NAMED]
+    named = ", ".join(f"{path} {human_bytes(size)}" for size, path in largest)
     kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
     kinds.append(f"gradients {human_bytes(plan.gradient_bytes())}")
     higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "

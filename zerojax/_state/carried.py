@@ -77,8 +77,8 @@ jax.tree_util.register_static(PlannedTransformation)
 def _init(tx: optax.GradientTransformation, plan: Any, params: PyTree) -> PyTree:
     """Returns what `tx.init` makes of logical parameters, padded if `params` are."""
     logical = plan.logical_part(params, PARAMS)
-    made = tx.init(logical)
-    return made if logical is params else plan.padded_part(made, OPT_STATE)
+    opt_state = tx.init(logical)
+    return opt_state if logical is params else plan.padded_part(opt_state, OPT_STATE)
 
 
 def _update(
@@ -99,19 +99,19 @@ def _update(
             "jax.memory.Space.Device)); plan.constrain puts them back."
         )
     resting, state = state, jax.tree.map(_compat.fetched, state)
-    extra = {name: plan.logical_part(value, PARAMS) for name, value in extra.items()}
+    logical = functools.partial(plan.logical_part, kind=PARAMS)
     new_updates, new_state = tx.update(
-        plan.logical_part(updates, PARAMS),
+        logical(updates),
         plan.logical_part(state, OPT_STATE),
-        plan.logical_part(params, PARAMS),
-        **extra,
+        logical(params),
+        **{name: logical(value) for name, value in extra.items()},
     )
-    like = updates if params is None else params
-    new_state = plan.padded_part(new_state, OPT_STATE, state)
     new_state = jax.tree.map(
-        lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new, new_state, resting
+        lambda new, old: _compat.stored(new) if _compat.is_on_host(old) else new,
+        plan.padded_part(new_state, OPT_STATE, state),
+        resting,
     )
-    return plan.padded_part(new_updates, PARAMS, like), new_state
+    return plan.padded_part(new_updates, PARAMS, updates if params is None else params), new_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +141,22 @@ def carry_plan(state: PyTree, plan: Any) -> PyTree:
     if tx is None or not hasattr(state, "replace"):
         return state
     functions: dict[str, object] = {"tx": PlannedTransformation(tx, plan)}
-    if plan.pads_params and _has_static_apply(state):
+    # A function that `jax.jit` compares, as it does the optimizer.
+    apply_fn = getattr(type(state), "__dataclass_fields__", {}).get("apply_fn")
+    is_static = apply_fn is not None and not apply_fn.metadata.get("pytree_node", True)
+    if plan.pads_params and is_static and callable(state.apply_fn):
         functions["apply_fn"] = PlannedApply(state.apply_fn, plan)
     return state.replace(**functions)
 
 
 def without_plan(state: PyTree) -> PyTree:
     """Returns `state` with the optimizer and the `apply_fn` that the user made."""
-    found = ((name, getattr(state, name, None)) for name in ("tx", "apply_fn"))
-    ours = (PlannedTransformation, PlannedApply)
-    originals = {name: own.original for name, own in found if isinstance(own, ours)}
+    originals = {
+        name: value.original
+        for name in ("tx", "apply_fn")
+        for value in [getattr(state, name, None)]
+        if isinstance(value, PlannedTransformation | PlannedApply)
+    }
     return state.replace(**originals) if originals else state
 
 
@@ -165,10 +171,3 @@ def hides_padding(state: PyTree) -> bool:
     # Flax's models say that a shape differs; a function that the user calls directly may not.
     model = getattr(getattr(apply_fn, "original", None), "__self__", None)
     return is_flax_module(model) or getattr(type(state), "makes_models", False)
-
-
-def _has_static_apply(state: PyTree) -> bool:
-    """Whether a state has a function `apply_fn` in a field that `jax.jit` compares."""
-    fields = getattr(type(state), "__dataclass_fields__", {})
-    static = "apply_fn" in fields and not fields["apply_fn"].metadata.get("pytree_node", True)
-    return static and callable(state.apply_fn)

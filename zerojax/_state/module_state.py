@@ -77,9 +77,8 @@ class ModuleState:
         padded get their logical shapes.
         """
         treedef, leaves = self.static
-        plan = _carried.carried_plan(self)
-        joined = functools.partial(_joined, plan, treedef.unflatten(leaves))
-        return jax.tree_util.Partial(joined, self.arrays)
+        bound = (_carried.carried_plan(self), treedef.unflatten(leaves))
+        return jax.tree_util.Partial(functools.partial(_joined, *bound), self.arrays)
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> "ModuleState":
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
@@ -91,8 +90,8 @@ class ModuleState:
 def _joined(plan: Any, static: PyTree, arrays: PyTree, params: PyTree) -> PyTree:
     params = params if plan is None else plan.logical_part(params, PARAMS)
 
-    def first(*found: PyTree) -> PyTree:
-        return next((x for x in found if x is not None), None)
+    def first(*leaves: PyTree) -> PyTree:
+        return next((leaf for leaf in leaves if leaf is not None), None)
 
     return jax.tree.map(first, params, arrays, static, is_leaf=lambda x: x is None)
 

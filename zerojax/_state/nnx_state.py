@@ -79,10 +79,10 @@ class State(TrainState):
                 specs["/".join([of, *map(str, path)])] = spec
         return specs
 
-    def _flat(self, *kinds: type[nnx.Variable]) -> PyTree:
-        """Returns the model's variables of these kinds, with their paths."""
+    def _flat(self, kind: type[nnx.Variable] = nnx.Variable) -> PyTree:
+        """Returns the model's variables of a kind, with their paths."""
         model = nnx.merge(self.variables.graphdef, self.params, self.variables.values)
-        return nnx.to_flat_state(nnx.state(model, *kinds))
+        return nnx.to_flat_state(nnx.state(model, kind))
 
 
 def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
@@ -96,9 +96,9 @@ def state(model: nnx.Module, optimizer: nnx.Optimizer) -> State:
         plan = getattr(tx, "plan", None)
         tx = updating_only(paths, getattr(tx, "original", tx))
         tx = tx if plan is None else _carried.PlannedTransformation(tx, plan)
-    fields: dict[str, PyTree] = {"apply_fn": None, "variables": Variables(others, graphdef)}
+    fields: dict[str, PyTree] = {"apply_fn": None, "params": params, "tx": tx}
     fields |= {"opt_state": nnx.as_pure(optimizer.opt_state), "step": optimizer.step.get_value()}
-    return State(params=params, tx=tx, **fields)
+    return State(variables=Variables(others, graphdef), **fields)
 
 
 def update(model: nnx.Module, optimizer: nnx.Optimizer, state: State) -> None:
@@ -166,13 +166,12 @@ class Rests:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _logical(value: jax.Array, rests: Rests) -> jax.Array:
-    show = functools.partial(
-        jax.lax.slice, start_indices=(0,) * value.ndim, limit_indices=rests.shown(value.shape)
-    )
+    shape = rests.shown(value.shape)
+    assert shape is not None
     if value.shape != rests.padded_shape:  # one layer: where it is, XLA knows
-        return show(value)
+        return jax.lax.slice(value, (0,) * value.ndim, shape)
     value = jax.lax.with_sharding_constraint(value, rests.sharding)
-    return _compat.constrained(show(value), rests.sharding)
+    return _compat.constrained(jax.lax.slice(value, (0,) * value.ndim, shape), rests.sharding)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -138,7 +138,8 @@ def get_opt_state(state: PyTree) -> PyTree:
 def _part(state: PyTree, kind: str) -> PyTree:
     if not _is_plain_tuple(state) or hasattr(state, kind):
         return field(state, kind)
-    return dict(zip((PARAMS, OPT_STATE), state, strict=False)).get(kind)
+    parts: dict[str, PyTree] = dict(zip((PARAMS, OPT_STATE), state, strict=False))
+    return parts.get(kind)
 
 
 def field(state: PyTree, name: str) -> PyTree:
