@@ -225,24 +225,25 @@ def called(
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
         passed = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
-        call = f"the step calls the loss with ({passed}): {error}."
         names = _missing(error)
         others = [name for name in names if not KEY.search(name)]
         if len(args) > 2 and _takes(loss_fn, args[:2], fields):
             step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
             raise TypeError(
-                f"{call} This loss takes no random key: leave it out, {step}, or have the loss "
-                "take it after the batch. Several arrays are one batch, (x, y)."
+                f"the step calls the loss with ({passed}): {error}. This loss takes no random key: "
+                f"leave it out, {step}, or have the loss take it after the batch. Several arrays "
+                "are one batch, (x, y)."
             ) from error
         if model != "params" or (names and not others):
             raise TypeError(
-                f"{call} Give the step a random key after the batch, jax.random.key(n): it passes "
-                "that on to losses that take one."
+                f"the step calls the loss with ({passed}): {error}. Give the step a random key "
+                "after the batch, jax.random.key(n): it passes that on to losses that take one."
             ) from error
+        name = [*others, "batch_stats"][0]
         raise TypeError(
-            f"{call} Random keys are given to the step after the batch, as jax.random.key(n), to "
-            "losses that take one; fields of the state come by name: "
-            f"mutable=({(others or ['batch_stats'])[0]!r},)."
+            f"the step calls the loss with ({passed}): {error}. Random keys are given to the step "
+            "after the batch, as jax.random.key(n), to losses that take one; fields of the state "
+            f"come by name: mutable=({name!r},)."
         ) from error
 
 
