@@ -25,9 +25,12 @@ from jax.core import Tracer
 # What leads to no tracer, or to all modules.
 _ENDS = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, jax.Array)
 _ENDS += (type, types.ModuleType)
-# Where objects keep others: instances, cells, functions, methods. `__wrapped__` is in `__dict__`.
-_KEEPING = ("__dict__", "cell_contents", "__closure__", "__defaults__", "__kwdefaults__")
-_KEEPING += ("__self__", "__func__")
+# Where objects keep others; instances do so in `__dict__`, and `__wrapped__` is there too.
+_KEEPING = {
+    types.CellType: ["cell_contents"],
+    types.FunctionType: ["__closure__", "__defaults__", "__kwdefaults__", "__dict__"],
+    types.MethodType: ["__self__", "__func__"],
+}
 
 
 def tracers_in(fields: Any) -> list[Tracer]:
@@ -68,7 +71,7 @@ def replaced(node: Any, value_of: Callable[[Tracer], Any], seen: dict | None = N
     if type(node) not in (dict, list, tuple):
         slots = (vars(kind).get("__slots__", ()) for kind in type(node).__mro__)
         names = (name for of in slots for name in ((of,) if isinstance(of, str) else of))
-        for name in (*_KEEPING, *names):
+        for name in (*_KEEPING.get(type(node), ["__dict__"]), *names):
             try:
                 old = object.__getattribute__(node, name)
             except (AttributeError, ValueError):  # ValueError: of an empty cell
