@@ -8,7 +8,6 @@ model's own, or those in force (`nn.logical_axis_rules`).
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,17 +22,15 @@ NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
 MOST_LAYERS = 256  # a longer first dimension counts something else
 
 
-class Named(NamedTuple):
-    """The axes that a leaf is sharded over beside ZeRO's, and those that the mesh lacks."""
+def own_axes(
+    state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]
+) -> list[tuple[PartitionSpec, tuple[str, ...]]]:
+    """Returns the axes of each leaf of a state beside ZeRO's `axes`, and those that the mesh lacks.
 
-    spec: PartitionSpec
-    absent: tuple[str, ...]
-
-
-def own_axes(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> list[Named]:
-    """Returns, for each leaf of a state, the axes other than ZeRO's `axes` that it is annotated
-    with, or, where these are not in the mesh, that it is placed over already."""
-    free, named = {*mesh_axes} - {*axes}, []
+    They are those that it is annotated with, or, where the mesh has none of these, those that it
+    is placed over already.
+    """
+    free, own = {*mesh_axes} - {*axes}, []
     specs: dict[str, PartitionSpec] = getattr(state, "annotations", {})
 
     def free_in(entry: Entry) -> Entry:
@@ -41,14 +38,14 @@ def own_axes(state: PyTree, axes: Sequence[str], mesh_axes: Sequence[str]) -> li
         return tuple(name for name in names if name in free)
 
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_box)[0]:
-        spec = _spec_of(node) if _is_box(node) else specs.get(path_name(path))
-        annotation = [None if e is PartitionSpec.UNCONSTRAINED else e for e in spec or ()]
+        names = _spec_of(node) if _is_box(node) else specs.get(path_name(path))
+        annotation = [None if e is PartitionSpec.UNCONSTRAINED else e for e in names or ()]
         for value in jax.tree.leaves(node):
             placed = tuple(getattr(getattr(value, "sharding", None), "spec", None) or ())
             over = annotation if free.intersection(names_in(annotation)) else placed
-            own = PartitionSpec(*map(free_in, over[: np.ndim(value)]))
-            named.append(Named(own, tuple(sorted(names_in(annotation) - {*mesh_axes}))))
-    return named
+            spec = PartitionSpec(*map(free_in, over[: np.ndim(value)]))
+            own.append((spec, tuple(sorted(names_in(annotation) - {*mesh_axes}))))
+    return own
 
 
 def _is_box(node: object) -> bool:
