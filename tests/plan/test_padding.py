@@ -187,6 +187,10 @@ def test_flaxs_error_about_a_shape_has_a_note_in_a_step():
     state = zerojax.shard_train_state(state, mesh=SIX)
     held = state.params
     loss = lambda params, x: jnp.mean(model.apply({"params": held}, x) * params["bias"])
-    with pytest.raises(Exception, match=r"expected to generate shape \(31, 257\)") as caught:
-        zerojax.train_step(loss)(state, np.ones((6, 31), "f"))
-    assert re.search(r"print\(plan\).*zerojax\.unpad\(state\)", " ".join(caught.value.__notes__))
+    grad = zerojax.value_and_grad(loss, state.tx.plan)
+    x = np.ones((6, 31), "f")
+    for call in (lambda: zerojax.train_step(loss)(state, x), lambda: grad(state.params, x)):
+        with pytest.raises(Exception, match=r"expected to generate shape \(31, 257\)") as caught:
+            call()
+        notes = " ".join(caught.value.__notes__)
+        assert re.search(r"print\(plan\).*zerojax\.unpad\(state\)", notes)

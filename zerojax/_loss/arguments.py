@@ -8,6 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 
+import flax.errors
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -60,6 +61,12 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
+    if isinstance(error, flax.errors.ScopeParamShapeError):
+        error.add_note(
+            "Where print(plan) shows that zerojax pads this parameter, so that the devices divide "
+            "it, apply the model to the parameters of zerojax.unpad(state), by state.apply_fn, or "
+            "place the state with pad=False."
+        )
 
 
 def find_plan(state: PyTree, passed: Plan | None = None) -> Plan:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
-import flax.errors
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -214,13 +213,6 @@ def called(
     """Returns `loss_fn(*args, **fields)`; names these arguments where the loss takes others."""
     try:
         return loss_fn(*args, **fields)
-    except flax.errors.ScopeParamShapeError as error:
-        error.add_note(
-            "Where print(plan) shows that zerojax pads this parameter, so that the devices divide "
-            "it, apply the model to the parameters of zerojax.unpad(state), by state.apply_fn, or "
-            "place the state with pad=False."
-        )
-        raise
     except TypeError as error:
         if _takes(loss_fn, args, fields):
             raise  # the error comes from within the loss
