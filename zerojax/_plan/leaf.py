@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax._plan.placement import Axes, Placement
+from zerojax._plan.placement import Axes, Groups, Placement
 from zerojax._wire.routes import NOWHERE, Cut, Route
 
 
@@ -88,6 +89,20 @@ class LeafPlan:
     def bytes_at(self, place: Placement, mesh: Mesh) -> int:
         part = place.on_device.sharding(mesh).shard_shape(place.padded(self.shape))
         return math.prod(part) * self.dtype.itemsize
+
+
+def leaf_at(whole: Placement, groups: Groups, *, is_param: bool, **others: Any) -> LeafPlan:
+    """Returns the plan of a leaf that can be sharded as `whole` says, by the groups of a stage.
+
+    `others` are the fields of `LeafPlan` that are no placements.
+    """
+    near = whole.over(groups.params if is_param else groups.opt_state)
+    frozen = others.get("frozen", False)
+    update = near if frozen else whole.over(groups.opt_state)
+    # See the note in `placement.py`: what is updated stays where it is.
+    rest = update if near.axes else near
+    grad = whole.over(groups.grads) if is_param and not frozen else None
+    return LeafPlan(rest=rest, near=near, grad=grad, update=update, **others)
 
 
 def by_layer(leaf: LeafPlan) -> bool:

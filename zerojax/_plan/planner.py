@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import takes
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.leaf import LeafPlan, by_layer
+from zerojax._plan.leaf import LeafPlan, by_layer, leaf_at
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan
@@ -153,19 +153,14 @@ def _leaf_plan(
     is_param = leaf.kind == PARAMS
     struct = _state.shape_dtype(leaf.value)
     own = tuple(axis for axis in rule.axes if axis in names_in(spec))
-    whole = Placement(spec, own, padding=rule.padding(struct.shape, spec))
-    near = whole.over(groups.params if is_param else groups.opt_state)
-    update = near if frozen else whole.over(groups.opt_state)
-    return LeafPlan(
+    return leaf_at(
+        Placement(spec, own, padding=rule.padding(struct.shape, spec)),
+        groups,
+        is_param=is_param,
         path=leaf.name,
         kind=leaf.kind,
         shape=tuple(struct.shape),
         dtype=struct.dtype,
-        # See the note in `placement.py`: what is updated stays where it is.
-        rest=update if near.axes else near,
-        near=near,
-        grad=whole.over(groups.grads) if is_param and not frozen else None,
-        update=update,
         stacked=is_stack(leaf, stacks),
         reason=reason,
         frozen=frozen,

@@ -1,0 +1,88 @@
+"""Trains a stack of layers with the kernel, at a stage, and prints the losses: `alone.py 3`."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, PartitionSpec
+
+from zerojax._engine.body import How
+from zerojax._kernel.step import DeviceStep, Param, rested, scattered
+from zerojax._plan.dimension import Rule
+from zerojax._plan.leaf import leaf_at
+from zerojax._plan.placement import Placement, groups_of
+
+STAGE, AXES = int(sys.argv[1]), ("data",)
+STACKED = {"layers/w": True, "layers/b": True, "out": False}
+TX = optax.adam(1e-2)
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"layers": {"w": (3, 16, 16), "b": (3, 16)}, "out": (16, 8)}
+    shapes, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return treedef.unflatten([jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)])
+
+
+def loss(params, x):
+    layer = jax.checkpoint(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None))
+    return jnp.mean((jax.lax.scan(layer, x, params["layers"])[0] @ params["out"] - x[:, :8]) ** 2)
+
+
+def planned(tree, groups, rule, is_param):
+    """Returns the plan of each leaf: of the optimizer's, that of the parameter that it is like."""
+
+    def leaf(path, value):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        stacked = next((layers for end, layers in STACKED.items() if name.endswith(end)), False)
+        spec, reason = rule(name, value.shape, PartitionSpec(), int(stacked))
+        whole = Placement(spec, AXES if reason is None else ())
+        about = {"path": name, "kind": "", "shape": value.shape, "dtype": value.dtype}
+        about |= {"stacked": stacked, "reason": reason}
+        return leaf_at(whole, groups, is_param=is_param, **about)
+
+    return jax.tree.leaves(jax.tree_util.tree_map_with_path(leaf, tree))
+
+
+def main():
+    mesh = jax.make_mesh((4,), AXES, axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    rule, groups = Rule(mesh, AXES, {}, 0, False), groups_of(STAGE, AXES)
+    params, x = make_params(), jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)))
+    opt_state = TX.init(params)
+    leaves = planned(params, groups, rule, True), planned(opt_state, groups, rule, False)
+    each = leaves[0] + leaves[1]
+    rows = jax.ShapeDtypeStruct((2, 16), x.dtype)
+    jaxpr = jax.make_jaxpr(loss)(params, rows).jaxpr
+    on_device = [Param(leaf, mesh, AXES, groups) for leaf in leaves[0]]
+    device = DeviceStep(jaxpr, on_device, mesh, AXES, How(regather=True, prefetch=1, by_data=True))
+
+    @jax.jit
+    def step(params, opt_state, x):
+        values, treedef = jax.tree.flatten((params, opt_state))
+        value, grads = device.on_all_devices()(values[: len(leaves[0])], [x])
+        shards = [scattered(v, leaf, mesh) for v, leaf in zip(values, each, strict=True)]
+        params, opt_state = treedef.unflatten(shards)
+        grads = jax.tree.structure(params).unflatten(grads)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        new = jax.tree.leaves((optax.apply_updates(params, updates), opt_state))
+        new = rested(new, each, mesh, AXES, into=[None] * len(new))
+        return *treedef.unflatten(new), value
+
+    places = [leaf.rest.sharding(mesh) for leaf in each]
+    state = jax.device_put(jax.tree.leaves((params, opt_state)), places)
+    state = jax.tree.structure((params, opt_state)).unflatten(state)
+    for _ in range(3):
+        *state, value = step(*state, x)
+        print(float(value))
+    held = {
+        leaf.path: x.addressable_shards[0].data.shape
+        for leaf, x in zip(each, jax.tree.leaves(state))
+    }
+    print(held["layers/w"], held["0/mu/layers/w"])
+    print(sorted(name for name in sys.modules if name.startswith("zerojax")))
+
+
+if __name__ == "__main__":
+    main()
