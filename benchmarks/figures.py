@@ -16,7 +16,7 @@ import jax
 import results
 
 import zerojax
-from zerojax._engine import xla_options as _xla_options
+from zerojax._features import xla_options as _xla_options
 from zerojax.tools._forecast import presets as _presets
 
 HERE = pathlib.Path(__file__).parent

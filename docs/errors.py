@@ -14,7 +14,7 @@ PAGES = {
     "tools/_audit": ("Audits", "gpus.md#what-did-xla-compile"),
     "_checkpoint": ("Checkpoints", "checkpoints.md"),
     "tools/_choose": ("The fastest way", "gpus.md#which-way-is-fastest"),
-    "_engine": ("Loops over layers", "limits.md"),
+    "_kernel": ("Loops over layers", "limits.md"),
     "tools/_forecast": ("Forecasts", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_forecast/doctor": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
     "tools/_forecast/flags": ("The command line", "gpus.md#gpus-that-you-do-not-have"),

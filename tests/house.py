@@ -21,17 +21,22 @@ from collections import Counter
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_wire _collectives _compat _declared _figures _fingerprint _jaxpr _progress _text _types "
-    "_warn",
-    "_run _state tools._hlo _update",
-    "_plan _engine",
+    "_compat _declared _figures _fingerprint _progress _text _types _warn",
+    "_kernel",
+    "_run _state tools._hlo",
+    "_wire _update",
+    "_plan",
     "_loss",
+    "_features",
     "_step",
     "_checkpoint tools._audit aot",
     "tools._verify tools._forecast nnx",
     "tools._choose _observe tools._study",
     "__main__",
 )
+# The files of the kernel, in the order in which they are read, and what it stands on.
+KERNEL = ["places", "travel", "jaxprs", "parts", "split", "arrays", "body", "loops", "run", "step"]
+BENEATH_KERNEL = {"_compat", "_types", "_warn"}
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

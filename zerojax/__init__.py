@@ -23,11 +23,11 @@ if typing.TYPE_CHECKING:
         export_safetensors as export_safetensors,
         import_safetensors as import_safetensors,
     )
+    from zerojax._kernel.places import LeafPlan as LeafPlan
     from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
     from zerojax._observe.meter import Meter as Meter
-    from zerojax._plan.leaf import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
         full_params as full_params,
@@ -92,7 +92,7 @@ _EXPORTS = {
     "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["full_params", "shard_train_state", "unpad"],
-    "_plan.leaf": ["LeafPlan"],
+    "_kernel.places": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
     "_plan.precision": ["Precision", "master_weights", "narrow_moments"],

@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 
 import zerojax
 from zerojax import _figures
-from zerojax._plan.placement import KINDS
+from zerojax._kernel.places import KINDS
 from zerojax._plan.show import COLOURS, TITLES
 from zerojax.tools._forecast import presets as _presets, result as _result
 from zerojax.tools._forecast.forecast import Forecast

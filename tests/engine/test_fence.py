@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives import unordered
-from zerojax._engine import fence
+from zerojax._kernel import body as fence
 
 LAYERS, DIM = 4, 64
 

@@ -8,13 +8,11 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from zerojax._engine.body import How
-from zerojax._kernel.step import DeviceStep, Param, rested, scattered
-from zerojax._plan.dimension import Rule
-from zerojax._plan.leaf import leaf_at
-from zerojax._plan.placement import Placement, groups_of
+from zerojax._kernel.body import How
+from zerojax._kernel.device import DeviceStep, Param, rested, scattered
+from zerojax._kernel.places import Placement, Rule, groups_of, leaf_at
 
-STAGE, AXES = int(sys.argv[1]), ("data",)
+AXES = ("data",)
 STACKED = {"layers/w": True, "layers/b": True, "out": False}
 TX = optax.adam(1e-2)
 
@@ -23,7 +21,13 @@ def make_params():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"layers": {"w": (3, 16, 16), "b": (3, 16)}, "out": (16, 8)}
     shapes, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return treedef.unflatten([jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)])
+    return treedef.unflatten(
+        [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)]
+    )
+
+
+def rows():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
 
 
 def loss(params, x):
@@ -46,15 +50,15 @@ def planned(tree, groups, rule, is_param):
     return jax.tree.leaves(jax.tree_util.tree_map_with_path(leaf, tree))
 
 
-def main():
+def main(stage):
+    jax.config.update("jax_num_cpu_devices", 4)
     mesh = jax.make_mesh((4,), AXES, axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    rule, groups = Rule(mesh, AXES, {}, 0, False), groups_of(STAGE, AXES)
-    params, x = make_params(), jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)))
+    rule, groups = Rule(mesh, AXES, {}, 0, False), groups_of(stage, AXES)
+    params, x = make_params(), rows()
     opt_state = TX.init(params)
     leaves = planned(params, groups, rule, True), planned(opt_state, groups, rule, False)
     each = leaves[0] + leaves[1]
-    rows = jax.ShapeDtypeStruct((2, 16), x.dtype)
-    jaxpr = jax.make_jaxpr(loss)(params, rows).jaxpr
+    jaxpr = jax.make_jaxpr(loss)(params, x[:2]).jaxpr
     on_device = [Param(leaf, mesh, AXES, groups) for leaf in leaves[0]]
     device = DeviceStep(jaxpr, on_device, mesh, AXES, How(regather=True, prefetch=1, by_data=True))
 
@@ -76,13 +80,12 @@ def main():
     for _ in range(3):
         *state, value = step(*state, x)
         print(float(value))
-    held = {
-        leaf.path: x.addressable_shards[0].data.shape
-        for leaf, x in zip(each, jax.tree.leaves(state))
-    }
-    print(held["layers/w"], held["0/mu/layers/w"])
+    parts = [x.addressable_shards[0].data.shape for x in jax.tree.leaves(state)]
+    held = dict(zip((leaf.path for leaf in each), parts, strict=True))
+    print(held["layers/w"])
+    print(held["0/mu/layers/w"])
     print(sorted(name for name in sys.modules if name.startswith("zerojax")))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -1,7 +1,7 @@
 """The mutants: defects that a maintainer might make, written as pieces of diffs.
 
     # name: what the defect breaks
-    @ zerojax/_collectives.py
+    @ zerojax/_kernel/travel.py
      a line that stays, where the next one stands in the file more than once
     -    a line that goes
     +    a line that comes

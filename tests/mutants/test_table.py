@@ -10,7 +10,7 @@ from tests.mutants.__main__ import KEPT, as_table
 
 MUTANT = """\
 # off-by-one: the last layer is left out
-@ zerojax/_engine/layers.py
+@ zerojax/_kernel/loops.py
      for layer in layers:
 -        run(layer)
 +        run(layer - 1)
@@ -33,7 +33,7 @@ def test_lines_are_changed_where_they_are_once():
     changed = mutant.applied(f"def f():\n    run(layer)\n{lines}")
     assert changed == "def f():\n    run(layer)\n    for layer in layers:\n        run(layer - 1)\n"
     for text in ("def f():\n    run(layer)\n", f"def f():\n{lines}{lines}"):
-        with pytest.raises(table.NotThereError, match=r"off-by-one.*layers\.py.*change the mutant"):
+        with pytest.raises(table.NotThereError, match=r"off-by-one.*loops\.py.*change the mutant"):
             mutant.applied(text)
 
 

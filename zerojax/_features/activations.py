@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
-from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved
+from zerojax._kernel.body import AS_IT_IS, Keeping, Saved
 from zerojax._plan.plan import Plan
 from zerojax._types import is_key
 

@@ -21,12 +21,19 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from zerojax import _compat
-from zerojax._collectives import Held, as_sent, is_inexact, over_replicas
-from zerojax._engine.ir import Attached, Shard
-from zerojax._engine.split import Splitter
-from zerojax._jaxpr import type_of
-from zerojax._wire.codecs import Exact
-from zerojax._wire.routes import EXACT, Cut, Route
+from zerojax._kernel.jaxprs import type_of
+from zerojax._kernel.pieces import Attached, Shard
+from zerojax._kernel.split import Splitter
+from zerojax._kernel.travel import (
+    EXACT,
+    Cut,
+    Exact,
+    Held,
+    Route,
+    as_sent,
+    is_inexact,
+    over_replicas,
+)
 
 ROWS_SCOPE = "rows_of"  # of what moves rows, before the parameter, in a compiled program
 # What is sent at most for rows, where a gather of the table would send 1. An all-to-all between

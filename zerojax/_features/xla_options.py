@@ -10,7 +10,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from zerojax import _compat
 from zerojax._features import rows as _rows
-from zerojax._jaxpr import nbytes
+from zerojax._kernel.jaxprs import nbytes
 from zerojax._types import Device
 
 COMBINE_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"

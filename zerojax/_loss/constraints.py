@@ -28,11 +28,11 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax._kernel.travel import names_in
 from zerojax._loss import mean as _mean
 from zerojax._plan import mesh as _mesh
 from zerojax._state.hints import axes_of_rules
 from zerojax._types import PyTree
-from zerojax._wire.routes import names_in
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")

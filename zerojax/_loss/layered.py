@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._engine.ir import CONST, WEIGHT
-from zerojax._jaxpr import Atom, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._kernel.jaxprs import Atom, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._loss.trace import as_one_device, typed
 from zerojax._plan.precision import wide
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Atom, is_var, type_of
-from zerojax._kernel.step import exact_share as exact_share
+from zerojax._kernel.device import exact_share as exact_share
+from zerojax._kernel.jaxprs import Atom, is_var, type_of
 from zerojax._plan.precision import wide
 
 # The names of the calls below, which accumulation looks for, and `check_gradients`.

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zerojax._kernel.places import Axes, LeafPlan
+from zerojax._kernel.travel import Exact
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Axes
-from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
+from zerojax._wire.codecs import Blocks, Ways, way_of
 
 
 def codec_of(leaf: LeafPlan, ways: Ways, mesh: Mesh) -> Blocks | Exact:

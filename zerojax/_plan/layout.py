@@ -7,9 +7,8 @@ from typing import Self
 
 from jax.sharding import Mesh, NamedSharding
 
+from zerojax._kernel.places import Axes, Groups, LeafPlan, beyond
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Axes, Groups, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef

@@ -13,8 +13,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from zerojax._jaxpr import Atom, is_var
-from zerojax._plan.dimension import Rule
+from zerojax._kernel.jaxprs import Atom, is_var
+from zerojax._kernel.places import Rule
 from zerojax._state import state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
 from zerojax._types import PyTree, is_key

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 from zerojax import _compat
+from zerojax._kernel.places import LeafPlan
 from zerojax._plan import move as _move
 from zerojax._plan.layout import Layout
-from zerojax._plan.leaf import LeafPlan
 from zerojax._state import carried as _carried, state as _state
 from zerojax._types import PyTree, Shape
 from zerojax._warn import warn

@@ -8,10 +8,10 @@ import numpy as np
 from jax import Array
 
 from zerojax import _compat, _fingerprint
-from zerojax._kernel import step as _step
+from zerojax._kernel import device as _device
+from zerojax._kernel.places import LeafPlan
 from zerojax._plan import mesh as _mesh, move as _move, padding as _padding, show as _show
 from zerojax._plan.layout import Layout
-from zerojax._plan.leaf import LeafPlan
 from zerojax._plan.padding import logical_leaves, on_host, padded, padded_shapes
 from zerojax._plan.precision import stored_with
 from zerojax._run import agreement as _agreement
@@ -121,7 +121,7 @@ class Plan(Layout):
             value if np.shape(value) == leaf.padded_shape else None
             for value, leaf in zip(old, self.leaves, strict=True)
         ]
-        rested = _step.rested(
+        rested = _device.rested(
             values, self.leaves, self.mesh, self.batch_axes, into=old, resting=resting
         )
         return treedef.unflatten(rested)
@@ -187,15 +187,15 @@ class Plan(Layout):
 
     def scattered(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains one leaf, or its gradient, to where the optimizer updates it."""
-        return _step.scattered(value, leaf, self.mesh)
+        return _device.scattered(value, leaf, self.mesh)
 
     def updated(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains a new leaf, inside `jax.jit`, to where the optimizer made it, and pads it."""
-        return _step.updated(value, leaf, self.mesh)
+        return _device.updated(value, leaf, self.mesh)
 
     def at_rest(self, value: Array, leaf: LeafPlan) -> Array:
         """Constrains a padded leaf, inside `jax.jit`, to where it is between steps."""
-        return _step.at_rest(value, leaf, self.mesh)
+        return _device.at_rest(value, leaf, self.mesh)
 
     def check_structure(self, state: PyTree) -> None:
         """Raises where `state` is not the tree that this plan was made for."""

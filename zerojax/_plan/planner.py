@@ -11,10 +11,19 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax._declared import takes
-from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.leaf import LeafPlan, by_layer, leaf_at
+from zerojax._kernel import places as _places
+from zerojax._kernel.places import (
+    Axes,
+    Groups,
+    LeafPlan,
+    Placement,
+    by_layer,
+    chosen_groups,
+    leaf_at,
+)
+from zerojax._kernel.travel import names_in
+from zerojax._plan import mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.padding import padded_shapes
-from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision, stored_with
@@ -26,7 +35,6 @@ from zerojax._update import offload as _offload
 from zerojax._update.offload import PINNED, Offload, as_offload
 from zerojax._warn import warn
 from zerojax._wire import codecs as _codecs
-from zerojax._wire.routes import names_in
 
 # Warn when more than this share of the parameter bytes, and at least so many, stay replicated.
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
@@ -58,7 +66,7 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     chosen = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
     least = options.min_shard_size
-    rule = _dimension.Rule(mesh, chosen.opt_state or axes, patterns, least, options.pad)
+    rule = _places.Rule(mesh, chosen.opt_state or axes, patterns, least, options.pad)
     state, leaves = _as_stored(state_or_fn, precision)
     tx = _state.get_tx(state) if tx is None else tx
     over = chosen if rule.size > 1 else Groups()
@@ -141,7 +149,7 @@ def _leaf_plan(
     leaf: Leaf,
     found: Found,
     groups: Groups,
-    rule: _dimension.Rule,
+    rule: _places.Rule,
     frozen: bool,
     stacks: Mapping[tuple, int],
     absent: Axes,
@@ -206,7 +214,7 @@ def _may_leave(leaf: LeafPlan) -> bool:
     return bool(leaf.shape) and (leaf.kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def _check_patterns(leaves: list[Leaf], rule: _dimension.Rule, precision: Precision | None) -> None:
+def _check_patterns(leaves: list[Leaf], rule: _places.Rule, precision: Precision | None) -> None:
     """Raises where a path pattern finds no parameter."""
     names = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
     _state.check_patterns(rule.overrides, names, "overrides=")
@@ -218,7 +226,7 @@ def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
     bases: list[PartitionSpec],
-    rule: _dimension.Rule,
+    rule: _places.Rule,
     stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
 ) -> dict[tuple, Found]:
@@ -251,7 +259,7 @@ def _shard_specs(
 
 
 def _typed_spec(
-    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Found | None, rule: _dimension.Rule
+    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Found | None, rule: _places.Rule
 ) -> Found | None:
     """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why.
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
+from zerojax._kernel.places import Groups, LeafPlan
 from zerojax._plan.codes import codec_of
 from zerojax._plan.layout import Layout
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Groups
 from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table, told_apart

@@ -14,9 +14,9 @@ import numpy as np
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
+from zerojax._kernel.travel import Entry, names_in
 from zerojax._state.state import PARAMS, Leaf, finds, leaves_with_paths, matching, path_name
 from zerojax._types import PyTree, Shape
-from zerojax._wire.routes import Entry, names_in
 
 NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a part of a path
 MOST_LAYERS = 256  # a longer first dimension counts something else

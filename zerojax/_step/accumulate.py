@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Atom, Inliner, alive, is_var, reads
+from zerojax._kernel.jaxprs import Atom, Inliner, alive, is_var, reads
 from zerojax._loss.mean import COUNT, MEAN
 from zerojax._types import PyTree
 

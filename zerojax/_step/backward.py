@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from zerojax import _compat
-from zerojax._plan.leaf import LeafPlan, by_layer
+from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._plan.optimizer import flat_update
 from zerojax._plan.plan import Plan
 from zerojax._state.state import PARAMS, zero_gradient
@@ -28,7 +28,7 @@ from zerojax._update.in_backward import NO_STACK, Input, LayerUpdate, layer_upda
 # beside backward's compute, and where weights rest whole (stages 1 and 2) so does their all-gather.
 #
 # The loop is a `jax.custom_vjp`, and the one way out of its backward is as gradients. So the
-# parameter and its optimizer state go in as stacks (`_collectives.Updating`), and what comes out
+# parameter and its optimizer state go in as stacks (`_travel.Updating`), and what comes out
 # as the gradients of these stacks are the stacks after the update.
 #
 # What backward updates comes from host memory with one gradient and goes back after the others, so

@@ -17,19 +17,17 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._collectives import Held, obtain
-from zerojax._engine.body import How
-from zerojax._engine.ir import InputKind
-from zerojax._engine.run import SplitLoss
-from zerojax._engine.vary import Value
+from zerojax._kernel.arrays import Value
+from zerojax._kernel.body import How
+from zerojax._kernel.pieces import InputKind
+from zerojax._kernel.places import Axes, LeafPlan, beyond, slow
+from zerojax._kernel.run import SplitLoss
+from zerojax._kernel.travel import Cut, Held, Route, names_in, obtain
 from zerojax._plan.codes import codec_of, sum_codec_of
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Axes, beyond, slow
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
 from zerojax._step.step_options import how_on, precision_of, regathered
 from zerojax._types import PyTree, TreeDef
-from zerojax._wire.routes import Cut, Route, names_in
 
 
 @functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _compat
 from zerojax._declared import takes
-from zerojax._jaxpr import is_var, reads, type_of
+from zerojax._kernel.jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
     batch as _batch,

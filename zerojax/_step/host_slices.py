@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from zerojax import _compat
-from zerojax._engine.slices import sliced, written
 from zerojax._features.xla_options import DOUBLE_BUFFER
-from zerojax._plan.placement import Placement
+from zerojax._kernel.arrays import sliced, written
+from zerojax._kernel.places import Placement
 from zerojax._types import Device
 from zerojax._update.offload import PINNED
 from zerojax._warn import warn

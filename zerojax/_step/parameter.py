@@ -9,19 +9,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from zerojax import _collectives, _compat
-from zerojax._collectives import Held, Updating
-from zerojax._engine.vary import Value
-from zerojax._kernel.step import Param, wide
+from zerojax import _compat
+from zerojax._kernel import travel as _travel
+from zerojax._kernel.arrays import Value
+from zerojax._kernel.device import Param, wide
+from zerojax._kernel.places import Axes, LeafPlan, Placement, slow
+from zerojax._kernel.travel import Codec, Held, Route, Updating
 from zerojax._plan.codes import codec_of, sum_codec_of
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Axes, Placement, slow
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted
 from zerojax._types import PyTree
 from zerojax._update.in_backward import LayerUpdate
-from zerojax._wire.codecs import Codec
-from zerojax._wire.routes import Route
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ class StepParam(Param):
         """Returns what microbatches gather from, in the dtype that they gather."""
         codec = codec_of(self.leaf, self.precision.gather, self.mesh)
         cut = self.leaf.cut(Route(self.far, codec=codec), dtype=self.compute_dtype)
-        return _collectives.gathered(_compat.fetched(value).astype(dtype), cut).astype(dtype)
+        return _travel.gathered(_compat.fetched(value).astype(dtype), cut).astype(dtype)
 
     def reduced(self, grad: Array) -> Array:
         if self.is_held and not self.accumulates:
@@ -165,4 +163,4 @@ class StepParam(Param):
         if self.leaf.rest.on_device == self.leaf.update:
             return layer
         cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
-        return _collectives.gathered(layer, cut)
+        return _travel.gathered(layer, cut)

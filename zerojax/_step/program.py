@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
-from zerojax._engine.body import How
-from zerojax._engine.ir import CONST, WEIGHT
 from zerojax._features import activations as _activations, rows as _rows
-from zerojax._jaxpr import type_of
-from zerojax._kernel.step import DeviceStep, exact_share, wide
+from zerojax._kernel.body import How
+from zerojax._kernel.device import DeviceStep, exact_share, wide
+from zerojax._kernel.jaxprs import type_of
+from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._loss import batch as _batch, fields as _fields, layered as _layered
 from zerojax._loss.microbatches import Microbatches
 from zerojax._loss.trace import TracedLoss

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 
 from zerojax import _compat
 from zerojax._declared import Options, option, switch
-from zerojax._engine.body import How
 from zerojax._features import xla_options as _xla_options
+from zerojax._kernel.body import How
+from zerojax._kernel.places import slow
 from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.placement import slow
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import TX
 from zerojax._plan.precision import Precision, check_precision

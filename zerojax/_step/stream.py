@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._engine.slices import Index, sliced, written
-from zerojax._plan.leaf import LeafPlan, by_layer
+from zerojax._kernel.arrays import Index, sliced, written
+from zerojax._kernel.places import LeafPlan, by_layer
 from zerojax._plan.padding import padded, unpadded
 from zerojax._plan.plan import Plan
 from zerojax._state.state import get_params

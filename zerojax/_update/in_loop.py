@@ -8,8 +8,8 @@ import jax
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._collectives import Held
-from zerojax._engine.slices import Layer, Unchanged, sliced, written
+from zerojax._kernel.arrays import Layer, Unchanged, sliced, written
+from zerojax._kernel.travel import Held
 
 T = TypeVar("T")
 Stacks = list[tuple[Array, ...]]  # of each parameter: it, and what is updated with it

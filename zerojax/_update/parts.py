@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Atom, Inliner, alive, is_var, reads, type_of
+from zerojax._kernel.jaxprs import Atom, Inliner, alive, is_var, reads, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import MIXED, SAME, Label

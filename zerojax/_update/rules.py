@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from zerojax._jaxpr import Atom, is_var, type_of
+from zerojax._kernel.jaxprs import Atom, is_var, type_of
 
 SAME, MIXED = "same", "mixed"
 Label = int | str

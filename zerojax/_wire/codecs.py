@@ -22,7 +22,7 @@ import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,43 +31,14 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from zerojax._kernel.travel import Parts
 from zerojax._wire import rounding as _rounding
 
-Parts = tuple[Array, ...]  # what a codec made of an array
 LARGEST_CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 NOISE = {"int8": 7e-3, "int4": 0.13, "float8_e4m3fn": 0.027, "float8_e5m2": 0.053}
 ENCODING = "as_codes"  # of what encodes, in a compiled program
 MESSAGES_SCOPE = "gradients_as_codes"  # of the all-to-alls in a compiled program
 LEAST_BLOCK = 32  # with fewer elements a scale, scales are more than an eighth of what is sent
-
-
-class Codec(Protocol):
-    """A way to write an array on the wire: as one array or several of its rank, sharded alike.
-
-    Codecs are static arguments, so they are hashable.
-    """
-
-    adds: bool  # whether a reduce-scatter can add what it writes; otherwise `sums` does
-
-    def encode(self, array: Array) -> Parts: ...
-
-    def decode(self, parts: Parts) -> Array: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Exact:
-    """Sends floats in `dtype` (None: their own), everything else as it is."""
-
-    adds = True
-    dtype: DTypeLike | None = None
-
-    def encode(self, array: Array) -> Parts:
-        is_real = jnp.issubdtype(array.dtype, jnp.floating)
-        return (array.astype(self.dtype) if is_real and self.dtype is not None else array,)
-
-    def decode(self, parts: Parts) -> Array:
-        (array,) = parts
-        return array
 
 
 @dataclasses.dataclass(frozen=True)

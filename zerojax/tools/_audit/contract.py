@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from zerojax._features import rows as _rows
+from zerojax._kernel.places import Axes, beyond
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
 from zerojax._text import human_bytes

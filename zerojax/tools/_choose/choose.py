@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from zerojax import _compat, aot
-from zerojax._jaxpr import nbytes
+from zerojax._kernel.jaxprs import nbytes
 from zerojax._plan import planner as _planner
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from zerojax._plan.placement import groups_of
+from zerojax._kernel.places import groups_of
 from zerojax._text import Row, html_table, text_table
 
 STAGES = (0, 1, 2, 3)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AbstractMesh
 
-from zerojax import _compat, _jaxpr
+from zerojax import _compat
+from zerojax._kernel import jaxprs as _jaxprs
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.constraints import NO_MESH, traced_where_it_can_be, with_absent
 from zerojax._loss.fields import with_fields
@@ -88,4 +89,4 @@ def matmul_flops(
 
     `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
     """
-    return _jaxpr.matmul_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
+    return _jaxprs.matmul_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)

@@ -6,7 +6,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.random import define_prng_impl
 
 from zerojax import _compat
-from zerojax._jaxpr import type_of
+from zerojax._kernel.jaxprs import type_of
 from zerojax._types import Shape, is_key
 
 DRAWS = {"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"}

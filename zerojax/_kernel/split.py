@@ -14,7 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._engine.ir import (
+from zerojax._kernel.jaxprs import Atom, Code, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._kernel.pieces import (
     CONST,
     WEIGHT,
     Attached,
@@ -22,17 +23,17 @@ from zerojax._engine.ir import (
     Kind,
     Loop,
     Op,
+    Readers,
     Scope,
     Shard,
     Split,
+    is_cast,
     reads_of,
     shards_read,
     unique,
 )
-from zerojax._engine.views import Readers, is_cast
-from zerojax._jaxpr import Atom, Code, Inliner, Var, alive, is_var, reads, type_of
+from zerojax._kernel.travel import Cut
 from zerojax._warn import warn
-from zerojax._wire.routes import Cut
 
 Attach = Callable[[JaxprEqn, "Splitter"], Attached | None]
 

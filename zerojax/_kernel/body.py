@@ -1,23 +1,24 @@
 """The two halves of a split as functions, and their derivative by hand."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import register_dataclass
 
-from zerojax import _collectives, _compat
-from zerojax._collectives import Held, Transit
-from zerojax._engine.ir import Op, Split
-from zerojax._engine.residuals import AS_IT_IS, Keeping, Saved, restore, strip
-from zerojax._engine.slices import Unchanged
-from zerojax._engine.vary import (
+from zerojax import _compat
+from zerojax._kernel import travel as _travel
+from zerojax._kernel.arrays import (
     Gradient,
     T,
+    Unchanged,
     Value,
     add,
     add_held,
@@ -28,8 +29,142 @@ from zerojax._engine.vary import (
     where,
     zeros_like,
 )
-from zerojax._jaxpr import Atom, Var, is_var, type_of
-from zerojax._wire.routes import Cut
+from zerojax._kernel.jaxprs import Atom, Var, is_var, type_of
+from zerojax._kernel.pieces import Op, Split
+from zerojax._kernel.travel import Cut, Held, Transit
+from zerojax._types import TreeDef, is_key
+
+
+@functools.partial(
+    register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "slots", "wanted", "moved"]
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A vjp function without the arrays that backward has anyway: slot k is known array k.
+
+    `wanted` says for which inputs a gradient was wanted, `moved` which arrays a `Keeping` has put
+    elsewhere.
+    """
+
+    arrays: list[Array]
+    treedef: TreeDef
+    slots: tuple[int | None, ...]
+    wanted: tuple[bool, ...]
+    moved: tuple[bool, ...] = ()
+
+
+def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
+    """Returns `vjp` without the arrays in `known`.
+
+    [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. One
+    that is an input of the differentiated function comes out as the very object that went in, so
+    `id` tells it from an equal value computed there. That is JAX's habit, not its promise; where
+    it were broken, full weights would be kept and nothing else would show it. Hence
+    `Body.check_stripped`.
+    """
+    index = {id(array): k for k, array in enumerate(known) if array is not None}
+    leaves, treedef = jax.tree.flatten(vjp)
+    slots = tuple(index.get(id(leaf)) for leaf in leaves)
+    arrays = [x for x, k in zip(leaves, slots, strict=True) if k is None]
+    return Saved(arrays, treedef, slots, tuple(wanted))
+
+
+def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
+    """Returns the vjp function that was stripped."""
+    arrays = iter(saved.arrays)
+    leaves = [next(arrays) if k is None else known[k] for k in saved.slots]
+    return saved.treedef.unflatten(leaves)
+
+
+class Keeping:
+    """Where a loop keeps what backward needs of each layer: as it is, on the devices."""
+
+    host = False
+
+    def put(self, saved: Saved) -> Saved:
+        """Puts what one layer saved where it rests."""
+        return saved
+
+    def back(self, saved: Saved) -> Saved:
+        """Brings it back."""
+        return saved
+
+
+AS_IT_IS = Keeping()
+
+
+# [Note: why backward waits]
+# Backward gathers the same shards as forward. Left to itself, XLA takes the two for one
+# computation, merges them, and keeps full weights in between. On GPUs an optimization barrier
+# over the shards and the cotangents keeps them apart.
+#
+# XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
+# nothing of a loop during that loop: collectives are held to the order in which they
+# start, and a loop counts as started as soon as one iteration waits for another thread. All
+# collectives have the same channel, so devices pair the wrong ones: a crash, NaN, or wrong
+# numbers (JAX 0.12, several emulated devices; 0.10 expands barriers before it schedules).
+# `tests/engine/test_fence.py` has the fault in plain JAX. There the shards are made to depend on
+# what forward returned, in a way that XLA cannot see through.
+
+_MOST_BITS = 64  # of one number
+
+
+def mark(outs: list[Array]) -> Array | None:
+    """Returns a boolean that is there once all `outs` are. It is false, which XLA cannot know.
+
+    None where no output has bits to count.
+    """
+    # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
+    counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
+    marks = [count > _MOST_BITS for count in counts]
+    return functools.reduce(jnp.logical_or, marks) if marks else None
+
+
+def wait(values: T, done: Array) -> T:
+    """Returns `values` that depend on a mark."""
+
+    def waiting(x: Array) -> Array:
+        if is_key(x):
+            return x
+        here = _compat.fetched(x)
+        here = lax.select(done, jnp.zeros_like(here), here)
+        return _compat.stored(here) if _compat.is_on_host(x) else here
+
+    return jax.tree.map(waiting, values)
+
+
+@jax.custom_vjp
+def in_turn(outs: list[Array], shards: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Returns floats as they are: what an op returned, and shards that a later one reads. Backward
+    begins with the earlier op when it has the gradients of these shards."""
+    return outs, shards
+
+
+def _in_turn_fwd(outs: list[Array], shards: list[Array]) -> tuple[tuple, None]:
+    return (outs, shards), None
+
+
+def _in_turn_bwd(_: None, grads: tuple[list[Array], list[Array]]) -> tuple:
+    d_outs, d_shards = grads
+    done = mark(d_shards)
+    return d_outs if done is None else wait(d_outs, done), d_shards
+
+
+in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
+
+
+def _bits(array: Array) -> Array:
+    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return first
+    width = array.dtype.itemsize * 8
+    return lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+
+
+def _is_countable(array: Array) -> bool:
+    has_bits = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return has_bits and math.prod(array.shape) > 0
+
 
 # [Note: what is kept for backward]
 # JAX keeps for backward whatever the derivative needs, full weights among it: with plain
@@ -93,24 +228,24 @@ class Body:
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
         """Returns the outputs, differentiated by JAX if at all."""
         weights = self.weights_of(inputs)
-        gathered = [_collectives.obtain(held, cut) for held, cut in self._travellers(weights)]
+        gathered = [_travel.obtain(held, cut) for held, cut in self._travellers(weights)]
         frontier = self.prefix(weights, gathered)
         return self.wrap(self.main)(frontier, self.roots_of(inputs), self.plain_of(inputs))
 
     def cross(self, weights: Sequence[Value | None]) -> list[Transit]:
         """Returns all weights after the far hops of their routes."""
-        crossed = [_collectives.cross(held, cut) for held, cut in self._travellers(weights)]
+        crossed = [_travel.cross(held, cut) for held, cut in self._travellers(weights)]
         return jax.tree.map(lambda part: checkpoint_name(part, CROSSED), crossed)
 
     def arrive(self, weights: Sequence[Value | None], crossed: Sequence[Transit]) -> list[Transit]:
         """Returns all weights after both hops."""
         pairs = zip(self._travellers(weights), crossed, strict=True)
-        return [_collectives.arrive(held, cut, parts) for (held, cut), parts in pairs]
+        return [_travel.arrive(held, cut, parts) for (held, cut), parts in pairs]
 
     def full(self, arrived: Sequence[Transit]) -> list[Array]:
         """Returns the full weights; nothing moves."""
         shards = zip(arrived, self.split.gathers.values(), strict=True)
-        return [_collectives.full(parts, shard.cut) for parts, shard in shards]
+        return [_travel.full(parts, shard.cut) for parts, shard in shards]
 
     def gather(
         self, weights: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
@@ -118,9 +253,7 @@ class Body:
         """Returns the full weights; those in `kept` are there."""
         ways = zip(self.split.gathers, self._travellers(weights), crossed, strict=True)
         return [
-            kept[var]
-            if var in kept
-            else _collectives.full(_collectives.arrive(held, cut, parts), cut)
+            kept[var] if var in kept else _travel.full(_travel.arrive(held, cut, parts), cut)
             for var, (held, cut), parts in ways
         ]
 
@@ -277,7 +410,7 @@ class Body:
         """Reduces the gradients of gathered weights, which stay as they travelled."""
         there = [grad is not None for grad in d_gathered]
         cuts = where([shard.cut for shard in self.split.gathers.values()], there)
-        sums = _collectives.summed([grad for grad in d_gathered if grad is not None], cuts)
+        sums = _travel.summed([grad for grad in d_gathered if grad is not None], cuts)
         return merge(there, sums, [None] * len(there))
 
     def added(

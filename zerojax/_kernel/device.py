@@ -17,19 +17,16 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax import _collectives, _compat
-from zerojax._collectives import Held
-from zerojax._engine.body import How
-from zerojax._engine.ir import WEIGHT, InputKind
-from zerojax._engine.run import SplitLoss
-from zerojax._engine.split import Attach
-from zerojax._engine.vary import Value
-from zerojax._plan.dimension import axes_size
-from zerojax._plan.leaf import LeafPlan
-from zerojax._plan.placement import Axes, Groups, Placement, beyond
+from zerojax import _compat
+from zerojax._kernel import travel as _travel
+from zerojax._kernel.arrays import Value
+from zerojax._kernel.body import How
+from zerojax._kernel.pieces import WEIGHT, InputKind
+from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, axes_size, beyond
+from zerojax._kernel.run import SplitLoss
+from zerojax._kernel.split import Attach
+from zerojax._kernel.travel import EXACT, Codec, Cut, Held, Route
 from zerojax._types import PyTree, zero_gradient
-from zerojax._wire.codecs import Codec
-from zerojax._wire.routes import EXACT, Cut, Route
 
 # -- one parameter
 
@@ -171,7 +168,7 @@ class Param:
         """Returns a gradient after a route, if it leads anywhere."""
         if axes_size(self.mesh, self.batch_axes) > 1 and (route.axes + route.replicas):
             # What is summed in a wider dtype is sent in the one it was computed in.
-            (grad,) = _collectives.reduced([grad.astype(self.compute_dtype)], [self.cut], [route])
+            (grad,) = _travel.reduced([grad.astype(self.compute_dtype)], [self.cut], [route])
         return grad.astype(self.grad_dtype)
 
     def mean(self, grad: Array, remaining: float) -> Array:
@@ -315,7 +312,7 @@ def updated(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
         value = scattered(value, leaf, mesh)
     if not leaf.update.padding:
         return value
-    longer = _collectives.with_padding(value, leaf.update.dim, leaf.update.padding)
+    longer = _travel.with_padding(value, leaf.update.dim, leaf.update.padding)
     return constrained(longer, leaf.update, mesh)
 
 
@@ -366,7 +363,7 @@ def _gathered(
     def gather(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
         # All over: what does not rest where it is updated rests whole. Exact: it would drift.
         cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.padding))
-        return _collectives.gather_updated(shard, stack, cut, leaf.stacked)
+        return _travel.gather_updated(shard, stack, cut, leaf.stacked)
 
     return jax.shard_map(
         lambda shards, old: list(map(gather, shards, old, leaves)),

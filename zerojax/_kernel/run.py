@@ -12,10 +12,32 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._collectives import Held
-from zerojax._engine import fence as _fence
-from zerojax._engine.body import CROSSED, Body, Env, How, read, read_arrays, write
-from zerojax._engine.ir import (
+from zerojax._kernel.arrays import (
+    Gradient,
+    T,
+    Value,
+    by_hand,
+    float_cotangents,
+    is_float,
+    merge,
+    where,
+)
+from zerojax._kernel.body import (
+    AS_IT_IS,
+    CROSSED,
+    Body,
+    Env,
+    How,
+    in_turn,
+    mark,
+    read,
+    read_arrays,
+    wait,
+    write,
+)
+from zerojax._kernel.jaxprs import Atom, Var
+from zerojax._kernel.loops import Layers, PrefetchedLayers, as_read
+from zerojax._kernel.pieces import (
     Attached,
     InputKind,
     Loop,
@@ -30,21 +52,8 @@ from zerojax._engine.ir import (
     split_of,
     unique,
 )
-from zerojax._engine.layers import Layers, as_read
-from zerojax._engine.prefetch import PrefetchedLayers
-from zerojax._engine.residuals import AS_IT_IS
-from zerojax._engine.split import Attach, split
-from zerojax._engine.vary import (
-    Gradient,
-    T,
-    Value,
-    by_hand,
-    float_cotangents,
-    is_float,
-    merge,
-    where,
-)
-from zerojax._jaxpr import Atom, Var
+from zerojax._kernel.split import Attach, split
+from zerojax._kernel.travel import Held
 
 
 class SplitLoss:
@@ -138,7 +147,7 @@ def _in_turn(before: Op | None, op: Op, env: Env) -> None:
     roots = unique(s.root for s in shards_read([op]) if is_float(env[s.root].shard))
     if outs and roots:
         shards = [env[root].shard for root in roots]
-        values, shards = _fence.in_turn(read(env, outs), shards)
+        values, shards = in_turn(read(env, outs), shards)
         held = [
             dataclasses.replace(env[root], shard=x) for root, x in zip(roots, shards, strict=True)
         ]
@@ -236,7 +245,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
 
 
 def _mark(outs: list[Array], how: How) -> Array | None:
-    return _fence.mark(outs) if how.by_data else None
+    return mark(outs) if how.by_data else None
 
 
 def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
@@ -245,7 +254,7 @@ def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
     else:
-        read = _fence.wait(read, done)
+        read = wait(read, done)
     shards = jax.tree.map(
         lambda x, y: x.read_from(y) if _is_held(x) else y, shards, read, is_leaf=_is_held
     )

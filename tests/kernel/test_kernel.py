@@ -1,0 +1,62 @@
+"""The kernel read and run by itself: its budget, its imports, and stages 0 to 3 without options."""
+
+import ast
+import functools
+
+import jax
+import optax
+import pytest
+
+from tests import house
+from tests.kernel import alone
+from tests.processes import ROOT, output
+
+SOURCES = house.sources()
+MODULES = {name: text for name, text in SOURCES.items() if name.startswith("_kernel.")}
+MODULES.pop("_kernel.__init__")
+
+
+def code(names):
+    return sum(len(house.code_lines(SOURCES[name])) for name in names)
+
+
+def test_the_kernel_keeps_its_budget():
+    assert [f"_kernel.{name}" for name in house.KERNEL] == sorted(
+        MODULES, key=lambda name: house.KERNEL.index(name.partition(".")[2])
+    )
+    assert len(MODULES) <= 10 and code(MODULES) <= 2300
+    assert code([*MODULES, *house.BENEATH_KERNEL]) <= 2500
+
+
+def test_the_kernel_imports_nothing_else_of_the_library():
+    imports = house.imports(SOURCES)
+    beneath = set().union(*(imports[name] for name in MODULES)) - MODULES.keys()
+    assert beneath - {"_kernel.__init__", "__init__"} == house.BENEATH_KERNEL
+
+
+def test_contributing_has_its_reading_order():
+    page = (house.ROOT / "CONTRIBUTING.md").read_text()
+    places = [page.index(f"`_kernel/{name}.py`") for name in house.KERNEL]
+    assert places == sorted(places)
+
+
+@functools.cache
+def losses_of_one_device():
+    params, x = alone.make_params(), alone.rows()
+    opt_state, losses = alone.TX.init(params), []
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(alone.loss)(params, x)
+        updates, opt_state = alone.TX.update(grads, opt_state, params)
+        params, losses = optax.apply_updates(params, updates), [*losses, float(loss)]
+    return losses
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_kernel_trains_by_itself(stage):
+    printed, _ = output(ROOT / "tests" / "kernel" / "alone.py", stage)
+    *losses, weight, moment, modules = map(ast.literal_eval, printed.splitlines())
+    assert losses == pytest.approx(losses_of_one_device(), rel=1e-5)
+    assert weight == ((3, 4, 16) if stage == 3 else (3, 16, 16))
+    assert moment == ((3, 4, 16) if stage else (3, 16, 16))
+    allowed = {f"zerojax.{name}" for name in (*MODULES, *house.BENEATH_KERNEL, "_kernel")}
+    assert set(modules) <= allowed | {"zerojax"}
