@@ -35,7 +35,18 @@ RANKS = (
     "__main__",
 )
 # The files of the kernel, in the order in which they are read, and what it stands on.
-KERNEL = ["places", "travel", "jaxprs", "parts", "split", "arrays", "body", "loops", "run", "step"]
+KERNEL = [
+    "travel",
+    "places",
+    "jaxprs",
+    "pieces",
+    "split",
+    "arrays",
+    "body",
+    "loops",
+    "run",
+    "device",
+]
 BENEATH_KERNEL = {"_compat", "_types", "_warn"}
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
