@@ -29,7 +29,8 @@ RANKS = (
     "_step",
     "_checkpoint tools._audit aot",
     "tools._verify tools._forecast nnx",
-    "tools._choose _observe tools._study",
+    "_observe tools._flags",
+    "tools._cli",
     "__main__",
 )
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}

@@ -109,7 +109,7 @@ def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
 
 
 def test_orders_stand_side_by_side(cpus):
-    rates = zerojax.rates_of("H100", link=1e6)
+    rates = zerojax.tools.rates_of("H100", link=1e6)
     in_turn, layers = (
         found := linear(stages=3, accumulate=2, order=("microbatches", "layers"), rates=rates)
     ).cases
@@ -122,7 +122,11 @@ def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     large = lambda: fakes.make_state(width=256, optimizer=optax.adam)
     precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")
     given = {"precision": precision, "regather": ("gpu",), "update": "auto", "activations": ()}
-    given |= {"rates": zerojax.rates_of("H100", network=6e9), "offload": "opt_state", "tokens": 7}
+    given |= {
+        "rates": zerojax.tools.rates_of("H100", network=6e9),
+        "offload": "opt_state",
+        "tokens": 7,
+    }
     found = linear({"mine": fakes.loss}, large, fakes.batch(32, 256), stages=3, **given)
     codes = "gather int8", "reduce int4", "network cards of 6 GB/s"
     assert found.settings == ("regather=('gpu',)", "offload='opt_state'", *codes)
@@ -182,7 +186,7 @@ def hosts(loss=audits.loss, precision=NARROW, **options):
 @pytest.fixture(scope="module")
 def flat(gpu_code):
     """Over all eight; network cards of 1 MB/s each are all that takes time."""
-    return hosts(accumulate=2, rates=zerojax.rates_of("H100", network=1e6))
+    return hosts(accumulate=2, rates=zerojax.tools.rates_of("H100", network=1e6))
 
 
 def test_a_card_carries_a_quarter_of_what_its_gpu_sends(flat):
@@ -214,5 +218,7 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
 
 @pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])
 def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
-    given = inspect.signature(getattr(zerojax, name)).bind_partial("step", "state", "batch", "rng")
+    given = inspect.signature(getattr(zerojax.tools, name)).bind_partial(
+        "step", "state", "batch", "rng"
+    )
     assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")

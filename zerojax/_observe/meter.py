@@ -38,7 +38,7 @@ class Meter:
         steps: the number of steps of the whole run,
         start: and those done before, from the checkpoint that it resumes.
         per_step: what a step takes from the data, over all devices, such as {"tokens": 8192}.
-        flops: those that a step needs, from `zerojax.step_flops`; `mfu` is of the step's devices.
+        flops: those that a step needs, from `zerojax.tools.step_flops`; `mfu` is of its devices.
         every: logs the first step, multiples of `every`, and the last.
         on_log: gets the number of steps done, and the dict of floats, of each log.
         bar: shows a progress bar of tqdm. By default if tqdm is installed and stderr is no file, as

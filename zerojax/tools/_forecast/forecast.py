@@ -1,9 +1,10 @@
 """`forecast`: what a training step will need and cost on GPUs that nobody has rented yet."""
 
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +29,16 @@ from zerojax._wire.codecs import Blocks
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import cache as _cache
-from zerojax.tools._forecast.memory_table import STAGES, each_once
+from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.mfu import needed_flops
-from zerojax.tools._forecast.result import Case, Forecast
-from zerojax.tools._forecast.steps import NnxStep, functional, options_of
+from zerojax.tools._forecast.models import Loss, NnxStep, functional, options_of
 from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
+STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-Loss = Callable[..., PyTree]
+PLANNED = ("groups", "pad", "precision", "offload")  # options of a plan, not of a step
 # A loss and its name; a stage, a number of microbatches, and their order.
 Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
 
@@ -86,7 +87,7 @@ def forecast(
             `zerojax.train_step`; regather="gpu" on axes as with `groups`.
         activations: "host", as for `zerojax.train_step`.
         tokens: in a step, if not the size of the batch's first matrix of integers.
-        rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
+        rates: of the GPU, if not those that zerojax knows; `zerojax.tools.Rates`.
         per_host: GPUs of a host.
         axis: what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two
             names are those of the hosts and of the GPUs of each.
@@ -107,17 +108,19 @@ def forecast(
     check(make_state, batch, tokens)
     loss_fn, make_state, rng = functional(loss_fn, make_state, rng)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    options = {"tx": tx, "mutable": mutable}
+    options: dict[str, Any] = {"tx": tx, "mutable": mutable}
     if isinstance(loss_fn, Step):
         recipe, options = loss_fn.recipe, options_of(loss_fn, tx)
         losses, precision = {"": recipe.loss_fn}, precision or recipe.options.precision
         accumulate, order = options.pop("accumulate"), options.pop("order")
-    options |= _given(regather=regather, update=update, activations=activations)
+    options |= {"groups": groups, "pad": pad, "precision": precision, "offload": offload}
+    changed = {"regather": regather, "update": update, "activations": activations}
+    options |= {name: value for name, value in changed.items() if value is not None}
     choices = _choices(losses, stages, accumulate, order, groups is not None)
-    planned: dict[str, Any] = dict(groups=groups, pad=pad, precision=precision, offload=offload)
-    planned["mesh"] = mesh_of(gpus, per_host, names_levels(options | planned), axis)
-    work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
-    return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
+    work = Workload(make_state, batch, rng, tokens, gpus, gpu, per_host, axis, options)
+    doing = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
+    cases = tuple(work.case(*loss, *how) for loss, how in doing)
+    return Forecast(gpus, gpu, cases, _settings(gpu, options))
 
 
 def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -130,8 +133,10 @@ def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
     return (*shown, *([speed] if gpu.given_rates else []))
 
 
-def _given(**options: PyTree) -> dict[str, PyTree]:
-    return {name: value for name, value in options.items() if value is not None}
+def each_once(values: Any) -> list[Any]:
+    """Returns one or several as a list, each once; a text is one."""
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    return list(dict.fromkeys(values if several else [values]))
 
 
 def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
@@ -154,7 +159,7 @@ def gpu_of(gpus: str, rates: object) -> Gpu:
     if rates is None:
         return gpu
     if not isinstance(rates, Rates):
-        raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
+        raise TypeError(f"rates={rates!r} must be a zerojax.tools.Rates.")
     return dataclasses.replace(gpu, given_rates=rates)
 
 
@@ -206,8 +211,7 @@ def _choices(
 ) -> list[Combination]:
     """Returns all combinations, each once: nothing compiles twice."""
     stages = (3 if grouped else STAGES) if stages is None else stages
-    stages, accumulate = each_once(stages), each_once(accumulate)
-    orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
+    stages, accumulate, orders = map(each_once, (stages, accumulate, order))
     ways = itertools.product(stages, accumulate, orders)
     # One microbatch has no order.
     ways = [way for way in ways if way[1] > 1 or way[2] == orders[0]]
@@ -222,49 +226,64 @@ def _choices(
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The part of a training step that all cases share."""
+    """The part of a training step that all cases share; `options` are those of `plan`, too."""
 
     make_state: Callable[[], PyTree]
     batch: PyTree
     rng: PyTree
     tokens: int | None
+    gpus: str
     gpu: Gpu
-    planned: dict[str, Any]  # options of `plan`
-    options: dict[str, Any]  # of `train_step`
+    per_host: int
+    axis: str | Sequence[str] | None
+    options: dict[str, Any]
 
-    def cases(self, choices: Sequence[Combination], gpus: str) -> tuple[Case, ...]:
-        shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
-        return tuple(self.case(*loss, *how) for loss, how in shown)
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.gpus, self.per_host, names_levels(self.options), self.axis)
 
-    def case(self, variant: str, loss: Loss, stage: int, accumulate: int, order: str) -> Case:
+    def case(
+        self,
+        variant: str,
+        loss: Loss,
+        stage: int = 3,
+        accumulate: int = 1,
+        order: str = _layered.MICROBATCHES,
+    ) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
-        tx, mutable = self.options["tx"], self.options["mutable"]
-        axes = self.planned["mesh"].axis_names
-        plan = _planner.plan(self.make_state, stage=stage, axis=axes, tx=tx, **self.planned)
-        step = train_step(loss, accumulate=accumulate, order=order, plan=plan, **self.options)
-        batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
+        planned = {k: v for k, v in self.options.items() if k in PLANNED}
+        options = {k: v for k, v in self.options.items() if k not in PLANNED}
+        mesh, tx = self.mesh, options["tx"]
+        planned |= {"stage": stage, "mesh": mesh, "axis": mesh.axis_names, "tx": tx}
+        plan = _planner.plan(self.make_state, **planned)
+        step = train_step(loss, accumulate=accumulate, order=order, plan=plan, **options)
+        batch = aot.batch(self.batch, plan, batch_specs=options.get("batch_specs"))
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
         with hinting(unrolled(plan)):
-            made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
-            report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
+            program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+            report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
-        flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
-        plan = plan.regathering(step.recipe.options.regather)
-        return self._described(variant, plan, step, report, flops, seconds)
-
-    def _described(
-        self, variant: str, plan: Plan, step: Step, report: Report, flops: float, seconds: float
-    ) -> Case:
-        memory, replay, how = report.memory, report.replay, step.recipe.options
-        leaves = jax.tree.leaves(self.batch)
-        tokens = _tokens(leaves) if self.tokens is None else self.tokens
-        return Case(
+        flops = needed_flops(loss, plan, self.batch, self.rng, options["mutable"]) / plan.size
+        plan, how = plan.regathering(step.recipe.options.regather), step.recipe.options
+        return self._described(
+            plan,
+            report,
             stage=plan.stage,
+            variant=variant,
             accumulate=how.accumulate,
             order=how.order,
-            variant=variant,
+            flops=flops,
+            compile_seconds=seconds,
+        )
+
+    def _described(self, plan: Plan, report: Report, **described: Any) -> Case:
+        memory, replay, leaves = report.memory, report.replay, jax.tree.leaves(self.batch)
+        return Case(
+            gpus=self.gpus,
             groups=groups_text(plan.groups) if plan.is_grouped else "",
+            examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
+            tokens=_tokens(leaves) if self.tokens is None else self.tokens,
             parameters=memory.parameters,
             optimizer=memory.optimizer,
             gradients=memory.gradients,
@@ -273,8 +292,7 @@ class Workload:
             + plan.gradient_bytes()
             + plan.kept_bytes(),
             peak=memory.peak,
-            fits=memory.peak <= self.gpu.usable,
-            spare=self.gpu.usable - memory.peak,
+            usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
             pinned=report.pinned,
             matmuls=report.matmuls,
@@ -285,11 +303,8 @@ class Workload:
             exposed_seconds=replay.exposed,
             waited_seconds=replay.waited,
             step_seconds=replay.step,
-            examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
-            tokens_per_second=None if tokens is None else tokens / replay.step,
-            mfu=flops / (replay.step * self.gpu.flops),
-            compile_seconds=seconds,
             report=report,
+            **described,
         )
 
 

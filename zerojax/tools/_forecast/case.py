@@ -1,70 +1,140 @@
-"""The result of a forecast: its cases as a table and as a figure, and the fastest that fits."""
+"""What one way to train costs, and how forecasts of several print and plot."""
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax._loss.layered import LAYERS
+from zerojax._loss.layered import LAYERS, MICROBATCHES
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._table import Cell, Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
+from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Gpu
 
 GIB, MS = 2**30, 1e-3
 COPIES = "#b2ab8c"
+ASKED = ("gpus", "stage", "model", "asked", "settings", "key")  # what each case of a study has
+DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
+DERIVED += ("tflops", "mfu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to train, compiled. Bytes are per GPU, times are modelled seconds of one step.
+    """One way to train on some GPUs: what was asked, and what the compiled step costs.
 
-    `groups` says which arrays are sharded over which axes, where that is not over all of them.
-    `formula` is the state by the plan alone, with gradients in the parameters' dtypes, and with the
-    parameters that groups keep in a node during the step. `peak` is the compiler's peak memory;
-    `gradients` and `activations` (with the gathered weights) are parts of it. `on_host` is what
-    rests in host memory, `pinned` that of all GPUs of a host, `waited_seconds` the wait for its
-    copies. `matmuls` are the dtypes that the step computes in; `wide_matmuls` says how many are in
-    float32 beside narrower ones, and where most of these are, or that the GPU lacks the model's.
+    - A study has several models (`model`), and asks for so many rows on each GPU (`asked`).
+      `settings` are what else its steps are made with; `key` is a digest of all that the numbers
+      depend on. `failed` is the reason why there are none.
+    - Bytes and `flops`, which the model needs in a step, are those of a GPU. `formula` is the state
+      by the plan alone, with gradients in the parameters' dtypes, and with the parameters that
+      groups keep in a node during the step. `peak` is the compiler's peak memory; `gradients` and
+      `activations` (with the gathered weights) are parts of it. `on_host` is what rests in host
+      memory, `pinned` that of all GPUs of a host.
+    - Times are modelled seconds of one step; in `waited_seconds` it waits for the host's memory.
+    - `matmuls` are the dtypes that the step computes in; `wide_matmuls` says how many are in
+      float32 beside narrower ones, and where most of these are, or that the GPU lacks the model's.
     """
 
+    gpus: str
     stage: int
-    accumulate: int
-    order: str
-    variant: str
-    groups: str
-    parameters: int
-    optimizer: int
-    gradients: int
-    activations: int
-    formula: int
-    peak: int
-    fits: bool
-    spare: int
-    on_host: int
-    pinned: int
-    matmuls: tuple[str, ...]
-    wide_matmuls: str
-    link_bytes: float
-    network_bytes: float
-    compute_seconds: float
-    exposed_seconds: float
-    waited_seconds: float
-    step_seconds: float
-    examples_per_second: float
-    tokens_per_second: float | None
-    mfu: float
-    compile_seconds: float
-    report: Report = dataclasses.field(repr=False)
+    accumulate: int = 1
+    order: str = MICROBATCHES
+    variant: str = ""
+    groups: str = ""
+    model: str = ""
+    asked: int | str = ""
+    settings: str = ""
+    key: str = ""
+    failed: str = ""
+    examples: int = 0
+    tokens: int | None = None
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0
+    formula: int = 0
+    peak: int = 0
+    usable: int = 0
+    on_host: int = 0
+    pinned: int = 0
+    matmuls: tuple[str, ...] = ()
+    wide_matmuls: str = ""
+    link_bytes: float = 0.0
+    network_bytes: float = 0.0
+    flops: float = 0.0
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    step_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    report: Report | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def count(self) -> int:
+        return _known.parse_count(self.gpus)[0]
+
+    @property
+    def kind(self) -> Gpu:
+        return _known.parse_count(self.gpus)[1]
+
+    @property
+    def fits(self) -> bool:
+        return not self.failed and self.peak <= self.usable
+
+    @property
+    def spare(self) -> int:
+        return self.usable - self.peak
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch on each GPU."""
+        return self.examples // self.count
 
     @property
     def wire_bytes(self) -> float:
         return self.link_bytes + self.network_bytes
+
+    @property
+    def examples_per_second(self) -> float:
+        return self._each_second(self.examples)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.tokens is None else self._each_second(self.tokens)
+
+    @property
+    def tflops(self) -> float:
+        """What a GPU does of the FLOPs that the model needs, in 1e12 a second."""
+        return self._each_second(self.flops) / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self._each_second(self.flops) / self.kind.flops
+
+    def _each_second(self, count: float) -> float:
+        return count / self.step_seconds if self.step_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all but the report, as JSON has it."""
+        named = {field.name: getattr(self, field.name) for field in STORED}
+        return named | {name: getattr(self, name) for name in DERIVED}
+
+    @classmethod
+    def of_dict(cls, stored: dict[str, Any]) -> "Case":
+        """The reverse; raises KeyError or TypeError where something is missing."""
+        fields = [f.name for f in STORED if f.name in stored or f.name in ASKED]
+        named: dict[str, Any] = {name: stored[name] for name in fields}
+        named["matmuls"] = tuple(named.get("matmuls", ()))
+        return cls(**named)
+
+
+STORED = [field for field in dataclasses.fields(Case) if field.name != "report"]
 
 
 def _of(field: str) -> Callable[[Case], Cell]:
@@ -80,7 +150,7 @@ class Column(NamedTuple):
 
     value: Callable[[Case], Cell]
     about: str
-    form: Callable[[float], str] | None = None
+    form: Callable[[float], str] = str
 
 
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
@@ -124,7 +194,7 @@ COLUMNS = {
         human_bytes,
     ),
     "fits": Column(
-        lambda case: "yes" if case.fits else "no",
+        _of("fits"),
         "Whether the peak is within the memory that is usable.",
     ),
     "spare": Column(_of("spare"), "The usable memory that is left at the peak.", human_bytes),
@@ -170,6 +240,13 @@ COLUMNS = {
 EXPLAINED = {title: column.about for title, column in COLUMNS.items()}
 
 
+def case_table(columns: Mapping[str, Column], cases: Sequence[Case], **options: Any) -> Table:
+    """Makes a row for each case."""
+    rows = [[column.value(case) for column in columns.values()] for case in cases]
+    formats = {title: column.form for title, column in columns.items() if column.form is not str}
+    return Table(list(columns), rows, formats=formats, **options)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast(Printed):
     """The result of `zerojax.forecast`: print or `plot` it. `best` is the fastest case that fits,
@@ -182,21 +259,16 @@ class Forecast(Printed):
 
     @property
     def best(self) -> Case | None:
-        return min(
-            (case for case in self.cases if case.fits), key=lambda c: c.step_seconds, default=None
-        )
+        fit = (case for case in self.cases if case.fits)
+        return min(fit, key=lambda case: case.step_seconds, default=None)
 
     def to_dict(self) -> dict[str, object]:
-        cases = [vars(case) | {"wire_bytes": case.wire_bytes} for case in self.cases]
-        for case in cases:
-            del case["report"]
-        best = None if self.best is None else self.cases.index(self.best)
         return {
             "gpus": self.gpus,
             "settings": list(self.settings),
             "usable_bytes": self.gpu.usable,
-            "cases": cases,
-            "best": best,
+            "cases": [case.to_dict() for case in self.cases],
+            "best": None if self.best is None else self.cases.index(self.best),
         }
 
     def plot(self, path: str | None = None) -> Figure:
@@ -216,16 +288,9 @@ class Forecast(Printed):
     def table(self) -> Table:
         offloads = any(case.on_host for case in self.cases)
         shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
-        return Table(
-            list(shown),
-            [[column.value(case) for column in shown.values()] for case in self.cases],
-            [self._title()],
-            [self._advice()],
-            formats={title: column.form for title, column in shown.items() if column.form},
-            right=("stage", "accumulate"),
-            flexible=("remat",),
-            keys=3,
-        )
+        title, right = [self._title()], ("stage", "accumulate")
+        options = {"title": title, "notes": [self._advice()], "right": right}
+        return case_table(shown, self.cases, flexible=("remat",), keys=3, **options)
 
     def _title(self) -> str:
         usable = human_bytes(self.gpu.usable)

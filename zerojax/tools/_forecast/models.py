@@ -1,4 +1,5 @@
-"""The model that the command line names: a preset, or what a function of the user's returns."""
+"""The models that are forecast: losses, steps in the place of losses, presets, and functions that
+the command line names."""
 
 import dataclasses
 import functools
@@ -10,25 +11,101 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from zerojax._step.step import Step
+import jax
+import numpy as np
+import optax
+
+from zerojax._state import refusals as _refusals
+from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._forecast.forecast import Loss
 from zerojax.tools._forecast.presets import Gpt
-from zerojax.tools._forecast.steps import options_of
 from zerojax.tools._hlo import known as _known
 
+Loss: TypeAlias = Callable[..., PyTree]
+NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx
 # The loss or several, make_state, the batch, and a key if the loss takes one.
-Model = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
+Ingredients = tuple[Loss | Mapping[str, Loss], Callable[[], PyTree], PyTree, PyTree]
 Setting = tuple[str, object]  # a name, with dots for fields of fields, and a value
 RETURNS = "(loss_fn, make_state, batch) or (loss_fn, make_state, batch, rng)"
+OWN = "(loss_fn, make_state, batch), with a function batch(rows) that returns a global batch"
+# A preset or its name; or a loss and make_state, or a step of nnx and what makes its model and
+# optimizer, and a function of the rows of a global batch.
+Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Callable[[int], PyTree]]
+
+
+# -- steps in the place of losses
+
+
+class Parts(NamedTuple):
+    """What a step of nnx was made of, as for a loss of states; `options` are those it was given."""
+
+    loss: Any
+    make_state: Any
+    rng: PyTree
+    options: dict[str, Any]
+
+
+def is_of_nnx(loss_fn: object) -> bool:
+    return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
+
+
+def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> Parts:
+    """Takes a step of nnx and a function that makes a model and its optimizer apart."""
+    step, make_state, keys = functional(step, make, rng)
+    usual = options_of(train_step(step.recipe.loss_fn)) | {"precision": None}
+    options = options_of(step) | {"precision": step.recipe.options.precision}
+    chosen = {name: value for name, value in options.items() if value != usual[name]}
+    return Parts(step.recipe.loss_fn, make_state, keys, chosen)
+
+
+def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
+    """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
+    check_one(loss_fn)
+    is_nnx = is_of_nnx(loss_fn)
+    _check_trains(loss_fn.functional if is_nnx else loss_fn)
+    return loss_fn._unmade(make_state, rng) if is_nnx else (loss_fn, make_state, rng)
+
+
+def check_one(loss_fn: object) -> None:
+    """Raises for several steps: each has a state and options of its own, as losses have not."""
+    losses = loss_fn.items() if isinstance(loss_fn, Mapping) else ()
+    if named := [name for name, one in losses if is_of_nnx(one) or isinstance(one, Step)]:
+        raise TypeError(
+            f"a dict has several losses, and {named[0]!r} is a step. Give one step, not in a dict, "
+            "and others each in a call of its own."
+        )
+
+
+def _check_trains(step: object) -> None:
+    if isinstance(step, Step) and not step.recipe.options.differentiates:
+        raise TypeError(
+            "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
+            "loss, or a step of train_step."
+        )
+
+
+def options_of(step: Step, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
+    """Returns the options that a step was made with, but for those that its state is placed by."""
+    recipe = step.recipe
+    names = ("accumulate", "order", "regather", "prefetch", "mutable", "update", "activations")
+    names += ("batch_specs",)
+    return {name: getattr(recipe.options, name) for name in names} | {
+        "tx": tx or recipe.tx,
+        "skip_nonfinite": recipe.skip_nonfinite,
+        "donate": step.donate,
+        "compiler_options": step.compiler_options,
+    }
+
+
+# -- what the command line names
 
 
 def of_preset(
     name: str, gpus: str, rows: int, remats: Sequence[str], settings: Sequence[Setting] = ()
-) -> Model:
+) -> Ingredients:
     """Returns a model by its size, with some of its fields changed."""
     count, gpu = _known.parse_count(gpus)
     preset = _presets.on(changed_preset(name, settings), gpu)
@@ -44,7 +121,7 @@ def changed_preset(name: str, settings: Sequence[Setting]) -> Gpt:
 
 def of_function(
     name: str, config: pathlib.Path | None = None, settings: Sequence[Setting] = ()
-) -> Model:
+) -> Ingredients:
     """Calls module:function, or file.py:function, with its config and settings.
 
     Settings are arguments of the function, or else fields of its config: a JSON object has the
@@ -63,24 +140,6 @@ def of_function(
         raise ValueError(f"{name} returned {type(made).__name__}{size}. Return {RETURNS}.")
     loss, make_state, batch, *rng = made
     return loss, make_state, batch, rng[0] if rng else None
-
-
-def ingredients(
-    losses: Loss | Mapping[str, Loss], stage: int, options: Mapping[str, PyTree]
-) -> tuple[Loss, dict[str, PyTree], dict[str, PyTree]]:
-    """Returns one loss, and what `train_step` and `plan` are given with it.
-
-    Of several losses that is the first. A ready step keeps its microbatches; other
-    options that are named here replace its own.
-    """
-    named = {name: value for name, value in options.items() if value is not None}
-    if not isinstance(losses, Step):
-        loss = losses if callable(losses) else next(iter(losses.values()))
-        return loss, named, {"stage": stage, "precision": None}
-    recipe, own = losses.recipe, options_of(losses)
-    named |= {name: own[name] for name in ("accumulate", "order")}
-    placed = {"stage": stage, "tx": recipe.tx}
-    return recipe.loss_fn, own | named, placed | {"precision": recipe.options.precision}
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -157,3 +216,45 @@ def _called(function: Callable[..., Any], name: str, given: Any) -> Any:
             f"{name}{signature}: {error}. Give its arguments by --set name=value or by --config."
         ) from None
     return function(*args, **kwargs)
+
+
+# -- models of a study
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model of a study as one kind of GPU computes it; `options` are those of its steps."""
+
+    name: str
+    loss: Loss
+    make_state: Callable[[], PyTree]
+    make_batch: Callable[[int], PyTree]
+    options: dict[str, Any]
+    own: dict[str, Any]  # those of a step of nnx
+    remat: str = ""  # of a preset
+    rng: PyTree = None
+
+    def batch(self, rows: int) -> PyTree:
+        """Returns the shapes of a global batch."""
+        batch = self.make_batch(rows)
+        _refusals.check_arrays(batch, "batch")
+        if (rows,) not in {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}:
+            raise ValueError(
+                f"the batch({rows}) of {self.name!r} has no array of {rows} rows. It must return "
+                "the global batch of so many rows, or its shapes."
+            )
+        return batch
+
+
+def checked_models(models: str | Sequence[str] | Mapping[str, Given]) -> Mapping[str, Given]:
+    """Returns the models by name, all of them known."""
+    if not isinstance(models, Mapping):
+        models = {name: name for name in ([models] if isinstance(models, str) else models)}
+    if not models:
+        raise ValueError("no models. Name one or several presets, or pass a dict of your own.")
+    named = {k: _presets.preset(v) if isinstance(v, str) else v for k, v in models.items()}
+    for name, one in named.items():
+        is_own = isinstance(one, tuple) and len(one) == 3 and all(map(callable, one))
+        if not is_own and not isinstance(one, Gpt):
+            raise ValueError(f"the model {name!r} is no preset, and not {OWN}.")
+    return named

@@ -4,22 +4,28 @@ from collections.abc import Sequence
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax.tools._study.cell import LARGEST, Cell
+from zerojax.tools._forecast.case import Case
 
-STAGES = ("#7f7f7f", "#d1495b", "#edae49", "#00798c")  # colours that also differ in lightness
+LARGEST = "largest"  # as many rows as fit
+STAGE_COLOURS = (
+    "#7f7f7f",
+    "#d1495b",
+    "#edae49",
+    "#00798c",
+)  # which differ in grey too
 MARKERS = "osD^vP"  # by rows
 HEIGHT, TEXT = 1.9, 9  # inches of a panel, points
 EACH, ALL, ROWS = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
 MISSING, PROPORTION = "does not fit", "in proportion"
 
 
-def draw(cells: Sequence[Cell], path: str | None) -> Figure:
+def draw(cases: Sequence[Case], path: str | None) -> Figure:
     """Draws panels below each other: for each model and kind of GPU what one does, what all do,
     and, where the largest rows were asked for, how many there are."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.model, cell.kind), []).append(cell)
-    asked = list(dict.fromkeys(cell.asked for cell in cells))
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.model, case.kind.name), []).append(case)
+    asked = list(dict.fromkeys(case.asked for case in cases))
     shown = [EACH, ALL, *([ROWS] if LARGEST in asked else [])]
     figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
     panels = iter(axes)
@@ -34,44 +40,47 @@ def draw(cells: Sequence[Cell], path: str | None) -> Figure:
     return _figures.finished(figure, path)
 
 
-def _draw_panel(axes: Axes, cells: Sequence[Cell], what: str, asked: Sequence[int | str]) -> None:
-    lines: dict[tuple[int, int | str], list[Cell]] = {}
-    for cell in cells:
-        lines.setdefault((cell.stage, cell.asked), []).append(cell)
+def _draw_panel(axes: Axes, cases: Sequence[Case], what: str, asked: Sequence[int | str]) -> None:
+    lines: dict[tuple[int, int | str], list[Case]] = {}
+    for case in cases:
+        lines.setdefault((case.stage, case.asked), []).append(case)
     for (stage, rows), line in lines.items():
         if what == ROWS and rows != LARGEST:
             continue
-        fitting = sorted((one for one in line if one.fitting), key=lambda one: one.count)
-        style = {"color": STAGES[stage], "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
+        fitting = sorted((one for one in line if one.fits), key=lambda one: one.count)
+        style = {"color": STAGE_COLOURS[stage], "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
         # Without microbatches stages 1 and 2 are one line: the thinner one lies on the other.
         style |= {"linestyle": "-" if rows == LARGEST else "--", "linewidth": 3.2 - 0.6 * stage}
         label = f"stage {stage}, {rows} rows"
         counts = [one.count for one in fitting]
         axes.plot(counts, [_value(one, what) for one in fitting], label=label, **style)
-        _draw_missing(axes, [one for one in line if one.figures and not one.fitting])
+        _draw_missing(axes, [one for one in line if not one.failed and not one.fits])
     if what == ALL:
-        _draw_proportion(axes, [one for one in cells if one.fitting])
-    _scale(axes, sorted({cell.count for cell in cells}))
+        _draw_proportion(axes, [one for one in cases if one.fits])
+    _scale(axes, sorted({case.count for case in cases}))
 
 
-def _value(cell: Cell, what: str) -> float:
-    assert cell.fitting is not None, "only what fits is drawn"
-    each = cell.fitting.tflops
-    return {EACH: each, ALL: each * cell.count / 1e3, ROWS: cell.fitting.rows}[what]
+def _value(case: Case, what: str) -> float:
+    return {EACH: case.tflops, ALL: case.tflops * case.count / 1e3, ROWS: case.rows}[what]
 
 
-def _draw_missing(axes: Axes, cells: Sequence[Cell]) -> None:
+def _draw_missing(axes: Axes, cases: Sequence[Case]) -> None:
     """Marks, at the bottom, where a step does not fit."""
-    for cell in cells:
-        style = {"color": STAGES[cell.stage], "marker": "x", "linestyle": "", "clip_on": False}
-        axes.plot([cell.count], [0], label=MISSING, **style)
+    for case in cases:
+        style = {
+            "color": STAGE_COLOURS[case.stage],
+            "marker": "x",
+            "linestyle": "",
+            "clip_on": False,
+        }
+        axes.plot([case.count], [0], label=MISSING, **style)
 
 
-def _draw_proportion(axes: Axes, cells: Sequence[Cell]) -> None:
+def _draw_proportion(axes: Axes, cases: Sequence[Case]) -> None:
     """Draws what all would do if each did what the best of the fewest GPUs does."""
-    counts = sorted({cell.count for cell in cells})
+    counts = sorted({case.count for case in cases})
     if len(counts) > 1:
-        few = max(_value(cell, EACH) for cell in cells if cell.count == counts[0])
+        few = max(_value(case, EACH) for case in cases if case.count == counts[0])
         total = [few * count / 1e3 for count in counts]
         axes.plot(counts, total, color="black", linestyle=":", label=PROPORTION)
 
