@@ -3,6 +3,7 @@
 Most are of programs for CPU devices that stand for GPUs; what GPUs' programs have is marked.
 """
 
+import dataclasses
 import inspect
 
 import jax
@@ -222,3 +223,16 @@ def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
         "step", "state", "batch", "rng"
     )
     assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
+
+
+def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
+    """Without another line; one that is declared with a flag has it on the command line."""
+    made_here = {"stage", "mesh", "plan"}
+    for function in (zerojax.plan, zerojax.train_step):
+        fields = {field.name: field for field in dataclasses.fields(function.options)}
+        for tool in (zerojax.forecast, zerojax.tools.study):
+            assert fields.keys() - made_here <= inspect.signature(tool).parameters.keys()
+        flags = {f"--{name}" for name, field in fields.items() if field.metadata["flag"]}
+        for command in ("forecast", "study", "audit"):
+            assert all(flag in run(command, "--help")[1] for flag in flags)
+    assert flags >= {"--accumulate", "--update"}

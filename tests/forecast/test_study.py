@@ -264,7 +264,7 @@ OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.tools.rates_of("H1
         ({"models": of(batch=twice_as_many)}, r"batch\(1\) of 'mine' has no array of 1 rows"),
         ({"models": "124m", "remat": "some"}, "no remat 'some'. Name one of none, dots, full, or"),
         ({"accumulate": (1, 2)}, r"accumulate=\(1, 2\) must be one positive number"),
-        ({"rng": None}, r"takes no rng=. Beside its own: accumulate, order"),
+        ({"rng": None}, r"study: got an unexpected keyword argument 'rng'"),
         (OF_TWO, r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each"),
     ],
 )

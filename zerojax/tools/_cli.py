@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ def as_typed(text: str, flags: Container[str]) -> str:
 
 
 def forecast(arguments: argparse.Namespace) -> int:
-    model, options = _model(arguments), _options(arguments)
+    model, options = _model(arguments), _options(arguments, zerojax.forecast)
     if arguments.choose:
         return _chosen(arguments, model, options)
     result = zerojax.forecast(*model, **options)
@@ -121,10 +121,8 @@ def _chosen(arguments: argparse.Namespace, model: Ingredients, options: dict[str
 def study(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         _figures.check_picture(arguments.plot)
-    options = _options(arguments)
-    names = ("rows", "out", "remat", "cache")
-    options |= {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-    result = _tools.study(_models_of(arguments), **options | {"cache": arguments.cache})
+    options = _options(arguments, _tools.study)
+    result = _tools.study(_models_of(arguments), **options)
     if arguments.plot:
         result.plot(arguments.plot)
     _show(arguments, result.to_dict(), str(result))
@@ -143,8 +141,8 @@ def audit(arguments: argparse.Namespace) -> int:
     else:
         losses, *model = _model(arguments)
         losses = next(iter(losses.values())) if isinstance(losses, dict) else losses
-        (case,) = zerojax.forecast(losses, *model, **_options(arguments)).cases
-        report = case.report
+        result = zerojax.forecast(losses, *model, **_options(arguments, zerojax.forecast))
+        report = result.cases[0].report
         assert report is not None, "forecasts have the reports of their cases"
     if arguments.plot:
         report.plot(arguments.plot)
@@ -220,11 +218,12 @@ def state_bytes(
 # -- what commands share
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what `zerojax.forecast` is told by flags; JAX is told to compile, and XLA of a slow
-    network, before anything is."""
+def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns what a function is told by flags; JAX is told to compile, and XLA of a slow network,
+    before anything is."""
     jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
-    names = inspect.signature(zerojax.forecast).parameters
+    taken = inspect.signature(function).parameters.values()
+    names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
     options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
     options |= {"rates": _rates(arguments, gpu), "precision": _precision(arguments, gpu)}

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import dataclasses
 import math
 import operator
 import pathlib
@@ -11,11 +12,10 @@ from typing import Any, NamedTuple
 
 import zerojax
 from zerojax import aot
-from zerojax._loss.layered import ORDERS
 from zerojax._table import explained
 from zerojax.tools._audit import report as _report
 from zerojax.tools._forecast import case as _case, presets as _presets, study as _study
-from zerojax.tools._forecast.forecast import STAGES
+from zerojax.tools._forecast.forecast import STAGES, WorkOptions
 from zerojax.tools._forecast.picture import LARGEST
 
 SUMMARY = "ZeRO for JAX: forecast, study, audit, table. Tables fit the terminal, or COLUMNS."
@@ -119,21 +119,22 @@ FLAGS = {
     "no-pad": _flag("replicate what the GPUs do not divide; no padding", dest="pad", **_off),
     "offload": _flag("what rests in host memory: opt_state,params", **_comma),
     "activations": _flag("where layers keep them: host", **_comma),
-    "update": _flag("of parameters: backward, after or auto"),
     "regather": _flag("weights in backward: true; false; gpu, inside hosts only", type=regather),
     "master": _flag("bf16 parameters, fp32 master copies", action="store_true"),
     "compute": _flag("dtype that module:function computes in: bfloat16", metavar="DTYPE"),
     "gather": _flag(f"weights travel quantized: {_codes}", metavar="CODES"),
     "reduce": _flag(f"gradients: dtype of sums; between hosts int4, {_codes}", metavar="DTYPE"),
-    "accumulate": _flag("microbatches of a step", type=int),
-    "order": _flag("of microbatches: " + ", ".join(ORDERS), choices=ORDERS, metavar="ORDER"),
     "stages": _flag(**_stage, **_several),
     "remat": _flag("of presets: none, dots, full (default), or what is kept: qkv+up"),
     "plot": _flag("write a picture", metavar="FILE"),
 }
 STEPS = ("gpus", "per-host", "network", "host-link", "set", "config", "no-cache", "axis", "no-pad")
-STEPS += ("offload", "activations", "update", "regather", "master", "compute", "gather", "reduce")
-STEPS += ("accumulate", "order")
+STEPS += ("offload", "activations", "regather", "master", "compute", "gather", "reduce")
+for _field in dataclasses.fields(WorkOptions):  # those whose declaration has a flag
+    if _field.init and (_declared := _field.metadata["flag"]):
+        _text = _field.metadata["text"].partition(". ")[0]
+        FLAGS[_field.name] = _flag(_text, metavar=_field.name.upper(), **_declared)
+        STEPS += (_field.name,)
 HOSTS = ("rows", "nodes", "groups")
 
 

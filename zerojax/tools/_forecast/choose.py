@@ -16,20 +16,20 @@ from jax.extend.core import Jaxpr
 from zerojax import _compat, aot
 from zerojax._jaxpr import nbytes
 from zerojax._loss.layered import LAYERS
-from zerojax._plan import mesh as _mesh, planner as _planner
+from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision
 from zerojax._progress import working
 from zerojax._state.state import PARAMS
-from zerojax._step.step import Step, train_step
+from zerojax._step.step import Step
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._forecast.case import COLUMNS, Case, matmuls_of
-from zerojax.tools._forecast.forecast import Workload, check, gpu_of
+from zerojax.tools._forecast.forecast import Workload, WorkOptions, check, gpu_of
 from zerojax.tools._forecast.models import Loss, NnxStep, check_one, is_of_nnx, parts_of_nnx
 from zerojax.tools._forecast.ways import AMSP, GPU, HSDP, Way, quoted, sent, ways
 from zerojax.tools._hlo.gpus import Gpu, Rates
@@ -288,16 +288,16 @@ def choose(
     gpu = gpu_of(gpus, rates)
     check(make_state, batch, tokens)
     check_one(loss_fn)
-    options, is_nnx = {"tx": tx, "mutable": mutable}, is_of_nnx(loss_fn)
+    options: dict[str, Any] = {"tx": tx, "mutable": mutable, "precision": precision}
+    is_nnx = is_of_nnx(loss_fn)
     if is_nnx:
         loss_fn, make_state, rng, own = parts_of_nnx(loss_fn, make_state, rng)
         _check_open(own)
-        precision = own.pop("precision", None) if precision is None else precision
-        options |= own | ({} if tx is None else {"tx": tx})
-        options.pop("precision", None)
+        options = own | {name: value for name, value in options.items() if value}
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    work = Workload(make_state, batch, rng, tokens, gpus, gpu, per_host, axis, options)
-    search = _Search(work, losses, precision)
+    shared = WorkOptions(tokens=tokens, rates=rates, per_host=per_host, axis=axis, **options)
+    work = Workload(make_state, batch, rng, gpus, gpu, shared)
+    search = _Search(work, losses, shared.precision)
     return dataclasses.replace(search.run(lossy), is_nnx=is_nnx)
 
 
@@ -325,10 +325,10 @@ class _Search:
         self.compiled: dict[Way, Case] = {}
         self.plan = functools.cache(self._plan)
         self.devices = self.of(Way()).mesh.size
-        self.local = min(self.devices, self.work.per_host)
+        self.local = min(self.devices, self.work.options.per_host)
 
     def run(self, lossy: bool) -> Choice:
-        levels = self.devices > self.local and self.work.axis is None
+        levels = self.devices > self.local and self.work.options.axis is None
         if levels:  # what one loss calls one axis, no mesh of two has: it says so before a compile
             self.traced(next(iter(self.losses)), Way(groups=HSDP))
         every = ways(list(self.losses), self.counts(), levels, lossy)
@@ -340,8 +340,8 @@ class _Search:
         self.compile_best(ranked)
         tried = [dataclasses.replace(one, case=self.compiled.get(one.way)) for one in ranked]
         work, sizes = self.work, (self.devices, self.local)
-        named = work.axis if isinstance(work.axis, str) else None
-        return Choice(work.gpus, work.gpu, self.precision, *sizes, tuple(tried), axis=named)
+        axis = work.options.axis
+        return Choice(work.gpus, work.gpu, self.precision, *sizes, tuple(tried), axis=axis)
 
     def counts(self) -> list[int]:
         """Returns the numbers of microbatches that the batch divides into."""
@@ -381,7 +381,7 @@ class _Search:
     # -- one way
 
     def of(self, way: Way) -> Workload:
-        options = self.work.options | way.options(self.precision)
+        options = dataclasses.replace(self.work.options, **way.options(self.precision))
         return dataclasses.replace(self.work, options=options)
 
     def case(self, way: Way) -> Case:
@@ -394,15 +394,12 @@ class _Search:
 
     def _plan(self, *placement: Any) -> Plan:
         """Returns the plan of all ways that place the state so."""
-        way = Way("", placement[0], groups=placement[1], offload=placement[2])
-        mesh = self.of(way).mesh
-        placed = {"mesh": mesh, "axis": mesh.axis_names, "precision": self.precision}
-        placed |= way.placed() | {"tx": self.work.options["tx"]}
-        return _planner.plan(self.work.make_state, **placed)
+        stage, groups, offload = placement
+        return self.of(Way(groups=groups, offload=offload)).plan_at(stage)
 
     def traced(self, variant: str, way: Way) -> Jaxpr:
         plan = self.plan(*way.placement)
-        step = train_step(self.losses[variant], plan=plan, **self.work.options)
+        step = self.work.step(self.losses[variant], plan)
         arguments = (aot.batch(one, plan) for one in (self.work.batch, self.work.rng))
         arguments = [one for one in arguments if one is not None]
         return step.without_options.trace(plan.abstract(), *arguments).jaxpr.jaxpr

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-import optax
 
 from zerojax._state import refusals as _refusals
-from zerojax._step.step import Step, train_step
+from zerojax._step.step import Step
+from zerojax._step.step_options import TrainOptions
 from zerojax._types import PyTree
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._forecast.presets import Gpt
@@ -55,10 +55,7 @@ def is_of_nnx(loss_fn: object) -> bool:
 def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> Parts:
     """Takes a step of nnx and a function that makes a model and its optimizer apart."""
     step, make_state, keys = functional(step, make, rng)
-    usual = options_of(train_step(step.recipe.loss_fn)) | {"precision": None}
-    options = options_of(step) | {"precision": step.recipe.options.precision}
-    chosen = {name: value for name, value in options.items() if value != usual[name]}
-    return Parts(step.recipe.loss_fn, make_state, keys, chosen)
+    return Parts(step.recipe.loss_fn, make_state, keys, own_options(step))
 
 
 def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:
@@ -87,17 +84,13 @@ def _check_trains(step: object) -> None:
         )
 
 
-def options_of(step: Step, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
-    """Returns the options that a step was made with, but for those that its state is placed by."""
-    recipe = step.recipe
-    names = ("accumulate", "order", "regather", "prefetch", "mutable", "update", "activations")
-    names += ("batch_specs",)
-    return {name: getattr(recipe.options, name) for name in names} | {
-        "tx": tx or recipe.tx,
-        "skip_nonfinite": recipe.skip_nonfinite,
-        "donate": step.donate,
-        "compiler_options": step.compiler_options,
-    }
+def own_options(step: Step) -> dict[str, Any]:
+    """Returns the options that a step was made with, but for those that are as they are by default
+    and for its plan."""
+    usual, options = TrainOptions(), step.recipe.options
+    names = [field.name for field in dataclasses.fields(options) if field.name != "plan"]
+    named = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in named.items() if value != getattr(usual, name)}
 
 
 # -- what the command line names

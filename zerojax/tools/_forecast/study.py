@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax import _fingerprint, aot
+from zerojax._declared import Options, option, takes
 from zerojax._figures import Figure
-from zerojax._loss.layered import MICROBATCHES
 from zerojax._plan import planner as _planner
 from zerojax._progress import progress
 from zerojax._step.step import train_step
@@ -26,10 +26,11 @@ from zerojax._table import Printed, Table, human_bytes
 from zerojax.tools._forecast import cache as _cache, picture as _picture, presets as _presets
 from zerojax.tools._forecast.case import COLUMNS, Case, Column, case_table
 from zerojax.tools._forecast.forecast import (
-    PLANNED,
     STAGES,
     Workload,
+    WorkOptions,
     axis_names,
+    changed_options,
     each_once,
     gpu_of,
     names_levels,
@@ -49,9 +50,6 @@ MARK, FORMAT = "zerojax_study", 1
 GROWS = 1.01  # what counts as more throughput of each GPU
 DOUBLINGS = 14
 FIRST_ROWS = 4  # of each microbatch, that are tried first
-OPTIONS = ("accumulate", "order", *PLANNED)
-OPTIONS += ("tx", "mutable", "regather", "update", "activations", "axis")
-USUAL = {"accumulate": 1, "order": MICROBATCHES, "pad": True, "per_host": aot.PER_HOST}
 
 
 def _rows_text(case: Case) -> str:
@@ -180,19 +178,68 @@ def _growth(first: Case, last: Case) -> str:
     )
 
 
-def study(
-    models: str | Sequence[str] | Mapping[str, Given],
-    *,
-    gpus: str | Sequence[str],
-    stages: int | Sequence[int] = (1, 2, 3),
-    rows: int | str | Sequence[int | str] = LARGEST,
-    out: str | os.PathLike[str] | None = None,
-    remat: str = "full",
-    rates: Rates | None = None,
-    per_host: int = aot.PER_HOST,
-    cache: bool = True,
-    **options: Any,
-) -> Study:
+def _cases_of(rows: Any) -> Any:
+    for count in each_once(rows):
+        if count != LARGEST and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"rows={count!r} must be positive, or {LARGEST!r}: rows of each GPU.")
+    return rows
+
+
+def _stages(stages: Any) -> Any:
+    if odd := [stage for stage in each_once(stages) if stage not in STAGES]:
+        raise ValueError(f"stages={odd[0]!r} is none of {STAGES}.")
+    return stages
+
+
+def _one_count(count: object) -> object:
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ValueError(f"accumulate={count!r} must be one positive number of microbatches.")
+    return count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyOptions(WorkOptions):
+    """What `study` tries."""
+
+    gpus: str | Sequence[str] = dataclasses.field(
+        metadata={"text": 'such as "64xH100", one or several.'}
+    )
+    stages: int | Sequence[int] = option((1, 2, 3), "one or several.", check=_stages)
+    rows: int | str | Sequence[int | str] = option(
+        LARGEST,
+        """of each GPU, one or several numbers, or "largest": as many as fit, all numbers up to 16,
+        and eight between two powers of two.""",
+        check=_cases_of,
+    )
+    out: str | os.PathLike[str] | None = option(
+        None,
+        """a file of JSON, to which each result is written at once. A later call finds there what
+        has been done, and adds what has not, or what it no longer matches.""",
+    )
+    remat: str = option(
+        "full",
+        """what presets compute again in backward: "full", "dots" or "none"; or what they keep,
+        such as "qkv+up".""",
+    )
+    cache: bool = option(
+        True,
+        "keep the programs that are compiled, as the command line does, in the user's cache.",
+    )
+    accumulate: int | None = option(  # type: ignore[reportIncompatibleVariableOverride]
+        None, "microbatches of a step; by default 1, or those of a step of nnx.", check=_one_count
+    )
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)  # the steps check what holds for one with its own options
+
+    def of_steps(self) -> dict[str, Any]:
+        """Returns what steps are made with, where that is not as by default."""
+        own = {field.name for field in dataclasses.fields(WorkOptions)} - {"rates"}
+        return {name: value for name, value in changed_options(self).items() if name in own}
+
+
+@takes(StudyOptions)
+def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptions) -> Study:
     """Forecasts models on several numbers of GPUs, at several stages, with several batches.
 
     Print the result, or `plot` it: how the throughput of each GPU changes with their number. With
@@ -203,19 +250,7 @@ def study(
             make_state, batch)`, where `batch(rows)` returns a global batch of so many rows. A step
             of `zerojax.nnx.train_step` and the function that makes its model and optimizer stand in
             for the first two.
-        gpus: such as "64xH100", one or several.
-        stages: one or several.
-        rows: of each GPU, one or several numbers, or "largest": as many as fit, all numbers up to
-            16, and eight between two powers of two.
-        out: a file of JSON, to which each result is written at once. A later call finds there what
-            has been done, and adds what has not, or what it no longer matches.
-        remat: what presets compute again in backward: "full", "dots" or "none"; or what they keep,
-            such as "qkv+up".
-        rates: of the GPU, if not those that zerojax knows; `zerojax.tools.Rates`.
-        per_host: GPUs of a host.
-        cache: keep the programs that are compiled, as the command line does, in the user's cache.
-        options: accumulate, order, groups, pad, precision, offload, regather, update, activations,
-            mutable, tx and axis, as for `zerojax.forecast`, one of each.
+        {options}
 
     Example:
         >>> def make_state():
@@ -232,16 +267,16 @@ def study(
         [('8xH100', True), ('16xH100', True)]
     """
     models = checked_models(models)
-    sizes, stages, rows = each_once(gpus), each_once(stages), each_once(rows)
-    _check_grid(sizes, stages, rows, options, rates)
-    run = _Run(models, remat, rates, per_host, options)
+    sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
+    _check_grid(sizes, stages, rows, options.rates)
+    run = _Run(models, options)
     asked = [run.asked(*way) for way in itertools.product(models, sizes, stages, rows)]
-    path = None if out is None else pathlib.Path(out)
+    path = None if options.out is None else pathlib.Path(options.out)
     kept = {} if path is None else {_place(case): case for case in _read(path)}
     missing = [case for case in asked if not _is_done(case, kept)]
     if missing:
         aot.check_packages()
-    with _cache.kept(_cache.folder() if cache else None):
+    with _cache.kept(_cache.folder() if options.cache else None):
         for case in progress(missing, lambda case: f"compiling {_named(case)}"):
             kept.pop(_place(case), None)  # the newest are last
             kept[_place(case)] = run.compiled(case)
@@ -251,11 +286,7 @@ def study(
 
 
 def _check_grid(
-    gpus: Sequence[str],
-    stages: Sequence[int],
-    rows: Sequence[int | str],
-    options: Mapping[str, Any],
-    rates: Rates | None,
+    gpus: Sequence[str], stages: Sequence[int], rows: Sequence[int | str], rates: Rates | None
 ) -> None:
     if not (gpus and stages and rows):
         raise ValueError(f"nothing to try: gpus={gpus}, stages={stages}, rows={rows}.")
@@ -265,15 +296,6 @@ def _check_grid(
             f"these are the rates of one GPU, and gpus= names {', '.join(sorted(kinds))}. Make a "
             "study of each."
         )
-    if odd := [stage for stage in stages if stage not in STAGES]:
-        raise ValueError(f"stages={odd[0]!r} is none of {STAGES}.")
-    if odd := [n for n in rows if n != LARGEST and (not isinstance(n, int) or n < 1)]:
-        raise ValueError(f"rows={odd[0]!r} must be positive, or {LARGEST!r}: rows of each GPU.")
-    count = options.get("accumulate", 1)
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"accumulate={count!r} must be one positive number of microbatches.")
-    if odd := [name for name in options if name not in OPTIONS]:
-        raise TypeError(f"study() takes no {odd[0]}=. Beside its own: {', '.join(OPTIONS)}.")
 
 
 # -- its cases
@@ -281,10 +303,11 @@ def _check_grid(
 
 def _digest(model: Model) -> str:
     """Digests the step of one device: the model, its loss, its optimizer and their numbers."""
-    axes = axis_names(model.options.get("axis"), names_levels(model.options))
+    options = WorkOptions(**model.options)
+    axes = axis_names(options.axis, names_levels(options))
     device = np.array(jax.devices()[:1]).reshape((1,) * len(axes))
     mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
-    tx, mutable = model.options.get("tx"), model.options.get("mutable", ())
+    tx, mutable = options.tx, options.mutable
     plan = _planner.plan(model.make_state, stage=0, mesh=mesh, axis=axes, tx=tx)
     step = train_step(model.loss, plan=plan, tx=tx, mutable=mutable)
     args = [plan.abstract(), aot.batch(model.batch(1), plan)]
@@ -293,13 +316,11 @@ def _digest(model: Model) -> str:
     return hashlib.sha256(f"{_fingerprint.of_shapes(args)}\n{program}".encode()).hexdigest()
 
 
-def _settings(model: Model, gpu: Gpu, per_host: int) -> str:
+def _settings(model: Model, gpu: Gpu) -> str:
     """Says what else than usual a model's steps are made with."""
-    names = dict.fromkeys((*OPTIONS, *model.options))
-    named = {name: model.options.get(name) for name in names if name != "tx"}
-    usual = USUAL | {"mutable": model.own.get("mutable", ())}
-    named |= {"per_host": per_host}
-    changed = [f"{k}={v!r}" for k, v in named.items() if v not in (None, usual.get(k))]
+    hidden = {"tx", *(["mutable"] if "mutable" in model.own else [])}
+    options = changed_options(WorkOptions(**model.options))
+    changed = [f"{k}={v!r}" for k, v in options.items() if k not in hidden]
     speed = [f"network cards of {gpu.rates.network / 1e9:g} GB/s"] if gpu.given_rates else []
     return ", ".join([*([f"remat {model.remat}"] if model.remat else []), *changed, *speed])
 
@@ -309,12 +330,10 @@ class _Run:
     """Compiles the cases of a study, each number of rows once."""
 
     models: Mapping[str, Given]
-    remat: str
-    rates: Rates | None
-    per_host: int
-    options: dict[str, Any]
+    options: StudyOptions
 
     def __post_init__(self) -> None:
+        self.rates, self.changed = self.options.rates, self.options.of_steps()
         self.model = functools.cache(self._model)
         self.case = functools.cache(self._case)
         self.digest = functools.cache(_digest)
@@ -324,17 +343,16 @@ class _Run:
 
         The fields that the loss of a step of nnx updates are its own, whatever the study is told.
         """
-        one = self.models[name]
+        one, remat = self.models[name], self.options.remat
         if not isinstance(one, tuple):
             assert isinstance(one, Gpt), "names are looked up"
             preset = _presets.on(one, kind)
-            loss = preset.losses([self.remat])[self.remat]
-            rest = preset.make_state, preset.batch, self.options, {}, self.remat
-            return Model(name, loss, *rest)
+            loss = preset.losses([remat])[remat]
+            return Model(name, loss, preset.make_state, preset.batch, self.changed, {}, remat)
         if not is_of_nnx(one[0]):
-            return Model(name, *one, self.options, {})
+            return Model(name, *one, self.changed, {})
         loss, make_state, rng, own = parts_of_nnx(*one[:2], None)
-        options = own | self.options | {k: v for k, v in own.items() if k == "mutable"}
+        options = own | self.changed | {k: v for k, v in own.items() if k == "mutable"}
         return Model(name, loss, make_state, one[2], options, own, rng=rng)
 
     def asked(self, name: str, gpus: str, stage: int, rows: int | str) -> Case:
@@ -342,9 +360,9 @@ class _Run:
         gpu = gpu_of(gpus, self.rates)
         model = self.model(name, gpu)
         flags = os.environ.get("XLA_FLAGS", "")
-        parts = [self.digest(model), repr(gpu), self.per_host, flags, _cache.versions()]
+        parts = [self.digest(model), repr(gpu), self.options.per_host, flags, _cache.versions()]
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-        settings = _settings(model, gpu, self.per_host)
+        settings = _settings(model, gpu)
         return Case(gpus, stage, model=name, asked=rows, settings=settings, key=key)
 
     def compiled(self, asked: Case) -> Case:
@@ -367,13 +385,9 @@ class _Run:
         """Compiles a step with so many rows on each GPU."""
         gpu = gpu_of(gpus, self.rates)
         model = self.model(name, gpu)
-        options = {"tx": None, "mutable": ()} | model.options
-        accumulate, order = (options.pop(name, USUAL[name]) for name in ("accumulate", "order"))
-        axis = options.pop("axis", None)
-        examples = rows * Case(gpus, stage).count
-        make_state, batch, rng = model.make_state, model.batch(examples), model.rng
-        work = Workload(make_state, batch, rng, None, gpus, gpu, self.per_host, axis, options)
-        case = work.case("", model.loss, stage, accumulate, order)
+        options, examples = WorkOptions(**model.options), rows * Case(gpus, stage).count
+        work = Workload(model.make_state, model.batch(examples), model.rng, gpus, gpu, options)
+        case = work.case("", model.loss, stage, options.accumulate, options.order)
         return dataclasses.replace(case, examples=examples, report=None)
 
 

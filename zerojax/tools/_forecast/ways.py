@@ -8,7 +8,7 @@ from typing import Any
 from zerojax._loss.layered import LAYERS, MICROBATCHES
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax.tools._forecast.forecast import LEVELS, STAGES, names_levels
+from zerojax.tools._forecast.forecast import LEVELS, STAGES, WorkOptions, names_levels
 
 CODED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}  # with scales
 
@@ -39,7 +39,7 @@ class Way:
     @property
     def names_levels(self) -> bool:
         """Whether it needs hosts and their GPUs as axes of the mesh."""
-        return names_levels(self.options(None))
+        return names_levels(WorkOptions(**self.options(None)))
 
     @property
     def placement(self) -> tuple:
@@ -56,8 +56,8 @@ class Way:
 
     def options(self, precision: Precision | None) -> dict[str, Any]:
         """Returns those of a workload."""
-        placed = {k: v for k, v in self.placed().items() if k != "stage"}
-        return placed | {"precision": self.precision(precision), "regather": self.regather}
+        options = {"groups": self.groups and dict(self.groups), "offload": self.offload or None}
+        return options | {"precision": self.precision(precision), "regather": self.regather}
 
     def precision(self, given: Precision | None) -> Precision | None:
         if self.is_exact:
