@@ -24,7 +24,7 @@ from zerojax.tools._forecast import (
     presets as _presets,
 )
 from zerojax.tools._forecast.forecast import Workload
-from zerojax.tools._forecast.ways import AMSP, HSDP, Way
+from zerojax.tools._forecast.ways import AMSP, HSDP, WayToTrain
 from zerojax.tools._hlo import known as _known
 
 MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)
@@ -54,10 +54,10 @@ def by_hand(several_hosts, fits):
     the host where nothing fits without."""
 
     def any_fits(how):
-        return fits(Way("dots", **how)) or fits(Way("full", **how))
+        return fits(WayToTrain("dots", **how)) or fits(WayToTrain("full", **how))
 
     hows = [{}, *ONE_HOST, *(OVER_HOSTS if several_hosts else [])]
-    found = [fits(Way("none", accumulate=4)), *map(any_fits, hows)]
+    found = [fits(WayToTrain("none", accumulate=4)), *map(any_fits, hows)]
     for how in () if any(found) else ON_HOST:
         any_fits(how)
 

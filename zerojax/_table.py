@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 Row = tuple[str, ...]
-TEXT = str | bool  # what is aligned at the left
-Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
+LEFT = str | bool  # what is aligned at the left
+Cell = LEFT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
-NARROW = 18  # characters that a flexible column keeps, if it has as many
+LEAST_WIDTH = 18  # characters that a flexible column keeps, if it has as many
 
 _FITS = contextvars.ContextVar("fits", default=False)
 # Whole words, so that a command can be copied.
@@ -130,7 +130,7 @@ class Table:
     def __str__(self) -> str:
         at = {title: column for column, title in enumerate(self.header)}
         named = zip(self.header, self._columns(), strict=True)
-        numbers = {name for name, column in named if not all(isinstance(c, TEXT) for c in column)}
+        numbers = {name for name, column in named if not all(isinstance(c, LEFT) for c in column)}
         flexible = self.header[:1] if self.flexible is None else self.flexible
         text = text_table(
             [tuple(self.header), *self._texts()],
@@ -228,7 +228,7 @@ def text_table(
     fits = room < sys.maxsize
     empty = [at for at in range(len(head)) if fits and body and not any(row[at] for row in body)]
     natural = {at: max(len(row[at]) for row in rows) for at in range(len(head)) if at not in empty}
-    least = {at: min(NARROW, size) if at in flexible else size for at, size in natural.items()}
+    least = {at: min(LEAST_WIDTH, size) if at in flexible else size for at, size in natural.items()}
     tables = []
     for block in _blocks(least, room, optional, keys):
         shown = [row for row in body if not tables or any(row[at] for at in block[keys:])]

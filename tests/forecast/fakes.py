@@ -23,7 +23,7 @@ from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.choose import Choice, Tried
 from zerojax.tools._forecast.forecast import Workload
 from zerojax.tools._forecast.study import Study
-from zerojax.tools._forecast.ways import Way
+from zerojax.tools._forecast.ways import WayToTrain
 
 GIB = 2**30
 H100 = gpu_named("H100")
@@ -168,11 +168,11 @@ def forecast(*cases, name="H100", network=None, settings=()):
 def tried(seconds, peak=30, **way):
     """A way that was compiled, and takes so long."""
     compiled = case(3, peak, step_seconds=seconds, gpus="8xH100")
-    return Tried(Way("full", **way), seconds, peak * GIB, case=compiled)
+    return Tried(WayToTrain("full", **way), seconds, peak * GIB, case=compiled)
 
 
 def untried(**way):
-    return Tried(Way(**way), 0.1, 1)
+    return Tried(WayToTrain(**way), 0.1, 1)
 
 
 def changed(one, **fields):

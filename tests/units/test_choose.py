@@ -3,7 +3,7 @@
 import pytest
 
 from zerojax.tools._forecast import ways as _ways
-from zerojax.tools._forecast.ways import AMSP, GPU, HSDP, Way
+from zerojax.tools._forecast.ways import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
 
 WEIGHTS, GRADS, PARAMETERS = 800.0, 400.0, 1600.0
 CODE, QUARTER = (1 + 4 / 256) / 2, (0.5 + 4 / 256) / 2  # of 16 bits, with a share of a scale
@@ -18,12 +18,12 @@ BOTH = 2 * WEIGHTS + GRADS
         (Way(accumulate=4, order="layers"), BOTH, BOTH),
         (Way(accumulate=4, groups=HSDP), 4 * BOTH, 2 * GRADS),
         (Way(accumulate=4, groups=AMSP), 4 * BOTH, GRADS + WEIGHTS),
-        (Way(accumulate=4, regather=GPU), 4 * BOTH, WEIGHTS + 4 * GRADS),
+        (Way(accumulate=4, regather=GPU_AXIS), 4 * BOTH, WEIGHTS + 4 * GRADS),
         (Way(stage=0), 2 * GRADS, 2 * GRADS),
         (Way(stage=1, accumulate=4), GRADS + 1600, GRADS + 1600),
         (Way(stage=2, accumulate=4), 4 * GRADS + 1600, 4 * GRADS + 1600),
         (  # Inside the node gradients are exact.
-            Way(gather="int8", reduce="int4", regather=GPU),
+            Way(gather="int8", reduce="int4", regather=GPU_AXIS),
             2 * WEIGHTS * CODE + GRADS,
             WEIGHTS * CODE + GRADS * QUARTER,
         ),
@@ -35,9 +35,19 @@ def test_bytes_sent_are_those_of_the_guide(way, inside, between):
 
 
 def test_gradients_wait_for_what_is_not_updated_in_backward():
-    waits = Way(), Way(stage=0), Way(groups=HSDP), Way(groups=AMSP, accumulate=2)
+    waits = (
+        Way(),
+        Way(stage=0),
+        Way(groups=HSDP),
+        Way(groups=AMSP, accumulate=2),
+    )
     waits += (Way(offload=("opt_state",), accumulate=2),)
-    at_once = Way(stage=1), Way(stage=2), Way(groups=AMSP), Way(offload=("opt_state",))
+    at_once = (
+        Way(stage=1),
+        Way(stage=2),
+        Way(groups=AMSP),
+        Way(offload=("opt_state",)),
+    )
     assert [way.keeps_gradients for way in (*waits, *at_once)] == [True] * 5 + [False] * 4
 
 

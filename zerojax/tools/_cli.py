@@ -38,7 +38,7 @@ from zerojax.tools._forecast.models import Given, Ingredients
 from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
-OK, NOT_OK, BAD_INPUT = 0, 1, 2
+ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
 GB = 1e9
 WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
 OF_MODELS = ("settings", "config", "groups", "nodes", "master", "compute", "axis")  # not of HLO
@@ -101,7 +101,7 @@ def forecast(arguments: argparse.Namespace) -> int:
         return _chosen(arguments, model, options)
     result = zerojax.forecast(*model, **options)
     _show(arguments, result.to_dict(), str(result))
-    return OK if result.best else NOT_OK
+    return ALL_WELL if result.best else NOT_WELL
 
 
 def _chosen(arguments: argparse.Namespace, model: Ingredients, options: dict[str, Any]) -> int:
@@ -115,7 +115,7 @@ def _chosen(arguments: argparse.Namespace, model: Ingredients, options: dict[str
         raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
     result = _tools.choose(*model, **options)
     _show(arguments, result.to_dict(), str(result))
-    return OK if result.best or result.best_with_codes else NOT_OK
+    return ALL_WELL if result.best or result.best_with_codes else NOT_WELL
 
 
 def study(arguments: argparse.Namespace) -> int:
@@ -127,7 +127,7 @@ def study(arguments: argparse.Namespace) -> int:
         result.plot(arguments.plot)
     _show(arguments, result.to_dict(), str(result))
     whole = not any(case.failed for case in result.cases)
-    return OK if whole and any(case.fits for case in result.cases) else NOT_OK
+    return ALL_WELL if whole and any(case.fits for case in result.cases) else NOT_WELL
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -150,7 +150,7 @@ def audit(arguments: argparse.Namespace) -> int:
     broken = paragraphs([f"broken: {as_typed(line, vars(arguments))}" for line in findings])
     text = f"{report}\n\n{broken}".rstrip()
     _show(arguments, report.to_dict() | {"findings": findings}, text)
-    return NOT_OK if findings else OK
+    return NOT_WELL if findings else ALL_WELL
 
 
 def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
@@ -196,7 +196,7 @@ def table(arguments: argparse.Namespace) -> int:
     header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
     _show(arguments, data, str(Table(header, rows, formats=formats, right=header[:1], keys=2)))
-    return OK
+    return ALL_WELL
 
 
 def state_bytes(

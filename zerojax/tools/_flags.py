@@ -19,8 +19,8 @@ from zerojax.tools._forecast.forecast import STAGES, WorkOptions
 from zerojax.tools._forecast.picture import LARGEST
 
 SUMMARY = "ZeRO for JAX: forecast, study, audit, table. Tables fit the terminal, or COLUMNS."
-SIZES = ", ".join(_presets.PRESETS)
-PROGRAM = "module:function or file.py:function"
+PRESET_SIZES = ", ".join(_presets.PRESETS)
+OWN_MODEL = "module:function or file.py:function"
 SHARDED = "nothing", "optimizer state", "optimizer state and gradients", "all"
 TABLE_EXPLAINED = {
     "parameters": "The parameters of the model, in billions.",
@@ -128,14 +128,24 @@ FLAGS = {
     "remat": _flag("of presets: none, dots, full (default), or what is kept: qkv+up"),
     "plot": _flag("write a picture", metavar="FILE"),
 }
-STEPS = ("gpus", "per-host", "network", "host-link", "set", "config", "no-cache", "axis", "no-pad")
-STEPS += ("offload", "activations", "regather", "master", "compute", "gather", "reduce")
+STEP_FLAGS = (
+    "gpus",
+    "per-host",
+    "network",
+    "host-link",
+    "set",
+    "config",
+    "no-cache",
+    "axis",
+    "no-pad",
+)
+STEP_FLAGS += ("offload", "activations", "regather", "master", "compute", "gather", "reduce")
 for _field in dataclasses.fields(WorkOptions):  # those whose declaration has a flag
     if _field.init and (_declared := _field.metadata["flag"]):
         _text = _field.metadata["text"].partition(". ")[0]
         FLAGS[_field.name] = _flag(_text, metavar=_field.name.upper(), **_declared)
-        STEPS += (_field.name,)
-HOSTS = ("rows", "nodes", "groups")
+        STEP_FLAGS += (_field.name,)
+HOST_FLAGS = ("rows", "nodes", "groups")
 
 
 class Command(NamedTuple):
@@ -152,9 +162,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "forecast": Command(
         "forecasts memory, traffic and speed of a step, by compiling it",
-        _case.EXPLAINED,
-        _flag(f"a model by size ({SIZES}), {PROGRAM}", dest="model"),
-        (*STEPS, *HOSTS, "stages", "remat"),
+        _case.CASE_EXPLAINED,
+        _flag(f"a model by size ({PRESET_SIZES}), {OWN_MODEL}", dest="model"),
+        (*STEP_FLAGS, *HOST_FLAGS, "stages", "remat"),
         dict.fromkeys(("accumulate", "order", "remat"), _several)
         | {
             "choose": _flag("find the fastest way that fits, and its Python", action="store_true"),
@@ -164,8 +174,10 @@ COMMANDS = {
     "study": Command(
         "forecasts models on several numbers of GPUs: how throughput scales",
         _study.STUDY_EXPLAINED,
-        _flag(f"by size ({SIZES}), or {PROGRAM}", dest="models", metavar="model", **_several),
-        (*STEPS, "rows", "stages", "remat", "plot"),
+        _flag(
+            f"by size ({PRESET_SIZES}), or {OWN_MODEL}", dest="models", metavar="model", **_several
+        ),
+        (*STEP_FLAGS, "rows", "stages", "remat", "plot"),
         {
             "gpus": _flag("such as 64xH100 128xH100", required=True, default=None, **_several),
             "stages": _flag(default=[1, 2, 3]),
@@ -176,8 +188,8 @@ COMMANDS = {
     "audit": Command(
         "lists what a compiled program sends and holds; checks its contract",
         _report.EXPLAINED,
-        _flag(f"a file of HLO text, a preset, {PROGRAM}", dest="model", metavar="program"),
-        (*STEPS, *HOSTS, "plot"),
+        _flag(f"a file of HLO text, a preset, {OWN_MODEL}", dest="model", metavar="program"),
+        (*STEP_FLAGS, *HOST_FLAGS, "plot"),
         {
             "gpu": _flag("whose speed to model for HLO text, such as H100"),
             "stage": _flag(dest="stages", default=3, **_stage),

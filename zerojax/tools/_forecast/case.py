@@ -18,7 +18,7 @@ from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Gpu
 
 GIB, MS = 2**30, 1e-3
-COPIES = "#b2ab8c"
+WAITING = "#b2ab8c"
 ASKED = ("gpus", "stage", "model", "asked", "settings", "key")  # what each case of a study has
 DERIVED = ("fits", "spare", "rows", "wire_bytes", "examples_per_second", "tokens_per_second")
 DERIVED += ("tflops", "mfu")
@@ -153,13 +153,18 @@ class Column(NamedTuple):
     form: Callable[[float], str] = str
 
 
+def _bytes(field: str, about: str) -> Column:
+    return Column(_of(field), about, human_bytes)
+
+
+def _time(field: str, about: str) -> Column:
+    return Column(_of(field), about, human_time)
+
+
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
-COLUMNS = {
-    "stage": Column(
-        _of("stage"),
-        "The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also "
-        "parameters.",
-    ),
+STAGE = "0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."
+CASE_COLUMNS = {
+    "stage": Column(_of("stage"), f"The ZeRO stage: {STAGE}"),
     "accumulate": Column(
         lambda case: f"{case.accumulate}{_in_layers(case)}",
         "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
@@ -168,76 +173,34 @@ COLUMNS = {
         lambda case: case.variant or "-",
         "What backward computes again (of a preset: full, dots or none), or the name of the loss.",
     ),
-    "params": Column(_of("parameters"), "Memory of the parameters between steps.", human_bytes),
-    "optimizer": Column(
-        _of("optimizer"), "Memory of the optimizer state between steps.", human_bytes
-    ),
-    "grads": Column(
-        _of("gradients"),
-        "Gradients that are in memory when the step is at its peak.",
-        human_bytes,
-    ),
-    "activations": Column(
-        _of("activations"),
-        "What else is in memory at the peak for a while: activations and gathered weights.",
-        human_bytes,
-    ),
-    "formula": Column(
-        _of("formula"),
-        "The state and its gradients by the plan alone, as the ZeRO paper counts, without "
-        "activations.",
-        human_bytes,
-    ),
-    "peak": Column(
-        _of("peak"),
-        "The most memory that the step needs at a time, by the compiler.",
-        human_bytes,
-    ),
-    "fits": Column(
-        _of("fits"),
-        "Whether the peak is within the memory that is usable.",
-    ),
-    "spare": Column(_of("spare"), "The usable memory that is left at the peak.", human_bytes),
-    ON_HOST: Column(
-        _of("on_host"),
-        "What is in the memory of the host: state that rests there, activations that wait there.",
-        human_bytes,
-    ),
-    "sent, host": Column(
-        _of("link_bytes"), "What a GPU sends in a step to others of its host.", human_bytes
-    ),
-    "sent, network": Column(
-        _of("network_bytes"), "What a GPU sends in a step to other hosts.", human_bytes
-    ),
-    "step": Column(
-        _of("step_seconds"),
-        "The time of a step, modelled by replaying the compiler's schedule at the GPU's rates.",
-        human_time,
-    ),
-    "exposed": Column(
-        _of("exposed_seconds"),
+    "params": _bytes("parameters", "Memory of the parameters between steps."),
+    "optimizer": _bytes("optimizer", "Memory of the optimizer state between steps."),
+    "grads": _bytes("gradients", "Gradients that are in memory at the peak."),
+    "activations": _bytes("activations", "Activations and gathered weights at the peak."),
+    "formula": _bytes("formula", "The state and its gradients by the plan, as the paper counts."),
+    "peak": _bytes("peak", "The most memory that the step needs at a time, by the compiler."),
+    "fits": Column(_of("fits"), "Whether the peak is within the memory that is usable."),
+    "spare": _bytes("spare", "The usable memory that is left at the peak."),
+    ON_HOST: _bytes("on_host", "State and activations in the memory of the host."),
+    "sent, host": _bytes("link_bytes", "What a GPU sends in a step to others of its host."),
+    "sent, network": _bytes("network_bytes", "What a GPU sends in a step to other hosts."),
+    "step": _time("step_seconds", "The time of a step, modelled by replaying XLA's schedule."),
+    "exposed": _time(
+        "exposed_seconds",
         "The part of the step in which the GPU waits for communication; in the table of --choose "
         "also for copies from and to the host's memory.",
-        human_time,
     ),
-    HOST_WAIT: Column(
-        _of("waited_seconds"),
-        "The part of the step in which the GPU waits for copies from and to the host's memory.",
-        human_time,
-    ),
+    HOST_WAIT: _time("waited_seconds", "The part of the step in which the GPU waits for copies."),
     "tokens/s": Column(
-        _of("tokens_per_second"),
-        "The tokens that all GPUs together train on in a second.",
-        "{:,.0f}".format,
+        _of("tokens_per_second"), "The tokens of all GPUs together in a second.", "{:,.0f}".format
     ),
     "MFU": Column(
         _of("mfu"),
-        "Model FLOPs utilization: the FLOPs that the model needs, without what is computed again, "
-        "of those that the GPUs could do in the step.",
+        "The FLOPs that the model needs, without what is computed again, of those of the GPUs.",
         "{:.1%}".format,
     ),
 }
-EXPLAINED = {title: column.about for title, column in COLUMNS.items()}
+CASE_EXPLAINED = {title: column.about for title, column in CASE_COLUMNS.items()}
 
 
 def case_table(columns: Mapping[str, Column], cases: Sequence[Case], **options: Any) -> Table:
@@ -287,7 +250,7 @@ class Forecast(Printed):
 
     def table(self) -> Table:
         offloads = any(case.on_host for case in self.cases)
-        shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
+        shown = {k: v for k, v in CASE_COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
         title, right = [self._title()], ("stage", "accumulate")
         options = {"title": title, "notes": [self._advice()], "right": right}
         return case_table(shown, self.cases, flexible=("remat",), keys=3, **options)
@@ -386,7 +349,7 @@ def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
     if any(case.on_host for case in cases):
         left = [a + b for a, b in zip(compute, exposed, strict=True)]
         waited = [case.waited_seconds / MS for case in cases]
-        axes.barh(rows, waited, left=left, color=COPIES, label="waiting for the host")
+        axes.barh(rows, waited, left=left, color=WAITING, label="waiting for the host")
     for row, case in enumerate(cases):
         _write(axes, case.step_seconds / MS, row, f"{case.step_seconds / MS:,.0f}")
     axes.set_xlabel("ms per step, modelled")

@@ -28,15 +28,15 @@ from zerojax._types import PyTree
 from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 from zerojax.tools._forecast import network as _network
-from zerojax.tools._forecast.case import COLUMNS, Case, matmuls_of
+from zerojax.tools._forecast.case import CASE_COLUMNS, Case, matmuls_of
 from zerojax.tools._forecast.forecast import Workload, WorkOptions, check, gpu_of
 from zerojax.tools._forecast.models import Loss, NnxStep, check_one, is_of_nnx, parts_of_nnx
-from zerojax.tools._forecast.ways import AMSP, GPU, HSDP, Way, quoted, sent, ways
+from zerojax.tools._forecast.ways import AMSP, GPU_AXIS, HSDP, WayToTrain, quoted, sent, ways
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
 MOST_MICROBATCHES = 16
 KEPT = ("precision", "mutable", "tx")  # of what a step of nnx was made with
-EXACT, LOSSY = 4, 2  # how many families of ways of each kind are compiled
+EXACT_FAMILIES, LOSSY_FAMILIES = 4, 2  # how many families of ways of each kind are compiled
 MOST_COMPILED = 9
 FASTER = 0.99  # of a time: what is compiled may be as fast, and codes that are chosen are
 SETTING = 1e-3  # of a step's time: what a setting must gain
@@ -44,8 +44,8 @@ ROUGHLY = 1.1  # the error of memory by the plan: what needs more of the GPU is 
 CODING = 0.03  # of compute: what encoding and decoding add, of 7.5B on 64 H100s
 
 SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
-TIMES = ("at least", "step", "exposed")
-HEADER = ("", *TIMES, *SPEEDS, "peak", "fits", "numbers")
+CHOICE_TIMES = ("at least", "step", "exposed")
+CHOICE_HEADER = ("", *CHOICE_TIMES, *SPEEDS, "peak", "fits", "numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tried:
     and as its copies from and to the host's memory.
     """
 
-    way: Way
+    way: WayToTrain
     estimate: float
     peak: float
     sent: float = 0.0
@@ -78,7 +78,7 @@ class Tried:
 class Compiled(NamedTuple):
     """A way that was compiled, and what it costs."""
 
-    way: Way
+    way: WayToTrain
     case: Case
 
 
@@ -117,7 +117,7 @@ class Choice(Printed):
         fit = (one for one in self.compiled if one.case.fits and one.way.is_exact == exact)
         return next(fit, None)
 
-    def python(self, way: Way) -> str:
+    def python(self, way: WayToTrain) -> str:
         """Returns the lines that train so."""
         state, lines = [], []
         if way.names_levels:
@@ -160,17 +160,17 @@ class Choice(Printed):
                 estimates[way],
                 case.step_seconds,
                 case.exposed_seconds + case.waited_seconds,
-                *(COLUMNS[title].value(case) for title in SPEEDS),
+                *(CASE_COLUMNS[title].value(case) for title in SPEEDS),
                 case.peak,
                 case.fits,
                 "exact" if way.is_exact else "codes",
             )
             for way, case in self.compiled
         ]
-        formats = dict.fromkeys(TIMES, human_time) | {"peak": human_bytes}
-        formats |= {title: COLUMNS[title].form for title in SPEEDS}
+        formats = dict.fromkeys(CHOICE_TIMES, human_time) | {"peak": human_bytes}
+        formats |= {title: CASE_COLUMNS[title].form for title in SPEEDS}
         notes = list(self._advice())
-        return Table(HEADER, rows, [self._title()], notes, formats=formats, optional=SPEEDS)
+        return Table(CHOICE_HEADER, rows, [self._title()], notes, formats=formats, optional=SPEEDS)
 
     def _title(self) -> str:
         *few, most = map(str, sorted({one.way.accumulate for one in self.tried}))
@@ -208,7 +208,7 @@ class Choice(Printed):
             yield from ("", line)
 
 
-def _costs(way: Way, case: Case) -> str:
+def _costs(way: WayToTrain, case: Case) -> str:
     """Returns what is chosen by, and for how many microbatches."""
     speeds = [f"{case.mfu:.1%} MFU", f"{way.accumulate} microbatch{'es' * (way.accumulate > 1)}"]
     if case.tokens_per_second is not None:
@@ -322,20 +322,20 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.usable, self.rates = self.work.gpu.usable, self.work.gpu.rates
-        self.compiled: dict[Way, Case] = {}
+        self.compiled: dict[WayToTrain, Case] = {}
         self.plan = functools.cache(self._plan)
-        self.devices = self.of(Way()).mesh.size
+        self.devices = self.of(WayToTrain()).mesh.size
         self.local = min(self.devices, self.work.options.per_host)
 
     def run(self, lossy: bool) -> Choice:
         levels = self.devices > self.local and self.work.options.axis is None
         if levels:  # what one loss calls one axis, no mesh of two has: it says so before a compile
-            self.traced(next(iter(self.losses)), Way(groups=HSDP))
+            self.traced(next(iter(self.losses)), WayToTrain(groups=HSDP))
         every = ways(list(self.losses), self.counts(), levels, lossy)
         if self.devices == 1:  # where all stages are one
             every = (way for way in every if way.stage == 3)
         for variant in self.losses:
-            self.case(Way(variant))
+            self.case(WayToTrain(variant))
         ranked = sorted(map(self.estimated, every), key=lambda one: one.rank)
         self.compile_best(ranked)
         tried = [dataclasses.replace(one, case=self.compiled.get(one.way)) for one in ranked]
@@ -355,10 +355,10 @@ class _Search:
         fit = [one for one in ranked if one.peak <= ROUGHLY * self.usable]
         ways = {one.way for one in fit}
 
-        def offloads_in_vain(way: Way) -> bool:
+        def offloads_in_vain(way: WayToTrain) -> bool:
             return bool(way.offload) and dataclasses.replace(way, offload=way.offload[:-1]) in ways
 
-        for exact, most in ((True, EXACT), (False, LOSSY)):
+        for exact, most in ((True, EXACT_FAMILIES), (False, LOSSY_FAMILIES)):
             families: dict[tuple, list[Tried]] = {}
             for one in fit:
                 if one.way.is_exact == exact and not offloads_in_vain(one.way):
@@ -380,11 +380,11 @@ class _Search:
 
     # -- one way
 
-    def of(self, way: Way) -> Workload:
+    def of(self, way: WayToTrain) -> Workload:
         options = dataclasses.replace(self.work.options, **way.options(self.precision))
         return dataclasses.replace(self.work, options=options)
 
-    def case(self, way: Way) -> Case:
+    def case(self, way: WayToTrain) -> Case:
         """Compiles a way, once."""
         if way not in self.compiled:
             loss, how = self.losses[way.variant], (way.stage, way.accumulate, way.order)
@@ -395,9 +395,9 @@ class _Search:
     def _plan(self, *placement: Any) -> Plan:
         """Returns the plan of all ways that place the state so."""
         stage, groups, offload = placement
-        return self.of(Way(groups=groups, offload=offload)).plan_at(stage)
+        return self.of(WayToTrain(groups=groups, offload=offload)).plan_at(stage)
 
-    def traced(self, variant: str, way: Way) -> Jaxpr:
+    def traced(self, variant: str, way: WayToTrain) -> Jaxpr:
         plan = self.plan(*way.placement)
         step = self.work.step(self.losses[variant], plan)
         arguments = (aot.batch(one, plan) for one in (self.work.batch, self.work.rng))
@@ -407,15 +407,15 @@ class _Search:
     @functools.cached_property
     def kept(self) -> dict[str, int]:
         """The bytes that each loss keeps for backward."""
-        return {name: stacked_bytes(self.traced(name, Way())) for name in self.losses}
+        return {name: stacked_bytes(self.traced(name, WayToTrain())) for name in self.losses}
 
-    def estimated(self, way: Way) -> Tried:
+    def estimated(self, way: WayToTrain) -> Tried:
         """Returns what a way takes at least, by the step of its loss at stage 3 over all GPUs."""
-        first = self.case(Way(way.variant))
+        first = self.case(WayToTrain(way.variant))
         assert first.report is not None, "it was compiled here"
         totals, gathered = first.report.totals, first.report.memory.gathered
         weights, grads = totals.get("all-gather", 0) / 2, totals.get("reduce-scatter", 0)
-        plan, at_stage_3 = self.plan(*way.placement), self.plan(*Way().placement)
+        plan, at_stage_3 = self.plan(*way.placement), self.plan(*WayToTrain().placement)
         parameters = sum(leaf.nbytes for leaf in plan.params)
         inside, between = sent(way, weights, grads, parameters)
         # A ring through all hosts leaves each of them by all of its network cards.
@@ -430,7 +430,7 @@ class _Search:
         workspace = first.peak - _state_bytes(at_stage_3, True) - gathered - kept
         peak = _state_bytes(plan, way.keeps_gradients) + gathered
         peak += workspace / way.accumulate + kept / rounds
-        peak += weights / self.local if way.regather == GPU or way.groups == AMSP else 0
+        peak += weights / self.local if way.regather == GPU_AXIS or way.groups == AMSP else 0
         return Tried(way, seconds, peak, wires)
 
 

@@ -39,7 +39,7 @@ Given: TypeAlias = str | Gpt | tuple[Loss | NnxStep, Callable[[], PyTree], Calla
 # -- steps in the place of losses
 
 
-class Parts(NamedTuple):
+class NnxParts(NamedTuple):
     """What a step of nnx was made of, as for a loss of states; `options` are those it was given."""
 
     loss: Any
@@ -52,10 +52,10 @@ def is_of_nnx(loss_fn: object) -> bool:
     return hasattr(loss_fn, "_unmade")  # flax.nnx is not imported for those who have none
 
 
-def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> Parts:
+def parts_of_nnx(step: Any, make: Any, rng: PyTree) -> NnxParts:
     """Takes a step of nnx and a function that makes a model and its optimizer apart."""
     step, make_state, keys = functional(step, make, rng)
-    return Parts(step.recipe.loss_fn, make_state, keys, own_options(step))
+    return NnxParts(step.recipe.loss_fn, make_state, keys, own_options(step))
 
 
 def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, PyTree]:

@@ -14,8 +14,8 @@ STAGE_COLOURS = (
     "#00798c",
 )  # which differ in grey too
 MARKERS = "osD^vP"  # by rows
-HEIGHT, TEXT = 1.9, 9  # inches of a panel, points
-EACH, ALL, ROWS = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
+HEIGHT, POINTS = 1.9, 9  # inches of a panel, points
+EACH, ALL, MOST_ROWS = "TFLOP/s of each GPU", "PFLOP/s of all", "rows on each GPU"
 MISSING, PROPORTION = "does not fit", "in proportion"
 
 
@@ -26,17 +26,17 @@ def draw(cases: Sequence[Case], path: str | None) -> Figure:
     for case in cases:
         groups.setdefault((case.model, case.kind.name), []).append(case)
     asked = list(dict.fromkeys(case.asked for case in cases))
-    shown = [EACH, ALL, *([ROWS] if LARGEST in asked else [])]
+    shown = [EACH, ALL, *([MOST_ROWS] if LARGEST in asked else [])]
     figure, axes = _figures.column(len(groups) * len(shown), HEIGHT)
     panels = iter(axes)
     for (model, kind), group in groups.items():
         for what in shown:
             panel = next(panels)
             _draw_panel(panel, group, what, asked)
-            panel.set_title(f"{model}, {what}", fontsize=TEXT, loc="left")
+            panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
         panel.set_xlabel(f"{kind}s")
     title = "one training step, compiled; times modelled"
-    _figures.titled(figure, title, 2, handles=_handles(axes), fontsize=TEXT)
+    _figures.titled(figure, title, 2, handles=_handles(axes), fontsize=POINTS)
     return _figures.finished(figure, path)
 
 
@@ -45,7 +45,7 @@ def _draw_panel(axes: Axes, cases: Sequence[Case], what: str, asked: Sequence[in
     for case in cases:
         lines.setdefault((case.stage, case.asked), []).append(case)
     for (stage, rows), line in lines.items():
-        if what == ROWS and rows != LARGEST:
+        if what == MOST_ROWS and rows != LARGEST:
             continue
         fitting = sorted((one for one in line if one.fits), key=lambda one: one.count)
         style = {"color": STAGE_COLOURS[stage], "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
@@ -61,7 +61,7 @@ def _draw_panel(axes: Axes, cases: Sequence[Case], what: str, asked: Sequence[in
 
 
 def _value(case: Case, what: str) -> float:
-    return {EACH: case.tflops, ALL: case.tflops * case.count / 1e3, ROWS: case.rows}[what]
+    return {EACH: case.tflops, ALL: case.tflops * case.count / 1e3, MOST_ROWS: case.rows}[what]
 
 
 def _draw_missing(axes: Axes, cases: Sequence[Case]) -> None:

@@ -24,7 +24,7 @@ from zerojax._progress import progress
 from zerojax._step.step import train_step
 from zerojax._table import Printed, Table, human_bytes
 from zerojax.tools._forecast import cache as _cache, picture as _picture, presets as _presets
-from zerojax.tools._forecast.case import COLUMNS, Case, Column, case_table
+from zerojax.tools._forecast.case import CASE_COLUMNS, Case, Column, case_table
 from zerojax.tools._forecast.forecast import (
     STAGES,
     Workload,
@@ -71,24 +71,24 @@ def _speed(case: Case) -> str | float:
     return case.tflops if case.fits else "failed" if case.failed else "no room"
 
 
-SHOWN = {
+STUDY_COLUMNS = {
     "model": Column(lambda case: case.model, "The model: a preset, or one of your own."),
     "GPUs": Column(lambda case: case.gpus, "How many of which GPU."),
-    "stage": COLUMNS["stage"],
+    "stage": CASE_COLUMNS["stage"],
     "rows": Column(
         _rows_text,
         "Rows of the batch, such as sequences, on each GPU; 'max' where these are the most that "
         "fit.",
     ),
-    "peak": COLUMNS["peak"]._replace(value=lambda case: None if case.failed else case.peak),
+    "peak": CASE_COLUMNS["peak"]._replace(value=lambda case: None if case.failed else case.peak),
     "TFLOP/s": Column(
         _speed,
         "What each GPU does of the FLOPs that the model needs, without what is computed again; "
         "'no room' where the peak is above the memory that is usable.",
         _number,
     ),
-    "MFU": COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
-    "tokens/s": COLUMNS["tokens/s"]._replace(
+    "MFU": CASE_COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
+    "tokens/s": CASE_COLUMNS["tokens/s"]._replace(
         value=lambda case: case.tokens_per_second if case.fits else None
     ),
     "exposed": Column(
@@ -98,7 +98,7 @@ SHOWN = {
         "{:.0%}".format,
     ),
 }
-STUDY_EXPLAINED = {title: column.about for title, column in SHOWN.items()}
+STUDY_EXPLAINED = {title: column.about for title, column in STUDY_COLUMNS.items()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -137,9 +137,9 @@ class Study(Printed):
         options = {
             "title": [self._title()],
             "notes": list(self._advice()),
-            "right": list(SHOWN)[2:],
+            "right": list(STUDY_COLUMNS)[2:],
         }
-        return case_table(SHOWN, self.cases, optional=["exposed"], keys=4, **options)
+        return case_table(STUDY_COLUMNS, self.cases, optional=["exposed"], keys=4, **options)
 
     def _title(self) -> str:
         settings = dict.fromkeys(case.settings for case in self.cases if case.settings)
@@ -269,7 +269,7 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     models = checked_models(models)
     sizes, stages, rows = map(each_once, (options.gpus, options.stages, options.rows))
     _check_grid(sizes, stages, rows, options.rates)
-    run = _Run(models, options)
+    run = _Grid(models, options)
     asked = [run.asked(*way) for way in itertools.product(models, sizes, stages, rows)]
     path = None if options.out is None else pathlib.Path(options.out)
     kept = {} if path is None else {_place(case): case for case in _read(path)}
@@ -326,7 +326,7 @@ def _settings(model: Model, gpu: Gpu) -> str:
 
 
 @dataclasses.dataclass
-class _Run:
+class _Grid:
     """Compiles the cases of a study, each number of rows once."""
 
     models: Mapping[str, Given]

@@ -12,14 +12,14 @@ from zerojax.tools._forecast.forecast import LEVELS, STAGES, WorkOptions, names_
 
 CODED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}  # with scales
 
-NODE, GPU = LEVELS
-HSDP = (("params", GPU), ("grads", GPU), ("opt_state", GPU))
-AMSP = (("params", GPU), ("grads", GPU), ("opt_state", (GPU, NODE)))
-CODES = (("int8", None), ("int8", "int8"), ("int8", "int4"))
+NODE_AXIS, GPU_AXIS = LEVELS
+HSDP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", GPU_AXIS))
+AMSP = (("params", GPU_AXIS), ("grads", GPU_AXIS), ("opt_state", (GPU_AXIS, NODE_AXIS)))
+LOSSY_CODES = (("int8", None), ("int8", "int8"), ("int8", "int4"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class WayToTrain:
     """Arguments of `shard_train_state` and `train_step`; `variant` is one of several losses."""
 
     variant: str = ""
@@ -93,24 +93,25 @@ def quoted(value: object) -> str:
 
 def ways(
     variants: Sequence[str], accumulate: Sequence[int], several_hosts: bool, lossy: bool
-) -> Iterator[Way]:
+) -> Iterator[WayToTrain]:
     """Returns all ways that may be the fastest: state goes to the host only at stage 3, and codes
     only where there is a network."""
     layouts: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
     layouts += [{"offload": (OPT_STATE,)}, {"offload": (OPT_STATE, PARAMS)}]
     if several_hosts:
-        layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU}]
+        codes = LOSSY_CODES if lossy else ()
+        layouts += [{"groups": HSDP}, {"groups": AMSP}, {"regather": GPU_AXIS}]
         layouts += [
             {"gather": gather, "reduce": reduce, "regather": regather}
-            for (gather, reduce), regather in itertools.product(CODES if lossy else (), (True, GPU))
+            for (gather, reduce), regather in itertools.product(codes, (True, GPU_AXIS))
         ]
     for variant, count, layout in itertools.product(variants, accumulate, layouts):
-        yield (way := Way(variant, accumulate=count, **layout))
+        yield (way := WayToTrain(variant, accumulate=count, **layout))
         if count > 1 and way.stage == 3:
             yield dataclasses.replace(way, order=LAYERS)
 
 
-def sent(way: Way, weights: float, grads: float, parameters: float) -> tuple[float, float]:
+def sent(way: WayToTrain, weights: float, grads: float, parameters: float) -> tuple[float, float]:
     """Returns the bytes that leave a GPU in a step for those of its host, and for other hosts if
     each of these had one GPU: `weights` are those of one gather, `grads` of one reduction."""
     rounds = 1 if way.order == LAYERS else way.accumulate
@@ -125,5 +126,5 @@ def sent(way: Way, weights: float, grads: float, parameters: float) -> tuple[flo
         total = 2 * grads if way.stage == 0 else once + parameters
         return total, total
     # Kept in the node, weights come into it once a step.
-    gathers = 1 if way.regather == GPU else 2 * rounds
+    gathers = 1 if way.regather == GPU_AXIS else 2 * rounds
     return inside, gathers * gather + rounds * reduce
