@@ -58,9 +58,9 @@ def test_table(run):
     twice = ("--stages", "3", "3", "--devices", "64", "64", "--params", "7.5b")
     assert run("table", *twice)[1].splitlines()[2:] == ["      7.5B       64         1.88"]
     others = ("--param-bytes", "4", "--grad-bytes", "4", "--optimizer-bytes", "8")
-    rows = json.loads(run("table", "--json", "--params", "1e9", "--devices", "8", *others)[1])
-    assert rows[3] == {"params": 1e9, "devices": 8, "stage": 3, "bytes_per_device": 2e9}
-    assert [row["bytes_per_device"] / 1e9 for row in rows] == [16, 9, 5.5, 2]
+    (row,) = json.loads(run("table", "--json", "--params", "1e9", "--devices", "8", *others)[1])
+    assert row.pop("parameters") == "1B" and row.pop("devices") == 8
+    assert row == dict(zip((f"stage {n}, GB" for n in range(4)), (16, 9, 5.5, 2), strict=True))
 
 
 # -- audit

@@ -178,24 +178,21 @@ def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
 def table(arguments: argparse.Namespace) -> int:
     """Prints what a training state takes, as the paper's Table 1; its Figure 1 is a row of it: 7.5B
     on 64 devices."""
-    names = ("params", "devices", "stages")
-    params, devices, stages = (each_once(getattr(arguments, name)) for name in names)
-    if bad := [f"{k}={v}" for k, v in vars(arguments).items() if k in names[:2] and min(v) <= 0]:
-        raise ValueError(f"{bad[0]} must be positive: how many there are.")
-
+    params, devices, stages = map(
+        each_once, (arguments.params, arguments.devices, arguments.stages)
+    )
+    for name, counts in (("params", params), ("devices", devices)):
+        if min(counts) <= 0:
+            raise ValueError(f"{name}={counts} must be positive: how many there are.")
     widths = {name: getattr(arguments, name) for name in WIDTHS}
-    data = [
-        {"params": count, "devices": each, "stage": stage, "bytes_per_device": nbytes}
-        for count, each, stage in itertools.product(params, devices, stages)
-        for nbytes in [state_bytes(count, each, stage, **widths)]
-    ]
-    rows = [
-        [f"{count / 1e9:g}B", size, *(one["bytes_per_device"] / GB for one in line)]
-        for (count, size), line in itertools.groupby(data, lambda row: tuple(row.values())[:2])
-    ]
     header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
+    rows = [
+        [f"{count / 1e9:g}B", each, *(state_bytes(count, each, n, **widths) / GB for n in stages)]
+        for count, each in itertools.product(params, devices)
+    ]
     formats = dict.fromkeys(header[2:], "{:,.2f}".format)
-    _show(arguments, data, str(Table(header, rows, formats=formats, right=header[:1], keys=2)))
+    result = Table(header, rows, formats=formats, right=header[:1], keys=2)
+    _show(arguments, result.to_dict()["rows"], str(result))
     return ALL_WELL
 
 

@@ -86,11 +86,11 @@ def compiled(
     file = folder / f"{_key(lowered, step.options_for(*args), plan)}{SUFFIX}"
     program = _read(file)
     if program is None:
-        made, warnings = _audit.compiled(lowered)
-        stats = made.memory_analysis()
+        executable, warnings = _audit.compiled(lowered)
+        stats = executable.memory_analysis()
         assert stats is not None, "XLA's compilers for CPUs and GPUs count memory"
         sizes = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-        program = KeptProgram(made.as_text() or "", *sizes, warnings)
+        program = KeptProgram(executable.as_text() or "", *sizes, warnings)
         _write(file, program)
     written = _audit.written(step, args, plan.mesh.devices.flat[0])
     return dataclasses.replace(program, recipe=step.recipe, written=written)

@@ -295,10 +295,10 @@ class Forecast(Printed):
 
 def matmuls_of(cases: Sequence[Case]) -> list[str]:
     """Names the dtypes that each case computes in, mostly one."""
-    found = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
+    dtypes = dict.fromkeys(" and ".join(case.matmuls) for case in cases if case.matmuls)
     wide = next((case.wide_matmuls for case in cases if case.wide_matmuls), "")
     more = f" ({wide})" if wide else ""
-    return [f"matmuls in {' or '.join(found)}{more}"] if found else []
+    return [f"matmuls in {' or '.join(dtypes)}{more}"] if dtypes else []
 
 
 # -- its figure

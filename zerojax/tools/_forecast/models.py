@@ -121,17 +121,17 @@ def of_function(
     function's arguments; what a Python file's `get_config()` returns is passed whole.
     """
     function = _imported(name)
-    given = {} if config is None else _read(config)
+    fields = {} if config is None else _read(config)
     for field, value in settings:
-        if isinstance(given, dict) and "." not in field:
-            given[field] = value  # the function says whether it takes it
+        if isinstance(fields, dict) and "." not in field:
+            fields[field] = value  # the function says whether it takes it
         else:
-            given = _changed(given, field, value)
-    made = _called(function, name, given)
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
-        size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise ValueError(f"{name} returned {type(made).__name__}{size}. Return {RETURNS}.")
-    loss, make_state, batch, *rng = made
+            fields = _changed(fields, field, value)
+    ingredients = _called(function, name, fields)
+    if not isinstance(ingredients, tuple) or len(ingredients) not in (3, 4):
+        size = f" of {len(ingredients)}" if isinstance(ingredients, tuple) else ""
+        raise ValueError(f"{name} returned {type(ingredients).__name__}{size}. Return {RETURNS}.")
+    loss, make_state, batch, *rng = ingredients
     return loss, make_state, batch, rng[0] if rng else None
 
 
@@ -156,7 +156,7 @@ def _read(path: pathlib.Path) -> Any:
     try:
         if path.suffix == ".py":
             return runpy.run_path(str(path))["get_config"]()
-        found = json.loads(path.read_text())
+        arguments = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error.strerror}.") from None
     except KeyError:
@@ -166,9 +166,9 @@ def _read(path: pathlib.Path) -> Any:
             f"--config {path} is no JSON: {error}. Give a .json file with the function's "
             "arguments, or a .py file whose get_config() returns its one argument."
         ) from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--config {path} is no JSON object, but a {type(found).__name__}.")
-    return found
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--config {path} is no JSON object, but a {type(arguments).__name__}.")
+    return arguments
 
 
 def _changed(config: Any, name: str, value: object) -> Any:
@@ -194,13 +194,13 @@ def _fields(config: Any) -> dict[str, Any]:
     if hasattr(config, "items"):  # a dict, or a ConfigDict, which is none
         return dict(config.items())
     names = (name for name in dir(config) if not name.startswith("_"))
-    found = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in found.items() if not inspect.isroutine(value)}
+    fields = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in fields.items() if not inspect.isroutine(value)}
 
 
-def _called(function: Callable[..., Any], name: str, given: Any) -> Any:
+def _called(function: Callable[..., Any], name: str, fields: Any) -> Any:
     """Calls a function with arguments by name, or with a config."""
-    args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
+    args, kwargs = ((), fields) if isinstance(fields, dict) else ((fields,), {})
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)

@@ -99,9 +99,9 @@ def _scale(axes: Axes, counts: Sequence[int]) -> None:
 
 def _handles(axes: Sequence[Axes]) -> list[object]:
     """Returns one line for each label, of all panels."""
-    found: dict[str, object] = {}
+    handles: dict[str, object] = {}
     for panel in axes:
         lines, labels = panel.get_legend_handles_labels()
         for line, label in zip(lines, labels, strict=True):
-            found.setdefault(label, line)
-    return list(found.values())
+            handles.setdefault(label, line)
+    return list(handles.values())

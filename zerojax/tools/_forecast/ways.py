@@ -59,10 +59,10 @@ class WayToTrain:
         options = {"groups": self.groups and dict(self.groups), "offload": self.offload or None}
         return options | {"precision": self.precision(precision), "regather": self.regather}
 
-    def precision(self, given: Precision | None) -> Precision | None:
+    def precision(self, shared: Precision | None) -> Precision | None:
         if self.is_exact:
-            return given
-        precision = given or Precision()
+            return shared
+        precision = shared or Precision()
         reduce = self.reduce or precision.reduce
         return dataclasses.replace(precision, gather=self.gather, reduce=reduce)
 
