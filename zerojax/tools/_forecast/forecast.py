@@ -161,13 +161,12 @@ def forecast(
 
 def changed_options(options: Any) -> dict[str, Any]:
     """Returns the options that are not as they are by default."""
-    fields = [field for field in dataclasses.fields(options) if field.init]
-    named = {field.name: (getattr(options, field.name), field.default) for field in fields}
-    return {name: value for name, (value, usual) in named.items() if not _is_usual(value, usual)}
-
-
-def _is_usual(value: object, usual: object) -> bool:
-    return value is usual or value in ((), None) or (type(value) is type(usual) and value == usual)
+    changed = {}
+    for field in dataclasses.fields(options):
+        check, value = field.metadata.get("check"), getattr(options, field.name)
+        if field.init and value != (check(field.default) if check else field.default):
+            changed[field.name] = value
+    return changed
 
 
 def _settings(gpu: Gpu, options: WorkOptions) -> tuple[str, ...]:

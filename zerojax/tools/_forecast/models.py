@@ -62,7 +62,12 @@ def functional(loss_fn: Any, make_state: Any, rng: PyTree) -> tuple[Any, Any, Py
     """Returns a step of nnx as one of states, with a function that makes one; all else as it is."""
     check_one(loss_fn)
     is_nnx = is_of_nnx(loss_fn)
-    _check_trains(loss_fn.functional if is_nnx else loss_fn)
+    step = loss_fn.functional if is_nnx else loss_fn
+    if isinstance(step, Step) and not step.recipe.options.differentiates:
+        raise TypeError(
+            "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
+            "loss, or a step of train_step."
+        )
     return loss_fn._unmade(make_state, rng) if is_nnx else (loss_fn, make_state, rng)
 
 
@@ -73,14 +78,6 @@ def check_one(loss_fn: object) -> None:
         raise TypeError(
             f"a dict has several losses, and {named[0]!r} is a step. Give one step, not in a dict, "
             "and others each in a call of its own."
-        )
-
-
-def _check_trains(step: object) -> None:
-    if isinstance(step, Step) and not step.recipe.options.differentiates:
-        raise TypeError(
-            "a step of eval_step trains nothing, and forecasts are of training steps. Give the "
-            "loss, or a step of train_step."
         )
 
 

@@ -22,7 +22,7 @@ from zerojax._figures import Figure
 from zerojax._plan import planner as _planner
 from zerojax._progress import progress
 from zerojax._step.step import train_step
-from zerojax._table import Printed, Table, human_bytes
+from zerojax._table import Cell, Printed, Table, human_bytes
 from zerojax.tools._forecast import cache as _cache, picture as _picture, presets as _presets
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case, Column, case_table
 from zerojax.tools._forecast.forecast import (
@@ -52,23 +52,13 @@ DOUBLINGS = 14
 FIRST_ROWS = 4  # of each microbatch, that are tried first
 
 
-def _rows_text(case: Case) -> str:
-    if case.asked != LARGEST:
-        return str(case.asked)
-    return "max" if case.failed else f"max {case.rows}"
-
-
 def _number(value: float) -> str:
     """Formats a number with three digits, or all those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _exposed(case: Case) -> float:
-    return (case.exposed_seconds + case.waited_seconds) / case.step_seconds
-
-
-def _speed(case: Case) -> str | float:
-    return case.tflops if case.fits else "failed" if case.failed else "no room"
+def _if_it_fits(value: Callable[[Case], Cell]) -> Callable[[Case], Cell]:
+    return lambda case: value(case) if case.fits else None
 
 
 STUDY_COLUMNS = {
@@ -76,25 +66,22 @@ STUDY_COLUMNS = {
     "GPUs": Column(lambda case: case.gpus, "How many of which GPU."),
     "stage": CASE_COLUMNS["stage"],
     "rows": Column(
-        _rows_text,
-        "Rows of the batch, such as sequences, on each GPU; 'max' where these are the most that "
-        "fit.",
+        lambda case: f"max {case.rows or ''}".rstrip() if case.asked == LARGEST else case.asked,
+        "Rows of the batch, such as sequences, on each GPU; 'max': the most that fit.",
     ),
     "peak": CASE_COLUMNS["peak"]._replace(value=lambda case: None if case.failed else case.peak),
     "TFLOP/s": Column(
-        _speed,
-        "What each GPU does of the FLOPs that the model needs, without what is computed again; "
-        "'no room' where the peak is above the memory that is usable.",
+        lambda case: case.tflops if case.fits else "failed" if case.failed else "no room",
+        "What each GPU does of the FLOPs that the model needs, without what is computed again.",
         _number,
     ),
-    "MFU": CASE_COLUMNS["MFU"]._replace(value=lambda case: case.mfu if case.fits else None),
-    "tokens/s": CASE_COLUMNS["tokens/s"]._replace(
-        value=lambda case: case.tokens_per_second if case.fits else None
-    ),
+    **{
+        name: CASE_COLUMNS[name]._replace(value=_if_it_fits(CASE_COLUMNS[name].value))
+        for name in ("MFU", "tokens/s")
+    },
     "exposed": Column(
-        lambda case: _exposed(case) if case.fits else None,
-        "The part of the step in which a GPU waits for communication, or for copies from and to "
-        "the host's memory.",
+        _if_it_fits(lambda case: (case.exposed_seconds + case.waited_seconds) / case.step_seconds),
+        "The part of the step in which a GPU waits, for communication or for the host's memory.",
         "{:.0%}".format,
     ),
 }
