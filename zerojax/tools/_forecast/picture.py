@@ -35,54 +35,41 @@ def draw(cases: Sequence[Case], path: str | None) -> Figure:
             _draw_panel(panel, group, what, asked)
             panel.set_title(f"{model}, {what}", fontsize=POINTS, loc="left")
         panel.set_xlabel(f"{kind}s")
+    # One line for each label, of all panels.
+    handles = {line.get_label(): line for panel in axes[::-1] for line in panel.lines[::-1]}
     title = "one training step, compiled; times modelled"
-    _figures.titled(figure, title, 2, handles=_handles(axes), fontsize=POINTS)
+    _figures.titled(figure, title, 2, handles=[*handles.values()][::-1], fontsize=POINTS)
     return _figures.finished(figure, path)
 
 
 def _draw_panel(axes: Axes, cases: Sequence[Case], what: str, asked: Sequence[int | str]) -> None:
+    """Draws a line for each stage and rows, and marks at the bottom where a step does not fit."""
     lines: dict[tuple[int, int | str], list[Case]] = {}
-    for case in cases:
-        lines.setdefault((case.stage, case.asked), []).append(case)
+    for case in sorted(cases, key=lambda case: case.count):
+        if what != MOST_ROWS or case.asked == LARGEST:
+            lines.setdefault((case.stage, case.asked), []).append(case)
     for (stage, rows), line in lines.items():
-        if what == MOST_ROWS and rows != LARGEST:
-            continue
-        fitting = sorted((one for one in line if one.fits), key=lambda one: one.count)
-        style = {"color": STAGE_COLOURS[stage], "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
+        colour, fitting = STAGE_COLOURS[stage], [case for case in line if case.fits]
+        style = {"color": colour, "marker": MARKERS[asked.index(rows) % len(MARKERS)]}
         # Without microbatches stages 1 and 2 are one line: the thinner one lies on the other.
         style |= {"linestyle": "-" if rows == LARGEST else "--", "linewidth": 3.2 - 0.6 * stage}
+        values = [_value(case, what) for case in fitting]
         label = f"stage {stage}, {rows} rows"
-        counts = [one.count for one in fitting]
-        axes.plot(counts, [_value(one, what) for one in fitting], label=label, **style)
-        _draw_missing(axes, [one for one in line if not one.failed and not one.fits])
-    if what == ALL:
-        _draw_proportion(axes, [one for one in cases if one.fits])
+        axes.plot([case.count for case in fitting], values, label=label, **style)
+        if missing := [case.count for case in line if not case.failed and not case.fits]:
+            style = {"color": colour, "marker": "x", "linestyle": "", "clip_on": False}
+            axes.plot(missing, [0] * len(missing), label=MISSING, **style)
+    fitting = [case for case in cases if case.fits]
+    counts = sorted({case.count for case in fitting})
+    if what == ALL and len(counts) > 1:  # if each did what the best of the fewest GPUs does
+        few = max(case.tflops for case in fitting if case.count == counts[0])
+        total = [few * count / 1e3 for count in counts]
+        axes.plot(counts, total, color="black", linestyle=":", label=PROPORTION)
     _scale(axes, sorted({case.count for case in cases}))
 
 
 def _value(case: Case, what: str) -> float:
     return {EACH: case.tflops, ALL: case.tflops * case.count / 1e3, MOST_ROWS: case.rows}[what]
-
-
-def _draw_missing(axes: Axes, cases: Sequence[Case]) -> None:
-    """Marks, at the bottom, where a step does not fit."""
-    for case in cases:
-        style = {
-            "color": STAGE_COLOURS[case.stage],
-            "marker": "x",
-            "linestyle": "",
-            "clip_on": False,
-        }
-        axes.plot([case.count], [0], label=MISSING, **style)
-
-
-def _draw_proportion(axes: Axes, cases: Sequence[Case]) -> None:
-    """Draws what all would do if each did what the best of the fewest GPUs does."""
-    counts = sorted({case.count for case in cases})
-    if len(counts) > 1:
-        few = max(_value(case, EACH) for case in cases if case.count == counts[0])
-        total = [few * count / 1e3 for count in counts]
-        axes.plot(counts, total, color="black", linestyle=":", label=PROPORTION)
 
 
 def _scale(axes: Axes, counts: Sequence[int]) -> None:
@@ -95,13 +82,3 @@ def _scale(axes: Axes, counts: Sequence[int]) -> None:
     axes.margins(x=0.08)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.4)
-
-
-def _handles(axes: Sequence[Axes]) -> list[object]:
-    """Returns one line for each label, of all panels."""
-    handles: dict[str, object] = {}
-    for panel in axes:
-        lines, labels = panel.get_legend_handles_labels()
-        for line, label in zip(lines, labels, strict=True):
-            handles.setdefault(label, line)
-    return list(handles.values())
