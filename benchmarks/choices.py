@@ -3,9 +3,9 @@
 python benchmarks/choices.py                     # printed
 python benchmarks/choices.py --json --only 7.5b  # and stored, those whose name has this in it
 
-By hand means a list that no formula made: stages 3 and 2, the usual groups, weights kept in the
+By hand means a list that no bound made: stages 3 and 2, the usual groups, weights kept in the
 node, codes, microbatches in both orders, and host memory where nothing fits without; each with as
-little made again in backward as fits. What needs 1.5 times the GPU's memory by the formula is left
+little made again in backward as fits. What needs 1.5 times the GPU's memory by the plan is left
 out. XLA is told that the network is slow where it is, as the command line does; programs come from
 its cache, so that one is compiled once for all speeds of the network.
 """
@@ -17,9 +17,14 @@ import figures  # before JAX: it says what JAX may look for
 import groups
 import results
 
-from zerojax.tools._choose import choose as _choose, ways as _ways
-from zerojax.tools._choose.ways import Way
-from zerojax.tools._forecast import cache as _cache, network as _network, presets as _presets
+from zerojax.tools._forecast import (
+    cache as _cache,
+    choose as _choose,
+    network as _network,
+    presets as _presets,
+)
+from zerojax.tools._forecast.forecast import Workload
+from zerojax.tools._forecast.ways import AMSP, HSDP, WayToTrain
 from zerojax.tools._hlo import known as _known
 
 MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)
@@ -34,8 +39,8 @@ HOPELESS = 1.5
 
 ONE_HOST = [{"stage": 2}, {"accumulate": 4, "order": "layers"}]
 OVER_HOSTS = [
-    {"groups": _ways.HSDP},
-    {"groups": _ways.AMSP},
+    {"groups": HSDP},
+    {"groups": AMSP},
     {"regather": "gpu"},
     {"gather": "int8"},
     {"gather": "int8", "reduce": "int8"},
@@ -49,10 +54,10 @@ def by_hand(several_hosts, fits):
     the host where nothing fits without."""
 
     def any_fits(how):
-        return fits(Way("dots", **how)) or fits(Way("full", **how))
+        return fits(WayToTrain("dots", **how)) or fits(WayToTrain("full", **how))
 
     hows = [{}, *ONE_HOST, *(OVER_HOSTS if several_hosts else [])]
-    found = [fits(Way("none", accumulate=4)), *map(any_fits, hows)]
+    found = [fits(WayToTrain("none", accumulate=4)), *map(any_fits, hows)]
     for how in () if any(found) else ON_HOST:
         any_fits(how)
 
@@ -67,9 +72,10 @@ def chosen(name, count, card):
     h100 = _known.named("H100")
     rates = dataclasses.replace(h100.rates, network=card * 1e9)
     model, gpus = _presets.preset(name, h100), f"{count}xH100"
-    given = {"batch": model.batch(figures.ROWS_PER_GPU * count), "rng": None, "tokens": None}
-    given |= {"gpu": dataclasses.replace(h100, given_rates=rates), "make_state": model.make_state}
-    search = _choose._Search(gpus, 8, model.losses(), None, given, {"tx": None, "mutable": ()})
+    gpu, batch = dataclasses.replace(h100, given_rates=rates), figures.ROWS_PER_GPU * count
+    shared = model.make_state, model.batch(batch), None, None, gpus, gpu, 8, None
+    work = Workload(*shared, {"tx": None, "mutable": ()})
+    search = _choose._Search(work, model.losses(), None)
     with _cache.kept(_cache.folder()):
         choice = search.run(lossy=True)
         found = described(choice.best), described(choice.best_with_codes)
@@ -92,9 +98,9 @@ def chosen(name, count, card):
             {
                 "way": str(way),
                 "step_ms": round(1e3 * case.step_seconds, 1),
-                "formula_ms": round(1e3 * ranked[way].estimate, 1),
+                "at_least_ms": round(1e3 * ranked[way].estimate, 1),
                 "peak_gib": round(case.peak / 2**30, 1),
-                "formula_gib": round(ranked[way].peak / 2**30, 1),
+                "about_gib": round(ranked[way].peak / 2**30, 1),
                 "fits": case.fits,
                 "by": "choose" if way in theirs else "hand",
             }

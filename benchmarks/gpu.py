@@ -125,7 +125,7 @@ def measure(model, rows, alone=False):
     batch = random_batch(model, rows)
     mine = Running(ours, model, batch)
     report = zerojax.audit(mine.step, mine.state, batch)
-    flops = zerojax.step_flops(mine.step, mine.state, batch)
+    flops = zerojax.tools.step_flops(mine.step, mine.state, batch)
     mine.turn()  # compiles
     peak = stats("peak_bytes_in_use")
     if alone:
@@ -135,7 +135,7 @@ def measure(model, rows, alone=False):
     hand.turn()
     take_turns(*([hand] if alone else [mine, hand]))
     pairs = list(zip(mine.seconds[1:], hand.seconds[1:], strict=True))
-    seconds, limit = statistics.median(a for a, _ in pairs), zerojax.peak_flops()
+    seconds, limit = statistics.median(a for a, _ in pairs), zerojax.tools.peak_flops()
     return {
         "params": model.n_params,
         "rows": rows,

@@ -26,6 +26,7 @@ import paper_numbers
 import results
 
 import zerojax
+from zerojax.tools._cli import state_bytes
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._hlo import known as _known
 
@@ -161,9 +162,7 @@ def filled(row):
 def fits_by_formula(row):
     """Returns the parameters whose state fills a GPU, by the formula. No stage keeps gradients."""
     data = row.gpus // row.tensor
-    table = zerojax.memory_table(1, data, grad_bytes=0)
-    each = table.bytes_per_device(1, data, row.stage)
-    return row.tensor * GPU.usable / each
+    return row.tensor * GPU.usable / state_bytes(1, data, row.stage, grad_bytes=0)
 
 
 def largest(peak, guess, fixed=0, room=GPU.usable, steps=100):

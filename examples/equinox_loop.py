@@ -158,7 +158,7 @@ def main():
             start = saved.step or 0
             zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
-        flops = zerojax.step_flops(step, state, shape, jax.random.key(0))
+        flops = zerojax.tools.step_flops(step, state, shape, jax.random.key(0))
         tokens = {"tokens": args.batch * args.tokens}
         meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:

@@ -131,7 +131,7 @@ def main():
     with open_checkpoints(args) as checkpoints:
         start = resume(checkpoints, model, optimizer) if checkpoints else 0
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
-        flops = zerojax.step_flops(*train_step.pure(model, optimizer, shape))
+        flops = zerojax.tools.step_flops(*train_step.pure(model, optimizer, shape))
         tokens = {"tokens": args.batch * args.tokens}
         meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:

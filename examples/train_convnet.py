@@ -195,7 +195,7 @@ def train(args, state, train_loss, eval_loss, training, validation):
             start = saved.step
             zerojax.log(f"goes on from step {start}")
         shapes = {name: shape_of(values, args.batch) for name, values in training.items()}
-        flops = zerojax.step_flops(step, state, shapes, jax.random.key(0))
+        flops = zerojax.tools.step_flops(step, state, shapes, jax.random.key(0))
         images = {"images": args.batch}
         meter = zerojax.Meter(args.steps, start=start, per_step=images, flops=flops)
         for n in meter:

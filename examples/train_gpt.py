@@ -169,7 +169,7 @@ def train(args, state, loss_fn, training, validation):
             start = saved.step
             zerojax.log(f"goes on from step {start}")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
-        flops = zerojax.step_flops(step, state, shape)
+        flops = zerojax.tools.step_flops(step, state, shape)
         tokens = {"tokens": args.batch * args.tokens}
         meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:

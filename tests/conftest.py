@@ -164,7 +164,7 @@ def run(capsys, monkeypatch, as_it_was):
 
     def run(*arguments):
         """(exit code, standard output, standard error)."""
-        from zerojax.__main__ import main
+        from zerojax.tools._cli import main
 
         try:
             code = main(arguments)

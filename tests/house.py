@@ -21,7 +21,7 @@ from collections import Counter
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_compat _declared _figures _fingerprint _progress _text _types _warn",
+    "_compat _declared _figures _fingerprint _progress _table _types _warn",
     "_kernel",
     "_run _state tools._hlo",
     "_wire _update",
@@ -31,7 +31,8 @@ RANKS = (
     "_step",
     "_checkpoint tools._audit aot",
     "tools._verify tools._forecast nnx",
-    "tools._choose _observe tools._study",
+    "_observe tools._flags",
+    "tools._cli",
     "__main__",
 )
 # The files of the kernel, in the order in which they are read, and what it stands on.

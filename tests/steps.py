@@ -178,7 +178,7 @@ class Row:
         return self.compiled.as_text()
 
     @functools.cached_property
-    def report(self) -> zerojax.Report:
+    def report(self) -> zerojax.tools.Report:
         return zerojax.audit(self.step, self.state, *self.args)
 
     @functools.cached_property

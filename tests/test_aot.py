@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import shutil
 import types
 
@@ -164,9 +163,7 @@ def installed(monkeypatch, tmp_path):
         (OF_12, False, "nvidia-cuda-nvcc, nvidia-nvvm", FOR_12),
     ],
 )
-def test_missing_packages_are_named_with_the_command(
-    names, tools, missing, command, installed, run
-):
+def test_missing_packages_are_named_with_the_command(names, tools, missing, command, installed):
     """The compiler would end the process."""
     installed(*names, tools=tools)
     text = f"compiling for GPUs needs packages that are missing here ({missing}). Run: {command}"
@@ -175,8 +172,6 @@ def test_missing_packages_are_named_with_the_command(
     assert str(raised.value) == text
     with pytest.raises(ModuleNotFoundError, match="pip install 'jax"):
         zerojax.aot.mesh("7xH100")
-    (said,) = [c for c in json.loads(run("doctor", "--json")[1]) if c["name"].startswith("compil")]
-    assert (said["status"], said["text"]) == ("note", text)
     assert zerojax.aot.install_command("cuda12" if names == OF_12 else "cuda13") == command
 
 

@@ -13,6 +13,7 @@ import pytest
 import zerojax
 from tests.conftest import make_mesh
 from tests.processes import ROOT, output
+from zerojax.tools._cli import state_bytes
 from zerojax.tools._forecast import presets as _presets  # whose models the benchmarks train
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -190,7 +191,7 @@ def test_the_library_reaches_what_was_fitted():
     gpus = {row.gpu.name: row.gpu for row in published.ROWS.values()}
     fitted = json.loads(published.STORED.read_text())["fitted"]
     for name, chip, rel in (("A100-80GB", "Ampere", 0.02), ("H100", "Hopper", 0.04)):
-        reached = zerojax.rates_of(name).flops / gpus[name].flops
+        reached = zerojax.tools.rates_of(name).flops / gpus[name].flops
         assert reached == pytest.approx(fitted[chip], rel=rel)
 
 
@@ -244,7 +245,7 @@ def test_table_2s_theory_is_the_formula():
     paper_numbers = importlib.import_module("paper_numbers")
     for degree, sizes in paper_numbers.THEORY.items():
         for stage, billions in enumerate(sizes):
-            each = zerojax.memory_table(1, 64).bytes_per_device(1, 64, stage)
+            each = state_bytes(1, 64, stage)
             assert billions == pytest.approx(degree * 32 / each, rel=0.03)
 
 

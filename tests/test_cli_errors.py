@@ -20,7 +20,6 @@ BAD = {
     "chosen step": (("forecast", "mymodel:step", "--choose"), "to --choose, return (loss_fn, mak"),
     "untraceable": (("forecast", "mymodel:untraceable", "--stages", "3"), "oncret"),
     "no accumulation": (("forecast", "mymodel:model", "--accumulate", "0"), "--accumulate must be"),
-    "update": (("forecast", "mymodel:model", "--update", "x"), "--update must be 'backward', 'aft"),
     "groups": (("forecast", "mymodel:model", "--groups", "params=data"), "--groups shards params"),
     "codes": (("forecast", "mymodel:model", "--gather", "int4"), "Precision(gather='int4'): 15 l"),
     "dtype": (("audit", "mymodel:model", "--compute", "int8"), "(compute='int8'): not a float dt"),
@@ -48,7 +47,7 @@ BAD = {
 }
 
 # Found where the step is made for GPUs.
-COMPILED = ("untraceable", "no accumulation", "update", "groups")
+COMPILED = ("untraceable", "no accumulation", "groups")
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -74,6 +73,7 @@ forecast 124m --nodes 8x0
 forecast 124m --network 0
 forecast 124m --groups params=gpu,params=node
 forecast 124m --regather ,
+forecast 124m --update x
 study 124m --gpus 8xH100 --rows most
 """
 

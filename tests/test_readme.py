@@ -114,9 +114,7 @@ def test_commands_that_run_elsewhere_do():
 
 
 def marks(command):
-    if "--gpus" in command:
-        return pytest.mark.gpu_code
-    return pytest.mark.ci if "doctor" in command else ()
+    return pytest.mark.gpu_code if "--gpus" in command else ()
 
 
 @pytest.mark.parametrize(

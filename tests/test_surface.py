@@ -24,35 +24,39 @@ from tests import house
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
     "Blocks", "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
-    "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
-    "choose", "elastic", "eval_step", "export_safetensors", "forecast", "full_params", "gather",
-    "import_safetensors", "initialize", "log", "master_weights", "mean", "memory_table", "mesh",
-    "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "rates_of",
-    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
-    "step_flops", "study", "train_step", "unpad", "value_and_grad", "verify",
+    "Plan", "Precision", "Preempted", "Watchdog", "audit", "elastic", "eval_step",
+    "export_safetensors", "forecast", "full_params", "gather", "import_safetensors",
+    "initialize", "log", "master_weights", "mean", "mesh", "narrow_moments", "pad_batch",
+    "param_specs", "plan", "process_slice", "read_extras", "restore", "save", "scan",
+    "shard_batch", "shard_train_state", "shards", "train_step", "unpad", "value_and_grad",
+    "verify",
 }  # fmt: skip
+TOOLS = {
+    "Rates", "Report", "Verification", "audit", "choose", "forecast", "peak_flops", "rates_of",
+    "step_flops", "study", "verify",
+}  # fmt: skip
+NAMED = {name: getattr(zerojax, name) for name in PUBLIC}
+NAMED |= {f"tools.{name}": getattr(zerojax.tools, name) for name in TOOLS - PUBLIC}
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
 CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
 MOST_LINES, LONGEST = 500, 60  # of a file, of a function
 
 
-def test_public_names():
-    public = {
-        n
-        for n in dir(zerojax)
-        if not n.startswith("_") and not inspect.ismodule(getattr(zerojax, n))
-    }
-    assert public == PUBLIC
+@pytest.mark.parametrize(("module", "wanted"), [(zerojax, PUBLIC), (zerojax.tools, TOOLS)])
+def test_public_names(module, wanted):
+    names = {name for name in dir(module) if not name.startswith("_")}
+    assert {name for name in names if not inspect.ismodule(getattr(module, name))} == wanted
 
 
-def test_names_are_imported_from_where_type_checkers_see_them():
-    tree = ast.parse((ROOT / "__init__.py").read_text())
+@pytest.mark.parametrize("package", [zerojax, zerojax.tools])
+def test_names_are_imported_from_where_type_checkers_see_them(package):
+    tree = ast.parse(pathlib.Path(package.__file__).read_text())
     seen = next(node for node in tree.body if isinstance(node, ast.If))
     names = {a.asname: n.module for n in seen.body for a in n.names}  # type: ignore
-    submodules = {"aot": "zerojax", "nnx": "zerojax"}
-    modules = {name: f"zerojax.{module}" for name, module in zerojax._MODULES.items()}
-    assert names == modules | submodules
+    modules = {name: f"{package.__name__}.{module}" for name, module in package._MODULES.items()}
+    submodules = {"aot", "nnx", "tools"} & names.keys()
+    assert names == modules | dict.fromkeys(submodules, "zerojax")
 
 
 def test_imports_point_down():
@@ -74,12 +78,12 @@ def tree():
     """The modules in the order of CONTRIBUTING's tree."""
     block = re.search(r"^zerojax/\n(.*?)^```", CONTRIBUTING, re.M | re.S)[1]
     package, found = "", []
-    for indent, name in re.findall(r"^( +)(\w+\.py|[\w/]+/) ", block, re.M):
+    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", block, re.M):
         package = package if len(indent) > 2 else ""
         if name.endswith("/"):
             package = name.replace("/", ".")
         else:
-            found.append(package + name.removesuffix(".py"))
+            found.append(package + name.removesuffix(".py").replace("/", "."))
     return found
 
 
@@ -144,20 +148,20 @@ def test_only_public_jax_is_imported():
         assert "jax.interpreters" not in text or name == "_compat", name
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(NAMED))
 def test_public_names_are_documented(name):
-    assert len(inspect.getdoc(getattr(zerojax, name)) or "") > 60
+    assert len(inspect.getdoc(NAMED[name]) or "") > 60
 
 
 def test_public_names_are_in_the_reference():
     page = (ROOT.parent / "docs" / "reference.md").read_text()
-    listed = re.findall(r"^::: zerojax\.(\w+)$", page, flags=re.MULTILINE)
-    assert set(listed) == PUBLIC | {"aot", "nnx"} and len(listed) == len(set(listed))
+    listed = re.findall(r"^::: zerojax\.([\w.]+)$", page, flags=re.MULTILINE)
+    assert set(listed) == {*NAMED, "aot", "nnx"} and len(listed) == len(set(listed))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(NAMED))
 def test_documented_arguments_exist(name):
-    value = getattr(zerojax, name)
+    value = NAMED[name]
     section = re.search(r"Arguments:\n((?: {4}.*\n|\n)+)", (inspect.getdoc(value) or "") + "\n")
     if section:
         named = re.findall(r"^ {4}(\w[\w, ]*):", section[1], flags=re.MULTILINE)
@@ -165,12 +169,13 @@ def test_documented_arguments_exist(name):
         assert arguments and arguments <= set(inspect.signature(value).parameters)
 
 
-RESULTS = {"Extras", "LeafPlan", "Preempted", "Report", "Verification"}  # never made by users
+# Never made by users.
+RESULTS = {"Extras", "LeafPlan", "Preempted", "tools.Report", "tools.Verification"}
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC - RESULTS))
+@pytest.mark.parametrize("name", sorted(NAMED.keys() - RESULTS))
 def test_what_is_called_has_an_example(name):
-    assert ">>> " in (inspect.getdoc(getattr(zerojax, name)) or "")
+    assert ">>> " in (inspect.getdoc(NAMED[name]) or "")
 
 
 @pytest.mark.parametrize("module", [zerojax.nnx, zerojax.aot])
@@ -201,9 +206,9 @@ def examples_run(names):
 
 COMPILE_FOR_GPUS = (
     "aot",
-    "tools._choose.choose",
+    "tools._forecast.choose",
     "tools._forecast.forecast",
-    "tools._study.study",
+    "tools._forecast.study",
 )
 
 

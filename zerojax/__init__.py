@@ -10,7 +10,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from zerojax import aot as aot, nnx as nnx
+    from zerojax import aot as aot, nnx as nnx, tools as tools
     from zerojax._checkpoint.checkpoint import (
         read_extras as read_extras,
         restore as restore,
@@ -55,15 +55,7 @@ if typing.TYPE_CHECKING:
     from zerojax._update.offload import Offload as Offload
     from zerojax._wire.codecs import Blocks as Blocks
     from zerojax.tools._audit.audit import audit as audit
-    from zerojax.tools._audit.report import Report as Report
-    from zerojax.tools._choose.choose import choose as choose
     from zerojax.tools._forecast.forecast import forecast as forecast
-    from zerojax.tools._forecast.memory_table import memory_table as memory_table
-    from zerojax.tools._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
-    from zerojax.tools._hlo.gpus import Rates as Rates
-    from zerojax.tools._hlo.known import rates_of as rates_of
-    from zerojax.tools._study.study import study as study
-    from zerojax.tools._verify.verification import Verification as Verification
     from zerojax.tools._verify.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -72,20 +64,14 @@ __version__ = "0.1.0"
 # engine and the tools, `import zerojax` would cost half as much again as JAX, Flax and optax.
 _EXPORTS = {
     "tools._audit.audit": ["audit"],
-    "tools._audit.report": ["Report"],
     "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
     "_checkpoint.extras": ["Extras"],
     "_checkpoint.goodput": ["Goodput"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
-    "tools._choose.choose": ["choose"],
     "_wire.codecs": ["Blocks"],
     "_run.elastic": ["elastic"],
     "tools._forecast.forecast": ["forecast"],
-    "tools._forecast.memory_table": ["memory_table"],
-    "tools._forecast.mfu": ["peak_flops", "step_flops"],
-    "tools._hlo.gpus": ["Rates"],
-    "tools._hlo.known": ["rates_of"],
     "_loss.batch": ["process_slice", "shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
@@ -101,13 +87,11 @@ _EXPORTS = {
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
-    "tools._study.study": ["study"],
     "_update.offload": ["Offload"],
-    "tools._verify.verification": ["Verification"],
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES |= {"aot": "aot", "nnx": "nnx"}
+_MODULES |= {name: name for name in ("aot", "nnx", "tools")}
 
 
 def __getattr__(name: str) -> typing.Any:

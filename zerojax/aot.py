@@ -128,13 +128,13 @@ def check_packages() -> None:
         >>> zerojax.aot.check_packages()  # raises ModuleNotFoundError with the pip line
     """
     cuda = _cuda()
-    found = {
+    packages = {
         f"jax-{cuda}-plugin": _is_installed(f"jax_{cuda}_plugin"),
         f"jax-{cuda}-pjrt": _is_installed(f"jax_plugins.xla_{cuda}"),
         "nvidia-cuda-nvcc": _find_tool("bin/ptxas") or shutil.which("ptxas"),
         "nvidia-nvvm": _find_tool("nvvm/libdevice/libdevice.10.bc"),
     }
-    if missing := [package for package, at in found.items() if not at]:
+    if missing := [package for package, at in packages.items() if not at]:
         raise ModuleNotFoundError(
             f"compiling for GPUs needs packages that are missing here ({', '.join(missing)}). Run: "
             f"{install_command(cuda)}"
@@ -184,5 +184,5 @@ def _find_tool(relative: str) -> pathlib.Path | None:
     """Looks for a tool inside the wheels that NVIDIA publishes."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else list(spec.submodule_search_locations or [])
-    found = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))
-    return next(found, None)
+    paths = (path for root in roots for path in pathlib.Path(root).glob(f"*/{relative}"))
+    return next(paths, None)

@@ -23,8 +23,8 @@ import zerojax
 from zerojax import _figures
 from zerojax._kernel.places import KINDS
 from zerojax._plan.show import COLOURS, TITLES
-from zerojax.tools._forecast import presets as _presets, result as _result
-from zerojax.tools._forecast.forecast import Forecast
+from zerojax.tools._forecast import case as _case, presets as _presets
+from zerojax.tools._forecast.case import Forecast
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -56,7 +56,7 @@ def style(ink: str) -> dict[str, object]:
 def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> None:
     with plt.rc_context(style(ink)):
         figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
-        _result.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
+        _case.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
         axes.invert_yaxis()
         axes.margins(x=0.12)

@@ -5,6 +5,7 @@ What tests need of private modules to print and to compare results is imported h
 
 import contextlib
 import dataclasses
+import inspect
 import re
 import types
 
@@ -18,12 +19,11 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from tests.hlo.modules import gpu_named
-from zerojax.tools._choose.choice import Choice, Compiled, Tried
-from zerojax.tools._choose.ways import Way
-from zerojax.tools._forecast.result import Case, Forecast
-from zerojax.tools._study import study as _study
-from zerojax.tools._study.cell import Cell, Figures
-from zerojax.tools._study.result import Study
+from zerojax.tools._forecast.case import Case, Forecast
+from zerojax.tools._forecast.choose import Choice, Tried
+from zerojax.tools._forecast.forecast import Workload
+from zerojax.tools._forecast.study import Study
+from zerojax.tools._forecast.ways import WayToTrain
 
 GIB = 2**30
 H100 = gpu_named("H100")
@@ -104,20 +104,17 @@ def compiled_nowhere(monkeypatch, peak=lambda stage, count, rows: rows):
     each)."""
     seen = []
 
-    class Work:
-        def __init__(self, make_state, batch, rng, tokens, gpu, planned, options):
-            self.rows, self.count = batch.shape[0], planned["mesh"].size
+    def compiled(work, variant, loss, stage, accumulate, order):
+        count = work.mesh.size
+        rows = work.batch.shape[0] // count
+        seen.append((stage, count, rows))
+        # Half of the time of one row is the same for many, and more GPUs take a little longer.
+        seconds = 0.5 + 0.5 * rows + count / 1000
+        costs = {"step_seconds": seconds, "flops": 0.5 * rows * 989e12, "gpus": work.gpus}
+        costs |= {"link_bytes": 3, "network_bytes": 4, "parameters": GIB, "optimizer": 2 * GIB}
+        return case(stage, peak(stage, count, rows), **costs)
 
-        def case(self, variant, loss, stage, accumulate, order):
-            rows = self.rows // self.count
-            seen.append((stage, self.count, rows))
-            # Half of the time of one row is the same for many, and more GPUs take a little longer.
-            seconds = 0.5 + 0.5 * rows + self.count / 1000
-            costs = {"step_seconds": seconds, "mfu": 0.5 * rows / seconds}
-            costs |= {"link_bytes": 3, "network_bytes": 4, "parameters": GIB, "optimizer": 2 * GIB}
-            return case(stage, peak(stage, self.count, rows), **costs)
-
-    monkeypatch.setattr(_study, "Workload", Work)
+    monkeypatch.setattr(Workload, "case", compiled)
     mesh = lambda gpus, *_, **__: types.SimpleNamespace(size=int(gpus.partition("x")[0]))
     monkeypatch.setattr(zerojax.aot, "mesh", mesh)
     monkeypatch.setattr(zerojax.aot, "check_packages", lambda: None)
@@ -125,15 +122,21 @@ def compiled_nowhere(monkeypatch, peak=lambda stage, count, rows: rows):
 
 
 def recorded(monkeypatch, name, result):
-    """Has `zerojax.<name>` return a result, and returns what it is called with: (args, options)."""
+    """Has a tool return a result, and returns what it is called with: (args, options)."""
     calls = []
 
     def called(*args, **options):
         calls.append((args, options))
         return result
 
-    monkeypatch.setattr(zerojax, name, called)
-    return calls
+    return replaced(monkeypatch, name, called) or calls
+
+
+def replaced(monkeypatch, name, function):
+    """Has the command line call another function in the place of `zerojax.tools.<name>`."""
+    function.__signature__ = inspect.signature(getattr(zerojax.tools, name))
+    for module in (zerojax, zerojax.tools):
+        monkeypatch.setattr(module, name, function, raising=False)
 
 
 # -- forecasts
@@ -143,18 +146,16 @@ def gpu(name="H100", network=None):
     known = gpu_named(name)
     if network is None:
         return known
-    return dataclasses.replace(known, given_rates=zerojax.rates_of(name, network=network))
+    return dataclasses.replace(known, given_rates=zerojax.tools.rates_of(name, network=network))
 
 
 def case(stage, peak, **changed):
     """A case that needs `peak` GiB of an H100."""
-    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Case)), 0)
-    texts = {"order": "microbatches", "variant": "full", "groups": "", "wide_matmuls": ""}
-    memory = {"parameters": 20, "optimizer": 5, "gradients": 2, "peak": peak}
+    sizes = {"parameters": 20, "optimizer": 5, "gradients": 2, "peak": peak}
+    sizes = {use: size * GIB for use, size in sizes.items()} | {"usable": H100.usable}
     times = {"compute_seconds": 0.5, "exposed_seconds": 0.1, "step_seconds": 0.6}
-    sizes = {use: size * GIB for use, size in memory.items()}
-    how = {"stage": stage, "accumulate": 1, "matmuls": (), "fits": peak < 73}
-    return Case(**numbers | texts | sizes | times | how | changed)
+    named = {"gpus": "64xH100", "stage": stage, "variant": "full"}
+    return Case(**named | sizes | times | changed)
 
 
 def forecast(*cases, name="H100", network=None, settings=()):
@@ -166,12 +167,12 @@ def forecast(*cases, name="H100", network=None, settings=()):
 
 def tried(seconds, peak=30, **way):
     """A way that was compiled, and takes so long."""
-    made = case(3, peak, step_seconds=seconds, report=None, tokens_per_second=None)
-    return Compiled(Way("full", **way), seconds, peak * GIB, made)
+    compiled = case(3, peak, step_seconds=seconds, gpus="8xH100")
+    return Tried(WayToTrain("full", **way), seconds, peak * GIB, case=compiled)
 
 
 def untried(**way):
-    return Tried(Way(**way), 0.1, 1)
+    return Tried(WayToTrain(**way), 0.1, 1)
 
 
 def changed(one, **fields):
@@ -179,29 +180,32 @@ def changed(one, **fields):
     return dataclasses.replace(one, case=dataclasses.replace(one.case, **fields))
 
 
-def choice(*found, network=None, **more):
-    cases = {one.way: one.case for one in found if isinstance(one, Compiled)}
+def choice(*ways, network=None, **more):
     precision = more.pop("precision", None)
-    return Choice("8xH100", gpu(network=network), precision, 8, 4, found, cases, **more)
+    return Choice("8xH100", gpu(network=network), precision, 8, 4, ways, **more)
 
 
 # -- studies
 
 
 def cell(gpus="64xH100", stage=3, asked=4, model="7.5b", failed="", peak=30, **given):
-    numbers = dict.fromkeys((field.name for field in dataclasses.fields(Figures)), 0)
-    times = {"step_seconds": 1.0, "exposed_seconds": 0.1, "waited_seconds": 0.1, "tflops": 400.0}
+    """A case of a study: each GPU does 400 TFLOP/s, and a step takes a second."""
+    asked_for = {"model": model, "asked": asked, "settings": "remat full", "key": "key"}
+    if failed:
+        return Case(gpus, stage, failed=failed, **asked_for)
+    count = Case(gpus, stage).count
+    rows = given.pop("rows", asked)
+    numbers = {"examples": rows * count, "tokens": 65536 * rows}
+    numbers |= {"flops": given.pop("tflops", 400.0) * 1e12}
+    times = {"step_seconds": 1.0, "exposed_seconds": 0.1, "waited_seconds": 0.1}
     sizes = {"parameters": GIB, "optimizer": 2 * GIB, "peak": peak * GIB, "usable": H100.usable}
-    numbers |= {"rows": asked, "wide_matmuls": ""} | times | sizes | given
-    numbers |= {"tokens_per_second": 65536 * numbers["rows"], "mfu": numbers["tflops"] / 989}
-    made = None if failed else Figures(**numbers)
-    return Cell(model, gpus, stage, asked, "remat full", "key", made, failed)
+    return Case(gpus, stage, **asked_for | numbers | times | sizes | given)
 
 
-def study(*cells):
-    return Study(cells)
+def study(*cases):
+    return Study(cases)
 
 
-def stored_cells(found):
-    """The cells of a study's file, as data."""
-    return [Cell.of_dict(one) for one in found["cells"]]
+def stored_cases(data):
+    """The cases of a study's file, as data."""
+    return [Case.of_dict(one) for one in data["cases"]]

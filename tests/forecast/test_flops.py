@@ -49,12 +49,14 @@ def test_a_step_needs_three_times_the_forward(options):
         given = {"tx": TX, "mutable": ("shift",), "accumulate": accumulate}
         step = zerojax.train_step(loss_fn, plan=plan, **given)
         key = jax.random.key(0)
-        assert zerojax.step_flops(step, plan.abstract(), BATCH, key) == 3 * FORWARD
-    assert zerojax.step_flops(step, plan.place(make_state), BATCH) == 3 * FORWARD
+        assert zerojax.tools.step_flops(step, plan.abstract(), BATCH, key) == 3 * FORWARD
+    assert zerojax.tools.step_flops(step, plan.place(make_state), BATCH) == 3 * FORWARD
 
 
 def test_peak_flops_is_of_all_devices_or_unknown():
-    peak = lambda *kinds: zerojax.peak_flops([types.SimpleNamespace(device_kind=k) for k in kinds])
+    peak = lambda *kinds: zerojax.tools.peak_flops(
+        [types.SimpleNamespace(device_kind=k) for k in kinds]
+    )
     assert peak("NVIDIA H100 80GB HBM3", "Tesla T4") == 989e12 + 65e12
     assert peak("NVIDIA H100 80GB HBM3", "another") is None
 
@@ -85,4 +87,4 @@ def test_flops_of_operations(function, shape, flops):
     state = {"params": {"x": jnp.ones(shape)}, "opt_state": ()}
     plan = zerojax.plan(state, stage=0, tx=TX)
     step = zerojax.train_step(lambda p, _: function(p["x"]).sum(), plan=plan, tx=TX)
-    assert zerojax.step_flops(step, state, BATCH) == 3 * flops
+    assert zerojax.tools.step_flops(step, state, BATCH) == 3 * flops

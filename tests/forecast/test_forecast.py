@@ -3,6 +3,7 @@
 Most are of programs for CPU devices that stand for GPUs; what GPUs' programs have is marked.
 """
 
+import dataclasses
 import inspect
 
 import jax
@@ -109,7 +110,7 @@ def test_a_ready_step_is_forecast_with_all_that_it_was_made_of(options, cpus):
 
 
 def test_orders_stand_side_by_side(cpus):
-    rates = zerojax.rates_of("H100", link=1e6)
+    rates = zerojax.tools.rates_of("H100", link=1e6)
     in_turn, layers = (
         found := linear(stages=3, accumulate=2, order=("microbatches", "layers"), rates=rates)
     ).cases
@@ -122,7 +123,11 @@ def test_what_is_given_is_in_the_title_and_in_the_cases(cpus):
     large = lambda: fakes.make_state(width=256, optimizer=optax.adam)
     precision = zerojax.Precision(compute="bfloat16", gather="int8", reduce="int4")
     given = {"precision": precision, "regather": ("gpu",), "update": "auto", "activations": ()}
-    given |= {"rates": zerojax.rates_of("H100", network=6e9), "offload": "opt_state", "tokens": 7}
+    given |= {
+        "rates": zerojax.tools.rates_of("H100", network=6e9),
+        "offload": "opt_state",
+        "tokens": 7,
+    }
     found = linear({"mine": fakes.loss}, large, fakes.batch(32, 256), stages=3, **given)
     codes = "gather int8", "reduce int4", "network cards of 6 GB/s"
     assert found.settings == ("regather=('gpu',)", "offload='opt_state'", *codes)
@@ -182,7 +187,7 @@ def hosts(loss=audits.loss, precision=NARROW, **options):
 @pytest.fixture(scope="module")
 def flat(gpu_code):
     """Over all eight; network cards of 1 MB/s each are all that takes time."""
-    return hosts(accumulate=2, rates=zerojax.rates_of("H100", network=1e6))
+    return hosts(accumulate=2, rates=zerojax.tools.rates_of("H100", network=1e6))
 
 
 def test_a_card_carries_a_quarter_of_what_its_gpu_sends(flat):
@@ -214,5 +219,20 @@ def test_groups_send_between_hosts_what_the_guide_says(groups, accumulate, resti
 
 @pytest.mark.parametrize("name", ["audit", "verify", "forecast", "choose"])
 def test_the_key_comes_after_the_batch_as_in_a_call_of_the_step(name):
-    given = inspect.signature(getattr(zerojax, name)).bind_partial("step", "state", "batch", "rng")
+    given = inspect.signature(getattr(zerojax.tools, name)).bind_partial(
+        "step", "state", "batch", "rng"
+    )
     assert (given.arguments["batch"], given.arguments["rng"]) == ("batch", "rng")
+
+
+def test_an_option_of_a_plan_or_a_step_is_one_of_forecasts_and_studies(run):
+    """Without another line; one that is declared with a flag has it on the command line."""
+    made_here = {"stage", "mesh", "plan"}
+    for function in (zerojax.plan, zerojax.train_step):
+        fields = {field.name: field for field in dataclasses.fields(function.options)}
+        for tool in (zerojax.forecast, zerojax.tools.study):
+            assert fields.keys() - made_here <= inspect.signature(tool).parameters.keys()
+        flags = {f"--{name}" for name, field in fields.items() if field.metadata["flag"]}
+        for command in ("forecast", "study", "audit"):
+            assert all(flag in run(command, "--help")[1] for flag in flags)
+    assert flags >= {"--accumulate", "--update"}

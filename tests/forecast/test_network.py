@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-import zerojax
 from tests.forecast import fakes
 
 SET = "XLA_FLAGS=--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
@@ -53,7 +52,7 @@ def test_a_forecast_says_what_to_set(flags, gpu, network, said, monkeypatch):
     ],
 )
 def test_the_command_line_tells_xla_once(network, before, after, run, monkeypatch):
-    monkeypatch.setattr(zerojax, "forecast", lambda *_, **__: fakes.forecast(fakes.case(3, 30)))
+    fakes.recorded(monkeypatch, "forecast", fakes.forecast(fakes.case(3, 30)))
     monkeypatch.setenv("XLA_FLAGS", before)
     for _ in range(2):
         assert run("forecast", "124m", "--gpus", "16xH100", "--network", network)[0] == 0

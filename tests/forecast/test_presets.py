@@ -26,7 +26,7 @@ def preset(run, monkeypatch):
             calls = fakes.recorded(patch, "forecast", fakes.forecast(fakes.case(3, 30)))
             code, _, err = run("forecast", name, "--gpus", gpus, *changed)
         assert (code, err) == (0, "")
-        _, make_state, _ = calls[-1][0]
+        _, make_state, *_ = calls[-1][0]
         return make_state.__self__
 
     return preset
@@ -38,7 +38,7 @@ def flops(function, *shapes):
     plan = zerojax.plan(state, stage=0, tx=optax.sgd(1.0))
     loss = lambda params, arrays: function(*arrays.values()).sum()
     step = zerojax.train_step(loss, plan=plan, tx=optax.sgd(1.0))
-    return zerojax.step_flops(step, state, arrays) / 3
+    return zerojax.tools.step_flops(step, state, arrays) / 3
 
 
 def test_presets_have_the_size_of_their_name(preset, run):

@@ -9,7 +9,7 @@ import zerojax
 
 # Round numbers: 100 TFLOP/s, 1 TB/s of memory, 100 GB/s in a host, 10 GB/s of one card, 1 us to
 # start a collective, and no time for its hops.
-RATES = zerojax.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)
+RATES = zerojax.tools.Rates(flops=1e14, memory=1e12, link=1e11, network=1e10, latency=1e-6)
 
 
 def module(entry, before="", devices=16):
@@ -26,7 +26,7 @@ def gpu_named(name):
 
 
 with pytest.raises(ValueError, match=r"no facts about a GPU 'H9'\. Name one of") as said:
-    zerojax.rates_of("H9")
+    zerojax.tools.rates_of("H9")
 GPUS = {name: gpu_named(name) for name in re.findall(r"[\w-]+", str(said.value).split(" of ")[1])}
 
 

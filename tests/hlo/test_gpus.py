@@ -25,7 +25,7 @@ def test_gpus_by_their_names():
         for counted in (f"64x{text}", f" 64 X {text} ", f"64*{text}"):
             with pytest.raises(ValueError, match="does not hold 64 GPUs"):
                 zerojax.aot.mesh(counted, shape=(2, 2))
-    peak = lambda kind: zerojax.peak_flops([types.SimpleNamespace(device_kind=kind)])
+    peak = lambda kind: zerojax.tools.peak_flops([types.SimpleNamespace(device_kind=kind)])
     assert [peak(gpu.device_kind) for gpu in GPUS.values()] == [g.flops for g in GPUS.values()]
     assert peak("TPU v5") is None and peak("") is None
 
@@ -54,7 +54,7 @@ def test_what_each_generation_computes_in():
         ("A100-80GB", 156, 19.5),
         ("H100", 494.5, 67),
     ):
-        gpu, rates = GPUS[name], zerojax.rates_of(name)
+        gpu, rates = GPUS[name], zerojax.tools.rates_of(name)
         assert gpu.tf32 / 1e12 == pytest.approx(tf32, rel=0.01)
         assert gpu.chip.fp32 / 1e12 == pytest.approx(fp32, rel=0.02)
         assert rates.of_matmuls("f32") == gpu.tf32 * gpu.reached_flops
@@ -64,15 +64,15 @@ def test_what_each_generation_computes_in():
 
 def test_programs_reach_a_part_of_the_data_sheet_and_users_may_say_which():
     """As the command line does by --network and --host-link."""
-    known, gpu = zerojax.rates_of("H100"), GPUS["H100"]
+    known, gpu = zerojax.tools.rates_of("H100"), GPUS["H100"]
     assert (known.flops, known.memory, known.link) == pytest.approx((600e12, 2.7e12, 350e9))
     assert known.network == 50e9 and gpu.usable == int(0.92 * gpu.memory)
-    rates = zerojax.rates_of("h100", link_hop=1.5e-6, network=12.5e9)
+    rates = zerojax.tools.rates_of("h100", link_hop=1.5e-6, network=12.5e9)
     assert rates == dataclasses.replace(known, link_hop=1.5e-6, network=12.5e9) != known
-    assert known.to_host(8) < zerojax.rates_of("H100", host=60e9).to_host(8) == 60e9
-    assert zerojax.rates_of("H100", host=60e9, host_memory=80e9).to_host(8) == 5e9
+    assert known.to_host(8) < zerojax.tools.rates_of("H100", host=60e9).to_host(8) == 60e9
+    assert zerojax.tools.rates_of("H100", host=60e9, host_memory=80e9).to_host(8) == 5e9
     with pytest.raises(ValueError, match=r"Pass network=12.5e9 for 12.5 GB/s"):
-        zerojax.rates_of("H100", network=12.5)
+        zerojax.tools.rates_of("H100", network=12.5)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_programs_reach_a_part_of_the_data_sheet_and_users_may_say_which():
 )
 def test_the_link_to_the_host_is_that_of_its_memory_where_that_is_less(name, links):
     """GB/s, by the GPUs of a host that copy at once."""
-    rates = zerojax.rates_of(name)
+    rates = zerojax.tools.rates_of(name)
     assert {gpus: rates.to_host(gpus) / 1e9 for gpus in links} == pytest.approx(links, rel=0.01)
 
 

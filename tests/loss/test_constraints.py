@@ -143,7 +143,7 @@ def test_flops_are_counted_under_constraints(act):
     state = zerojax.ModuleState.create(PARAMS, optax.sgd(0.1))
     state = zerojax.shard_train_state(state, mesh=MESH)
     step = zerojax.train_step(lambda p, x: jnp.mean(in_a_scan(p, x, act)))
-    assert zerojax.step_flops(step, state, BATCH) == 3 * 2 * 16 * (8 * 16 + 3 * 16 * 16)
+    assert zerojax.tools.step_flops(step, state, BATCH) == 3 * 2 * 16 * (8 * 16 + 3 * 16 * 16)
 
 
 # -- errors of a loss, which is traced again without its constraints where it fails with them

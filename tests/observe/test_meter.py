@@ -40,7 +40,7 @@ def clock(monkeypatch):
 def gpus(monkeypatch):
     """The devices are known by name; returns the FLOP/s of one."""
     monkeypatch.setattr(type(jax.devices()[0]), "device_kind", GPU)
-    return zerojax.peak_flops(jax.devices()[:1])
+    return zerojax.tools.peak_flops(jax.devices()[:1])
 
 
 @pytest.fixture

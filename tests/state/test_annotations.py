@@ -94,7 +94,7 @@ def test_a_linen_model_trains_as_on_one_device():
     with nn.logical_axis_rules(RULES):
         placed = zerojax.shard_train_state(make, mesh=TWO)
         step = zerojax.train_step(loss)
-        assert zerojax.step_flops(step, placed, BATCH) > 0
+        assert zerojax.tools.step_flops(step, placed, BATCH) > 0
         new, metrics = step(placed, BATCH)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert_close(jax.tree.leaves(new.params), jax.tree.leaves(wanted))

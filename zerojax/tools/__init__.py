@@ -1,1 +1,45 @@
-"""Reads, checks and forecasts what XLA makes of a step; nothing else imports it."""
+"""What a step costs, and whether it is right: audits, checks against one device, forecasts.
+
+The library itself imports nothing of this; the command line, `python -m zerojax`, is here too.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from zerojax.tools._audit.audit import audit as audit
+    from zerojax.tools._audit.report import Report as Report
+    from zerojax.tools._forecast.choose import choose as choose
+    from zerojax.tools._forecast.forecast import forecast as forecast
+    from zerojax.tools._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
+    from zerojax.tools._forecast.study import study as study
+    from zerojax.tools._hlo.gpus import Rates as Rates
+    from zerojax.tools._hlo.known import rates_of as rates_of
+    from zerojax.tools._verify.verification import Verification as Verification
+    from zerojax.tools._verify.verify import verify as verify
+
+_EXPORTS = {  # imported when they are first used
+    "_audit.audit": ["audit"],
+    "_audit.report": ["Report"],
+    "_forecast.choose": ["choose"],
+    "_forecast.forecast": ["forecast"],
+    "_forecast.mfu": ["peak_flops", "step_flops"],
+    "_forecast.study": ["study"],
+    "_hlo.gpus": ["Rates"],
+    "_hlo.known": ["rates_of"],
+    "_verify.verification": ["Verification"],
+    "_verify.verify": ["verify"],
+}
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zerojax.tools' has no attribute {name!r}")
+    module = importlib.import_module(f"zerojax.tools.{_MODULES[name]}")
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -12,8 +12,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import sys
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +38,7 @@ _FOLDER = contextvars.ContextVar[pathlib.Path | None]("folder", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class KeptProgram:
     """What an audit reads of a compiled step."""
 
     text: str
@@ -53,24 +51,17 @@ class Program:
     def as_text(self) -> str:
         return self.text
 
-    def memory_analysis(self) -> "Program":
+    def memory_analysis(self) -> "KeptProgram":
         return self
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
     """Returns where compiled steps are kept: `ZEROJAX_CACHE`, which turns it off where it is
     empty, or a folder of the user's cache."""
-    given = environ.get(VARIABLE)
-    if given is not None:
-        return pathlib.Path(given).expanduser() if given else None
-    if sys.platform == "win32":
-        caches = environ.get("LOCALAPPDATA", "~/AppData/Local")
-    elif sys.platform == "darwin":
-        caches = "~/Library/Caches"
-    else:
-        caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = environ.get(VARIABLE, os.path.join(caches, "zerojax"))
     with contextlib.suppress(RuntimeError):  # there is no home
-        return pathlib.Path(caches).expanduser() / "zerojax"
+        return pathlib.Path(path).expanduser() if path else None
 
 
 @contextlib.contextmanager
@@ -83,7 +74,9 @@ def kept(folder: pathlib.Path | None) -> Iterator[None]:
         _FOLDER.reset(token)
 
 
-def compiled(step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan) -> Step | Program:
+def compiled(
+    step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan
+) -> Step | KeptProgram:
     """Returns a step as an audit takes it: compiled, where compiled steps are kept."""
     folder = _FOLDER.get()
     if folder is None:
@@ -93,11 +86,11 @@ def compiled(step: Step, state: PyTree, batch: PyTree, rng: PyTree, plan: Plan) 
     file = folder / f"{_key(lowered, step.options_for(*args), plan)}{SUFFIX}"
     program = _read(file)
     if program is None:
-        made, warnings = _audit.compiled(lowered)
-        stats = made.memory_analysis()
+        executable, warnings = _audit.compiled(lowered)
+        stats = executable.memory_analysis()
         assert stats is not None, "XLA's compilers for CPUs and GPUs count memory"
         sizes = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-        program = Program(made.as_text() or "", *sizes, warnings)
+        program = KeptProgram(executable.as_text() or "", *sizes, warnings)
         _write(file, program)
     written = _audit.written(step, args, plan.mesh.devices.flat[0])
     return dataclasses.replace(program, recipe=step.recipe, written=written)
@@ -134,39 +127,31 @@ def _version(package: str) -> str:
         return ""
 
 
-def _read(file: pathlib.Path) -> Program | None:
+def _read(file: pathlib.Path) -> KeptProgram | None:
     """Reads a program; what is missing or damaged is compiled again."""
     if not file.is_file():  # who opens a pipe may wait for ever
         return None
     with contextlib.suppress(OSError, zlib.error, ValueError, TypeError):
-        program = Program(**json.loads(zlib.decompress(file.read_bytes())))
+        program = KeptProgram(**json.loads(zlib.decompress(file.read_bytes())))
         os.utime(file)  # the files that were not read for longest go first
         return program
 
 
-def _write(file: pathlib.Path, program: Program) -> None:
-    """Writes a program, all of it or nothing; where that is not possible, nothing is kept."""
+def _write(file: pathlib.Path, program: KeptProgram) -> None:
+    """Writes a program, all of it or nothing; where that is not possible, nothing is kept. Drops
+    what was not read for longest, until the rest takes no more than `MOST_BYTES`."""
     kept = {k: v for k, v in vars(program).items() if k not in ("recipe", "written")}
+    beside = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(SUFFIX, dir=file.parent)
         try:
-            with os.fdopen(handle, "wb") as opened:
-                opened.write(zlib.compress(json.dumps(kept).encode()))
-            os.replace(name, file)
+            beside.write_bytes(zlib.compress(json.dumps(kept).encode()))
+            os.replace(beside, file)
         finally:
-            pathlib.Path(name).unlink(missing_ok=True)
-        _drop_oldest(file.parent)
-
-
-def _drop_oldest(folder: pathlib.Path) -> None:
-    """Drops files until the rest takes no more than `MOST_BYTES`, the latest one always."""
-    found = sorted(
-        ((path.stat(), path) for path in folder.glob(f"*{SUFFIX}")),
-        key=lambda pair: -pair[0].st_mtime,
-    )
-    total = 0
-    for at, (stat, path) in enumerate(found):
-        total += stat.st_size
-        if at and total > MOST_BYTES:
-            path.unlink(missing_ok=True)
+            beside.unlink(missing_ok=True)
+        stats = {path: path.stat() for path in file.parent.glob(f"*{SUFFIX}")}
+        total = 0
+        for path in sorted(stats, key=lambda path: -stats[path].st_mtime):
+            total += stats[path].st_size
+            if path != file and total > MOST_BYTES:
+                path.unlink(missing_ok=True)

@@ -1,95 +1,135 @@
 """`forecast`: what a training step will need and cost on GPUs that nobody has rented yet."""
 
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from zerojax import aot
+from zerojax._declared import Options, option, takes
 from zerojax._loss import layered as _layered
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision
+from zerojax._plan.plan_options import StateOptions
 from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
+from zerojax._step.step_options import TrainOptions
 from zerojax._types import PyTree
-from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import cache as _cache
-from zerojax.tools._forecast.memory_table import STAGES, each_once
+from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.mfu import needed_flops
-from zerojax.tools._forecast.result import Case, Forecast
-from zerojax.tools._forecast.steps import NnxStep, functional, options_of
+from zerojax.tools._forecast.models import Loss, NnxStep, functional, own_options
 from zerojax.tools._hlo import known as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
+P = ParamSpec("P")
+STAGES = (0, 1, 2, 3)
 MANY_LAYERS = 8
 LEVELS = "node", "gpu"  # axes of the hosts, and of the GPUs of each
-Loss = Callable[..., PyTree]
 # A loss and its name; a stage, a number of microbatches, and their order.
 Combination = tuple[tuple[str, Loss], tuple[int, int, str]]
 
 
+def _rates(rates: object) -> object:
+    if not isinstance(rates, Rates | None):
+        raise TypeError(f"rates={rates!r} must be a zerojax.tools.Rates.")
+    return rates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkOptions(StateOptions, TrainOptions):
+    """How a step trains on GPUs that are not there: all that a plan and a step take, but for what
+    is tried or made for these GPUs."""
+
+    stage: int = dataclasses.field(default=3, init=False)
+    mesh: Mesh | None = dataclasses.field(default=None, init=False)
+    plan: Plan | None = dataclasses.field(default=None, init=False)
+    axis: str | Sequence[str] | None = option(
+        None,
+        """what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two names
+        are those of the hosts and of the GPUs of each; by default, `node` and `gpu` where `groups`
+        or `regather` name them.""",
+    )
+    tokens: int | None = option(
+        None, "in a step, if not the size of the batch's first matrix of integers."
+    )
+    rates: Rates | None = option(
+        None, "of the GPU, if not those that zerojax knows; `zerojax.tools.Rates`.", check=_rates
+    )
+    per_host: int = option(aot.PER_HOST, "GPUs of a host.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForecastOptions(WorkOptions):
+    """What `forecast` tries."""
+
+    gpus: str = dataclasses.field(metadata={"text": 'such as "64xH100".'})
+    stages: Sequence[int] | int | None = option(
+        None, "one or several; by default all, with `groups` only 3."
+    )
+    accumulate: Sequence[int] | int = option(  # type: ignore[reportIncompatibleVariableOverride]
+        1, "microbatches of a step, one number or several.", flag={"type": int}
+    )
+    order: Sequence[str] | str = option(  # type: ignore[reportIncompatibleVariableOverride]
+        _layered.MICROBATCHES,
+        "of the microbatches, one or several, as for `zerojax.train_step`.",
+        flag={"choices": _layered.ORDERS},
+    )
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)  # the step checks what holds for one order
+
+
+class _Forecasting(Protocol[P]):
+    def __call__(
+        self,
+        loss_fn: Any,
+        make_state: Any,
+        batch: PyTree,
+        rng: PyTree = None,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Forecast: ...
+
+
+def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., Forecast]], _Forecasting[P]]:
+    """Has type checkers see the options, as `takes`, and that the key may be left out."""
+    return takes(options)  # type: ignore[reportReturnType]
+
+
+@_takes(ForecastOptions)
 def forecast(
     loss_fn: Loss | Mapping[str, Loss] | Step | NnxStep,
     make_state: Callable[[], PyTree],
     batch: PyTree,
     rng: PyTree = None,
-    *,
-    gpus: str,
-    stages: Sequence[int] | int | None = None,
-    accumulate: Sequence[int] | int = 1,
-    order: Sequence[str] | str = _layered.MICROBATCHES,
-    groups: Mapping[str, str | Sequence[str]] | None = None,
-    pad: bool = True,
-    precision: Precision | None = None,
-    offload: Offload | str | Sequence[str] | None = None,
-    regather: bool | str | Sequence[str] | None = None,
-    update: str | None = None,
-    activations: str | Sequence[str] | None = None,
-    mutable: Sequence[str] = (),
-    tx: optax.GradientTransformation | None = None,
-    tokens: int | None = None,
-    rates: Rates | None = None,
-    per_host: int = aot.PER_HOST,
-    axis: str | Sequence[str] | None = None,
+    options: Any = None,
 ) -> Forecast:
     """Compiles a training step for GPUs that are not there, at each stage, and counts its cost.
 
     Arguments:
         loss_fn: as for `zerojax.train_step`; or a dict of several, such as a model with and without
             `jax.checkpoint`; or a step of `zerojax.train_step`, with all that it was made of; or
-            one of `zerojax.nnx.train_step`.
+            one of `zerojax.nnx.train_step`. Options that are given here replace a step's own, but
+            for its microbatches and their order.
         make_state: a function without arguments that makes the state, or the state's shapes. With a
             step of nnx, a function that returns a model and its optimizer.
         batch: the global batch of a step, arrays or `jax.ShapeDtypeStruct`s.
         rng: a key, if the loss takes one.
-        gpus: such as "64xH100".
-        stages, accumulate, order: what to try, one or several of each; default, all stages, with
-            `groups` only 3, and microbatches one after another.
-        groups: as for `zerojax.shard_train_state`, over the axes `node` (the hosts) and `gpu`
-            (the GPUs of a host), or those of `axis`.
-        pad, offload: as for `zerojax.shard_train_state`.
-        precision, regather, update, mutable, tx: as for `zerojax.shard_train_state` and
-            `zerojax.train_step`; regather="gpu" on axes as with `groups`.
-        activations: "host", as for `zerojax.train_step`.
-        tokens: in a step, if not the size of the batch's first matrix of integers.
-        rates: of the GPU, if not those that zerojax knows; `zerojax.Rates`.
-        per_host: GPUs of a host.
-        axis: what the loss calls the mesh axis over all GPUs, if not `data`: axis="batch". Two
-            names are those of the hosts and of the GPUs of each.
+        {options}
 
     Example:
         >>> def make_state():
@@ -103,35 +143,46 @@ def forecast(
         >>> [(case.parameters + case.optimizer) >> 20 for case in forecast.cases]  # MiB of a GPU
         [96, 12]
     """
-    gpu = gpu_of(gpus, rates)
-    check(make_state, batch, tokens)
+    gpus, gpu = options.gpus, gpu_of(options.gpus, options.rates)
+    check(make_state, batch, options.tokens)
     loss_fn, make_state, rng = functional(loss_fn, make_state, rng)
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"": loss_fn}
-    options = {"tx": tx, "mutable": mutable}
     if isinstance(loss_fn, Step):
-        recipe, options = loss_fn.recipe, options_of(loss_fn, tx)
-        losses, precision = {"": recipe.loss_fn}, precision or recipe.options.precision
-        accumulate, order = options.pop("accumulate"), options.pop("order")
-    options |= _given(regather=regather, update=update, activations=activations)
-    choices = _choices(losses, stages, accumulate, order, groups is not None)
-    planned: dict[str, Any] = dict(groups=groups, pad=pad, precision=precision, offload=offload)
-    planned["mesh"] = mesh_of(gpus, per_host, names_levels(options | planned), axis)
-    work = Workload(make_state, batch, rng, tokens, gpu, planned, options)
-    return Forecast(gpus, gpu, work.cases(choices, gpus), _settings(gpu, options | planned))
+        losses = {"": loss_fn.recipe.loss_fn}
+        options = dataclasses.replace(options, **own_options(loss_fn) | changed_options(options))
+        how = loss_fn.recipe.options
+        options = dataclasses.replace(options, accumulate=how.accumulate, order=how.order)
+    choices = _choices(losses, options)
+    work = Workload(make_state, batch, rng, gpus, gpu, options)
+    doing = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
+    cases = tuple(work.case(*loss, *how) for loss, how in doing)
+    return Forecast(gpus, gpu, cases, _settings(gpu, options))
 
 
-def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
+def changed_options(options: Any) -> dict[str, Any]:
+    """Returns the options that are not as they are by default."""
+    changed = {}
+    for field in dataclasses.fields(options):
+        check, value = field.metadata.get("check"), getattr(options, field.name)
+        if field.init and value != (check(field.default) if check else field.default):
+            changed[field.name] = value
+    return changed
+
+
+def _settings(gpu: Gpu, options: WorkOptions) -> tuple[str, ...]:
     """Returns, for the title, what a step is made with, and the network if it is the user's own."""
-    found = {name: options.get(name) for name in ("regather", "update", "activations", "offload")}
-    shown = [f"{k}={v!r}" for k, v in found.items() if v not in (None, True, "auto", ())]
-    codes = {name: getattr(options.get("precision"), name, None) for name in ("gather", "reduce")}
+    changed, names = changed_options(options), ("regather", "update", "activations", "offload")
+    shown = [f"{name}={changed[name]!r}" for name in names if name in changed]
+    codes = {name: getattr(options.precision, name, None) for name in ("gather", "reduce")}
     shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Blocks)]
     speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
     return (*shown, *([speed] if gpu.given_rates else []))
 
 
-def _given(**options: PyTree) -> dict[str, PyTree]:
-    return {name: value for name, value in options.items() if value is not None}
+def each_once(values: Any) -> list[Any]:
+    """Returns one or several as a list, each once; a text is one."""
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    return list(dict.fromkeys(values if several else [values]))
 
 
 def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
@@ -149,20 +200,15 @@ def check(make_state: PyTree, batch: PyTree, tokens: int | None) -> None:
         raise ValueError("the batch has no rows. Pass the global batch of one step, or its shapes.")
 
 
-def gpu_of(gpus: str, rates: object) -> Gpu:
+def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
     _, gpu = _known.parse_count(gpus)
-    if rates is None:
-        return gpu
-    if not isinstance(rates, Rates):
-        raise TypeError(f"rates={rates!r} are no rates. Pass zerojax.Rates(...).")
-    return dataclasses.replace(gpu, given_rates=rates)
+    return gpu if rates is None else dataclasses.replace(gpu, given_rates=rates)
 
 
-def names_levels(options: Mapping[str, Any]) -> bool:
+def names_levels(options: WorkOptions) -> bool:
     """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
-    codes = isinstance(getattr(options.get("precision"), "reduce", None), Blocks)
-    regathers = options.get("regather") or True  # False and None name no axes
-    return codes or options.get("groups") is not None or not isinstance(regathers, bool)
+    codes = isinstance(getattr(options.precision, "reduce", None), Blocks)
+    return codes or options.groups is not None or not isinstance(options.regather, bool)
 
 
 def axis_names(axis: str | Sequence[str] | None, levels: bool) -> tuple[str, ...]:
@@ -197,17 +243,11 @@ def mesh_of(
     return aot.mesh(gpus, (flat.size // local, local), names, per_host=per_host)
 
 
-def _choices(
-    losses: Mapping[str, Loss],
-    stages: Sequence[int] | int | None,
-    accumulate: Sequence[int] | int,
-    order: Sequence[str] | str,
-    grouped: bool,
-) -> list[Combination]:
+def _choices(losses: Mapping[str, Loss], options: Any) -> list[Combination]:
     """Returns all combinations, each once: nothing compiles twice."""
-    stages = (3 if grouped else STAGES) if stages is None else stages
-    stages, accumulate = each_once(stages), each_once(accumulate)
-    orders = [order] if isinstance(order, str) else list(dict.fromkeys(order))
+    grouped = options.groups is not None
+    stages = (3 if grouped else STAGES) if options.stages is None else options.stages
+    stages, accumulate, orders = map(each_once, (stages, options.accumulate, options.order))
     ways = itertools.product(stages, accumulate, orders)
     # One microbatch has no order.
     ways = [way for way in ways if way[1] > 1 or way[2] == orders[0]]
@@ -227,44 +267,66 @@ class Workload:
     make_state: Callable[[], PyTree]
     batch: PyTree
     rng: PyTree
-    tokens: int | None
+    gpus: str
     gpu: Gpu
-    planned: dict[str, Any]  # options of `plan`
-    options: dict[str, Any]  # of `train_step`
+    options: Any  # `WorkOptions`
 
-    def cases(self, choices: Sequence[Combination], gpus: str) -> tuple[Case, ...]:
-        shown = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
-        return tuple(self.case(*loss, *how) for loss, how in shown)
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        levels, options = names_levels(self.options), self.options
+        return mesh_of(self.gpus, options.per_host, levels, options.axis)
 
-    def case(self, variant: str, loss: Loss, stage: int, accumulate: int, order: str) -> Case:
+    def of(self, kind: type[Options]) -> dict[str, Any]:
+        """Returns those of the options that a plan or a step takes."""
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
+        return {name: getattr(self.options, name) for name in names}
+
+    def plan_at(self, stage: int) -> Plan:
+        placed = {"stage": stage, "mesh": self.mesh, "axis": self.mesh.axis_names}
+        return _planner.plan(self.make_state, **self.of(StateOptions) | placed)
+
+    def step(self, loss: Loss, plan: Plan, **how: Any) -> Step:
+        """Makes a step; its precision is the plan's."""
+        return train_step(loss, **self.of(TrainOptions) | {"precision": None, "plan": plan} | how)
+
+    def case(
+        self,
+        variant: str,
+        loss: Loss,
+        stage: int = 3,
+        accumulate: int = 1,
+        order: str = _layered.MICROBATCHES,
+    ) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
-        tx, mutable = self.options["tx"], self.options["mutable"]
-        axes = self.planned["mesh"].axis_names
-        plan = _planner.plan(self.make_state, stage=stage, axis=axes, tx=tx, **self.planned)
-        step = train_step(loss, accumulate=accumulate, order=order, plan=plan, **self.options)
-        batch = aot.batch(self.batch, plan, batch_specs=self.options.get("batch_specs"))
+        plan = self.plan_at(stage)
+        step = self.step(loss, plan, accumulate=accumulate, order=order)
+        batch = aot.batch(self.batch, plan, batch_specs=self.options.batch_specs)
         rng = aot.batch(self.rng, plan)
         started = time.perf_counter()
         with hinting(unrolled(plan)):
-            made = _cache.compiled(step, plan.abstract(), batch, rng, plan)
-            report = _audit.audit(made, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
+            program = _cache.compiled(step, plan.abstract(), batch, rng, plan)
+            report = _audit.audit(program, plan.abstract(), batch, rng, plan=plan, gpu=self.gpu)
         seconds = time.perf_counter() - started
-        flops = needed_flops(loss, plan, self.batch, self.rng, mutable) / plan.size
-        plan = plan.regathering(step.recipe.options.regather)
-        return self._described(variant, plan, step, report, flops, seconds)
-
-    def _described(
-        self, variant: str, plan: Plan, step: Step, report: Report, flops: float, seconds: float
-    ) -> Case:
-        memory, replay, how = report.memory, report.replay, step.recipe.options
-        leaves = jax.tree.leaves(self.batch)
-        tokens = _tokens(leaves) if self.tokens is None else self.tokens
-        return Case(
+        flops = needed_flops(loss, plan, self.batch, self.rng, self.options.mutable) / plan.size
+        plan, how = plan.regathering(step.recipe.options.regather), step.recipe.options
+        return self._described(
+            plan,
+            report,
             stage=plan.stage,
+            variant=variant,
             accumulate=how.accumulate,
             order=how.order,
-            variant=variant,
+            flops=flops,
+            compile_seconds=seconds,
+        )
+
+    def _described(self, plan: Plan, report: Report, **described: Any) -> Case:
+        memory, replay, leaves = report.memory, report.replay, jax.tree.leaves(self.batch)
+        return Case(
+            gpus=self.gpus,
             groups=groups_text(plan.groups) if plan.is_grouped else "",
+            examples=next(leaf.shape[0] for leaf in leaves if leaf.shape),
+            tokens=_tokens(leaves) if self.options.tokens is None else self.options.tokens,
             parameters=memory.parameters,
             optimizer=memory.optimizer,
             gradients=memory.gradients,
@@ -273,8 +335,7 @@ class Workload:
             + plan.gradient_bytes()
             + plan.kept_bytes(),
             peak=memory.peak,
-            fits=memory.peak <= self.gpu.usable,
-            spare=self.gpu.usable - memory.peak,
+            usable=self.gpu.usable,
             on_host=memory.on_host + memory.host_kept,
             pinned=report.pinned,
             matmuls=report.matmuls,
@@ -285,11 +346,8 @@ class Workload:
             exposed_seconds=replay.exposed,
             waited_seconds=replay.waited,
             step_seconds=replay.step,
-            examples_per_second=next(x.shape[0] for x in leaves if x.shape) / replay.step,
-            tokens_per_second=None if tokens is None else tokens / replay.step,
-            mfu=flops / (replay.step * self.gpu.flops),
-            compile_seconds=seconds,
             report=report,
+            **described,
         )
 
 

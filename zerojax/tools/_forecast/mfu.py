@@ -32,7 +32,7 @@ def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> 
         >>> state = zerojax.shard_train_state(({"w": jnp.ones((64, 16))}, ()), stage=3)
         >>> plan = zerojax.plan(state)
         >>> step = zerojax.train_step(lambda p, x: jnp.mean(x @ p["w"]), plan=plan, tx=optax.sgd(1))
-        >>> print(zerojax.step_flops(step, state, np.ones((8, 64))))  # 3 * 2 * 8 * 64 * 16
+        >>> print(zerojax.tools.step_flops(step, state, np.ones((8, 64))))  # 3 * 2 * 8 * 64 * 16
         49152.0
     """
     if not isinstance(step, Step):
@@ -51,7 +51,7 @@ def peak_flops(devices: Sequence[Device] | None = None) -> float | None:
     Returns None where one of them is no GPU that zerojax knows.
 
     Example:
-        >>> print(zerojax.peak_flops())  # of emulated CPU devices
+        >>> print(zerojax.tools.peak_flops())  # of emulated CPU devices
         None
     """
     devices = jax.devices() if devices is None else devices

@@ -15,13 +15,13 @@ from zerojax.tools._hlo.gpus import Gpu
 # instead of 541.
 SLOW = 25  # GB/s
 FLAG = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=3"
-NAME = FLAG.removeprefix("--").partition("=")[0]
-REASON = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
+OPTION = FLAG.removeprefix("--").partition("=")[0]
+WHY_SLOW = "XLA takes network cards for 50 GB/s, and starts collectives too late for slower ones"
 
 
 def told(environ: Mapping[str, str]) -> str:
     """Returns the flag by which XLA takes the network for a slow one, or nothing."""
-    named = re.search(rf"--{NAME}=\S*\bnic_speed_gbps=([\d.]+)", environ.get("XLA_FLAGS", ""))
+    named = re.search(rf"--{OPTION}=\S*\bnic_speed_gbps=([\d.]+)", environ.get("XLA_FLAGS", ""))
     return named[0] if named and float(named[1]) < SLOW else ""
 
 
@@ -29,7 +29,7 @@ def tell(environ: MutableMapping[str, str]) -> None:
     """Tells XLA that cards are slow, before it compiles for the first time, unless it is told
     something already."""
     flags = environ.get("XLA_FLAGS", "")
-    if NAME not in flags:
+    if OPTION not in flags:
         environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()
 
 
@@ -44,4 +44,4 @@ def advice(gpu: Gpu, environ: Mapping[str, str]) -> str:
         return ""
     if flag := told(environ):
         return f"Compiled with {flag} in XLA_FLAGS: set it on your hosts too."
-    return f"{REASON}: put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."
+    return f"{WHY_SLOW}: put {FLAG} into XLA_FLAGS before Python starts, here and on your hosts."

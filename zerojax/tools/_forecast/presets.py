@@ -189,8 +189,8 @@ class Mixtral(Llama):
             for name in ("gate", "up")
         )
         out = jnp.einsum("retf,efd->retd", jax.nn.silu(gate) * up, p["down"])
-        found = read(out.reshape(-1, self.experts * room, dim), places)
-        return (found * shares[..., None]).sum(2)
+        outputs = read(out.reshape(-1, self.experts * room, dim), places)
+        return (outputs * shares[..., None]).sum(2)
 
 
 PRESETS = {
@@ -234,8 +234,8 @@ def preset(name: str, gpu: Gpu | None = None) -> Gpt:
         raise ValueError(
             f"no preset {name!r}. Name one of {', '.join(PRESETS)}, or module:function."
         )
-    found = PRESETS[name.lower()]
-    return found if gpu is None else on(found, gpu)
+    model = PRESETS[name.lower()]
+    return model if gpu is None else on(model, gpu)
 
 
 def on(model: Gpt, gpu: Gpu) -> Gpt:

@@ -32,10 +32,10 @@ class Rates:
     `host_memory` serves them all, in both directions.
 
     Example:
-        >>> slow_network = zerojax.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
-        >>> print(slow_network.bandwidth(group=64, on_host=8) / 1e9)  # 8 network cards a host
+        >>> slow = zerojax.tools.Rates(flops=600e12, memory=2.6e12, link=350e9, network=12e9)
+        >>> print(slow.bandwidth(group=64, on_host=8) / 1e9)  # 8 network cards a host
         96.0
-        >>> busy_host = dataclasses.replace(slow_network, host_memory=500e9)
+        >>> busy_host = dataclasses.replace(slow, host_memory=500e9)
         >>> print(busy_host.to_host(gpus=1) / 1e9, busy_host.to_host(gpus=8) / 1e9)
         50.0 31.25
     """

@@ -111,7 +111,7 @@ def rates_of(gpu: str, **others: float) -> Rates:
     given as well.
 
     Example:
-        >>> rates = zerojax.rates_of("H100", network=12.5e9)  # bytes/s; all else as it is
+        >>> rates = zerojax.tools.rates_of("H100", network=12.5e9)  # bytes/s; all else as it is
         >>> print(rates.network / 1e9, int(rates.link / 1e9))
         12.5 350
     """

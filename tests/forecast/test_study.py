@@ -27,7 +27,7 @@ def compiled(monkeypatch):
 
 
 def made(gpus=("8xH100", "16xH100"), models=MINE, stages=(1, 3), rows=(4,), **options):
-    return zerojax.study(models, gpus=gpus, stages=stages, rows=rows, **options)
+    return zerojax.tools.study(models, gpus=gpus, stages=stages, rows=rows, **options)
 
 
 def of(loss=fakes.loss, rate=1e-3, batch=fakes.batch):
@@ -38,28 +38,27 @@ def test_each_combination_is_compiled_once_in_order(compiled):
     found = made(models=MINE | {"again": MINE["mine"]}, rows=(4, 8, 4))
     wanted = [(stage, count, rows) for count in (8, 16) for stage in (1, 3) for rows in (4, 8)]
     assert compiled == 2 * wanted
-    asked = [(cell.model, cell.gpus, cell.stage, cell.asked) for cell in found.cells]
+    asked = [(cell.model, cell.gpus, cell.stage, cell.asked) for cell in found.cases]
     ways = [(f"{count}xH100", stage, rows) for stage, count, rows in wanted]
     assert asked == [(model, *way) for model in ("mine", "again") for way in ways]
-    one, (single,) = found.cells[0], made("8xH100", stages=1, rows=4).cells
-    assert single == one and str(one) == "mine on 8xH100, stage 1, 4 rows"
-    figures = one.figures
-    assert (figures.rows, figures.peak, figures.usable) == (4, 74 * 2**30, fakes.H100.usable)
-    assert (figures.wire_bytes, figures.network_bytes) == (7, 4)
-    assert figures.tflops == pytest.approx(989 * figures.mfu) and not figures.fits
+    one, (single,) = found.cases[0], made("8xH100", stages=1, rows=4).cases
+    assert single == one and (one.model, one.gpus, one.stage) == ("mine", "8xH100", 1)
+    assert (one.rows, one.peak, one.usable) == (4, 74 * 2**30, fakes.H100.usable)
+    assert (one.wire_bytes, one.network_bytes) == (7, 4)
+    assert one.tflops == pytest.approx(989 * one.mfu) and not one.fits
 
 
 def test_figures_are_those_of_a_forecast():
-    rates = zerojax.rates_of("H100", network=1e9)
+    rates = zerojax.tools.rates_of("H100", network=1e9)
     options = {"gpus": "8xH100", "stages": 3, "accumulate": 2, "rates": rates}
     with fakes.cpus_for_gpus():
-        (cell,) = zerojax.study(MINE, rows=4, cache=False, **options).cells
+        (cell,) = zerojax.tools.study(MINE, rows=4, cache=False, **options).cases
         same = zerojax.forecast(fakes.loss, fakes.make_state, fakes.batch(32), **options)
     (case,) = same.cases
-    figures = vars(cell.figures)
-    for name in figures.keys() & vars(case).keys() - {"compile_seconds"}:
-        assert figures[name] == getattr(case, name), name
-    assert figures["wire_bytes"] == case.wire_bytes > 0
+    costs, others = cell.to_dict(), {"compile_seconds", "model", "asked", "settings", "key"}
+    for name, value in case.to_dict().items():
+        assert name in others or costs[name] == value, name
+    assert cell.wire_bytes > 0 and cell.rows == 4
     assert cell.settings == "accumulate=2, network cards of 1 GB/s" and not cell.failed
 
 
@@ -67,9 +66,9 @@ def test_a_step_of_nnx_keeps_its_options(compiled):
     step = zerojax.nnx.train_step(nnx_models.loss_fn, accumulate=2, skip_nonfinite=True)
     batch = lambda rows: jax.ShapeDtypeStruct((rows, 16), jnp.float32)
     mine = {"net": (step, nnx_models.make, batch)}
-    (cell,) = made("8xH100", mine, stages=3, rows="largest").cells
-    assert cell.settings == "accumulate=2, skip_nonfinite=True" and cell.figures.rows % 2 == 0
-    (cell,) = made("8xH100", mine, stages=3, accumulate=4, mutable=("batch_stats",)).cells
+    (cell,) = made("8xH100", mine, stages=3, rows="largest").cases
+    assert cell.settings == "accumulate=2, skip_nonfinite=True" and cell.rows % 2 == 0
+    (cell,) = made("8xH100", mine, stages=3, accumulate=4, mutable=("batch_stats",)).cases
     assert cell.settings == "accumulate=4, skip_nonfinite=True", "its fields are its own"
 
 
@@ -93,8 +92,8 @@ LADDER = [*range(1, 17), *range(18, 34, 2), *range(36, 68, 4), *range(72, 136, 8
 def test_the_most_rows_that_fit_are_found_in_a_few_compiles(peak, most, microbatches, monkeypatch):
     gib = lambda stage, count, rows: peak(rows // microbatches)
     compiled = fakes.compiled_nowhere(monkeypatch, gib)
-    (cell,) = made("8xH100", stages=3, rows="largest", accumulate=microbatches).cells
-    assert (cell.figures.rows, cell.figures.fits) == (most * microbatches, True)
+    (cell,) = made("8xH100", stages=3, rows="largest", accumulate=microbatches).cases
+    assert (cell.rows, cell.fits) == (most * microbatches, True)
     tried = [rows // microbatches for _, _, rows in compiled]
     assert peak(most) <= USABLE < min(peak(rows) for rows in tried if rows > most)
     assert len(tried) == len(set(tried)) <= 6
@@ -108,8 +107,8 @@ def test_the_search_ends_whatever_memory_does(monkeypatch):
         (lambda rows: 20 if rows < 200 else 80, 192, 50),  # no line at all
     ):
         compiled = fakes.compiled_nowhere(monkeypatch, lambda stage, count, rows: need(rows))
-        (cell,) = made("8xH100", stages=3, rows="largest", accumulate=2).cells
-        assert cell.figures.rows == rows and len(compiled) <= compiles
+        (cell,) = made("8xH100", stages=3, rows="largest", accumulate=2).cases
+        assert cell.rows == rows and len(compiled) <= compiles
 
 
 # -- the file
@@ -122,14 +121,14 @@ def test_a_later_run_does_what_is_missing(compiled, tmp_path, monkeypatch):
     out = tmp_path / "study.json"
     first = made("8xH100", out=out)
     assert len(compiled) == 2
-    assert made("8xH100", out=out).cells == first.cells and len(compiled) == 2
+    assert made("8xH100", out=out).cases == first.cases and len(compiled) == 2
     second = made(out=out, rows=[4, 8])
     assert compiled[2:] == [(1, 8, 8), (3, 8, 8), (1, 16, 4), (1, 16, 8), (3, 16, 4), (3, 16, 8)]
-    assert set(first.cells) < set(second.cells) and len(second.cells) == 8
-    cells = {json.dumps(cell) for cell in json.loads(out.read_text())["cells"]}
-    assert cells == {json.dumps(cell.to_dict()) for cell in second.cells}
+    assert set(first.cases) < set(second.cases) and len(second.cases) == 8
+    cases = {json.dumps(cell) for cell in json.loads(out.read_text())["cases"]}
+    assert cases == {json.dumps(cell.to_dict()) for cell in second.cases}
     monkeypatch.setattr(zerojax.aot, "check_packages", missing)
-    assert made(out=out, rows=[4, 8]).cells == second.cells, "nothing is to be compiled"
+    assert made(out=out, rows=[4, 8]).cases == second.cases, "nothing is to be compiled"
     with pytest.raises(ModuleNotFoundError, match="no compiler for GPUs"):
         made("32xH100", out=out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["study.json"]
@@ -147,7 +146,7 @@ def test_each_cell_is_written_as_it_is_done(monkeypatch, tmp_path):
     fakes.compiled_nowhere(monkeypatch, peak)
     with pytest.raises(KeyboardInterrupt):
         made("8xH100", stages=(0, 1, 2, 3), out=out)
-    assert [cell["stage"] for cell in json.loads(out.read_text())["cells"]] == [0, 1]
+    assert [cell["stage"] for cell in json.loads(out.read_text())["cases"]] == [0, 1]
     made("8xH100", stages=(0, 1, 2, 3), out=out)
     assert stages == [0, 1, 2, 2, 3]
 
@@ -164,7 +163,7 @@ STALE = {
     "loss": lambda _: {"models": of(doubled)},
     "optimizer": lambda _: {"models": of(rate=1e-2)},
     "batch": lambda _: {"models": of(batch=narrow)},
-    "rates": lambda _: {"rates": zerojax.rates_of("H100", memory=9e12)},
+    "rates": lambda _: {"rates": zerojax.tools.rates_of("H100", memory=9e12)},
     "hosts": lambda _: {"per_host": 4},
     "JAX": lambda patch: patch.setattr(jax, "__version__", "9.9.9"),
     "compiler": lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "1"),
@@ -179,9 +178,9 @@ def test_what_has_changed_since_is_done_again(what, compiled, tmp_path, monkeypa
     options = {"stages": 3, "out": out} | (STALE[what](monkeypatch) or {})
     found = made("8xH100", **options)
     assert len(compiled) == 2
-    assert made("8xH100", **options).cells == found.cells and len(compiled) == 2
+    assert made("8xH100", **options).cases == found.cases and len(compiled) == 2
     of_another_place = what in ("rates", "hosts")  # which its settings name
-    assert len(json.loads(out.read_text())["cells"]) == 1 + of_another_place
+    assert len(json.loads(out.read_text())["cases"]) == 1 + of_another_place
 
 
 def test_what_says_the_same_in_other_words_is_done(compiled, tmp_path):
@@ -190,7 +189,7 @@ def test_what_says_the_same_in_other_words_is_done(compiled, tmp_path):
     usual = {"accumulate": 1, "order": "microbatches", "pad": True, "precision": None}
     same = of(lambda params, batch: fakes.loss(params, batch))
     found = made("8xH100", same, out=out, per_host=8, rates=None, **usual)
-    assert len(compiled) == 2 and {cell.settings for cell in found.cells} == {""}
+    assert len(compiled) == 2 and {cell.settings for cell in found.cases} == {""}
 
 
 FOREIGN = [
@@ -198,8 +197,8 @@ FOREIGN = [
     (b"\xff\xfe", "it is no text"),
     (b"[1]", "is missing or wrong"),
     (b'{"rows": []}', "'zerojax_study' is missing or wrong"),
-    (b'{"zerojax_study": 9, "cells": []}', "its format is 9, not 1"),
-    (b'{"zerojax_study": 1, "cells": [{"model": "x"}]}', "'gpus' is missing or wrong"),
+    (b'{"zerojax_study": 9, "cases": []}', "its format is 9, not 1"),
+    (b'{"zerojax_study": 1, "cases": [{"model": "x"}]}', "'gpus' is missing or wrong"),
 ]
 
 
@@ -238,10 +237,10 @@ def test_one_that_fails_is_a_row_with_its_reason_and_is_tried_again(monkeypatch,
     compiled, out = fakes.compiled_nowhere(monkeypatch, peak), tmp_path / "study.json"
     found = made(out=out)
     odd, luck = "4 rows do not divide", "RuntimeError: out of luck"
-    assert [cell.failed for cell in found.cells] == [odd, "", odd, luck]
-    assert [bool(cell.figures) for cell in found.cells] == [False, True, False, False]
+    assert [cell.failed for cell in found.cases] == [odd, "", odd, luck]
+    assert [cell.peak > 0 for cell in found.cases] == [False, True, False, False]
     assert len(compiled) == 4
-    assert made(out=out).cells == found.cells
+    assert made(out=out).cases == found.cases
     assert compiled[4:] == [(1, 8, 4), (1, 16, 4), (3, 16, 4)]
 
 
@@ -249,7 +248,7 @@ def twice_as_many(rows):
     return fakes.batch(2 * rows)
 
 
-OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")}
+OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.tools.rates_of("H100")}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ OF_TWO = {"gpus": ("8xH100", "8xA100-40GB"), "rates": zerojax.rates_of("H100")}
         ({"models": of(batch=twice_as_many)}, r"batch\(1\) of 'mine' has no array of 1 rows"),
         ({"models": "124m", "remat": "some"}, "no remat 'some'. Name one of none, dots, full, or"),
         ({"accumulate": (1, 2)}, r"accumulate=\(1, 2\) must be one positive number"),
-        ({"rng": None}, r"takes no rng=. Beside its own: accumulate, order"),
+        ({"rng": None}, r"study: got an unexpected keyword argument 'rng'"),
         (OF_TWO, r"of one GPU, and gpus= names A100-40GB, H100. Make a study of each"),
     ],
 )
@@ -281,6 +280,6 @@ def test_the_page_on_studies_runs(compiled, monkeypatch, tmp_path):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "study.md").read_text()
     (code,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.M | re.S)
     exec(code, names := {})
-    assert [cell.gpus for cell in names["study"].cells] == ["64xH100", "128xH100", "400xH100"]
+    assert [cell.gpus for cell in names["study"].cases] == ["64xH100", "128xH100", "400xH100"]
     assert {count for _, count, _ in compiled} == {64, 128, 400}
     assert (tmp_path / "study.json").exists() and (tmp_path / "study.png").stat().st_size > 5000

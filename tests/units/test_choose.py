@@ -1,0 +1,64 @@
+"""The ways to train that `choose` looks at, and the bytes that each sends."""
+
+import pytest
+
+from zerojax.tools._forecast import ways as _ways
+from zerojax.tools._forecast.ways import AMSP, GPU_AXIS, HSDP, WayToTrain as Way
+
+WEIGHTS, GRADS, PARAMETERS = 800.0, 400.0, 1600.0
+CODE, QUARTER = (1 + 4 / 256) / 2, (0.5 + 4 / 256) / 2  # of 16 bits, with a share of a scale
+BOTH = 2 * WEIGHTS + GRADS
+
+
+@pytest.mark.parametrize(
+    ("way", "inside", "between"),
+    [
+        # The table of docs/groups.md: in the node, to other nodes; with M = 4 microbatches.
+        (Way(accumulate=4), 4 * BOTH, 4 * BOTH),
+        (Way(accumulate=4, order="layers"), BOTH, BOTH),
+        (Way(accumulate=4, groups=HSDP), 4 * BOTH, 2 * GRADS),
+        (Way(accumulate=4, groups=AMSP), 4 * BOTH, GRADS + WEIGHTS),
+        (Way(accumulate=4, regather=GPU_AXIS), 4 * BOTH, WEIGHTS + 4 * GRADS),
+        (Way(stage=0), 2 * GRADS, 2 * GRADS),
+        (Way(stage=1, accumulate=4), GRADS + 1600, GRADS + 1600),
+        (Way(stage=2, accumulate=4), 4 * GRADS + 1600, 4 * GRADS + 1600),
+        (  # Inside the node gradients are exact.
+            Way(gather="int8", reduce="int4", regather=GPU_AXIS),
+            2 * WEIGHTS * CODE + GRADS,
+            WEIGHTS * CODE + GRADS * QUARTER,
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_sent_are_those_of_the_guide(way, inside, between):
+    assert _ways.sent(way, WEIGHTS, GRADS, PARAMETERS) == pytest.approx((inside, between))
+
+
+def test_gradients_wait_for_what_is_not_updated_in_backward():
+    waits = (
+        Way(),
+        Way(stage=0),
+        Way(groups=HSDP),
+        Way(groups=AMSP, accumulate=2),
+    )
+    waits += (Way(offload=("opt_state",), accumulate=2),)
+    at_once = (
+        Way(stage=1),
+        Way(stage=2),
+        Way(groups=AMSP),
+        Way(offload=("opt_state",)),
+    )
+    assert [way.keeps_gradients for way in (*waits, *at_once)] == [True] * 5 + [False] * 4
+
+
+def test_ways_are_valid_and_each_is_there_once():
+    ways = list(_ways.ways(["a", "b"], [1, 4], several_hosts=True, lossy=True))
+    assert len(ways) == len(set(ways))
+    assert {way.variant for way in ways} == {"a", "b"}
+    assert all(way.stage == 3 for way in ways if way.offload or way.groups or not way.is_exact)
+    assert all(way.accumulate > 1 for way in ways if way.order == "layers")
+    assert not any(way.reduce and not way.gather for way in ways)
+    exact = list(_ways.ways(["a", "b"], [1, 4], several_hosts=True, lossy=False))
+    assert exact == [way for way in ways if way.is_exact]
+    one_host = list(_ways.ways(["a"], [1], several_hosts=False, lossy=True))
+    assert not any(way.names_levels or not way.is_exact for way in one_host)

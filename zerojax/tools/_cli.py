@@ -1,0 +1,315 @@
+"""The command line: zerojax forecast | study | audit | table.
+
+It exits with 0 where all is well, with 1 where something does not fit or breaks its contract, and
+with 2 on bad input.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import pathlib
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+
+import zerojax
+from zerojax import _figures, tools as _tools
+from zerojax._kernel.places import groups_of
+from zerojax._plan.precision import Precision
+from zerojax._table import Table, fitted, paragraphs
+from zerojax.tools._audit.report import Report, check_limits
+from zerojax.tools._flags import parser
+from zerojax.tools._forecast import (
+    cache as _cache,
+    models as _models,
+    network as _network,
+    presets as _presets,
+)
+from zerojax.tools._forecast.forecast import each_once
+from zerojax.tools._forecast.models import Given, Ingredients
+from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo.gpus import Gpu, Rates
+
+ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2
+GB = 1e9
+WIDTHS = ("param_bytes", "grad_bytes", "optimizer_bytes")
+OF_MODELS = ("settings", "config", "groups", "nodes", "master", "compute", "axis")  # not of HLO
+LIBRARIES = ("site-packages", f"{os.sep}zerojax{os.sep}", "<frozen", f"lib{os.sep}python")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    runs = {"forecast": forecast, "study": study, "audit": audit, "table": table}
+    with fitted():
+        return _run(parser(runs).parse_args(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax ... | head` is no error
+    if not os.path.exists("/proc/driver/nvidia"):
+        # Otherwise a plugin that is only here to compile with complains that there is no GPU.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        with _cache.kept(_cache.folder() if getattr(arguments, "cache", False) else None):
+            return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # of a user's module or of the compiler, in a line
+        if os.environ.get("ZEROJAX_TRACEBACK"):
+            raise
+        print(f"zerojax: {described(error, vars(arguments))}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def described(error: Exception, flags: Container[str] = ()) -> str:
+    """Describes an error in one line, with its type and place if it is not of this package."""
+    text = " ".join(str(error).split())[:600]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = pathlib.Path(zerojax.__file__).parent
+    if not frames or ours in pathlib.Path(frames[-1].filename).parents:
+        return as_typed(text, flags) or type(error).__name__
+    theirs = [f for f in frames if not any(part in f.filename for part in LIBRARIES)]
+    where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {text}{where}. For the traceback, set ZEROJAX_TRACEBACK=1."
+
+
+def as_typed(text: str, flags: Container[str]) -> str:
+    """Respells arguments, per_host=7, as flags, --per-host 7, but for those inside of calls."""
+
+    def flag(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or ""
+        value = " " if match[2] and match.string[match.end() :][:1].strip(".,: ") else ""
+        return f"--{name.replace('_', '-')}{value}" if name in flags else match[0]
+
+    return re.sub(r"\w\([^()]*\)|^(\w+)(?= must)|\b(\w+)=", flag, text)
+
+
+# -- commands
+
+
+def forecast(arguments: argparse.Namespace) -> int:
+    model, options = _model(arguments), _options(arguments, zerojax.forecast)
+    if arguments.choose:
+        return _chosen(arguments, model, options)
+    result = zerojax.forecast(*model, **options)
+    _show(arguments, result.to_dict(), str(result))
+    return ALL_WELL if result.best else NOT_WELL
+
+
+def _chosen(arguments: argparse.Namespace, model: Ingredients, options: dict[str, Any]) -> int:
+    """Prints the fastest way to train the model."""
+    options.pop("pad")
+    takes = inspect.signature(_tools.choose).parameters
+    decided = [name for name in options if name not in takes]
+    decided += [name for name in ("gather", "reduce") if getattr(arguments, name)]
+    if decided:
+        flags = ", ".join(f"--{name}" for name in decided)
+        raise ValueError(f"--choose decides {flags} itself. Leave out one or the other.")
+    result = _tools.choose(*model, **options)
+    _show(arguments, result.to_dict(), str(result))
+    return ALL_WELL if result.best or result.best_with_codes else NOT_WELL
+
+
+def study(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        _figures.check_picture(arguments.plot)
+    options = _options(arguments, _tools.study)
+    result = _tools.study(_models_of(arguments), **options)
+    if arguments.plot:
+        result.plot(arguments.plot)
+    _show(arguments, result.to_dict(), str(result))
+    whole = not any(case.failed for case in result.cases)
+    return ALL_WELL if whole and any(case.fits for case in result.cases) else NOT_WELL
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    limits = {name: getattr(arguments, name) for name in ("max_peak_bytes", "min_overlap")}
+    check_limits(**limits)
+    if arguments.plot:
+        _figures.check_picture(arguments.plot)
+    path = pathlib.Path(arguments.model)
+    if path.exists() or arguments.model.endswith((".hlo", ".txt")):
+        report = _audited_text(path, arguments)
+    else:
+        losses, *model = _model(arguments)
+        losses = next(iter(losses.values())) if isinstance(losses, dict) else losses
+        result = zerojax.forecast(losses, *model, **_options(arguments, zerojax.forecast))
+        report = result.cases[0].report
+        assert report is not None, "forecasts have the reports of their cases"
+    if arguments.plot:
+        report.plot(arguments.plot)
+    findings = report.findings(**limits)
+    broken = paragraphs([f"broken: {as_typed(line, vars(arguments))}" for line in findings])
+    text = f"{report}\n\n{broken}".rstrip()
+    _show(arguments, report.to_dict() | {"findings": findings}, text)
+    return NOT_WELL if findings else ALL_WELL
+
+
+def _audited_text(path: pathlib.Path, arguments: argparse.Namespace) -> Report:
+    """Audits a file of HLO, compiled by whomever."""
+    if named := [name for name in OF_MODELS if getattr(arguments, name)]:
+        flags = ", ".join(f"--{name}" for name in named).replace("settings", "set")
+        raise ValueError(f"{path} is compiled already. Leave out {flags}.")
+    gpu = None if arguments.gpu is None else _known.named(arguments.gpu)
+    if arguments.network or arguments.host_link:
+        if gpu is None:
+            raise ValueError("links are those of a GPU. Name it, as in --gpu H100.")
+        gpu = dataclasses.replace(gpu, given_rates=_rates(arguments, gpu))
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise ValueError(
+            f"{path} cannot be read as HLO ({why}). Give a file with what compiled.as_text() "
+            "returns, a preset, or module:function."
+        ) from None
+    count = arguments.accumulate or 1
+    return zerojax.audit(text, gpu=gpu, per_host=arguments.per_host, accumulate=count)
+
+
+def table(arguments: argparse.Namespace) -> int:
+    """Prints what a training state takes, as the paper's Table 1; its Figure 1 is a row of it: 7.5B
+    on 64 devices."""
+    params, devices, stages = map(
+        each_once, (arguments.params, arguments.devices, arguments.stages)
+    )
+    for name, counts in (("params", params), ("devices", devices)):
+        if min(counts) <= 0:
+            raise ValueError(f"{name}={counts} must be positive: how many there are.")
+    widths = {name: getattr(arguments, name) for name in WIDTHS}
+    header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
+    rows = [
+        [f"{count / 1e9:g}B", each, *(state_bytes(count, each, n, **widths) / GB for n in stages)]
+        for count, each in itertools.product(params, devices)
+    ]
+    formats = dict.fromkeys(header[2:], "{:,.2f}".format)
+    result = Table(header, rows, formats=formats, right=header[:1], keys=2)
+    _show(arguments, result.to_dict()["rows"], str(result))
+    return ALL_WELL
+
+
+def state_bytes(
+    params: float,
+    devices: int,
+    stage: int,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> float:
+    """Returns the bytes of each device by the ZeRO paper's formula, for mixed-precision Adam: 2 of
+    a parameter, 2 of its gradient, 12 of its fp32 copy and moments."""
+    sharded = groups_of(stage, ("data",))
+    parts = (sharded.opt_state, optimizer_bytes), (sharded.grads, grad_bytes)
+    parts += ((sharded.params, param_bytes),)
+    return sum(params * width / (devices if axes else 1) for axes, width in parts)
+
+
+# -- what commands share
+
+
+def _options(arguments: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns what a function is told by flags; JAX is told to compile, and XLA of a slow network,
+    before anything is."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; other backends only take time
+    taken = inspect.signature(function).parameters.values()
+    names = [one.name for one in taken if one.kind is one.KEYWORD_ONLY]
+    options: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
+    gpu = _known.parse_count(each_once(arguments.gpus)[0])[1]  # of several, the first
+    options |= {"rates": _rates(arguments, gpu), "precision": _precision(arguments, gpu)}
+    options |= {"per_host": _per_host(arguments)}
+    if _network.is_misjudged(dataclasses.replace(gpu, given_rates=options["rates"])):
+        _network.tell(os.environ)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _precision(arguments: argparse.Namespace, gpu: Gpu) -> Precision | None:
+    """Returns the precision that flags name: dtypes, codes on the wire, narrow parameters."""
+    narrow = {"compute": gpu.half, "param": gpu.half, "master": "float32"}
+    named = narrow if arguments.master else {}
+    flags = {name: getattr(arguments, name) for name in ("compute", "gather", "reduce")}
+    named |= {name: value for name, value in flags.items() if value is not None}
+    return Precision(**named) if named else None
+
+
+def _per_host(arguments: argparse.Namespace) -> int:
+    """Returns the GPUs of a host, which `--nodes` names together with the hosts."""
+    if getattr(arguments, "nodes", None) is None:
+        return arguments.per_host
+    (hosts, local), (count, gpu) = arguments.nodes, _known.parse_count(arguments.gpus)
+    if hosts * local != count:
+        raise ValueError(
+            f"--nodes {hosts}x{local} are {hosts * local} GPUs, and --gpus {arguments.gpus} are "
+            f"{count}. Pass --gpus {hosts * local}x{gpu.name}."
+        )
+    return local
+
+
+def _rates(arguments: argparse.Namespace, gpu: Gpu) -> Rates | None:
+    """Returns the GPU's rates with those of other links, where any is named."""
+    links = {"network": arguments.network, "host": arguments.host_link}
+    named = {name: speed * GB for name, speed in links.items() if speed is not None}
+    return _tools.rates_of(gpu.name, **named) if named else None
+
+
+def _model(arguments: argparse.Namespace) -> Ingredients:
+    name, settings = arguments.model, arguments.settings
+    if ":" in name:
+        return _models.of_function(name, arguments.config, settings)
+    _refuse_own(arguments, name)
+    if odd := [count for count in each_once(arguments.accumulate or 1) if arguments.rows % count]:
+        raise ValueError(
+            f"--rows {arguments.rows} of each GPU do not divide into --accumulate {odd[0]} "
+            f"microbatches. Pass --rows {odd[0]}, or a multiple of it."
+        )
+    chooses, remats = getattr(arguments, "choose", False), getattr(arguments, "remat", None)
+    remats = remats or (_presets.REMATS if chooses else ("full",))
+    return _models.of_preset(name, arguments.gpus, arguments.rows, remats, settings)
+
+
+def _models_of(arguments: argparse.Namespace) -> dict[str, Given]:
+    """Returns the models of a study by name; presets with other fields are named with these."""
+    models: dict[str, Given] = {}
+    for name in arguments.models:
+        if ":" in name:
+            own = _models.of_function(name, arguments.config, arguments.settings)
+            models[name] = own[:3] if own[3] is None else own  # type: ignore  # checked later
+        else:
+            _refuse_own(arguments, name)
+            changed = _models.changed_preset(name, arguments.settings)
+            models[" ".join([name, *(f"{k}={v}" for k, v in arguments.settings)])] = changed
+    return models
+
+
+def _refuse_own(arguments: argparse.Namespace, name: str) -> None:
+    """Raises where a preset is given what is for models of the user's."""
+    if arguments.config is not None:
+        raise ValueError(f"--config is for module:function, and {name!r} is none.")
+    if arguments.compute is not None:
+        raise ValueError(
+            f"--compute is for module:function, and {name!r} computes in the 16 bits of the GPU. "
+            "Leave it out."
+        )
+
+
+def _show(arguments: argparse.Namespace, data: object, text: str) -> None:
+    if arguments.json:
+        text = json.dumps(data, indent=1, default=str)
+    elif sys.stdout.isatty():
+        text = styled(f"{text}\n\n{arguments.hint}")
+    print(text)
+
+
+def styled(text: str) -> str:
+    """Adds a terminal's styles: headings, the lines over rules, are bold; what is broken is red."""
+    text = re.sub(r"^.+$(?=\n-[- ]*$)", "\x1b[1m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
+    # With the indented lines in which it goes on.
+    broken = r"^(broken:|warning:|Nothing fits).*(\n  .*)*"
+    return re.sub(broken, "\x1b[31m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
