@@ -272,7 +272,6 @@ ROWS = {
     "plan, offloaded": Row("wide", dict(offload=("opt_state", "params")), {}, lowering.plan),
     "plan, with a warning": Row("mlp", dict(offload="opt_state"), {}, lowering.plan),
     # what must be refused
-    "another stage": Row("mlp", dict(stage=3), dict(stage=2), refused="stage"),
     "idle axis": Row("mlp", dict(mesh=mesh_of(data=4, tensor=2)), refused="nothing is sharded"),
     "odd batch": Row("mlp", dict(stage=3), dict(accumulate=3), refused="divide"),
     "needs all": Row("gpt", {}, dict(update="backward", accumulate=2), refused="all gradients"),

@@ -57,9 +57,8 @@ from zerojax._wire.codecs import Blocks, Parts
 # own compute is left for them to start behind.
 
 
-LayerSource = tuple[
-    list[Value | None], list[Parts]
-]  # what the weights of a layer are gathered from
+# What the weights of a layer are gathered from.
+LayerSource = tuple[list[Value | None], list[Parts]]
 
 
 class PrefetchedLayers(Layers):

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from zerojax._wire import rounding as _rounding
 
 Parts = tuple[Array, ...]  # what a codec made of an array
-CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+LARGEST_CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 NOISE = {"int8": 7e-3, "int4": 0.13, "float8_e4m3fn": 0.027, "float8_e5m2": 0.053}
 ENCODING = "as_codes"  # of what encodes, in a compiled program
 LEAST_BLOCK = 32  # with fewer elements a scale, scales are more than an eighth of what is sent
@@ -76,8 +76,8 @@ class Blocks:
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in CODES:
-            known = ", ".join(map(repr, CODES))
+        if self.dtype not in LARGEST_CODES:
+            known = ", ".join(map(repr, LARGEST_CODES))
             raise ValueError(f"Blocks({self.dtype!r}): there are no such codes. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2
         if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
@@ -117,8 +117,8 @@ class Blocks:
         sizes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
         largest = jnp.max(sizes, axis=-1, keepdims=True)
         # What no scale is small enough for becomes zeros.
-        least = CODES[self.dtype] * float(jnp.finfo(jnp.float32).tiny)
-        scale = jnp.where(largest < least, 1, largest / CODES[self.dtype])
+        least = LARGEST_CODES[self.dtype] * float(jnp.finfo(jnp.float32).tiny)
+        scale = jnp.where(largest < least, 1, largest / LARGEST_CODES[self.dtype])
         codes = self._rounded(blocks / scale).reshape(*array.shape[:-1], -1)
         return codes, scale[..., 0]
 
@@ -136,7 +136,7 @@ class Blocks:
             return blocks.astype(self.dtype)
         if self.stochastic:
             blocks = jnp.floor(blocks + _rounding.noise(blocks))
-        largest = CODES[self.dtype]
+        largest = LARGEST_CODES[self.dtype]
         codes = jnp.clip(jnp.round(blocks), -largest, largest).astype(jnp.int8)
         if self.dtype == "int4":
             low, high = jnp.split(codes, 2, axis=-1)
@@ -209,7 +209,7 @@ def codec_for(value: Any, field: str) -> Way:
         )
     if value is None or isinstance(value, Blocks):
         return value
-    if isinstance(value, str) and value in CODES:
+    if isinstance(value, str) and value in LARGEST_CODES:
         return Blocks(value)
     dtype = float_dtype(value)
     if dtype is None:
@@ -218,7 +218,7 @@ def codec_for(value: Any, field: str) -> Way:
             "'bfloat16', or 'int8', 'float8_e4m3fn', 'float8_e5m2', "
             "zerojax.Blocks('int8', block=128)."
         )
-    if dtype.name in CODES:
+    if dtype.name in LARGEST_CODES:
         return Blocks(dtype.name)
     if dtype.itemsize < 2:
         raise ValueError(
