@@ -23,7 +23,7 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Blocks", "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
+    "Blocks", "Checkpoints", "Extras", "LeafPlan", "Meter", "ModuleState", "Offload",
     "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
     "choose", "elastic", "eval_step", "export_safetensors", "forecast", "full_params", "gather",
     "import_safetensors", "initialize", "log", "master_weights", "mean", "memory_table", "mesh",

@@ -17,7 +17,6 @@ if typing.TYPE_CHECKING:
         save as save,
     )
     from zerojax._checkpoint.extras import Extras as Extras
-    from zerojax._checkpoint.goodput import Goodput as Goodput
     from zerojax._checkpoint.loop import Checkpoints as Checkpoints, Preempted as Preempted
     from zerojax._checkpoint.safetensors import (
         export_safetensors as export_safetensors,
@@ -75,7 +74,6 @@ _EXPORTS = {
     "tools._audit.report": ["Report"],
     "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
     "_checkpoint.extras": ["Extras"],
-    "_checkpoint.goodput": ["Goodput"],
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
     "tools._choose.choose": ["choose"],

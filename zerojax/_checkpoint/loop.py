@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
 from zerojax._checkpoint.extras import Extras
-from zerojax._checkpoint.goodput import Clock
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking, check_options
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
@@ -48,8 +47,7 @@ class Checkpoints:
     is, and waits until it is written; where an error ends the loop, no more is saved. Without one,
     each `save` waits, since a write cannot continue once Python exits, and `close()` saves the last
     step. A second writer to the directory is refused. After a SIGTERM, the next `save` saves at any
-    step, waits, and raises `Preempted`, which ends the program. What became of the time is kept for
-    `zerojax.Goodput`.
+    step, waits, and raises `Preempted`, which ends the program.
 
     Arguments:
         directory: gets a directory for each saved step; `zerojax.restore` and Orbax open them.
@@ -87,7 +85,7 @@ class Checkpoints:
         _checkpoint.agree(
             "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
         )
-        self._every, self._entered, self._closed = every, False, False
+        self._every, self._entered, self._closed, self._checked = every, False, False, False
         self._last: tuple | None = None  # what `save` was given for a step that was not due
         self._ranking = Ranking(keep, best, mode)
         self._signalled = threading.Event()
@@ -95,8 +93,6 @@ class Checkpoints:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
-            self._clock = Clock(self.directory)
-            stack.callback(self._clock.ended)
             self._manager = Manager(self.directory, self._ranking, background=background)
             stack.callback(self._manager.close)
             stack.enter_context(_processes.noting_sigterm(self._signalled))
@@ -107,7 +103,6 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         self._entered = True
-        self._clock.begin()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
@@ -123,17 +118,11 @@ class Checkpoints:
                 self._save_last(*self._last)
         finally:
             self._last = None
-            if not self._closed:
-                self._closed = True
-                self._clock.closing(meant=meant)
+            self._closed = True
             self._finish()
 
     def wait(self) -> None:
         """Waits until what was saved is complete; raises what went wrong in the background."""
-        with contextlib.nullcontext() if self._closed else self._clock.waiting():
-            self._wait()
-
-    def _wait(self) -> None:
         with self._cleaned_up():
             self._manager.wait_until_finished()
 
@@ -176,7 +165,7 @@ class Checkpoints:
         `resume(plan, make_state)` never needs memory for two states.
         """
         _checkpoint.check_like(like)
-        self._wait()
+        self.wait()
         self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step
         _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
@@ -222,20 +211,16 @@ class Checkpoints:
         self._check_open(step)
         preempted = self._preempted(step, state)
         due = force or preempted or step % self._every == 0
-        if due or not self._clock.start.has_stepped:  # a mistake is told of at the first step
+        if due or not self._checked:  # a mistake is told of at the first step
             _checkpoint.check_leaves(state)
-        if due:
-            jax.block_until_ready(state)  # so that what devices still compute is no time of saving
-        self._clock.step_done(step)
+            self._checked = True
         data = getattr(data, "get_state", lambda: data)()  # before the next batch
         item = (step, state, plan, metrics, rng, data, metadata)
         self._last = None if due else item
         if due:
             self._write(*item, asked=not preempted)
         if preempted or not self._entered:
-            self._wait()
-        if due:
-            self._clock.saved()
+            self.wait()
         if preempted:
             raise self._told(step)
         return due
@@ -252,7 +237,7 @@ class Checkpoints:
         """Begins to write a step; one that was not `asked` for may be there, or have no metrics."""
         shapes = padded_shapes(state, plan)
         _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
-        self._wait()
+        self.wait()
         if not asked and self._has(step):
             return
         self._check_free(step)
@@ -272,9 +257,7 @@ class Checkpoints:
             )
             return
         _checkpoint.check_leaves(state)
-        jax.block_until_ready(state)
-        with self._clock.waiting():
-            self._write(step, state, *rest, asked=False)
+        self._write(step, state, *rest, asked=False)
 
     def _hold_back(self, state: PyTree) -> None:
         """Keeps a process close to its devices: after a SIGTERM to one, all save after the step
