@@ -123,6 +123,61 @@ def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
     assert "process 0 of 1 was not alive for 1 s after step 7" in error
 
 
+GIVEN_UP = """
+import gc, sys, tempfile, weakref
+import flax.nnx, jax, numpy as np, optax
+from jax.extend import backend
+import zerojax
+import zerojax.nnx
+from tests import worker
+from zerojax import _compat
+from zerojax._run import elastic
+
+def flax_run(*flags):
+    directory = tempfile.mkdtemp()
+    state = worker.train(worker.parser.parse_args(["--directory", directory, *flags]))
+    worker.digest(zerojax.restore(f"{directory}/2", like=state))
+
+def nnx_run():
+    model = flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0))
+    optimizer = flax.nnx.Optimizer(model, optax.adam(1e-3), wrt=flax.nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3)
+    step = zerojax.nnx.train_step(lambda model, x: (model(x) ** 2).mean())
+    step(model, optimizer, np.ones((16, 64), np.float32))
+
+def clients():
+    return [weakref.ref(client) for client in backend.backends().values()]
+
+def live(clients):
+    gc.collect()
+    return any(client() for client in clients)
+
+NEEDED = ("donation_vector", "_sharding_num_replicas")
+flags = ("--steps", "2", "--devices", "4")
+for order in (1, -1):  # both caches of devices must be cleared
+    flax_run(*flags)
+    of_run = clients()
+    backend.clear_backends()
+    caches = [one for one in _compat.caches_of_a_run() if one.__name__ in NEEDED]
+    for cached in caches[::order]:
+        assert live(of_run)
+        cached.cache_clear()
+    assert not live(of_run)
+for run in (lambda: flax_run(*flags, "--offload"), nnx_run):
+    run()
+    of_run = clients()
+    elastic.forget_devices(of_run)
+    assert not live(of_run)
+print("all are given up")
+"""
+
+
+@pytest.mark.ci
+def test_nothing_of_the_library_holds_devices_that_are_given_up():
+    code, said, error = python(GIVEN_UP, JAX_NUM_CPU_DEVICES="2")
+    assert code == 0 and said.endswith("\nall are given up\n"), error
+
+
 def test_elastic_in_one_process_returns_and_raises_as_its_function_does():
     assert zerojax.elastic(lambda: 8) == 8
 

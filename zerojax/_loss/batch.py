@@ -1,6 +1,5 @@
 """The arguments of a loss after its parameters: which are split, folded or passed on."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax import _fingerprint
+from zerojax import _compat, _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
@@ -267,7 +266,7 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[None] * role.dim, tuple(axes))
 
 
-@functools.cache
+@_compat.device_cache
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
     """Raises where processes have different rows: each infers the batch from its own.
 
