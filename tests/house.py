@@ -26,10 +26,10 @@ RANKS = (
     "_run _state tools._hlo _update",
     "_plan _engine",
     "_loss",
-    "_step",
+    "_step run",
     "_checkpoint tools._audit aot",
-    "tools._verify tools._forecast nnx",
-    "tools._choose _observe tools._study",
+    "tools._verify tools._forecast checkpoint nnx",
+    "tools._choose tools._meter tools._study",
     "__main__",
 )
 RANK = {package: rank for rank, names in enumerate(RANKS) for package in names.split()}

@@ -6,6 +6,7 @@ import doctest
 import graphlib
 import importlib
 import inspect
+import operator
 import pathlib
 import re
 import subprocess
@@ -23,34 +24,47 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Blocks", "Checkpoints", "Extras", "LeafPlan", "Meter", "ModuleState", "Offload",
-    "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
-    "choose", "elastic", "eval_step", "export_safetensors", "forecast", "full_params", "gather",
-    "import_safetensors", "initialize", "log", "master_weights", "mean", "memory_table", "mesh",
-    "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "rates_of",
-    "read_extras", "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
+    "Blocks", "Checkpoints", "LeafPlan", "ModuleState", "Offload",
+    "Plan", "Precision", "Rates", "Report", "Verification", "audit",
+    "choose", "eval_step", "forecast", "full_params", "gather",
+    "initialize", "master_weights", "mean", "memory_table", "mesh",
+    "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "rates_of",
+    "restore", "save", "scan", "shard_batch", "shard_train_state", "shards",
     "step_flops", "study", "train_step", "unpad", "value_and_grad", "verify",
 }  # fmt: skip
+
+IN_MODULES = {
+    "checkpoint.Extras", "checkpoint.Preempted", "checkpoint.export_safetensors",
+    "checkpoint.import_safetensors", "checkpoint.read_extras", "run.Watchdog", "run.elastic",
+    "run.log", "run.process_slice", "tools.Meter",
+}  # fmt: skip
+ALSO_IN_MODULES = {"checkpoint.Checkpoints", "checkpoint.restore", "checkpoint.save"}
+ALSO_IN_MODULES |= {"run.initialize"}
+SUBMODULES = ("aot", "checkpoint", "nnx", "run", "tools")
+public = {name: operator.attrgetter(name)(zerojax) for name in PUBLIC | IN_MODULES}
 
 MODULES = {name: text for name, text in house.sources().items() if "__init__" not in name}
 CONTRIBUTING = (house.ROOT / "CONTRIBUTING.md").read_text()
 MOST_LINES, LONGEST = 500, 60  # of a file, of a function
 
 
+def names_in(module):
+    names = [name for name in dir(module) if not name.startswith("_")]
+    return {name for name in names if not inspect.ismodule(getattr(module, name))}
+
+
 def test_public_names():
-    public = {
-        n
-        for n in dir(zerojax)
-        if not n.startswith("_") and not inspect.ismodule(getattr(zerojax, n))
-    }
-    assert public == PUBLIC
+    assert names_in(zerojax) == PUBLIC
+    modules = [getattr(zerojax, name) for name in ("checkpoint", "run", "tools")]
+    inside = {f"{m.__name__}.{n}".removeprefix("zerojax.") for m in modules for n in names_in(m)}
+    assert inside == IN_MODULES | ALSO_IN_MODULES
 
 
 def test_names_are_imported_from_where_type_checkers_see_them():
     tree = ast.parse((ROOT / "__init__.py").read_text())
     seen = next(node for node in tree.body if isinstance(node, ast.If))
     names = {a.asname: n.module for n in seen.body for a in n.names}  # type: ignore
-    submodules = {"aot": "zerojax", "nnx": "zerojax"}
+    submodules = dict.fromkeys(SUBMODULES, "zerojax")
     modules = {name: f"zerojax.{module}" for name, module in zerojax._MODULES.items()}
     assert names == modules | submodules
 
@@ -63,7 +77,7 @@ def test_imports_point_down():
 
 def test_what_a_step_does_depends_on_no_tool():
     """Nor on a table of GPUs, which is one."""
-    above = ("tools.", "_observe.", "aot", "__main__")
+    above = ("tools.", "aot", "__main__")
     imports = house.imports(house.sources())
     core = {name: found for name, found in imports.items() if not name.startswith(above)}
     users = {name for name, found in core.items() if any(one.startswith("tools") for one in found)}
@@ -144,20 +158,20 @@ def test_only_public_jax_is_imported():
         assert "jax.interpreters" not in text or name == "_compat", name
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(public))
 def test_public_names_are_documented(name):
-    assert len(inspect.getdoc(getattr(zerojax, name)) or "") > 60
+    assert len(inspect.getdoc(public[name]) or "") > 60
 
 
 def test_public_names_are_in_the_reference():
     page = (ROOT.parent / "docs" / "reference.md").read_text()
-    listed = re.findall(r"^::: zerojax\.(\w+)$", page, flags=re.MULTILINE)
-    assert set(listed) == PUBLIC | {"aot", "nnx"} and len(listed) == len(set(listed))
+    listed = re.findall(r"^::: zerojax\.([\w.]+)$", page, flags=re.MULTILINE)
+    assert set(listed) == public.keys() | {"aot", "nnx"} and len(listed) == len(set(listed))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(public))
 def test_documented_arguments_exist(name):
-    value = getattr(zerojax, name)
+    value = public[name]
     section = re.search(r"Arguments:\n((?: {4}.*\n|\n)+)", (inspect.getdoc(value) or "") + "\n")
     if section:
         named = re.findall(r"^ {4}(\w[\w, ]*):", section[1], flags=re.MULTILINE)
@@ -165,12 +179,13 @@ def test_documented_arguments_exist(name):
         assert arguments and arguments <= set(inspect.signature(value).parameters)
 
 
-RESULTS = {"Extras", "LeafPlan", "Preempted", "Report", "Verification"}  # never made by users
+# Never made by users.
+RESULTS = {"checkpoint.Extras", "checkpoint.Preempted", "LeafPlan", "Report", "Verification"}
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC - RESULTS))
+@pytest.mark.parametrize("name", sorted(public.keys() - RESULTS))
 def test_what_is_called_has_an_example(name):
-    assert ">>> " in (inspect.getdoc(getattr(zerojax, name)) or "")
+    assert ">>> " in (inspect.getdoc(public[name]) or "")
 
 
 @pytest.mark.parametrize("module", [zerojax.nnx, zerojax.aot])
@@ -229,7 +244,7 @@ def test_importing_costs_next_to_nothing_beside_jax_flax_and_optax():
         "import sys, jax, flax, optax; before = set(sys.modules); import zerojax; "
         "print(sorted(set(sys.modules) - before), zerojax.save.__module__, 'orbax' in sys.modules)"
     )
-    assert fresh(code) == "['zerojax'] zerojax._checkpoint.checkpoint True"
+    assert fresh(code) == "['zerojax'] zerojax._checkpoint.save True"
 
 
 def test_a_loop_needs_no_orbax_and_no_compiler_tools():

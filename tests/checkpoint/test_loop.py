@@ -106,7 +106,7 @@ def test_sigterm_saves_before_exiting(tmp_path, capsys):
         run(tmp_path / "a", 9, stop_at=3, **options)
     told = f"zerojax: after a SIGTERM, step 3 is saved in {tmp_path / 'a'}\n"
     assert told in capsys.readouterr().out
-    assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.Preempted)
+    assert stopped.value.code == 143 and isinstance(stopped.value, zerojax.checkpoint.Preempted)
     assert signal.getsignal(signal.SIGTERM) is before
     assert steps_in(tmp_path / "a") == [3]
     assert_equal_bits(run(tmp_path / "a", 5), run(tmp_path / "undisturbed", 5))
@@ -173,7 +173,7 @@ def test_a_plan_resumes_without_a_second_state(tmp_path):
         with pytest.raises(ValueError, match=message):
             checkpoints.resume(plan)
         state, saved = checkpoints.resume(plan, make)
-        assert saved == zerojax.Extras() and made == [1]
+        assert saved == zerojax.checkpoint.Extras() and made == [1]
         checkpoints.save(1, state)
         again, saved = checkpoints.resume(plan, make)
         assert saved.step == 1 and made == [1]

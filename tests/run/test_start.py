@@ -34,8 +34,8 @@ def test_two_processes_train_save_export_restore_and_disagree(tmp_path):
     restored = zerojax.full_params({"state": zerojax.restore(two / "2", plan)})["state"]
     assert_close(restored, zerojax.full_params({"state": alone})["state"], 1e-6)
     with pytest.raises(ValueError, match=r"iterators of 2 processes, and this run has 1.*data=F"):
-        zerojax.read_extras(two / "2")
-    assert zerojax.read_extras(two / "2", data=False).step == 2
+        zerojax.checkpoint.read_extras(two / "2")
+    assert zerojax.checkpoint.read_extras(two / "2", data=False).step == 2
 
     (file,) = weights.glob("*.safetensors")
     tensors, layers = safetensors.numpy.load_file(file), restored.params["layers"]
@@ -49,7 +49,7 @@ ALONE = """
 import os, zerojax
 print(zerojax.initialize())
 os.environ["WORLD_SIZE"] = "4"
-print([zerojax.process_slice(32) for _ in range(2)])
+print([zerojax.run.process_slice(32) for _ in range(2)])
 """
 
 
@@ -103,13 +103,13 @@ def test_half_an_environment_is_an_error(monkeypatch, missing):
 
 WATCHED = """
 import zerojax, time
-with zerojax.Watchdog(1) as dog:
+with zerojax.run.Watchdog(1) as dog:
     for n in range(15):
         dog.alive(n)
         time.sleep(0.1)
 time.sleep(1.5)
 print("quiet while fed, and after its end")
-with zerojax.Watchdog(1) as dog:
+with zerojax.run.Watchdog(1) as dog:
     dog.alive(7)
     time.sleep(30)
 print("not ended")
@@ -179,12 +179,12 @@ def test_nothing_of_the_library_holds_devices_that_are_given_up():
 
 
 def test_elastic_in_one_process_returns_and_raises_as_its_function_does():
-    assert zerojax.elastic(lambda: 8) == 8
+    assert zerojax.run.elastic(lambda: 8) == 8
 
     def fails():
         raise ValueError("UNKNOWN: of one")
 
     with pytest.raises(ValueError, match="UNKNOWN: of one"):
-        zerojax.elastic(fails)
+        zerojax.run.elastic(fails)
     with pytest.raises(ValueError, match=r"at_least=0.*1 or more"):
-        zerojax.elastic(fails, at_least=0)
+        zerojax.run.elastic(fails, at_least=0)

@@ -22,7 +22,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """The data that was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+    """The data that was saved with a state; from `read_extras` and `Checkpoints.resume`."""
 
     step: int | None = None
     rng: PyTree = None

@@ -65,7 +65,10 @@ def is_complete(step: epath.Path) -> bool:
 def nothing_at(given: epath.Path) -> str:
     """Returns the error for a path without a tree, with what would read what is there."""
     if given.exists() and (given.suffix == ".safetensors" or any(given.glob("*.safetensors"))):
-        return f"{given} has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors."
+        return (
+            f"{given} has safetensors, not a checkpoint. Pass it to "
+            "zerojax.checkpoint.import_safetensors."
+        )
     if given.exists() and not given.is_dir():
         return (
             f"{given} is a file, and checkpoints are directories. One that flax.serialization "

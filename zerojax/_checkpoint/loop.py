@@ -13,7 +13,7 @@ from typing import SupportsFloat
 import jax
 import jax.numpy as jnp
 
-from zerojax._checkpoint import checkpoint as _checkpoint, extras as _extras, files as _files
+from zerojax._checkpoint import extras as _extras, files as _files, save as _save
 from zerojax._checkpoint.extras import Extras
 from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking, check_options
 from zerojax._plan.padding import padded_shapes
@@ -81,10 +81,8 @@ class Checkpoints:
         background: bool = True,
     ) -> None:
         check_options(every, keep, best, mode, background)
-        self.directory = _checkpoint.absolute(directory)
-        _checkpoint.agree(
-            "Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode
-        )
+        self.directory = _save.absolute(directory)
+        _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
         self._every, self._entered, self._closed, self._checked = every, False, False, False
         self._last: tuple | None = None  # what `save` was given for a step that was not due
         self._ranking = Ranking(keep, best, mode)
@@ -143,7 +141,7 @@ class Checkpoints:
         return self._ranking.best_of({step: self._manager.metrics(step) for step in self.steps()})
 
     def path(self, step: int) -> str:
-        """Returns the path of a step, for `zerojax.restore` and `zerojax.read_extras`."""
+        """Returns the path of a step, for `zerojax.restore` and `read_extras`."""
         return os.fspath(self.directory / str(step))
 
     def resume(
@@ -160,19 +158,19 @@ class Checkpoints:
         """Returns the state and extras of the newest checkpoint, or of `step`.
 
         It waits for what is being written in the background. `like`, `keep`, `ignore` and `cast`
-        are as in `zerojax.restore`, `data` as in `zerojax.read_extras`. Where nothing was saved
+        are as in `zerojax.restore`, `data` as in `read_extras`. Where nothing was saved
         yet, a state is returned as it is, and for a plan `make_state` makes one:
         `resume(plan, make_state)` never needs memory for two states.
         """
-        _checkpoint.check_like(like)
+        _save.check_like(like)
         self.wait()
         self._earlier = None
         step = max(self._manager.all_steps(), default=None) if step is None else step
-        _checkpoint.agree("Checkpoints.resume", self.directory, step=step)
+        _save.agree("Checkpoints.resume", self.directory, step=step)
         if step is not None:
             path = self.path(step)
-            state = _checkpoint.restore(path, like, keep=keep, ignore=ignore, cast=cast)
-            extras = _checkpoint.read_extras(path, data=data)
+            state = _save.restore(path, like, keep=keep, ignore=ignore, cast=cast)
+            extras = _save.read_extras(path, data=data)
             if extras.step is None:  # another program, or a plain `zerojax.save`, did not say
                 _warn_of_others(path, step)
                 extras = dataclasses.replace(extras, step=step)
@@ -212,7 +210,7 @@ class Checkpoints:
         preempted = self._preempted(step, state)
         due = force or preempted or step % self._every == 0
         if due or not self._checked:  # a mistake is told of at the first step
-            _checkpoint.check_leaves(state)
+            _save.check_leaves(state)
             self._checked = True
         data = getattr(data, "get_state", lambda: data)()  # before the next batch
         item = (step, state, plan, metrics, rng, data, metadata)
@@ -236,14 +234,14 @@ class Checkpoints:
     ) -> None:
         """Begins to write a step; one that was not `asked` for may be there, or have no metrics."""
         shapes = padded_shapes(state, plan)
-        _checkpoint.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
+        _save.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
         self.wait()
         if not asked and self._has(step):
             return
         self._check_free(step)
         ranked = self._ranking.ranked(metrics) if asked or metrics else None
         custom = _extras.pack(step, *extras)
-        args = _checkpoint.save_args(state, custom, shapes)
+        args = _save.save_args(state, custom, shapes)
         with self._cleaned_up():
             self._manager.save(step, args=args, metrics=ranked, force=True)
 
@@ -256,7 +254,7 @@ class Checkpoints:
                 "step."
             )
             return
-        _checkpoint.check_leaves(state)
+        _save.check_leaves(state)
         self._write(step, state, *rest, asked=False)
 
     def _hold_back(self, state: PyTree) -> None:

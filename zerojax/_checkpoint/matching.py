@@ -32,7 +32,8 @@ WRAPPED = (
 CAST = "cast=True casts floats to like='s"
 OTHER = (
     "Most leaves differ, as those of another model do: give this run a directory of its own; "
-    "weights of one come over by zerojax.export_safetensors and import_safetensors(names=)."
+    "weights of one come over by zerojax.checkpoint.export_safetensors and "
+    "import_safetensors(names=)."
 )
 OF_NNX = (
     "It was saved from Flax nnx objects: like=nnx.state(model), or [nnx.state(model), "

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
-from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
+from zerojax._checkpoint import files as _files, save as _save
 from zerojax._run import agreement as _agreement, processes as _processes
 from zerojax._warn import warn
 
@@ -123,7 +123,7 @@ class Manager(ocp.CheckpointManager):
             best_mode="max",
             preservation_policy=ranking,
         )
-        super().__init__(directory, item_handlers=_checkpoint.Handler(), options=options)
+        super().__init__(directory, item_handlers=_save.Handler(), options=options)
 
     def metrics(self, step: int) -> dict[str, float] | None:
         return self._ranking.read(step, self.directory / str(step))

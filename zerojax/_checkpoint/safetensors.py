@@ -8,10 +8,10 @@ import numpy as np
 
 from zerojax import _compat
 from zerojax._checkpoint import (
-    checkpoint as _checkpoint,
     files as _files,
     matching as _matching,
     names as _names,
+    save as _save,
     tensor_files as _tensor_files,
 )
 from zerojax._checkpoint.matching import Saved
@@ -45,7 +45,7 @@ def export_safetensors(
         path: a new directory; complete or not there at all.
         params: a tree of parameters, or a state that has them.
         names: how another library names the tensors and lays them out, as in
-            `zerojax.import_safetensors`.
+            `zerojax.checkpoint.import_safetensors`.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts): files hold arrays without padding, and these do not tell
@@ -55,8 +55,8 @@ def export_safetensors(
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> zerojax.export_safetensors(path, state)
-        >>> params = zerojax.import_safetensors(path, like=state)
+        >>> zerojax.checkpoint.export_safetensors(path, state)
+        >>> params = zerojax.checkpoint.import_safetensors(path, like=state)
         >>> print(params["w"].addressable_shards[0].data.shape)
         (8, 16)
     """
@@ -70,7 +70,7 @@ def export_safetensors(
     found = _names.sources({} if names is None else names, sizes)
     own = [leaf for leaf in leaves if leaf.name not in _mapped(found)]
     first = jax.process_index() == 0
-    target = _checkpoint.absolute(path)
+    target = _save.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
     remedy, refusal = "Export to a new path.", _refusal(leaves, own, found)
     with _files.only_writer_of_new(target, remedy, lambda: [parts], refusal):
@@ -98,7 +98,7 @@ def import_safetensors(
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device's part, and no more.
 
-    Tensors with a checksum, as `zerojax.export_safetensors` writes it, are checked before.
+    Tensors with a checksum, as `export_safetensors` writes it, are checked before.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
@@ -119,10 +119,10 @@ def import_safetensors(
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> layers = {str(n): {"proj": {"weight": jnp.ones((16, 64))}} for n in range(4)}
-        >>> zerojax.export_safetensors(path, {"model": layers})
+        >>> zerojax.checkpoint.export_safetensors(path, {"model": layers})
         >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((4, 64, 16))}}}, stage=3)
         >>> names = {"proj/kernel": ("model.{}.proj.weight", "out in -> in out")}
-        >>> params = zerojax.import_safetensors(path, like=plan, names=names)
+        >>> params = zerojax.checkpoint.import_safetensors(path, like=plan, names=names)
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (4, 8, 16)
     """
@@ -135,7 +135,7 @@ def import_safetensors(
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
     found = _names.sources({} if names is None else names, sizes)
-    stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
+    stored = _tensors(os.fspath(_save.absolute(path)), rename, found, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)

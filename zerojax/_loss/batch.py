@@ -235,7 +235,7 @@ def shard_batch(
     with the running step. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it
     placed, says which mesh and axes: for every mesh of several axes the surest way.
 
-    In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
+    In several processes each gives its own rows, as `zerojax.run.process_slice` counts them, and
     all of them together are the batch.
 
     Example:
@@ -287,7 +287,7 @@ def process_slice(
     The mesh, axes or plan are those of `zerojax.shard_batch`.
 
     Example:
-        >>> print(zerojax.process_slice(32))  # a single process loads all
+        >>> print(zerojax.run.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
     mesh, axes = mesh_and_axes(mesh, axis, plan)

@@ -43,7 +43,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
         >>> def train():
         ...     state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
         ...     return len(jax.devices())  # with zerojax.Checkpoints, from the newest
-        >>> print(zerojax.elastic(train))
+        >>> print(zerojax.run.elastic(train))
         8
     """
     if not isinstance(at_least, int) or at_least < 1:

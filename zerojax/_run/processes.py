@@ -50,7 +50,7 @@ def initialize(
         coordinator_address, num_processes, process_id, local_device_ids: as in
             `jax.distributed.initialize`.
         heartbeat_timeout_seconds: how long after one process dies the others end too.
-        elastic: they go on without it, where `zerojax.elastic` runs the training.
+        elastic: they go on without it, where `zerojax.run.elastic` runs the training.
 
     Returns:
         The number of processes.
@@ -58,7 +58,7 @@ def initialize(
     Example:
         >>> processes = zerojax.initialize()  # doctest: +SKIP
         zerojax: 4 processes, 16 devices
-        >>> rows = zerojax.process_slice(256)  # of the global batch, those to load here
+        >>> rows = zerojax.run.process_slice(256)  # of the global batch, those to load here
     """
     if jax.distributed.is_initialized():  # by the program itself
         _end_together()
@@ -238,7 +238,7 @@ def log(*values: object) -> None:
     """Prints on process 0 alone, so that a run says everything once.
 
     Example:
-        >>> zerojax.log("step", 10)
+        >>> zerojax.run.log("step", 10)
         step 10
     """
     if jax.process_index() == 0:
@@ -268,7 +268,7 @@ class Watchdog:
     `seconds` must cover the longest step, including the first one's compilation and a save.
 
     Example:
-        >>> with zerojax.Watchdog(600) as watchdog:
+        >>> with zerojax.run.Watchdog(600) as watchdog:
         ...     for n in range(3):
         ...         watchdog.alive(n)
     """

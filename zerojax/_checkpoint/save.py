@@ -106,7 +106,7 @@ def save(
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
         >>> zerojax.save(path, state, step=100)
         >>> state = zerojax.restore(path, like=zerojax.plan(state, stage=1))
-        >>> print(zerojax.read_extras(path).step)
+        >>> print(zerojax.checkpoint.read_extras(path).step)
         100
     """
     target = absolute(path)
@@ -191,7 +191,7 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/100"
         >>> zerojax.save(path, {"w": jnp.ones(8)}, step=100, metadata={"run": "first"})
-        >>> extras = zerojax.read_extras(path)
+        >>> extras = zerojax.checkpoint.read_extras(path)
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """

@@ -47,7 +47,7 @@ class Meter:
     Example:
         >>> logged = []
         >>> on_log = lambda step, values: logged.append((step, values["loss"]))
-        >>> meter = zerojax.Meter(25, per_step={"tokens": 4096}, on_log=on_log, bar=False)
+        >>> meter = zerojax.tools.Meter(25, per_step={"tokens": 4096}, on_log=on_log, bar=False)
         >>> for n in meter:
         ...     meter.update({"loss": jnp.float32(n)})  # of state, metrics = step(state, batch)
         >>> logged
