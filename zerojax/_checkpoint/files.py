@@ -1,5 +1,12 @@
-"""Files of a checkpoint: one writer at a time, and every byte accounted for on the way back."""
+"""Files of a checkpoint: one writer at a time, and every byte accounted for on the way back.
 
+[Note: padding in files]
+Orbax writes each device's shard as chunks of a zarr array, padding and all. A zarr array may end in
+the middle of a chunk, so once all is written the padding is dropped by writing a shorter shape into
+the array's header. No data moves. Chunks of nothing but padding are removed.
+"""
+
+import base64
 import contextlib
 import errno
 import json
@@ -8,11 +15,12 @@ import pathlib
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TypeVar
 
 import jax
 import numpy as np
+import tensorstore as ts  # which Orbax writes with
 from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
 
@@ -26,6 +34,7 @@ ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a ste
 SHARDINGS = "_sharding"  # Orbax's file of where each leaf was, for those who restore without `like`
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
+HEADER = ".zarray"
 BLOCK = 2**22
 ONE_WRITER = (
     "Give each writer a path of its own, or wait for the other to finish (in a notebook, close() "
@@ -351,3 +360,49 @@ def _damage(file: epath.Path, size: int, crc: int) -> str | None:
     if now[0] != size:
         return f"{file} has {now[0]} bytes and was written with {size}"
     return None if now[1] == crc else f"{file} is damaged: its bytes are not those written"
+
+
+def drop_padding(directory: epath.Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Gives arrays that Orbax wrote their logical shapes, by their names in its files."""
+    if not shapes:
+        return
+    where = str(directory)
+    base = f"{where}/" if "://" in where else {"driver": "file", "path": f"{where}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    dims: dict[str, int] = {}  # which of each is padded
+    with ts.Transaction(atomic=True) as all_at_once:  # one by one, each would write the index
+        edited = store.with_transaction(all_at_once)
+        for name, shape in shapes.items():
+            header = json.loads(store[f"{name}/{HEADER}"])
+            differs = [have != want for have, want in zip(header["shape"], shape, strict=True)]
+            dims[name] = differs.index(True)
+            prefix, after = f"{name}/", f"{name}0"  # "0" is what follows "/"
+            for key in store.list(ts.KvStore.KeyRange(prefix, after)).result():
+                chunk = key.decode().removeprefix(prefix)
+                if chunk != HEADER and _starts_beyond(chunk, header["chunks"], shape):
+                    del edited[key]
+            edited[f"{name}/{HEADER}"] = json.dumps({**header, "shape": list(shape)}).encode()
+    _replicate(directory / SHARDINGS, dims)
+
+
+def _starts_beyond(chunk: str, sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a chunk, which "2.0" names, starts where the array of this shape has ended."""
+    numbers = map(int, chunk.split("."))
+    return any(at * size >= end for at, size, end in zip(numbers, sizes, shape, strict=True))
+
+
+def _replicate(file: epath.Path, dims: Mapping[str, int]) -> None:
+    """Has Orbax, where it is told no sharding, replicate dimensions that no longer divide.
+
+    It would otherwise ask JAX for the sharding that the padded array had, which JAX refuses. Of
+    arrays on the host or on one device, Orbax notes none.
+    """
+    noted = json.loads(read(file)) if file.exists() else {}
+    for name, dim in dims.items():
+        key = base64.urlsafe_b64encode(name.encode()).decode()
+        sharding = json.loads(noted.get(key, "{}"))
+        if dim < len(spec := sharding.get("partition_spec", ())):
+            spec[dim] = None
+            noted[key] = json.dumps(sharding)
+    if noted:
+        file.write_text(json.dumps(noted))

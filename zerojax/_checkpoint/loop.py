@@ -3,27 +3,111 @@
 import collections
 import contextlib
 import dataclasses
+import json
+import math
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 from zerojax._checkpoint import extras as _extras, files as _files, save as _save
 from zerojax._checkpoint.extras import Extras
-from zerojax._checkpoint.ranking import CompleteSteps, Manager, Ranking, check_options
 from zerojax._plan.padding import padded_shapes
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._run import processes as _processes
+from zerojax._run import agreement as _agreement, processes as _processes
 from zerojax._state import refusals as _refusals
 from zerojax._types import PyTree, is_key
 from zerojax._warn import warn
 
 AHEAD = 2  # steps that several processes may have given to their devices
+METRICS = "metrics"  # Orbax's name of the item of a step, and of the file in it
+STEPS = ocp.path.step.standard_name_format()
+
+
+class CompleteSteps(ocp.path.step.NameFormat):
+    """Orbax's steps, without directories that have no checkpoint, such as an empty one."""
+
+    def build_name(self, step: int) -> str:
+        return STEPS.build_name(step)
+
+    def find_all(self, base_path: epath.PathLike) -> Iterator[ocp.path.step.Metadata]:
+        return (step for step in STEPS.find_all(base_path) if _files.is_complete(step.path))
+
+    def find_step(self, base_path: epath.PathLike, step: int) -> ocp.path.step.Metadata:
+        return STEPS.find_step(base_path, step)
+
+
+class Manager(ocp.CheckpointManager):
+    """Orbax's manager, which counts complete checkpoints only, and bears damaged metrics.
+
+    It is its own preservation policy: it keeps the newest, the best, and what may be the best.
+    Orbax's `BestN` would keep for ever, or never, each step that was saved without metrics.
+    """
+
+    def __init__(
+        self, directory: epath.Path, keep: int | None, best: str | None, mode: str, background: bool
+    ) -> None:
+        self.keep, self.best, self.sign = keep, best, 1 if mode == "max" else -1
+        self.unranked: set[int] = set()  # steps whose metrics cannot be read
+        self.handler = _save.Handler()
+        # JAX's own barrier waits for a lost process, too, where the run goes on without it.
+        barrier = _agreement.wait_for_all if _processes.may_lose_processes() else None
+        options = ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=background,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
+            step_name_format=CompleteSteps(),
+            best_fn=None if best is None else self.rank,
+            best_mode="max",
+            preservation_policy=self,
+        )
+        super().__init__(directory, item_handlers=self.handler, options=options)
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """Returns the metric that a step was saved with; None without one, or if it is damaged."""
+        directory = self.directory / str(step)
+        file = directory / METRICS / METRICS
+        if self.best is None or step in self.unranked or not file.parent.exists():
+            return None
+        try:
+            metrics = json.loads(_files.read(file))
+            if not isinstance(metrics, dict):
+                raise TypeError("no dict of metrics")
+            return {self.best: float(metrics[self.best])} if self.best in metrics else None
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            self.unranked.add(step)
+            warn(
+                f"{file} cannot be read ({error}): step {step} has no rank, and is kept until "
+                f"you remove {directory}."
+            )
+            return None
+
+    def rank(self, metrics: Mapping[str, float]) -> float:
+        """Returns a number that is higher for better metrics; NaN is the worst there is."""
+        value = self.sign * metrics[str(self.best)]
+        return -math.inf if math.isnan(value) else value
+
+    def best_of(self, metrics: Mapping[int, Mapping[str, float] | None]) -> int | None:
+        """Returns the step with the best metric, the newest of equals."""
+        ranks = {step: self.rank(values) for step, values in metrics.items() if values is not None}
+        return max(ranks, key=lambda step: (ranks[step], step), default=None)
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self.best_of({checkpoint.step: checkpoint.metrics for checkpoint in checkpoints})
+        newest = steps if self.keep is None else steps[-self.keep :]
+        return [step in newest or step == best or step in self.unranked for step in steps]
 
 
 class Preempted(SystemExit):
@@ -80,18 +164,17 @@ class Checkpoints:
         mode: str = "min",
         background: bool = True,
     ) -> None:
-        check_options(every, keep, best, mode, background)
+        _check_options(every, keep, best, mode, background)
         self.directory = _save.absolute(directory)
         _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
         self._every, self._entered, self._closed, self._checked = every, False, False, False
         self._last: tuple | None = None  # what `save` was given for a step that was not due
-        self._ranking = Ranking(keep, best, mode)
         self._signalled = threading.Event()
         self._given: collections.deque[jax.Array] = collections.deque()  # one of each step
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
-            self._manager = Manager(self.directory, self._ranking, background=background)
+            self._manager = Manager(self.directory, keep, best, mode, background)
             stack.callback(self._manager.close)
             stack.enter_context(_processes.noting_sigterm(self._signalled))
             self._stack = stack.pop_all()
@@ -138,7 +221,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Returns the step whose `best=` metric is best, of those kept."""
-        return self._ranking.best_of({step: self._manager.metrics(step) for step in self.steps()})
+        return self._manager.best_of({step: self._manager.metrics(step) for step in self.steps()})
 
     def path(self, step: int) -> str:
         """Returns the path of a step, for `zerojax.restore` and `read_extras`."""
@@ -239,9 +322,15 @@ class Checkpoints:
         if not asked and self._has(step):
             return
         self._check_free(step)
-        ranked = self._ranking.ranked(metrics) if asked or metrics else None
+        best = self._manager.best
+        if best is not None and best not in (metrics or {}) and (asked or metrics):
+            raise ValueError(
+                f"best={best!r} is not among the metrics {sorted(metrics or {})}. Pass "
+                f"metrics={{{best!r}: ...}} to save."
+            )
+        ranked = {best: float(metrics[best])} if best is not None and metrics else None
         custom = _extras.pack(step, *extras)
-        args = _save.save_args(state, custom, shapes)
+        args = _save.save_args(self._manager.handler, state, custom, shapes)
         with self._cleaned_up():
             self._manager.save(step, args=args, metrics=ranked, force=True)
 
@@ -328,4 +417,20 @@ def _warn_of_others(path: str, step: int) -> None:
         warn(
             f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
             f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}."
+        )
+
+
+def _check_options(
+    every: object, keep: object, best: object, mode: object, background: object
+) -> None:
+    def positive(count: object) -> bool:
+        is_integer = isinstance(count, int | np.integer)
+        return is_integer and not isinstance(count, bool) and int(count) >= 1
+
+    known = isinstance(best, str | None) and mode in ("min", "max") and isinstance(background, bool)
+    if not known or not positive(every) or not (keep is None or positive(keep)):
+        raise ValueError(
+            f"Checkpoints({every=}, {keep=}, {best=}, {mode=}, {background=}): every and keep are "
+            "positive (keep=None keeps all), and integers; best is the name of one of the metrics= "
+            "given to save, or None; mode is 'min' or 'max'; background is True or False."
         )
