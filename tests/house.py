@@ -78,7 +78,7 @@ def package_of(module: str) -> str:
 
 def _points_down(module: str, imported: str) -> bool:
     package, other = package_of(module), package_of(imported)
-    if package == "__init__":  # the public names, imported when they are asked for
+    if package.endswith("__init__"):  # the public names, imported when they are asked for
         return True
     within = package == other != module or RANK[package] == RANK[other] == 0
     return within or RANK[other] < RANK[package]
