@@ -167,39 +167,35 @@ class Checkpoints:
         _check_options(every, keep, best, mode, background)
         self.directory = _save.absolute(directory)
         _save.agree("Checkpoints", self.directory, every=every, keep=keep, best=best, mode=mode)
-        self._every, self._entered, self._closed, self._checked = every, False, False, False
+        self._every, self._entered, self._checked = every, False, False
         self._last: tuple | None = None  # what `save` was given for a step that was not due
         self._signalled = threading.Event()
         self._given: collections.deque[jax.Array] = collections.deque()  # one of each step
-        self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_files.only_writer(self.directory, self.directory / ".lock"))
             self._manager = Manager(self.directory, keep, best, mode, background)
             stack.callback(self._manager.close)
             stack.enter_context(_processes.noting_sigterm(self._signalled))
-            self._stack = stack.pop_all()
-        self._earlier = self.latest()  # of another run, until it is resumed
-        # One that nobody closes frees its lock with the last reference to it, or at exit.
-        self._finish = weakref.finalize(self, self._stack.close)
+            self._earlier = self.latest()  # of another run, until it is resumed
+            # One that nobody closes frees its lock with the last reference to it, or at exit.
+            self._finish = weakref.finalize(self, stack.pop_all().close)
 
     def __enter__(self) -> "Checkpoints":
         self._entered = True
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        self._close(meant=error is None or (isinstance(error, SystemExit) and not error.code))
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._last = None
+        self.close()
 
     def close(self) -> None:
         """Saves the last step, as the end of a `with` block does, and lets another writer in."""
-        self._close(meant=True)
-
-    def _close(self, *, meant: bool) -> None:
         try:
-            if meant and self._last is not None:
+            if self._last is not None:
                 self._save_last(*self._last)
         finally:
             self._last = None
-            self._closed = True
             self._finish()
 
     def wait(self) -> None:
@@ -213,7 +209,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps that have complete checkpoints."""
-        return sorted(found.step for found in CompleteSteps().find_all(self.directory))
+        return sorted(step.step for step in CompleteSteps().find_all(self.directory))
 
     def latest(self) -> int | None:
         """Returns the newest step that has a complete checkpoint."""
@@ -255,7 +251,12 @@ class Checkpoints:
             state = _save.restore(path, like, keep=keep, ignore=ignore, cast=cast)
             extras = _save.read_extras(path, data=data)
             if extras.step is None:  # another program, or a plain `zerojax.save`, did not say
-                _warn_of_others(path, step)
+                if others := _files.other_items(path):  # that an Orbax manager saved
+                    warn(
+                        f"{path} is not zerojax's: its state is read, and {', '.join(others)} "
+                        "beside it is not. Take that up yourself, with Orbax, and go on from "
+                        f"saved.step, {step}."
+                    )
                 extras = dataclasses.replace(extras, step=step)
             return state, extras
         if isinstance(like, Plan) and make_state is not None:
@@ -289,8 +290,16 @@ class Checkpoints:
         step = _extras.step_number(step)
         if plan is not None:
             check_plan(plan, "plan=")
-        self._check_open(step)
-        preempted = self._preempted(step, state)
+        if not self._finish.alive:
+            raise ValueError(
+                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
+                "Save inside of their with block."
+            )
+        if jax.distributed.is_initialized():  # all processes agree on the step
+            self._hold_back(state)
+            preempted = self._manager.reached_preemption(step)
+        else:
+            preempted = self._signalled.is_set()
         due = force or preempted or step % self._every == 0
         if due or not self._checked:  # a mistake is told of at the first step
             _save.check_leaves(state)
@@ -303,7 +312,8 @@ class Checkpoints:
         if preempted or not self._entered:
             self.wait()
         if preempted:
-            raise self._told(step)
+            _processes.log(f"zerojax: after a SIGTERM, step {step} is saved in {self.directory}")
+            raise Preempted(step)
         return due
 
     def _write(
@@ -319,20 +329,41 @@ class Checkpoints:
         shapes = padded_shapes(state, plan)
         _save.agree("Checkpoints.save", self.directory, state, step=step, shapes=shapes)
         self.wait()
-        if not asked and self._has(step):
+        is_there = step in self._manager.all_steps() or step in self.steps()
+        if is_there and not asked:
             return
-        self._check_free(step)
-        best = self._manager.best
-        if best is not None and best not in (metrics or {}) and (asked or metrics):
+        self._check_free(step, is_there)
+        best, metrics = self._manager.best, metrics or {}
+        if best is not None and best not in metrics and (asked or metrics):
             raise ValueError(
-                f"best={best!r} is not among the metrics {sorted(metrics or {})}. Pass "
+                f"best={best!r} is not among the metrics {sorted(metrics)}. Pass "
                 f"metrics={{{best!r}: ...}} to save."
             )
-        ranked = {best: float(metrics[best])} if best is not None and metrics else None
+        ranked = {best: float(metrics[best])} if best in metrics else None
         custom = _extras.pack(step, *extras)
         args = _save.save_args(self._manager.handler, state, custom, shapes)
         with self._cleaned_up():
             self._manager.save(step, args=args, metrics=ranked, force=True)
+
+    def _check_free(self, step: int, is_there: bool) -> None:
+        path = self.directory / str(step)
+        if is_there:
+            raise ValueError(
+                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
+                "Continue from the newest with resume(), or give this run a directory of its own."
+            )
+        if self._earlier is not None and step <= self._earlier:
+            raise ValueError(
+                f"step {step} cannot be saved: {self.directory} has an earlier run, up to step "
+                f"{self._earlier}, that was not resumed, and keep= would remove its checkpoints "
+                "for those of this one. Continue it with resume(), or give this run a directory "
+                "of its own."
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"{path} is no checkpoint, and nothing is overwritten. Remove it, or give this run "
+                "a directory of its own."
+            )
 
     def _save_last(self, step: int, state: PyTree, *rest: PyTree) -> None:
         """Saves the last step at the end of the loop, which was none of `every`."""
@@ -358,41 +389,6 @@ class Checkpoints:
         if len(self._given) > AHEAD:
             jax.block_until_ready(self._given.popleft())
 
-    def _told(self, step: int) -> Preempted:
-        _processes.log(f"zerojax: after a SIGTERM, step {step} is saved in {self.directory}")
-        return Preempted(step)
-
-    def _has(self, step: int) -> bool:
-        """Whether a step is saved, or being written."""
-        return step in self._manager.all_steps() or step in self.steps()
-
-    def _check_open(self, step: int) -> None:
-        if self._closed:
-            raise ValueError(
-                f"step {step} cannot be saved: these Checkpoints of {self.directory} are closed. "
-                "Save inside of their with block."
-            )
-
-    def _check_free(self, step: int) -> None:
-        path = self.directory / str(step)
-        if self._has(step):
-            raise ValueError(
-                f"step {step} is saved in {self.directory} already, and nothing is overwritten. "
-                "Continue from the newest with resume(), or give this run a directory of its own."
-            )
-        if self._earlier is not None and step <= self._earlier:
-            raise ValueError(
-                f"step {step} cannot be saved: {self.directory} has an earlier run, up to step "
-                f"{self._earlier}, that was not resumed, and keep= would remove its checkpoints "
-                "for those of this one. Continue it with resume(), or give this run a directory "
-                "of its own."
-            )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ValueError(
-                f"{path} is no checkpoint, and nothing is overwritten. Remove it, or give this run "
-                "a directory of its own."
-            )
-
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
         """Removes what a write in its block leaves where that fails."""
@@ -402,22 +398,6 @@ class Checkpoints:
             _files.remove(_files.unfinished(self.directory))
             self._manager.reload()  # or Orbax counts what it failed to write as written
             raise
-
-    def _preempted(self, step: int, state: PyTree) -> bool:
-        """Whether a SIGTERM came; under jax.distributed, all processes agree on the step."""
-        if jax.distributed.is_initialized():
-            self._hold_back(state)
-            return self._manager.reached_preemption(step)
-        return self._signalled.is_set()
-
-
-def _warn_of_others(path: str, step: int) -> None:
-    """Warns of what an Orbax manager saved beside the state."""
-    if others := _files.other_items(path):
-        warn(
-            f"{path} is not zerojax's: its state is read, and {', '.join(others)} beside it is "
-            f"not. Take that up yourself, with Orbax, and go on from saved.step, {step}."
-        )
 
 
 def _check_options(
