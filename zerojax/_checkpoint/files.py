@@ -150,8 +150,8 @@ def write_checksums(directory: epath.Path) -> None:
 
 def check_regular(directory: epath.Path) -> None:
     """Raises for a pipe among the files, which Orbax would open; object stores have none."""
-    pipes = () if "://" in str(directory) else _irregular_below(os.fspath(directory))
-    wrong = next(iter(pipes), None)
+    pipes = iter(()) if "://" in str(directory) else _irregular_below(os.fspath(directory))
+    wrong = next(pipes, None)
     error = ValueError(f"{wrong} is {IRREGULAR}. Restore another checkpoint.")
     raise_together(error if wrong else None)
 
@@ -222,7 +222,7 @@ def only_writer_of_new(
     unfinished: Callable[[], Iterable[epath.Path]],
     refusal: Exception | None = None,
 ) -> Iterator[None]:
-    """Refuses a path that exists, a second writer, and for the `refusal` of any process.
+    """Refuses a path that exists and a second writer, and raises the `refusal` of any process.
 
     Where its block raises, it removes the directories that are then `unfinished`.
     """
@@ -272,7 +272,10 @@ def _check_shared(path: epath.Path, lock: epath.Path) -> None:
     mark = lock.with_name(f"{lock.name}-{token}")
     if jax.process_index() == 0:
         mark.touch()
-    seen = multihost_utils.process_allgather(np.asarray(_appears(mark))).reshape(-1)
+    until = time.monotonic() + SEEN_WITHIN  # another host's file may take some seconds on NFS
+    while not mark.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    seen = multihost_utils.process_allgather(np.asarray(mark.exists())).reshape(-1)
     if jax.process_index() == 0:
         mark.unlink()
     if not seen.all():
@@ -280,14 +283,6 @@ def _check_shared(path: epath.Path, lock: epath.Path) -> None:
             f"{path} is not one directory: process {seen.argmin()} does not see there what process "
             "0 writes. Choose one on a file system that all hosts share, or in an object store."
         )
-
-
-def _appears(file: epath.Path) -> bool:
-    """Whether a file exists or soon does: another host's may take some seconds on NFS."""
-    until = time.monotonic() + SEEN_WITHIN
-    while not (found := file.exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    return found
 
 
 def _lock(name: str) -> int | None:

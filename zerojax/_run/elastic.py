@@ -60,7 +60,11 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             return _ended(failure, result)
         clients = [weakref.ref(client) for client in backend.backends().values()]
         if failure is not None:
-            _give_up_devices(failure, clients)
+            # It frees all arrays and closes the connections to other processes, whose collectives
+            # then fail as well: they may wait for this process, and not for the one that is lost.
+            for error in _processes.chain(failure):
+                traceback.clear_frames(error.__traceback__)
+            forget_devices(clients)
         left, one_failed = _meet(FAILED if failure else DONE)
         # None is lost, or none was needed any more, or one ended with an error of its own.
         if len(left) == run.num_processes or not one_failed or _processes.told():
@@ -89,14 +93,6 @@ def _ended(failure: Exception | None, result: list[Result]) -> Result:
     if failure is not None:
         raise failure
     return result[0]
-
-
-def _give_up_devices(failure: Exception, clients: list[weakref.ref]) -> None:
-    """Frees all arrays and closes the connections to other processes, whose collectives then fail
-    as well: they may wait for this process, and not for the one that is lost."""
-    for error in _processes.chain(failure):
-        traceback.clear_frames(error.__traceback__)
-    forget_devices(clients)
 
 
 def forget_devices(clients: list[weakref.ref]) -> None:
@@ -128,15 +124,11 @@ def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None
     me, count = run.process_id, run.num_processes
     if me == left[0]:
         host = run.coordinator_address.rpartition(":")[0]
-        run.client.key_value_set(key, f"{host}:{_free_port()}")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            run.client.key_value_set(key, f"{host}:{free.getsockname()[1]}")
     address = run.client.blocking_key_value_get(key, MEETING)
     forget_devices(clients)
     _processes.join_again(address, len(left), left.index(me))
     lost = ", ".join(str(number) for number in range(count) if number not in left)
     _processes.log(f"zerojax: lost process {lost} of {count}, and goes on with {len(left)}")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
