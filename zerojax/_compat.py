@@ -253,7 +253,8 @@ def shared_store() -> Any:
 
 # -- caches
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 # Caches that outlive a run, since `clear_backends` does not clear them, and what they hold.
 OF_A_RUN = (
     ("jax.api_util", "donation_vector"),  # trees, whose nodes may be a plan

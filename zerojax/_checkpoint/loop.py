@@ -333,13 +333,14 @@ class Checkpoints:
         if is_there and not asked:
             return
         self._check_free(step, is_there)
-        best, metrics = self._manager.best, metrics or {}
-        if best is not None and best not in metrics and (asked or metrics):
+        best, metrics, ranked = self._manager.best, metrics or {}, None
+        if best is not None and best in metrics:
+            ranked = {best: float(metrics[best])}
+        elif best is not None and (asked or metrics):
             raise ValueError(
                 f"best={best!r} is not among the metrics {sorted(metrics)}. Pass "
                 f"metrics={{{best!r}: ...}} to save."
             )
-        ranked = {best: float(metrics[best])} if best in metrics else None
         custom = _extras.pack(step, *extras)
         args = _save.save_args(self._manager.handler, state, custom, shapes)
         with self._cleaned_up():

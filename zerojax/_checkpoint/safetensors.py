@@ -311,7 +311,8 @@ def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], like: PyTree) -> ja
     struct = _matching.stored_struct(like)
     shard = struct.sharding.shard_shape(struct.shape)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or (slice(None),) * len(shard)
         return padded(np.asarray(read(index), struct.dtype), shard)
 
     return _matching.laundered(
