@@ -40,7 +40,7 @@ def measured(stage, args, loss_fn, make_state, text):
     """Returns the audit of a stage's step and its seconds, both of the same compiled program."""
     state = zerojax.shard_train_state(make_state, stage=stage)
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
-    batch = zerojax.shard_batch(text[zerojax.process_slice(args.batch)])
+    batch = zerojax.shard_batch(text[zerojax.run.process_slice(args.batch)])
     compiled = step.lower(state, batch).compile()
     report = zerojax.audit(compiled, state, accumulate=args.accumulate)
     seconds = []
@@ -89,12 +89,12 @@ def main():
         rows.append(row(stage, report, seconds, first))
         faults += [f"stage {stage}: {fault}" for fault in report.findings()]
     devices = jax.devices()
-    zerojax.log(f"{len(devices)} x {devices[0].device_kind}; MiB per device:\n")
+    zerojax.run.log(f"{len(devices)} x {devices[0].device_kind}; MiB per device:\n")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
-        zerojax.log("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
+        zerojax.run.log("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
     for fault in faults:  # broken promises of a stage, if any
-        zerojax.log(fault)
+        zerojax.run.log(fault)
 
 
 if __name__ == "__main__":

@@ -159,14 +159,14 @@ def main():
         rng = jax.random.fold_in(jax.random.key(1), n)
         state, metrics = step(state, zerojax.shard_batch(next(data)), rng)
         if n % args.eval_every == 0 or n == args.steps - 1:
-            zerojax.log(f"step {n}: loss {metrics['loss']:.3f}")
+            zerojax.run.log(f"step {n}: loss {metrics['loss']:.3f}")
     averaged = plan.place(state.replace(params=zerojax.unpad(state).opt_state[-1]))
     labels = np.repeat(np.arange(10), 16).astype(np.int32)
     draw = zerojax.eval_step(sampler(model, args.times))
     images = zerojax.full_params(draw(averaged, labels, jax.random.key(2))["aux"])
     classifier = KNeighborsClassifier(1).fit(training["image"].reshape(-1, 64), training["label"])
     right = np.mean(classifier.predict(images.reshape(-1, 64)) == labels)
-    zerojax.log(f"{right:.1%} of {len(labels)} drawn digits are read as what they were to be")
+    zerojax.run.log(f"{right:.1%} of {len(labels)} drawn digits are read as what they were to be")
     if args.picture and jax.process_index() == 0:
         import matplotlib.image
 

@@ -106,7 +106,7 @@ def from_base(path, state):
     """Returns the state with the base's weights in both models, read straight into shards."""
     for name, other in (("policy", "reference"), ("reference", "policy")):
         into = lambda tensor, name=name: f"{name}.{tensor}"
-        params = zerojax.import_safetensors(path, like=state, rename=into, keep=other)
+        params = zerojax.checkpoint.import_safetensors(path, like=state, rename=into, keep=other)
         state = state.replace(params=params)
     return state
 
@@ -124,7 +124,7 @@ def main():
     plan = zerojax.plan(state_maker(model, args), stage=args.stage)
     state = from_base(args.base, plan.place(state_maker(model, args)))
     nbytes = plan.bytes_per_device()
-    zerojax.log(
+    zerojax.run.log(
         f"each device has {nbytes['params'] / 2**10:,.0f} KiB of both models, and "
         f"{nbytes['opt_state'] / 2**10:,.0f} KiB of optimizer state, the policy's"
     )
@@ -138,7 +138,7 @@ def main():
         accuracy, margin = (
             np.mean([float(result[name]) for result in results]) for name in ("accuracy", "margin")
         )
-        zerojax.log(f"step {n}: of unseen pairs {accuracy:.1%} right, margin {margin:.3f}")
+        zerojax.run.log(f"step {n}: of unseen pairs {accuracy:.1%} right, margin {margin:.3f}")
 
     for n in range(args.steps):
         if n % args.eval_every == 0:

@@ -129,7 +129,7 @@ def sample_batch(text, seed, rows, tokens):
     A process reads only its own rows; the batch has those of all processes.
     """
     starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
-    mine = starts[zerojax.process_slice(rows)]
+    mine = starts[zerojax.run.process_slice(rows)]
     return zerojax.shard_batch(np.stack([text[start : start + tokens + 1] for start in mine]))
 
 
@@ -156,11 +156,11 @@ def main():
         if checkpoints:
             state, saved = checkpoints.resume(state)
             start = saved.step or 0
-            zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
+            zerojax.run.log(f"goes on from step {start}" if start else "starts from scratch")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.tools.step_flops(step, state, shape, jax.random.key(0))
         tokens = {"tokens": args.batch * args.tokens}
-        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
+        meter = zerojax.tools.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             batch = sample_batch(training, n, args.batch, args.tokens)
             state, metrics = step(state, batch, jax.random.key(n))
@@ -170,11 +170,11 @@ def main():
 
     unseen = [sample_batch(validation, n, args.batch, args.tokens) for n in range(4)]
     loss = np.mean([float(eval_step(state, batch)["loss"]) for batch in unseen])
-    zerojax.log(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
+    zerojax.run.log(f"validation loss {loss:.3f} nats a byte after {args.steps} steps")
     model = state.model  # the trained module, with sharded arrays
     weight, name = model.blocks.up.weight, model.blocks.activation.__name__
     part = weight.addressable_shards[0].data.shape
-    zerojax.log(
+    zerojax.run.log(
         f"a {type(model).__name__} with {name}, its up-projections {weight.shape}, {part} a device"
     )
 

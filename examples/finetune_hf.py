@@ -76,7 +76,7 @@ def main():
     args = parser.parse_args()
     zerojax.initialize()
     if not os.path.exists(args.base):
-        zerojax.log(f"There is no {args.base}: making a small GPT-2 of random numbers.")
+        zerojax.run.log(f"There is no {args.base}: making a small GPT-2 of random numbers.")
         make_base(args)
     model = models_hf.model_of(args.base)
 

@@ -51,7 +51,7 @@ def add_base(parser):
 
 def train_missing_base(args):
     if not os.path.exists(args.base):
-        zerojax.log(f"There is no {args.base}: training a small one first, on English.")
+        zerojax.run.log(f"There is no {args.base}: training a small one first, on English.")
         base = dict(steps=args.base_steps, lr=3e-3, export=args.base, sample=0, checkpoints=None)
         defaults = vars(train_gpt.parser.parse_args([]))
         train_gpt.pretrain(argparse.Namespace(**defaults | vars(args) | base))
@@ -130,21 +130,21 @@ def main():
     precision = zerojax.Precision(compute="bfloat16") if args.bf16 else None
     plan = zerojax.plan(make_state, stage=args.stage, precision=precision)
     state = plan.place(make_state)
-    params = zerojax.import_safetensors(args.base, like=state, keep="lora_")
+    params = zerojax.checkpoint.import_safetensors(args.base, like=state, keep="lora_")
     state = state.replace(params=params)
     trained, everything = map(count, (adapters_of(params), params))
     nbytes = plan.bytes_per_device()
-    zerojax.log(
+    zerojax.run.log(
         f"trains {trained:,} of {everything:,} parameters; each device has "
         f"{nbytes['params'] / 2**10:,.0f} KiB of them and {nbytes['opt_state'] / 2**10:,.0f} KiB "
         "of optimizer state"
     )
     state = train_gpt.train(args, state, loss_fn, training, validation)
     if args.export:
-        zerojax.export_safetensors(args.export, adapters_of(state.params))
+        zerojax.checkpoint.export_safetensors(args.export, adapters_of(state.params))
     if args.sample:
         written = train_gpt.write(model, state.params, validation[: args.tokens], args.sample)
-        zerojax.log(f"The model writes:\n{written}")
+        zerojax.run.log(f"The model writes:\n{written}")
 
 
 if __name__ == "__main__":

@@ -45,14 +45,14 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
 
     def batch_of(text):
         batch = arrange(text)
-        mine = zerojax.process_slice(len(jax.tree.leaves(batch)[0]), plan=state)
+        mine = zerojax.run.process_slice(len(jax.tree.leaves(batch)[0]), plan=state)
         return zerojax.shard_batch(jax.tree.map(lambda rows: rows[mine], batch), plan=state)
 
     def say_loss(when):
         rng = np.random.default_rng(0)
         unseen = [sample_batch(validation, rng, args.batch, args.tokens) for _ in range(8)]
         loss = np.mean([float(evaluate(state, batch_of(text))) for text in unseen])
-        zerojax.log(f"validation loss {loss:.3f} nats a byte {when}")
+        zerojax.run.log(f"validation loss {loss:.3f} nats a byte {when}")
 
     training, validation = read_text()
     rng = np.random.default_rng(1)
@@ -61,14 +61,14 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
     step = step.lower(state, batch_of(text)).compile()
     say_collectives(zerojax.audit(step, state, accumulate=args.accumulate))
     say_loss("before")
-    meter = zerojax.Meter(args.steps, per_step={"tokens": args.batch * args.tokens})
+    meter = zerojax.tools.Meter(args.steps, per_step={"tokens": args.batch * args.tokens})
     for n in meter:
         state, metrics = step(state, batch_of(text))
         if n == 0:
             found = [metrics["loss"], metrics["grad_norm"]]
             np.testing.assert_allclose(found, loss_and_norm, rtol=1e-4)
             said = "loss {:.4f}, norm of the gradients {:.4f}, as on one device"
-            zerojax.log(said.format(*found))
+            zerojax.run.log(said.format(*found))
         meter.update(metrics)
         text = sample_batch(training, rng, args.batch, args.tokens)
     say_loss(f"after {args.steps} steps")
@@ -86,7 +86,7 @@ def say_layout(params, *names):
     for name in names:
         array = params[name]
         part = array.addressable_shards[0].data.shape
-        zerojax.log(f"{name} {array.shape} is split as {array.sharding.spec}, {part} a device")
+        zerojax.run.log(f"{name} {array.shape} is split as {array.sharding.spec}, {part} a device")
 
 
 def say_collectives(report):
@@ -98,4 +98,4 @@ def say_collectives(report):
         runs[key] += one.trips
     large = [(key, nbytes) for key, nbytes in sent.most_common() if nbytes >= 2**10]
     said = [f"{runs[key]} {key} ({nbytes / 2**10:,.0f} KiB)" for key, nbytes in large]
-    zerojax.log(f"a step's collectives: {', '.join(said)}")
+    zerojax.run.log(f"a step's collectives: {', '.join(said)}")

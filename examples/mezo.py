@@ -98,7 +98,7 @@ def compare_memory(args, model, loss_fn, plan, step, batch):
     evaluation = peak_mib(zerojax.eval_step(loss_fn, plan=plan), state, batch)
     mezo = peak_mib(step, state, batch, jax.random.key(0), plan=plan)
     training = peak_mib(zerojax.train_step(loss_fn), adam, batch)
-    zerojax.log(
+    zerojax.run.log(
         f"peak per device: evaluation {evaluation:.2f} MiB, MeZO {mezo:.2f}, Adam {training:.2f}"
     )
 
@@ -116,7 +116,7 @@ def main():
         return {"params": model.init(jax.random.key(0), text)["params"]}
 
     plan = zerojax.plan(make_state, stage=args.stage)
-    state = {"params": zerojax.import_safetensors(args.base, like=plan)}
+    state = {"params": zerojax.checkpoint.import_safetensors(args.base, like=plan)}
     step = mezo_step(loss_fn, plan, args.lr, args.eps, args.accumulate)
     eval_step = zerojax.eval_step(loss_fn, plan=plan)
     data = train_gpt.batches(training, args.batch, args.tokens + 1)
@@ -125,7 +125,7 @@ def main():
     def say(n):
         unseen = train_gpt.batches(validation, args.batch, args.tokens + 1)
         losses = [eval_step(state, zerojax.shard_batch(next(unseen)))["loss"] for _ in range(4)]
-        zerojax.log(f"step {n}: validation loss {np.mean(losses):.4f}")
+        zerojax.run.log(f"step {n}: validation loss {np.mean(losses):.4f}")
 
     for n in range(args.steps):
         if n % args.eval_every == 0:

@@ -1,8 +1,8 @@
 """GPT-2, Llama and ViT in plain JAX, and where the files of Hugging Face have their weights.
 
 A model is made of a checkpoint's `config.json`; its layers are one scan over stacked weights. The
-tables of names are for `zerojax.import_safetensors` and `zerojax.export_safetensors`. Copy what you
-need; finetune_hf.py trains with it.
+tables of names are for `zerojax.checkpoint`'s `import_safetensors` and `export_safetensors`. Copy
+what you need; finetune_hf.py trains with it.
 """
 
 import dataclasses
@@ -290,7 +290,7 @@ def structs(model, dtype=jnp.float32):
 
 def load(directory, model, like, **options):
     """Reads a checkpoint straight into the shards of `like`, a plan or a state."""
-    return zerojax.import_safetensors(
+    return zerojax.checkpoint.import_safetensors(
         directory,
         like,
         names=model.names,
@@ -303,7 +303,7 @@ def load(directory, model, like, **options):
 
 def save(directory, model, params, **options):
     """Writes a checkpoint that transformers reads, but for its tokenizer."""
-    zerojax.export_safetensors(directory, params, names=model.names, **options)
+    zerojax.checkpoint.export_safetensors(directory, params, names=model.names, **options)
     if jax.process_index() == 0:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(model.config, indent=2))
     multihost_utils.sync_global_devices("config.json")  # which the other processes may read next

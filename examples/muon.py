@@ -123,11 +123,11 @@ def compare(args, model, loss_fn, mesh):
         ("Muon, stage 3", optax_muon(args.lr), 3),
         ("Muon by layer, stage 3", muon(args.lr, mesh), 3),
     )
-    zerojax.log("a step on each device      GFLOP  sent, MiB")
+    zerojax.run.log("a step on each device      GFLOP  sent, MiB")
     for name, tx, stage in rows:
         flops, sent = cost(state_maker(model, tx), loss_fn, stage, mesh, batch)
         kinds = ", ".join(f"{kind} {n / 2**20:.1f}" for kind, n in sent.items() if n > 2**14)
-        zerojax.log(f"{name:25} {flops / 1e9:7.2f}  {sum(sent.values()) / 2**20:.1f} ({kinds})")
+        zerojax.run.log(f"{name:25} {flops / 1e9:7.2f}  {sum(sent.values()) / 2**20:.1f} ({kinds})")
 
 
 # ---- training
@@ -152,7 +152,7 @@ def main():
     def say(n):
         unseen = train_gpt.batches(validation, args.batch, args.tokens + 1)
         losses = [eval_step(state, zerojax.shard_batch(next(unseen)))["loss"] for _ in range(4)]
-        zerojax.log(f"step {n}: validation loss {np.mean(losses):.3f}")
+        zerojax.run.log(f"step {n}: validation loss {np.mean(losses):.3f}")
 
     for n in range(args.steps):
         if n % args.eval_every == 0:

@@ -98,7 +98,7 @@ def sample_batch(text, seed, rows, tokens):
     A process reads only its own rows; the batch has those of all processes.
     """
     starts = np.random.default_rng(seed).integers(0, len(text) - tokens - 1, rows)
-    mine = starts[zerojax.process_slice(rows)]
+    mine = starts[zerojax.run.process_slice(rows)]
     return zerojax.shard_batch(np.stack([text[start : start + tokens + 1] for start in mine]))
 
 
@@ -133,17 +133,17 @@ def main():
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.tools.step_flops(*train_step.pure(model, optimizer, shape))
         tokens = {"tokens": args.batch * args.tokens}
-        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
+        meter = zerojax.tools.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             batch = sample_batch(training, n, args.batch, args.tokens)
             metrics = train_step(model, optimizer, batch)  # line 4: returns metrics, not a loss
             meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, zerojax.nnx.state(model, optimizer))
-    zerojax.log(f"validation loss {validation_loss():.3f} nats a byte after {args.steps} steps")
+    zerojax.run.log(f"validation loss {validation_loss():.3f} nats a byte after {args.steps} steps")
     kernel = model.blocks.up.kernel
     part = kernel.addressable_shards[0].data.shape
-    zerojax.log(f"the layers' up-projections are {kernel.shape}, {part} a device")
+    zerojax.run.log(f"the layers' up-projections are {kernel.shape}, {part} a device")
 
 
 def open_checkpoints(args):
@@ -157,7 +157,7 @@ def resume(checkpoints, model, optimizer):
     state, saved = checkpoints.resume(zerojax.nnx.state(model, optimizer))
     zerojax.nnx.update(model, optimizer, state)
     start = saved.step or 0
-    zerojax.log(f"goes on from step {start}" if start else "starts from scratch")
+    zerojax.run.log(f"goes on from step {start}" if start else "starts from scratch")
     return start
 
 

@@ -116,7 +116,7 @@ def main():
     _, make_state, loss_fn = with_adapters(args, tx)
     plan = zerojax.plan(make_state, stage=args.stage)
     state = plan.place(make_state)
-    params = zerojax.import_safetensors(args.base, like=state, keep="lora_")
+    params = zerojax.checkpoint.import_safetensors(args.base, like=state, keep="lora_")
     train(args, plan, state.replace(params=params), loss_fn, training, validation)
 
 
@@ -130,7 +130,7 @@ def train(args, plan, state, loss_fn, training, validation):
     def say(n, what):
         unseen = train_gpt.batches(validation, args.batch, args.tokens + 1)
         losses = [eval_step(state, zerojax.shard_batch(next(unseen)))["loss"] for _ in range(4)]
-        zerojax.log(f"step {n}: validation loss {np.mean(losses):.4f} {what}")
+        zerojax.run.log(f"step {n}: validation loss {np.mean(losses):.4f} {what}")
 
     with train_gpt.open_checkpoints(args) as checkpoints:
         start = 0
@@ -138,7 +138,7 @@ def train(args, plan, state, loss_fn, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.log(f"goes on from step {start}")
+            zerojax.run.log(f"goes on from step {start}")
         for n in range(start, args.steps):
             if n % args.restart_every == 0:
                 say(n, "")

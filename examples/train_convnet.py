@@ -140,7 +140,7 @@ def batches(examples, rows):
 
     Grain shuffles and batches the examples' indices, which are the same in all processes.
     """
-    mine = zerojax.process_slice(rows)
+    mine = zerojax.run.process_slice(rows)
     numbers = grain.MapDataset.range(len(examples["label"])).shuffle(seed=0).repeat().batch(rows)
     dataset = numbers.map(lambda batch: rows_of(examples, batch[mine]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
@@ -151,7 +151,7 @@ def batches(examples, rows):
 
 def accuracy_of(eval_step, state, examples, rows):
     """Returns the accuracy on all examples, exactly: the last batch may have fewer."""
-    mine = zerojax.process_slice(rows)
+    mine = zerojax.run.process_slice(rows)
     right = real = 0.0
     for start in range(0, len(examples["label"]), rows):
         batch = rows_of(rows_of(examples, slice(start, start + rows)), mine)
@@ -193,11 +193,11 @@ def train(args, state, train_loss, eval_loss, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.log(f"goes on from step {start}")
+            zerojax.run.log(f"goes on from step {start}")
         shapes = {name: shape_of(values, args.batch) for name, values in training.items()}
         flops = zerojax.tools.step_flops(step, state, shapes, jax.random.key(0))
         images = {"images": args.batch}
-        meter = zerojax.Meter(args.steps, start=start, per_step=images, flops=flops)
+        meter = zerojax.tools.Meter(args.steps, start=start, per_step=images, flops=flops)
         for n in meter:
             if n % args.eval_every == 0:
                 meter.log({"validation_accuracy": accuracy(state)})
@@ -206,7 +206,7 @@ def train(args, state, train_loss, eval_loss, training, validation):
             meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, state, data=data)
-    zerojax.log(f"validation accuracy {accuracy(state):.4f}")
+    zerojax.run.log(f"validation accuracy {accuracy(state):.4f}")
     return state
 
 

@@ -111,7 +111,7 @@ def batches(text, rows, length):
 
     Grain shuffles and batches the windows' indices, which are the same in all processes.
     """
-    mine = zerojax.process_slice(rows)
+    mine = zerojax.run.process_slice(rows)
     windows = np.lib.stride_tricks.sliding_window_view(text, length)[:: length // 4]
     numbers = grain.MapDataset.range(len(windows)).shuffle(seed=0).repeat().batch(rows)
     dataset = numbers.map(lambda batch: windows[batch[mine]])
@@ -144,10 +144,10 @@ def pretrain(args):
     state = zerojax.shard_train_state(make_state, stage=args.stage, precision=precision)
     state = train(args, state, loss_fn, training, validation)
     if args.export:
-        zerojax.export_safetensors(args.export, state)
+        zerojax.checkpoint.export_safetensors(args.export, state)
     if args.sample:
         written = write(model, state.params, validation[: args.tokens], args.sample)
-        zerojax.log(f"The model writes:\n{written}")
+        zerojax.run.log(f"The model writes:\n{written}")
 
 
 def train(args, state, loss_fn, training, validation):
@@ -167,11 +167,11 @@ def train(args, state, loss_fn, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.log(f"goes on from step {start}")
+            zerojax.run.log(f"goes on from step {start}")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.tools.step_flops(step, state, shape)
         tokens = {"tokens": args.batch * args.tokens}
-        meter = zerojax.Meter(args.steps, start=start, per_step=tokens, flops=flops)
+        meter = zerojax.tools.Meter(args.steps, start=start, per_step=tokens, flops=flops)
         for n in meter:
             if n % args.eval_every == 0:
                 meter.log({"validation_loss": validation_loss(state)})
@@ -179,7 +179,7 @@ def train(args, state, loss_fn, training, validation):
             meter.update(metrics)
             if checkpoints:
                 checkpoints.save(n + 1, state, data=data)
-    zerojax.log(f"validation loss {validation_loss(state):.3f} nats a byte")
+    zerojax.run.log(f"validation loss {validation_loss(state):.3f} nats a byte")
     return state
 
 

@@ -131,7 +131,7 @@ def main():
 
     def say(n):
         accuracy = train_convnet.accuracy_of(eval_step, state, validation, args.batch)
-        zerojax.log(f"step {n}: validation accuracy {accuracy:.2%}")
+        zerojax.run.log(f"step {n}: validation accuracy {accuracy:.2%}")
 
     with train_convnet.open_checkpoints(args) as checkpoints:
         start = 0

@@ -23,15 +23,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 RANKS = (
     "_compat _declared _figures _fingerprint _progress _table _types _warn",
     "_kernel",
-    "_run _state tools._hlo",
+    "_run _state tools._flops tools._hlo",
     "_wire _update",
     "_plan",
     "_loss",
     "_features",
-    "_step",
+    "_step run",
     "_checkpoint tools._audit aot",
-    "tools._verify tools._forecast nnx",
-    "_observe tools._flags",
+    "tools._verify tools._forecast checkpoint nnx",
+    "tools._flags tools._meter",
     "tools._cli",
     "__main__",
 )
@@ -45,7 +45,7 @@ KERNEL = [
     "arrays",
     "body",
     "loops",
-    "run",
+    "engine",
     "device",
 ]
 BENEATH_KERNEL = {"_compat", "_types", "_warn"}
@@ -95,7 +95,7 @@ def package_of(module: str) -> str:
 
 def _points_down(module: str, imported: str) -> bool:
     package, other = package_of(module), package_of(imported)
-    if package == "__init__":  # the public names, imported when they are asked for
+    if package.endswith("__init__"):  # the public names, imported when they are asked for
         return True
     within = package == other != module or RANK[package] == RANK[other] == 0
     return within or RANK[other] < RANK[package]

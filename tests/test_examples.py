@@ -68,7 +68,7 @@ def base(example, tmp_path):
     """Files of weights that train_gpt.py begins with."""
     model, text = example("train_gpt").GPT(2, 64, 64), np.zeros((1, 64), np.int32)
     params = jax.jit(model.init)(jax.random.key(0), text)["params"]
-    zerojax.export_safetensors(tmp_path / "base", params)
+    zerojax.checkpoint.export_safetensors(tmp_path / "base", params)
     return tmp_path / "base"
 
 

@@ -38,7 +38,7 @@ parser.add_argument("--refuse-at", type=int, help="an error of XLA, in every pro
 parser.add_argument("--kill-at", type=int, help="in a step, where the others wait in a collective")
 parser.add_argument("--kill-after", type=int, help="a step, where the others save")
 parser.add_argument("--elastic", action="store_true", help="of zerojax.initialize")
-parser.add_argument("--at-least", type=int, help="of zerojax.elastic, which then runs it")
+parser.add_argument("--at-least", type=int, help="of zerojax.run.elastic, which then runs it")
 parser.add_argument("--keep-arrays", action="store_true", help="outside of what elastic runs")
 parser.add_argument("--no-data", action="store_true", help="as many processes as saved it only")
 parser.add_argument("--offload", action="store_true", help="state on the host, updated in backward")
@@ -79,7 +79,7 @@ def train(args, mesh=None):
     make = lambda: make_state(args.dim)
     plan = zerojax.plan(make, stage=args.stage, offload=offload, mesh=mesh)
     step = zerojax.train_step(loss_fn, update="backward" if args.offload else "auto")
-    watchdog = zerojax.Watchdog(args.watchdog)
+    watchdog = zerojax.run.Watchdog(args.watchdog)
     with (
         contextlib.ExitStack() as watched,
         zerojax.Checkpoints(args.directory, every=args.every, keep=2) as checkpoints,
@@ -90,18 +90,18 @@ def train(args, mesh=None):
         assert memories(state) == rests, "born or restored elsewhere"
         if saved.step and not args.no_data:
             assert saved.data == ("rows", jax.process_index(), saved.step)
-        zerojax.log(f"from {saved.step or 0}")
+        zerojax.run.log(f"from {saved.step or 0}")
         for n in range(saved.step or 0, args.steps):
             fail_on_purpose(args, n, checkpoints)
             batch = np.random.default_rng(n).normal(size=(args.rows, args.dim)).astype(np.float32)
-            batch = zerojax.shard_batch(batch[zerojax.process_slice(args.rows)], mesh)
+            batch = zerojax.shard_batch(batch[zerojax.run.process_slice(args.rows)], mesh)
             state, metrics = step(state, batch, jax.random.fold_in(jax.random.key(1), n))
             loss = float(metrics["loss"])
             time.sleep(args.step_seconds)
             if n == (saved.step or 0):  # compiled: steps are short from here on
                 watched.enter_context(watchdog)
             watchdog.alive(n + 1)
-            zerojax.log(f"step {n + 1} on {plan.size} loss {loss:.9g}")
+            zerojax.run.log(f"step {n + 1} on {plan.size} loss {loss:.9g}")
             if n + 1 == args.kill_after:
                 kill_the_last()
             data = None if args.no_data else ("rows", jax.process_index(), n + 1)
@@ -149,7 +149,7 @@ def main() -> None:
         if args.export:
             layers = {"w1": ("layers.{}.up", "in out -> out in"), "w2": "layers.{}.down"}
             names = {f"layers/{name}": entry for name, entry in layers.items()}
-            zerojax.export_safetensors(args.export, state, names=names)
+            zerojax.checkpoint.export_safetensors(args.export, state, names=names)
         if args.disagree:
             try:
                 zerojax.save(f"{args.directory}/never", {"w": np.ones(3)}, step=jax.process_index())
@@ -159,7 +159,7 @@ def main() -> None:
         assert digest(saved) == digest(state), "another state was saved last"
         return digest(state)
 
-    found = run() if args.at_least is None else zerojax.elastic(run, at_least=args.at_least)
+    found = run() if args.at_least is None else zerojax.run.elastic(run, at_least=args.at_least)
     print("digest", found, flush=True)
     if os.environ.get("WORLD_SIZE") and not args.elastic:
         jax.distributed.shutdown()

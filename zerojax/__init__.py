@@ -10,24 +10,13 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from zerojax import aot as aot, nnx as nnx, tools as tools
-    from zerojax._checkpoint.checkpoint import (
-        read_extras as read_extras,
-        restore as restore,
-        save as save,
-    )
-    from zerojax._checkpoint.extras import Extras as Extras
-    from zerojax._checkpoint.goodput import Goodput as Goodput
-    from zerojax._checkpoint.loop import Checkpoints as Checkpoints, Preempted as Preempted
-    from zerojax._checkpoint.safetensors import (
-        export_safetensors as export_safetensors,
-        import_safetensors as import_safetensors,
-    )
+    from zerojax import aot as aot, checkpoint as checkpoint, nnx as nnx, run as run, tools as tools
+    from zerojax._checkpoint.loop import Checkpoints as Checkpoints
+    from zerojax._checkpoint.save import restore as restore, save as save
     from zerojax._kernel.places import LeafPlan as LeafPlan
-    from zerojax._loss.batch import process_slice as process_slice, shard_batch as shard_batch
+    from zerojax._loss.batch import shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
-    from zerojax._observe.meter import Meter as Meter
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
         full_params as full_params,
@@ -41,8 +30,7 @@ if typing.TYPE_CHECKING:
         master_weights as master_weights,
         narrow_moments as narrow_moments,
     )
-    from zerojax._run.elastic import elastic as elastic
-    from zerojax._run.processes import Watchdog as Watchdog, initialize as initialize, log as log
+    from zerojax._run.processes import initialize as initialize
     from zerojax._state.module_state import ModuleState as ModuleState
     from zerojax._step.explicit import (
         gather as gather,
@@ -64,25 +52,20 @@ __version__ = "0.1.0"
 # engine and the tools, `import zerojax` would cost half as much again as JAX, Flax and optax.
 _EXPORTS = {
     "tools._audit.audit": ["audit"],
-    "_checkpoint.checkpoint": ["read_extras", "restore", "save"],
-    "_checkpoint.extras": ["Extras"],
-    "_checkpoint.goodput": ["Goodput"],
-    "_checkpoint.loop": ["Checkpoints", "Preempted"],
-    "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
+    "_checkpoint.loop": ["Checkpoints"],
+    "_checkpoint.save": ["restore", "save"],
     "_wire.codecs": ["Blocks"],
-    "_run.elastic": ["elastic"],
     "tools._forecast.forecast": ["forecast"],
-    "_loss.batch": ["process_slice", "shard_batch"],
+    "_loss.batch": ["shard_batch"],
     "_loss.mean": ["mean"],
     "_loss.pad_batch": ["pad_batch"],
-    "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["full_params", "shard_train_state", "unpad"],
     "_kernel.places": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
     "_plan.precision": ["Precision", "master_weights", "narrow_moments"],
-    "_run.processes": ["Watchdog", "initialize", "log"],
+    "_run.processes": ["initialize"],
     "_state.module_state": ["ModuleState"],
     "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
@@ -91,7 +74,7 @@ _EXPORTS = {
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES |= {name: name for name in ("aot", "nnx", "tools")}
+_MODULES |= {name: name for name in ("aot", "checkpoint", "nnx", "run", "tools")}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -5,17 +5,19 @@ Supported: JAX 0.10 (Python 3.11) to 0.12. `tests/units/test_compat.py` fails wi
 message on a JAX whose internals have moved again.
 """
 
+import functools
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax import Array
 from jax.core import AbstractValue, Tracer
 from jax.experimental import multihost_utils
-from jax.extend import core as jex_core
+from jax.extend import backend, core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -247,6 +249,35 @@ def shared_store() -> Any:
     The processes' versions need not be the same.
     """
     return run_of_processes().client
+
+
+# -- caches
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Caches that outlive a run, since `clear_backends` does not clear them, and what they hold.
+OF_A_RUN = (
+    ("jax.api_util", "donation_vector"),  # trees, whose nodes may be a plan
+    ("jax.experimental.multihost_utils", "_local_to_global_aval"),  # meshes
+    ("jax.experimental.multihost_utils", "_global_to_local_aval"),
+    ("orbax.checkpoint._src.serialization.replica_slices", "_sharding_num_replicas"),  # shardings
+    ("orbax.checkpoint._src.futures.signaling_client", "get_signaling_client"),  # a run's client
+)
+
+
+def device_cache(function: Callable[P, R]) -> Callable[P, R]:
+    """Caches a function whose arguments or results hold devices.
+
+    JAX's `clear_backends` clears it, so that nothing of one backend outlives it.
+    """
+    cached = functools.cache(function)
+    backend.register_backend_cache(cached, function.__qualname__)
+    return cached  # type: ignore
+
+
+def caches_of_a_run() -> list[Any]:
+    """Returns the caches of JAX and Orbax that hold devices, or the client, of a run that ends."""
+    return [getattr(sys.modules[name], cache) for name, cache in OF_A_RUN if name in sys.modules]
 
 
 # -- cuDNN's attention

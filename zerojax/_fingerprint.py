@@ -23,10 +23,10 @@ def of_shapes(tree: PyTree) -> str:
 
 def of_values(named: Iterable[tuple[str, PyTree]]) -> dict[str, str]:
     """Returns a text for each value; see `of_value`."""
-    found = dict(named)
+    values = dict(named)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        sums = threads.map(of_value, found.values())
-        return {f"the values of {name}": sum_ for name, sum_ in zip(found, sums, strict=True)}
+        sums = threads.map(of_value, values.values())
+        return {f"the values of {name}": sum_ for name, sum_ in zip(values, sums, strict=True)}
 
 
 def of_value(value: PyTree) -> str:

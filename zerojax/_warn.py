@@ -1,22 +1,27 @@
 """Warnings that point at the user's line."""
 
+import os
 import sys
 import warnings
 
-# Packages whose frames are between the user's line and what warns. contextlib runs decorators, and
+import jax
+
+# Where the files are between the user's line and what warns. contextlib runs decorators, and
 # threading what a thread does.
-BETWEEN = frozenset(
-    {"zerojax", "jax", "flax", "orbax", "equinox", "haiku", "optax", "contextlib", "threading"}
+PACKAGES = os.path.dirname(os.path.dirname(jax.__file__))
+BETWEEN = (
+    os.path.dirname(__file__) + os.sep,
+    *(f"{PACKAGES}/{name}/" for name in ("jax", "flax", "orbax", "equinox", "haiku", "optax")),
+    *(f"{os.path.dirname(os.__file__)}/{name}." for name in ("contextlib", "threading")),
 )
 
 
 def warn(text: str) -> None:
-    """Warns of what the nearest line outside of these packages calls for."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    """Warns of what the nearest line outside of these files calls for.
 
-
-def _is_between(module: str) -> bool:
-    return module.partition(".")[0] in BETWEEN
+    Python 3.11 cannot skip files: there a warning names the line of zerojax that warns.
+    """
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, skip_file_prefixes=BETWEEN)
+    else:
+        warnings.warn(text, stacklevel=2)

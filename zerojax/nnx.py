@@ -27,6 +27,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax import _compat
 from zerojax._declared import Options, option, takes
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.trace import split_aux
@@ -307,7 +308,7 @@ def _left(model: nnx.Module, params: PyTree, before: Variables) -> PyTree:
     )
 
 
-@functools.cache
+@_compat.device_cache
 def _device_key() -> jax.Array:
     """Returns a key that steps fold with the index of the device, and of the microbatch."""
     return jax.random.key(0)

@@ -38,14 +38,14 @@ def test_step_rng_data_and_metadata_are_read_without_the_state(tmp_path):
     zerojax.save(tmp_path / "c", STATE, metadata=metadata | {"mean": mean}, **options)
     for file in files_of(tmp_path / "c" / "ocdbt.process_0"):
         file.write_bytes(b"of no use")
-    extras = zerojax.read_extras(tmp_path / "c")
+    extras = zerojax.checkpoint.read_extras(tmp_path / "c")
     assert (extras.step, extras.data) == (12, b"\x00at 12")
     assert extras.rng.dtype == options["rng"].dtype
     assert_equal_bits(words([extras.rng]), words([options["rng"]]))
     read = extras.metadata.pop("mean")
     assert extras.metadata == metadata and read.dtype == mean.dtype
     assert_equal_bits(read, mean)
-    assert zerojax.read_extras(tmp_path / "c", data=False).data is None
+    assert zerojax.checkpoint.read_extras(tmp_path / "c", data=False).data is None
     assert not (tmp_path / "attacked").exists()
     pickle.loads(blob)
     assert (tmp_path / "attacked").exists(), "it would have been seen"
@@ -75,7 +75,7 @@ def test_hostile_extras_are_an_error(tmp_path):
         content["custom_metadata"]["zerojax"] = {k: v for k, v in extras.items() if v is not ...}
         file.write_text(json.dumps(content).replace('"nested"', "[" * 3000 + "]" * 3000))
         with pytest.raises(ValueError, match=r"/c .*(damaged|be read).*Restore another checkpoint"):
-            zerojax.read_extras(tmp_path / "c")
+            zerojax.checkpoint.read_extras(tmp_path / "c")
     file.write_text("[" * 10**5)
     with pytest.raises(ValueError, match=r"/c cannot be read .*Restore another"):
         zerojax.restore(tmp_path / "c", STATE)

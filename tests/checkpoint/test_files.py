@@ -14,6 +14,7 @@ import zerojax
 from tests.checkpoint.damage import DAMAGE, files_of, full_disk, pipe_for
 from tests.checkpoint.states import STATE, save_steps
 from tests.reference import assert_equal_bits
+from zerojax.checkpoint import export_safetensors, import_safetensors
 
 LISTING = "zerojax_checksums.json"
 # Of Orbax's threads and event loops, where it fails; they are collected while it is ignored.
@@ -31,12 +32,12 @@ def test_a_list_of_checksums_is_there_and_as_it_was_written(tmp_path):
         with pytest.raises(ValueError, match=rf"{LISTING} is not the list.*Restore another"):
             zerojax.restore(tmp_path / "c", STATE)
     listing.unlink()
-    for read in (lambda path: zerojax.restore(path, STATE), zerojax.read_extras):
+    for read in (lambda path: zerojax.restore(path, STATE), zerojax.checkpoint.read_extras):
         with pytest.raises(ValueError, match=rf"/{LISTING} is missing.*write {{}} into it"):
             read(tmp_path / "c")
     listing.write_text("{}")
     assert_equal_bits(zerojax.restore(tmp_path / "c", STATE), STATE)
-    assert zerojax.read_extras(tmp_path / "c").step == 3
+    assert zerojax.checkpoint.read_extras(tmp_path / "c").step == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*metrics cannot be read")
@@ -71,7 +72,7 @@ def test_a_second_writer_to_one_path_is_refused(tmp_path):
     second = pytest.raises(ValueError, match=r"something else is writing to .*/c. Give each writer")
     with open(tmp_path / ".c.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for write in (zerojax.save, zerojax.export_safetensors):
+        for write in (zerojax.save, export_safetensors):
             with second:
                 write(tmp_path / "c", STATE)
     assert [p.name for p in tmp_path.iterdir()] == [".c.lock"]
@@ -104,7 +105,7 @@ def test_a_write_that_fails_names_the_file_and_takes_nothing_with_it(tmp_path):
                 checkpoints.wait()
         assert checkpoints.steps() == [1] and checkpoints.latest() == 1
         left = sorted(p.name for p in (*tmp_path.iterdir(), *(tmp_path / "loop").iterdir()))
-        assert left == [".lock", "1", "goodput.json", "loop"]
+        assert left == [".lock", "1", "loop"]
         assert {p: p.read_bytes() for p in files_of(tmp_path / "loop" / "1")} == before
         with pytest.raises(ValueError, match="step 1 is saved"):
             checkpoints.save(1, large)
@@ -126,8 +127,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
         with pipe_for(file), pytest.raises(ValueError, match=message):
             zerojax.restore(tmp_path / "c", STATE)
     save_steps(tmp_path / "loop", 1, best="loss")
-    zerojax.export_safetensors(tmp_path / "w", STATE)
-    weights = lambda path: zerojax.import_safetensors(path, STATE)
+    export_safetensors(tmp_path / "w", STATE)
+    weights = lambda path: import_safetensors(path, STATE)
     for name, read, refused in [
         ("loop/1/_CHECKPOINT_METADATA", zerojax.Checkpoints, f"1/_CHECKPOINT_METADATA {PIPE}. Re"),
         ("w/model-00001-of-00001.safetensors", weights, "00001-of-00001.safetensors is missing"),
@@ -136,17 +137,13 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
         directory = tmp_path / name.partition("/")[0]
         with pipe_for(tmp_path / name), pytest.raises(ValueError, match=refused):
             read(directory)
-    for name, warned in [
-        ("1/metrics/metrics", "metrics cannot be read .*but a pipe or a device"),
-        ("goodput.json", "but a pipe or a device.*Its times are left out of this run's"),
-    ]:
-        with (
-            pipe_for(tmp_path / "loop" / name),
-            pytest.warns(UserWarning, match=warned),
-            zerojax.Checkpoints(tmp_path / "loop", best="loss") as checkpoints,
-        ):
-            assert checkpoints.resume(STATE)[1].step == 1
-            checkpoints.best()
+    with (
+        pipe_for(tmp_path / "loop" / "1" / "metrics" / "metrics"),
+        pytest.warns(UserWarning, match="metrics cannot be read .*but a pipe or a device"),
+        zerojax.Checkpoints(tmp_path / "loop", best="loss") as checkpoints,
+    ):
+        assert checkpoints.resume(STATE)[1].step == 1
+        checkpoints.best()
 
 
 @pytest.mark.filterwarnings(IGNORED)

@@ -12,6 +12,7 @@ import safetensors.numpy
 import zerojax
 from tests.conftest import make_mesh
 from tests.reference import assert_equal_bits
+from zerojax.checkpoint import export_safetensors, import_safetensors
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, HEADS, DIM, IN = 3, 2, 4, 16
@@ -59,7 +60,7 @@ def saved(tmp_path, files=None):
 
 def exported(path, params, names, **options):
     """The tensors of a new export."""
-    zerojax.export_safetensors(path, params, names=names, **options)
+    export_safetensors(path, params, names=names, **options)
     (file,) = path.glob("*.safetensors")
     return safetensors.numpy.load_file(file)
 
@@ -72,7 +73,7 @@ def stage3(tree, devices):
 def test_each_value_goes_where_it_belongs_and_back(tmp_path):
     """Into shards of devices that do not divide it, which are padded."""
     want, plan = ours(theirs()), stage3(ours(theirs()), 3)
-    params = zerojax.import_safetensors(saved(tmp_path), plan, names=NAMES)
+    params = import_safetensors(saved(tmp_path), plan, names=NAMES)
     assert_equal_bits(zerojax.unpad({"params": params}, plan)["params"], want)
     for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
         assert value.sharding.is_equivalent_to(leaf.rest.sharding(plan.mesh), value.ndim)
@@ -89,13 +90,13 @@ def test_a_layer_at_a_time_is_on_the_host(tmp_path):
     layers = numbers(8, 256, 256)
     plan = stage3({"layers": layers}, 8)
     params = plan.place({"params": {"layers": layers}})["params"]
-    zerojax.export_safetensors(tmp_path / "first", params, names=names)  # compiled
+    export_safetensors(tmp_path / "first", params, names=names)  # compiled
     tracemalloc.start()
-    zerojax.export_safetensors(tmp_path / "w", params, names=names)
+    export_safetensors(tmp_path / "w", params, names=names)
     written = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert written < 3.5 * layers[0].nbytes
-    assert_equal_bits(zerojax.import_safetensors(tmp_path / "w", plan, names=names), params)
+    assert_equal_bits(import_safetensors(tmp_path / "w", plan, names=names), params)
 
 
 def laid(layout):
@@ -122,7 +123,7 @@ def test_a_mistake_in_the_names_is_an_error(tmp_path):
     saved(tmp_path)
     for change, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
-            zerojax.import_safetensors(tmp_path, ours(theirs()), names=NAMES | change)
+            import_safetensors(tmp_path, ours(theirs()), names=NAMES | change)
 
 
 FLOAT8 = jnp.ones((2, 4), "float8_e4m3fn")
@@ -146,7 +147,7 @@ REFUSED = [
 def test_names_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
     for params, names, message in REFUSED:
         with pytest.raises((TypeError, ValueError), match=message):
-            zerojax.export_safetensors(tmp_path / "w", params, names=names)
+            export_safetensors(tmp_path / "w", params, names=names)
     assert not any(tmp_path.iterdir())
 
 
@@ -172,7 +173,7 @@ def test_what_is_counted_may_be_numbered(tmp_path, params, names, wanted):
     found = exported(tmp_path / "w", params, names)
     assert found.keys() == wanted.keys()
     assert_equal_bits(found, wanted)
-    assert_equal_bits(zerojax.import_safetensors(tmp_path / "w", params, names=names), params)
+    assert_equal_bits(import_safetensors(tmp_path / "w", params, names=names), params)
 
 
 def test_files_that_differ_are_an_error(tmp_path):
@@ -184,15 +185,15 @@ def test_files_that_differ_are_an_error(tmp_path):
         (theirs() | {"m.3.up": numbers(2)}, r"only in the checkpoint: m.3.up \(ignore="),
     ]:
         with pytest.raises(ValueError, match=message):
-            zerojax.import_safetensors(saved(tmp_path, files), ours(theirs()), names=NAMES)
+            import_safetensors(saved(tmp_path, files), ours(theirs()), names=NAMES)
 
 
 def test_what_is_kept_may_have_another_shape_in_the_files(tmp_path):
     """A new classifier, and layers of another size."""
     like = ours(theirs()) | {"cls": numbers(5), "up_1": numbers(IN, 7)}
     with pytest.raises(ValueError, match=r"cls, \[5\], make it.*keep your own with keep="):
-        zerojax.import_safetensors(saved(tmp_path), like, names=NAMES)
-    params = zerojax.import_safetensors(tmp_path, like, names=NAMES, keep="^cls$|up_1")
+        import_safetensors(saved(tmp_path), like, names=NAMES)
+    params = import_safetensors(tmp_path, like, names=NAMES, keep="^cls$|up_1")
     assert_equal_bits([params["cls"], params["up_1"]], [like["cls"], like["up_1"]])
     assert_equal_bits(params["up_2"], ours(theirs())["up_2"])
 
@@ -201,9 +202,9 @@ def test_a_tensor_that_is_named_as_a_parameter_of_another_is_refused(tmp_path):
     """It would be neither read nor reported as left over."""
     files, like = {"wte": numbers(4), "embed": numbers(4) + 1}, {"embed": numbers(4)}
     with pytest.raises(ValueError, match=r"embed in .* is named as the .*finds in .*ignore="):
-        zerojax.import_safetensors(saved(tmp_path, files), like, names={"embed": "wte"})
+        import_safetensors(saved(tmp_path, files), like, names={"embed": "wte"})
     names = {"embed": "wte", "wte": "embed"}
-    params = zerojax.import_safetensors(tmp_path, like | {"wte": numbers(4)}, names=names)
+    params = import_safetensors(tmp_path, like | {"wte": numbers(4)}, names=names)
     assert_equal_bits([params["embed"], params["wte"]], [files["wte"], files["embed"]])
 
 
@@ -232,7 +233,7 @@ def test_the_layouts_of_the_guide_are_what_it_says(tmp_path, text, shape, want):
     stored = numbers(*shape)
     wanted = want(stored)
     like = {name: np.zeros_like(wanted) for name in names}
-    params = zerojax.import_safetensors(saved(tmp_path, {"t": stored}), like, names=names)
+    params = import_safetensors(saved(tmp_path, {"t": stored}), like, names=names)
     assert_equal_bits(params[f"w_{parts // 2}"], wanted)
     assert f"`{text}`" in (ROOT / "docs" / "huggingface.md").read_text()
     assert_equal_bits(exported(tmp_path / "w", params, names), {"t": stored})

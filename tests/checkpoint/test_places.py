@@ -164,7 +164,7 @@ def test_plain_orbax_and_flax_checkpoints_open_and_ours_opens_in_orbax(tmp_path)
         assert_holds(back, by_name(state), plan)
     back = serialization.from_bytes(state, serialization.to_bytes(state))
     assert_holds(plan.place(back), by_name(state), plan)
-    assert zerojax.read_extras(tmp_path / "plain") == zerojax.Extras()
+    assert zerojax.checkpoint.read_extras(tmp_path / "plain") == zerojax.checkpoint.Extras()
     zerojax.save(tmp_path / "ours", plan.place(state), step=1)
     with ocp.StandardCheckpointer() as checkpointer:
         back = checkpointer.restore(tmp_path / "ours")  # replicates what no longer divides

@@ -6,6 +6,7 @@ import pytest
 
 import zerojax
 from tests.checkpoint.states import STATE, loss_fn, make_state, save_steps
+from zerojax.checkpoint import export_safetensors, import_safetensors
 
 W = STATE["w"]
 SHAPES = {"w": jax.ShapeDtypeStruct((3, 4), "float32")}
@@ -24,7 +25,7 @@ def at(tmp_path_factory):
         zerojax.save(at / name, STATE, step=1)
     for name in ("_METADATA", "zerojax_checksums.json"):
         (at / "headless" / name).unlink()
-    zerojax.export_safetensors(at / "w", STATE)
+    export_safetensors(at / "w", STATE)
     (at / "part.orbax-checkpoint-tmp").mkdir()
     (at / "file").write_text("")
     return at
@@ -44,11 +45,11 @@ def restore(name, like=STATE, **options):
 
 
 def export(params, name="new", **options):
-    return lambda at: zerojax.export_safetensors(at / name, params, **options)
+    return lambda at: export_safetensors(at / name, params, **options)
 
 
 def weights(name="w", like=STATE, **options):
-    return lambda at: zerojax.import_safetensors(at / name, like, **options)
+    return lambda at: import_safetensors(at / name, like, **options)
 
 
 def loop(**options):
@@ -74,7 +75,7 @@ REFUSED = [
     (restore("part"), r"/part.orbax-checkpoint-tmp is one that was not finished"),
     (restore("loop"), "is no checkpoint, but has some: 5, 10, 100. Give one of them: .*/loop/100"),
     (restore("file"), r"is a file.*flax.serialization.from_bytes\(make_state"),
-    (restore("w"), "has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors"),
+    (restore("w"), "has safetensors, not a checkpoint. .* zerojax.checkpoint.import_safetensors"),
     (restore("headless"), "no complete checkpoint at .*Its _METADATA is missing"),
     (restore("c", make_state), r"nothing of placement. Pass zerojax.plan\(make_state"),
     (restore("c", cast="x"), "cast='x' must be True or False"),
@@ -112,9 +113,9 @@ def test_a_path_is_a_path(tmp_path, monkeypatch):
     assert (tmp_path / "c" / "_METADATA").exists()
     for path in (None, 3, b"c"):
         refused = pytest.raises(TypeError, match=rf"{path} is no path. Pass a str or a pathlib")
-        for call in (zerojax.Checkpoints, zerojax.read_extras):
+        for call in (zerojax.Checkpoints, zerojax.checkpoint.read_extras):
             with refused:
                 call(path)
-        for call in (zerojax.save, zerojax.restore, zerojax.export_safetensors):
+        for call in (zerojax.save, zerojax.restore, export_safetensors):
             with refused:
                 call(path, STATE)

@@ -17,6 +17,7 @@ import zerojax
 from tests.checkpoint.damage import full_disk
 from tests.checkpoint.states import PARAMS, placed, plan_of
 from tests.reference import assert_equal_bits
+from zerojax.checkpoint import export_safetensors, import_safetensors
 
 ONE = "model-00001-of-00001.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,7 +30,7 @@ DOTTED = {"head.0": HEAD, "layer.b": B, "layer.w": W}
 
 def test_parameters_go_out_in_files_that_others_read(tmp_path):
     state = zerojax.shard_train_state({"params": NESTED}, stage=3)
-    zerojax.export_safetensors(tmp_path / "w", state, max_file_bytes=3e3)
+    export_safetensors(tmp_path / "w", state, max_file_bytes=3e3)
     index = json.loads((tmp_path / "w" / INDEX).read_text())
     found = {}
     for file in sorted((tmp_path / "w").glob("*.safetensors")):
@@ -55,7 +56,7 @@ def test_files_of_the_package_come_in_where_a_plan_wants_them(tmp_path, monkeypa
 
     monkeypatch.setattr(jax, "make_array_from_callback", reading)
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        params = zerojax.import_safetensors(path, plan)
+        params = import_safetensors(path, plan)
         assert_equal_bits(params, NESTED)
         for value, leaf in zip(jax.tree.leaves(params), plan.params, strict=True):
             assert value.sharding.is_equivalent_to(leaf.rest.sharding(plan.mesh), value.ndim)
@@ -70,19 +71,19 @@ def test_files_hold_arrays_without_padding_and_are_read_into_padded_shards(tmp_p
     trees = {"state": state, "params": state.params, "tuple": (state.params, ())}
     for name, tree in trees.items():
         plan = None if name == "state" else state.tx.plan
-        zerojax.export_safetensors(tmp_path / name, tree, plan=plan)
+        export_safetensors(tmp_path / name, tree, plan=plan)
         assert_equal_bits(safetensors.numpy.load_file(tmp_path / name / ONE), PARAMS)
         index = json.loads((tmp_path / name / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in PARAMS.values())
-    zerojax.export_safetensors(tmp_path / "c", PARAMS)
+    export_safetensors(tmp_path / "c", PARAMS)
     for like in (plan_of(), state, tupled):
-        params = zerojax.import_safetensors(tmp_path / "c", like=like)
+        params = import_safetensors(tmp_path / "c", like=like)
         assert_equal_bits(params, state.params)
         assert [s.data.shape for s in params["v"].addressable_shards] == [(13, 5)] * 8
     with pytest.raises(ValueError, match=r"v: \[13, 33\] saved, \[13, 40\] wanted.*like="):
-        zerojax.import_safetensors(tmp_path / "c", like=state.params)
+        import_safetensors(tmp_path / "c", like=state.params)
     with pytest.raises(ValueError, match=r"params/scale is missing from the state"):
-        zerojax.export_safetensors(tmp_path / "d", {"w": state.params["w"]}, plan=tupled)
+        export_safetensors(tmp_path / "d", {"w": state.params["w"]}, plan=tupled)
 
 
 # -- names, dtypes, differences
@@ -90,17 +91,17 @@ def test_files_hold_arrays_without_padding_and_are_read_into_padded_shards(tmp_p
 
 def test_names_of_others_are_renamed(tmp_path):
     tensors = {"model.h.0.weight": jnp.arange(4096.0), "model.h.1.weight": jnp.ones(4096)}
-    zerojax.export_safetensors(tmp_path / "w", tensors)
+    export_safetensors(tmp_path / "w", tensors)
     plan = zerojax.plan({"params": {"h": [{"scale": jnp.zeros(4096)}] * 2}}, stage=3)
     dotted = lambda name: name.removeprefix("model.").replace("weight", "scale")
     for rename in (dotted, lambda name: dotted(name).replace(".", "/")):
-        back = zerojax.import_safetensors(tmp_path / "w", plan, rename=rename)
+        back = import_safetensors(tmp_path / "w", plan, rename=rename)
         assert_equal_bits([layer["scale"] for layer in back["h"]], list(tensors.values()))
     with pytest.raises(ValueError, match=r"model.h.1.weight in .* is a second h/0/scale.*rename="):
-        zerojax.import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
+        import_safetensors(tmp_path / "w", plan, rename=lambda name: "h.0.scale")
     message = r"model.h.0.weight, model.h.1.weight and not h.0.scale, h.1.scale. Pass rename="
     with pytest.raises(ValueError, match=message):
-        zerojax.import_safetensors(tmp_path / "w", plan)
+        import_safetensors(tmp_path / "w", plan)
 
 
 def test_master_copies_would_write_old_parameters_back(tmp_path):
@@ -110,12 +111,12 @@ def test_master_copies_would_write_old_parameters_back(tmp_path):
     make = lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=tx)
     precision = zerojax.Precision(param="bfloat16", master="float32")
     state = zerojax.shard_train_state(make, stage=3, precision=precision)
-    zerojax.export_safetensors(tmp_path / "w", params)
+    export_safetensors(tmp_path / "w", params)
     with pytest.raises(ValueError, match=r"copies of w, from.*before the state is placed"):
-        zerojax.import_safetensors(tmp_path / "w", like=state, cast=True)
+        import_safetensors(tmp_path / "w", like=state, cast=True)
     options = {"cast": True, "keep": "w$", "ignore": "w$"}
-    zerojax.import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
-    zerojax.import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
+    import_safetensors(tmp_path / "w", like=state, **options)  # what is frozen has none
+    import_safetensors(tmp_path / "w", like=zerojax.plan(state), cast=True)
 
 
 def test_an_export_that_ends_early_names_the_file_and_leaves_nothing_behind(tmp_path):
@@ -126,13 +127,13 @@ def test_an_export_that_ends_early_names_the_file_and_leaves_nothing_behind(tmp_
     for handler, raised in ((ignores, full), ctrl_c):
         signal.signal(signal.SIGXFSZ, handler)
         with full_disk(10_000), raised:
-            zerojax.export_safetensors(tmp_path / "w", {"a": np.ones(10_000)})
+            export_safetensors(tmp_path / "w", {"a": np.ones(10_000)})
         assert not any(tmp_path.iterdir())
     signal.signal(signal.SIGXFSZ, ignores)
     # And where one was killed before.
     (tmp_path / "w.unfinished").mkdir()
     (tmp_path / "w.unfinished" / "model-00009-of-00009.safetensors").write_text("old")
-    zerojax.export_safetensors(tmp_path / "w", A)
+    export_safetensors(tmp_path / "w", A)
     assert [p.name for p in tmp_path.iterdir()] == ["w"]
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == [ONE, INDEX]
 
@@ -169,7 +170,7 @@ def test_a_hostile_header_is_an_error(tmp_path):
             file.write_bytes(length.to_bytes(8, "little") + text + bytes(16))
             damaged = rf"h.safetensors is truncated or damaged .*{message}"
             with pytest.raises(ValueError, match=damaged):
-                zerojax.import_safetensors(file, A)
+                import_safetensors(file, A)
 
 
 OUTSIDE = "is damaged .*outside of its directory"
@@ -189,13 +190,13 @@ def test_a_hostile_index_is_an_error(tmp_path):
         text = index if isinstance(index, str) else json.dumps({"weight_map": index})
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ValueError, match=message):
-            zerojax.import_safetensors(tmp_path, A)
+            import_safetensors(tmp_path, A)
 
 
 def test_a_flipped_byte_of_an_export_is_named(tmp_path):
     ones = np.ones((2, 8), jnp.bfloat16)
     params = {"a": np.arange(4, dtype=np.float32), "b": ones, "c": np.float32(1)}
-    zerojax.export_safetensors(tmp_path / "w", params)
+    export_safetensors(tmp_path / "w", params)
     file = tmp_path / "w" / ONE
     whole = file.read_bytes()
     at = len(whole) - 4 - 32 + 5  # b lies between a and c
@@ -203,13 +204,13 @@ def test_a_flipped_byte_of_an_export_is_named(tmp_path):
     assert len(safetensors.flax.load_file(file)) == 3, "no other reader minds"
     said = rf"b in .*{ONE} is damaged: .*checksum. Export it again.*crc32:b"
     with pytest.raises(ValueError, match=said):
-        zerojax.import_safetensors(tmp_path / "w", params)
-    rest = zerojax.import_safetensors(tmp_path / "w", params, ignore="b", keep="b")
+        import_safetensors(tmp_path / "w", params)
+    rest = import_safetensors(tmp_path / "w", params, ignore="b", keep="b")
     assert_equal_bits([rest["a"], rest["c"]], [params["a"], params["c"]])
     shapes, names = {"x": ones.T}, {"x": ("b", "out in -> in out")}
     with pytest.raises(ValueError, match=r"b in .* is damaged"):
-        zerojax.import_safetensors(tmp_path / "w", shapes, names=names, ignore="a|c")
+        import_safetensors(tmp_path / "w", shapes, names=names, ignore="a|c")
     for end in range(0, at, 5):
         file.write_bytes(whole[:end])
         with pytest.raises(ValueError, match=rf"{ONE} is truncated or damaged"):
-            zerojax.import_safetensors(tmp_path / "w", params)
+            import_safetensors(tmp_path / "w", params)

@@ -120,8 +120,8 @@ def test_a_batch_goes_where_a_plan_or_its_state_splits_it():
         batch = zerojax.shard_batch(np.arange(16.0), plan=plan)
         assert batch.sharding.spec == P(LEVELS)
         assert [s.data[0] for s in batch.addressable_shards] == [2.0 * n for n in range(8)]
-        assert zerojax.process_slice(16, plan=plan) == slice(0, 16)
+        assert zerojax.run.process_slice(16, plan=plan) == slice(0, 16)
     tensor = jax.make_mesh((2, 2, 2), (*LEVELS, "tensor"), axis_types=(AxisType.Auto,) * 3)
     plan = zerojax.plan((PARAMS, ()), mesh=tensor, axis=LEVELS)
     assert zerojax.shard_batch(np.arange(16.0), plan=plan).sharding.spec == P(LEVELS)
-    assert zerojax.process_slice(4, plan=plan) == slice(0, 4)  # 4 devices, not 8, split it
+    assert zerojax.run.process_slice(4, plan=plan) == slice(0, 4)  # 4 devices, not 8, split it

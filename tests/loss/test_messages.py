@@ -19,7 +19,8 @@ from tests.conftest import make_mesh
 from tests.linear import BATCH, EVAL, STEP, loss, made, noisy, placed
 from tests.models import convnet
 from tests.placed import place
-from zerojax import pad_batch, process_slice, shard_batch
+from zerojax import pad_batch, shard_batch
+from zerojax.run import process_slice
 
 NOISY, KEY, LEVELS = zerojax.train_step(noisy), jax.random.key(0), ("node", "gpu")
 

@@ -74,7 +74,7 @@ def alone(me):
 
 def last_batch(me, state):
     """Of a last batch of 3 rows, this process has all or none."""
-    mine = HOST.T[:3][zerojax.process_slice(8)]
+    mine = HOST.T[:3][zerojax.run.process_slice(8)]
     assert len(mine) == (3, 0)[me]
     padded, mask = zerojax.pad_batch({"x": mine}, to=4)
 

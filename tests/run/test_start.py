@@ -34,8 +34,8 @@ def test_two_processes_train_save_export_restore_and_disagree(tmp_path):
     restored = zerojax.full_params({"state": zerojax.restore(two / "2", plan)})["state"]
     assert_close(restored, zerojax.full_params({"state": alone})["state"], 1e-6)
     with pytest.raises(ValueError, match=r"iterators of 2 processes, and this run has 1.*data=F"):
-        zerojax.read_extras(two / "2")
-    assert zerojax.read_extras(two / "2", data=False).step == 2
+        zerojax.checkpoint.read_extras(two / "2")
+    assert zerojax.checkpoint.read_extras(two / "2", data=False).step == 2
 
     (file,) = weights.glob("*.safetensors")
     tensors, layers = safetensors.numpy.load_file(file), restored.params["layers"]
@@ -49,7 +49,7 @@ ALONE = """
 import os, zerojax
 print(zerojax.initialize())
 os.environ["WORLD_SIZE"] = "4"
-print([zerojax.process_slice(32) for _ in range(2)])
+print([zerojax.run.process_slice(32) for _ in range(2)])
 """
 
 
@@ -103,13 +103,13 @@ def test_half_an_environment_is_an_error(monkeypatch, missing):
 
 WATCHED = """
 import zerojax, time
-with zerojax.Watchdog(1) as dog:
+with zerojax.run.Watchdog(1) as dog:
     for n in range(15):
         dog.alive(n)
         time.sleep(0.1)
 time.sleep(1.5)
 print("quiet while fed, and after its end")
-with zerojax.Watchdog(1) as dog:
+with zerojax.run.Watchdog(1) as dog:
     dog.alive(7)
     time.sleep(30)
 print("not ended")
@@ -123,13 +123,68 @@ def test_a_watchdog_that_is_fed_is_quiet_and_one_that_is_not_ends_the_process():
     assert "process 0 of 1 was not alive for 1 s after step 7" in error
 
 
+GIVEN_UP = """
+import gc, sys, tempfile, weakref
+import flax.nnx, jax, numpy as np, optax
+from jax.extend import backend
+import zerojax
+import zerojax.nnx
+from tests import worker
+from zerojax import _compat
+from zerojax._run import elastic
+
+def flax_run(*flags):
+    directory = tempfile.mkdtemp()
+    state = worker.train(worker.parser.parse_args(["--directory", directory, *flags]))
+    worker.digest(zerojax.restore(f"{directory}/2", like=state))
+
+def nnx_run():
+    model = flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0))
+    optimizer = flax.nnx.Optimizer(model, optax.adam(1e-3), wrt=flax.nnx.Param)
+    zerojax.nnx.shard(model, optimizer, stage=3)
+    step = zerojax.nnx.train_step(lambda model, x: (model(x) ** 2).mean())
+    step(model, optimizer, np.ones((16, 64), np.float32))
+
+def clients():
+    return [weakref.ref(client) for client in backend.backends().values()]
+
+def live(clients):
+    gc.collect()
+    return any(client() for client in clients)
+
+NEEDED = ("donation_vector", "_sharding_num_replicas")
+flags = ("--steps", "2", "--devices", "4")
+for order in (1, -1):  # both caches of devices must be cleared
+    flax_run(*flags)
+    of_run = clients()
+    backend.clear_backends()
+    caches = [one for one in _compat.caches_of_a_run() if one.__name__ in NEEDED]
+    for cached in caches[::order]:
+        assert live(of_run)
+        cached.cache_clear()
+    assert not live(of_run)
+for run in (lambda: flax_run(*flags, "--offload"), nnx_run):
+    run()
+    of_run = clients()
+    elastic.forget_devices(of_run)
+    assert not live(of_run)
+print("all are given up")
+"""
+
+
+@pytest.mark.ci
+def test_nothing_of_the_library_holds_devices_that_are_given_up():
+    code, said, error = python(GIVEN_UP, JAX_NUM_CPU_DEVICES="2")
+    assert code == 0 and said.endswith("\nall are given up\n"), error
+
+
 def test_elastic_in_one_process_returns_and_raises_as_its_function_does():
-    assert zerojax.elastic(lambda: 8) == 8
+    assert zerojax.run.elastic(lambda: 8) == 8
 
     def fails():
         raise ValueError("UNKNOWN: of one")
 
     with pytest.raises(ValueError, match="UNKNOWN: of one"):
-        zerojax.elastic(fails)
+        zerojax.run.elastic(fails)
     with pytest.raises(ValueError, match=r"at_least=0.*1 or more"):
-        zerojax.elastic(fails, at_least=0)
+        zerojax.run.elastic(fails, at_least=0)

@@ -27,7 +27,7 @@ def test_a_donated_state_is_refused_wherever_it_is_passed(tmp_path):
         "step": lambda s: STEP(s, BATCH),
         "eval": lambda s: EVAL(s, BATCH),
         "save": lambda s: zerojax.save(path, s),
-        "export": lambda s: zerojax.export_safetensors(path, s),
+        "export": lambda s: zerojax.checkpoint.export_safetensors(path, s),
         "verify": lambda s: zerojax.verify(STEP, s, BATCH),
         "gather": zerojax.full_params,
         "shard": zerojax.shard_train_state,
@@ -135,7 +135,7 @@ def test_leaves_of_one_name_are_refused(tmp_path, key):
         for use in (
             lambda: zerojax.save(tmp_path / "c", params),
             lambda: checkpoints.save(1, params),
-            lambda: zerojax.export_safetensors(tmp_path / "w", params),
+            lambda: zerojax.checkpoint.export_safetensors(tmp_path / "w", params),
         ):
             with pytest.raises(ValueError, match=r"a.*b.* and .*are both.*Rename one"):
                 use()

@@ -35,8 +35,8 @@ def test_parameters_in_lists_and_tuples_are_all_of_them(tmp_path, name):
     params = jax.tree.map(jnp.asarray, TREES[name])
     wanted = TREES[name]["params"] if isinstance(TREES[name], dict) else TREES[name]
     assert_equal_bits(zerojax.full_params(params), wanted)
-    zerojax.export_safetensors(tmp_path / "w", params)
-    read = zerojax.import_safetensors(tmp_path / "w", like=params)
+    zerojax.checkpoint.export_safetensors(tmp_path / "w", params)
+    read = zerojax.checkpoint.import_safetensors(tmp_path / "w", like=params)
     assert jax.tree.structure(read) == jax.tree.structure(wanted)
     assert_equal_bits(read, wanted)
 
@@ -55,11 +55,12 @@ def test_pairs_with_a_state_of_optax_are_states(tx):
 def test_pairs_that_could_be_either_are_refused_where_no_state_is_expected(tmp_path, second):
     pair = ({"w": W}, second)
     remedy = r"may be \(params, opt_state\), or parameters.*state\[0\], or.*list\(params\)"
-    for refused in (zerojax.full_params, lambda p: zerojax.export_safetensors(tmp_path / "w", p)):
+    export = lambda params: zerojax.checkpoint.export_safetensors(tmp_path / "w", params)
+    for refused in (zerojax.full_params, export):
         with pytest.raises(ValueError, match=remedy):
             refused(pair)
     assert not (tmp_path / "w").exists()
     assert len(zerojax.full_params(list(pair))) == 2
     plan = zerojax.plan(pair)
-    zerojax.export_safetensors(tmp_path / "w", pair[0])
-    assert_equal_bits(zerojax.import_safetensors(tmp_path / "w", like=plan), pair[0])
+    zerojax.checkpoint.export_safetensors(tmp_path / "w", pair[0])
+    assert_equal_bits(zerojax.checkpoint.import_safetensors(tmp_path / "w", like=plan), pair[0])

@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import json
 import operator
-from collections.abc import Callable
 from typing import SupportsIndex, TypeAlias
 
 import jax
@@ -22,7 +21,7 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """The data that was saved with a state; from `zerojax.read_extras` and `Checkpoints.resume`."""
+    """The data that was saved with a state; from `read_extras` and `Checkpoints.resume`."""
 
     step: int | None = None
     rng: PyTree = None
@@ -54,10 +53,10 @@ def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = Tru
     if KEY not in custom_metadata:
         return Extras()
     try:
-        found = custom_metadata[KEY]
-        step = None if found["step"] is None else step_number(found["step"])
-        rng, metadata = decode(found["rng"]), decode(found["metadata"])
-        parts = [decode(part) for part in found["data"]] if data else []
+        saved = custom_metadata[KEY]
+        step = None if saved["step"] is None else step_number(saved["step"])
+        rng, metadata = decode(saved["rng"]), decode(saved["metadata"])
+        parts = [decode(part) for part in saved["data"]] if data else []
     except Exception as error:  # whatever numpy and JAX make of bytes that are not theirs
         raise ValueError(
             f"what was saved with the state in {path} is damaged ({error!r}). Restore another "
@@ -118,15 +117,17 @@ def decode(value: PyTree) -> PyTree:
         return value
     if KEY not in value:
         return {key: decode(item) for key, item in value.items()}
-    decoders: dict[str, Callable[[], PyTree]] = {
-        "bytes": lambda: base64.b64decode(value["value"]),
-        "tuple": lambda: tuple(decode(value["value"])),
-        "key": lambda: jax.random.wrap_key_data(decode(value["value"]), impl=value["impl"]),
-        "array": lambda: np.frombuffer(
-            base64.b64decode(value["value"]), np.dtype(value["dtype"])
-        ).reshape(value["shape"]),
-    }
-    return decoders[value[KEY]]()
+    kind, content = value[KEY], value["value"]
+    if kind == "tuple":
+        return tuple(decode(content))
+    if kind == "key":
+        return jax.random.wrap_key_data(decode(content), impl=value["impl"])
+    if kind not in ("bytes", "array"):
+        raise ValueError(f"a value of the kind {kind!r}")
+    raw = base64.b64decode(content)
+    if kind == "bytes":
+        return raw
+    return np.frombuffer(raw, np.dtype(value["dtype"])).reshape(value["shape"])
 
 
 def _gathered(text: str) -> list[str]:

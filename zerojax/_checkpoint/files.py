@@ -1,5 +1,12 @@
-"""Files of a checkpoint: one writer at a time, and every byte accounted for on the way back."""
+"""Files of a checkpoint: one writer at a time, and every byte accounted for on the way back.
 
+[Note: padding in files]
+Orbax writes each device's shard as chunks of a zarr array, padding and all. A zarr array may end in
+the middle of a chunk, so once all is written the padding is dropped by writing a shorter shape into
+the array's header. No data moves. Chunks of nothing but padding are removed.
+"""
+
+import base64
 import contextlib
 import errno
 import json
@@ -8,11 +15,12 @@ import pathlib
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TypeVar
 
 import jax
 import numpy as np
+import tensorstore as ts  # which Orbax writes with
 from etils import epath  # Orbax's own path type: local, gs:// and s3://
 from jax.experimental import multihost_utils
 
@@ -26,6 +34,7 @@ ITEM = "default"  # where Orbax's CheckpointManager puts a state inside of a ste
 SHARDINGS = "_sharding"  # Orbax's file of where each leaf was, for those who restore without `like`
 CHECKSUMS = "zerojax_checksums.json"
 WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's note of times and metrics; restoring does without
+HEADER = ".zarray"
 BLOCK = 2**22
 ONE_WRITER = (
     "Give each writer a path of its own, or wait for the other to finish (in a notebook, close() "
@@ -65,7 +74,10 @@ def is_complete(step: epath.Path) -> bool:
 def nothing_at(given: epath.Path) -> str:
     """Returns the error for a path without a tree, with what would read what is there."""
     if given.exists() and (given.suffix == ".safetensors" or any(given.glob("*.safetensors"))):
-        return f"{given} has safetensors, not a checkpoint. Pass it to zerojax.import_safetensors."
+        return (
+            f"{given} has safetensors, not a checkpoint. Pass it to "
+            "zerojax.checkpoint.import_safetensors."
+        )
     if given.exists() and not given.is_dir():
         return (
             f"{given} is a file, and checkpoints are directories. One that flax.serialization "
@@ -138,8 +150,8 @@ def write_checksums(directory: epath.Path) -> None:
 
 def check_regular(directory: epath.Path) -> None:
     """Raises for a pipe among the files, which Orbax would open; object stores have none."""
-    pipes = () if "://" in str(directory) else _irregular_below(os.fspath(directory))
-    wrong = next(iter(pipes), None)
+    pipes = iter(()) if "://" in str(directory) else _irregular_below(os.fspath(directory))
+    wrong = next(pipes, None)
     error = ValueError(f"{wrong} is {IRREGULAR}. Restore another checkpoint.")
     raise_together(error if wrong else None)
 
@@ -210,7 +222,7 @@ def only_writer_of_new(
     unfinished: Callable[[], Iterable[epath.Path]],
     refusal: Exception | None = None,
 ) -> Iterator[None]:
-    """Refuses a path that exists, a second writer, and for the `refusal` of any process.
+    """Refuses a path that exists and a second writer, and raises the `refusal` of any process.
 
     Where its block raises, it removes the directories that are then `unfinished`.
     """
@@ -260,7 +272,10 @@ def _check_shared(path: epath.Path, lock: epath.Path) -> None:
     mark = lock.with_name(f"{lock.name}-{token}")
     if jax.process_index() == 0:
         mark.touch()
-    seen = multihost_utils.process_allgather(np.asarray(_appears(mark))).reshape(-1)
+    until = time.monotonic() + SEEN_WITHIN  # another host's file may take some seconds on NFS
+    while not mark.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    seen = multihost_utils.process_allgather(np.asarray(mark.exists())).reshape(-1)
     if jax.process_index() == 0:
         mark.unlink()
     if not seen.all():
@@ -268,14 +283,6 @@ def _check_shared(path: epath.Path, lock: epath.Path) -> None:
             f"{path} is not one directory: process {seen.argmin()} does not see there what process "
             "0 writes. Choose one on a file system that all hosts share, or in an object store."
         )
-
-
-def _appears(file: epath.Path) -> bool:
-    """Whether a file exists or soon does: another host's may take some seconds on NFS."""
-    until = time.monotonic() + SEEN_WITHIN
-    while not (found := file.exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    return found
 
 
 def _lock(name: str) -> int | None:
@@ -348,3 +355,49 @@ def _damage(file: epath.Path, size: int, crc: int) -> str | None:
     if now[0] != size:
         return f"{file} has {now[0]} bytes and was written with {size}"
     return None if now[1] == crc else f"{file} is damaged: its bytes are not those written"
+
+
+def drop_padding(directory: epath.Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Gives arrays that Orbax wrote their logical shapes, by their names in its files."""
+    if not shapes:
+        return
+    where = str(directory)
+    base = f"{where}/" if "://" in where else {"driver": "file", "path": f"{where}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    dims: dict[str, int] = {}  # which of each is padded
+    with ts.Transaction(atomic=True) as all_at_once:  # one by one, each would write the index
+        edited = store.with_transaction(all_at_once)
+        for name, shape in shapes.items():
+            header = json.loads(store[f"{name}/{HEADER}"])
+            differs = [have != want for have, want in zip(header["shape"], shape, strict=True)]
+            dims[name] = differs.index(True)
+            prefix, after = f"{name}/", f"{name}0"  # "0" is what follows "/"
+            for key in store.list(ts.KvStore.KeyRange(prefix, after)).result():
+                chunk = key.decode().removeprefix(prefix)
+                if chunk != HEADER and _starts_beyond(chunk, header["chunks"], shape):
+                    del edited[key]
+            edited[f"{name}/{HEADER}"] = json.dumps({**header, "shape": list(shape)}).encode()
+    _replicate(directory / SHARDINGS, dims)
+
+
+def _starts_beyond(chunk: str, sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a chunk, which "2.0" names, starts where the array of this shape has ended."""
+    numbers = map(int, chunk.split("."))
+    return any(at * size >= end for at, size, end in zip(numbers, sizes, shape, strict=True))
+
+
+def _replicate(file: epath.Path, dims: Mapping[str, int]) -> None:
+    """Has Orbax, where it is told no sharding, replicate dimensions that no longer divide.
+
+    It would otherwise ask JAX for the sharding that the padded array had, which JAX refuses. Of
+    arrays on the host or on one device, Orbax notes none.
+    """
+    noted = json.loads(read(file)) if file.exists() else {}
+    for name, dim in dims.items():
+        key = base64.urlsafe_b64encode(name.encode()).decode()
+        sharding = json.loads(noted.get(key, "{}"))
+        if dim < len(spec := sharding.get("partition_spec", ())):
+            spec[dim] = None
+            noted[key] = json.dumps(sharding)
+    if noted:
+        file.write_text(json.dumps(noted))

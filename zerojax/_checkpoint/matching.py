@@ -1,7 +1,7 @@
 """Decides which saved leaf goes where, by name and strictly, and reads it there."""
 
-import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from itertools import zip_longest
 from typing import NamedTuple
 
 import jax
@@ -32,7 +32,8 @@ WRAPPED = (
 CAST = "cast=True casts floats to like='s"
 OTHER = (
     "Most leaves differ, as those of another model do: give this run a directory of its own; "
-    "weights of one come over by zerojax.export_safetensors and import_safetensors(names=)."
+    "weights of one come over by zerojax.checkpoint.export_safetensors and "
+    "import_safetensors(names=)."
 )
 OF_NNX = (
     "It was saved from Flax nnx objects: like=nnx.state(model), or [nnx.state(model), "
@@ -78,70 +79,44 @@ def match(
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
     `theirs` are the names in the files, where they are others.
     """
-    _check_options(ignore, cast)
-    wanted = [leaf for leaf in leaves if not is_kept(leaf, keep)]
+    check_switches(cast=cast)
+    if ignore is not None:
+        _state.finds(ignore, "", "ignore=")  # raises where it is no pattern
     names = {leaf.name for leaf in leaves}
-    missing = [leaf.name for leaf in wanted if leaf.name not in saved]
+    wanted = {leaf.name: leaf.value for leaf in leaves if not is_kept(leaf, keep)}
+    missing = [name for name in wanted if name not in saved]
     extra = [n for n in saved if n not in names and not finds(ignore, n, "ignore=")]
-    both = [(leaf, saved[leaf.name]) for leaf in wanted if leaf.name in saved]
-    structs = {leaf.name: stored_struct(leaf.value) for leaf, _ in both}
-    logical = {name: shapes.get(name, struct.shape) for name, struct in structs.items()}
-    different = [
-        (leaf.name, found.shape, logical[leaf.name])
-        for leaf, found in both
-        if found.shape != logical[leaf.name]
-    ]
+    both = {name: value for name, value in wanted.items() if name in saved}
+    reshaped, retyped, is_padded = [], [], False
+    for name, value in both.items():
+        struct, have = stored_struct(value), saved[name]
+        shape = shapes.get(name, struct.shape)
+        if have.shape != shape:
+            reshaped.append(f"{name}: {list(have.shape)} saved, {list(shape)} wanted")
+            # In one dimension, as where one of them is padded.
+            is_padded |= sum(a != b for a, b in zip_longest(have.shape, shape)) == 1
+        if not _same_type(have, struct.dtype, cast):
+            retyped.append(f"{name}: {have.dtype} saved, {struct.dtype} wanted")
     wrapped, bare = _is_inside(missing, saved), _is_inside(extra, names)
-    hint = KEEP + WRAPPED * wrapped + BARE * bare
-    padded = KEEP + PADDED * any(_differ_in_length(have, want) for _, have, want in different)
     of_nnx = bool(extra) and not both and all(name.endswith("/value") for name in extra)
-    is_other = 2 * len(missing + different) > len(wanted) and not (wrapped or bare or of_nnx)
+    is_other = 2 * len(missing + reshaped) > len(wanted) and not (wrapped or bare or of_nnx)
+    missing = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
     problems = [
-        _problem(_beside(missing, theirs or {}), "not in the checkpoint", hint),
+        _problem(missing, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
-        _problem([_reshaped(*each) for each in different], "of another shape", padded),
-        _problem(_retyped(both, structs, cast), "of another dtype", CAST),
+        _problem(reshaped, "of another shape", KEEP + PADDED * is_padded),
+        _problem(retyped, "of another dtype", CAST),
         OTHER * is_other,
         OF_NNX * of_nnx,
     ]
     if any(problems):
         raise ValueError(f"{path} does not fit like=. " + " ".join(filter(None, problems)))
-    return {leaf.name: leaf.value for leaf, _ in both}
+    return both
 
 
-def _retyped(
-    both: list[tuple[Leaf, Saved]], structs: Mapping[str, jax.ShapeDtypeStruct], cast: bool
-) -> list[str]:
-    return [
-        f"{leaf.name}: {found.dtype} saved, {structs[leaf.name].dtype} wanted"
-        for leaf, found in both
-        if not _same_type(found, structs[leaf.name].dtype, cast)
-    ]
-
-
-def _reshaped(name: str, saved: Shape, wanted: Shape) -> str:
-    return f"{name}: {list(saved)} saved, {list(wanted)} wanted"
-
-
-def _beside(names: Iterable[str], theirs: Mapping[str, str]) -> list[str]:
-    """Returns names, with those in the files beside them."""
-    return [f"{name} (as {theirs[name]})" if name in theirs else name for name in names]
-
-
-def _is_inside(found: Iterable[str], others: Container[str]) -> bool:
+def _is_inside(names: Iterable[str], others: Container[str]) -> bool:
     """Whether an optimizer's state is another's that a wrapper calls its inner state."""
-    return any("/inner/" in n and n.replace("/inner/", "/", 1) in others for n in found)
-
-
-def _differ_in_length(have: Shape, want: Shape) -> bool:
-    """Whether two shapes differ in one dimension, as they do where one array is padded."""
-    return len(have) == len(want) and sum(a != b for a, b in zip(have, want, strict=True)) == 1
-
-
-def _check_options(ignore: str | None, cast: bool) -> None:
-    check_switches(cast=cast)
-    if ignore is not None:
-        _state.finds(ignore, "", "ignore=")  # raises where it is no pattern
+    return any("/inner/" in n and n.replace("/inner/", "/", 1) in others for n in names)
 
 
 def is_kept(leaf: Leaf, keep: str | None) -> bool:
@@ -176,23 +151,20 @@ def read(
     sizes = {name: nbytes(like) for name, like in wanted.items()}
     for names in _files.grouped(sizes, sizes.__getitem__, max(sizes.values(), default=0)):
         structs = {name: stored_struct(wanted[name]) for name in names}
+        targets = jax.tree_util.tree_map_with_path(
+            lambda path, _, group=structs: group.get(_state.path_name(path), ocp.PLACEHOLDER),
+            tree,
+            is_leaf=_is_metadata,
+        )
+        # Not strict: leaves that rest padded get zeros at their end. `match` compares the shapes.
+        restore_args = ocp.checkpoint_utils.construct_restore_args(targets, strict=False)
+        args = ocp.args.PyTreeRestore(targets, restore_args)
         with _files.naming(", ".join(names), directory):
-            leaves = _read_group(functools.partial(handler.restore, directory), tree, structs)
-        done |= {name: laundered(leaves.pop(name), wanted[name]) for name in names}
+            leaves = _state.named_leaves(handler.restore(directory, args=args))
+        values = {leaf.name: leaf.value for leaf in leaves if leaf.name in structs}
+        del leaves
+        done |= {name: laundered(values.pop(name), wanted[name]) for name in names}
     return done
-
-
-def _read_group(
-    restore: Callable[..., PyTree], tree: PyTree, group: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    def target(path: tuple, _: PyTree) -> PyTree:
-        return group.get(_state.path_name(path), ocp.PLACEHOLDER)
-
-    targets = jax.tree_util.tree_map_with_path(target, tree, is_leaf=_is_metadata)
-    # Not strict: leaves that rest padded get zeros at their end. `match` has compared the shapes.
-    restore_args = ocp.checkpoint_utils.construct_restore_args(targets, strict=False)
-    leaves = _state.named_leaves(restore(args=ocp.args.PyTreeRestore(targets, restore_args)))
-    return {leaf.name: leaf.value for leaf in leaves if leaf.name in group}
 
 
 def laundered(value: jax.Array, like: PyTree) -> jax.Array:
@@ -219,9 +191,10 @@ def stored_struct(value: PyTree) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding as stored: for a PRNG key, those of its words."""
     struct = _state.shape_dtype(value)
     struct = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
-    given = getattr(value, "sharding", None)
-    place = SingleDeviceSharding(jax.local_devices()[0]) if given is None else given
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
 def nbytes(value: PyTree) -> int:

@@ -14,21 +14,23 @@ to read is to read the view, and to write is to write into it.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from zerojax._checkpoint.matching import Saved
 from zerojax._checkpoint.tensor_files import FileTensor, some
 from zerojax._types import Shape
 
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
+# A tensor's part as a parameter: what it is, and what reads a slice of it.
+Stored: TypeAlias = tuple[Saved, Callable[[tuple[slice, ...]], np.ndarray]]
 
-AXIS = re.compile(r"[A-Za-z_]\w*|1|\d+/[1-9]\d*")  # a name, a dimension of 1, a part of several
+AXIS = re.compile(r"[A-Za-z_]\w*|1|(\d+)/([1-9]\d*)")  # a name, a dimension of 1, one of parts
 GROUP = re.compile(r"\(([^()]+)\)|([^\s()]+)")  # the axes of one dimension
 FIELD = re.compile(r"\{(\d*)\}")  # what a {} of the path or a dimension of a stack counts
 ENTRY = (
@@ -42,70 +44,65 @@ HOW = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a tensor's axes become those of a parameter, or of one layer of it."""
-
-    theirs: tuple[tuple[str, ...], ...]  # the axes that are merged in each dimension
-    ours: tuple[str, ...]
-
-    def part(self) -> tuple[int, int]:
-        """Returns which part of the tensor it is, and of how many."""
-        part, of = next((axis.split("/") for axis in self._axes() if "/" in axis), ("0", "1"))
-        return int(part), int(of)
-
-    def outer(self, shape: Shape) -> int:
-        """Returns how many elements the axes have before the one that is split."""
-        before = itertools.takewhile(lambda axis: "/" not in axis, self._axes())
-        return math.prod(self._sizes(shape, before))
-
-    def stored_shape(self, shape: Shape) -> Shape:
-        """Returns the shape of the whole tensor, by that of what the parameter has of it."""
-        return tuple(math.prod(self._sizes(shape, group)) for group in self.theirs)
-
-    def view(self, stored: np.ndarray, shape: Shape) -> np.ndarray:
-        """Returns a parameter's part of a contiguous tensor, without a copy."""
-        axes = self._axes()
-        split = stored.reshape(self._sizes(shape, axes))
-        index = (slice(None) if axis in self.ours else _index(axis) for axis in axes)
-        picked = split[(*index, ...)]  # a view, of a scalar too
-        order = [axis for axis in axes if axis in self.ours]
-        return picked.transpose([order.index(axis) for axis in self.ours])
-
-    def _axes(self) -> list[str]:
-        return list(itertools.chain(*self.theirs))
-
-    def _sizes(self, shape: Shape, axes: Iterable[str]) -> list[int]:
-        ours = dict(zip(self.ours, shape, strict=True))
-        return [ours[axis] if axis in ours else int(axis.split("/")[-1]) for axis in axes]
-
-
-def _index(axis: str) -> int:
-    return int(axis.split("/")[0]) if "/" in axis else 0
-
-
 class Source(NamedTuple):
-    """What of a parameter is in a tensor: all of it, a layer, or a layer's part of the tensor."""
+    """What a tensor has of a parameter: all of it, a layer, or a layer's part of the tensor."""
 
     leaf: str
     index: tuple[int, ...]  # the layer
-    shape: Shape
-    layout: Layout
+    shape: Shape  # of the parameter, or of this layer
+    is_whole: bool  # the tensor is the parameter, as it is
+    tensor: Shape  # the shape of the whole tensor
+    split: Shape  # and with each axis on its own
+    pick: tuple[slice | int, ...]  # what of that is the parameter's
+    order: tuple[int, ...]  # in which its axes are here
+    part: tuple[int, int]  # which of how many parts it is
+    outer: int  # how many elements the axes have before the one that has the parts
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the tensor is the parameter, as it is."""
-        return not self.index and self.layout == _as_it_is(len(self.shape))
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the parameter's part of a contiguous tensor, without a copy."""
+        return tensor.reshape(self.split)[(*self.pick, ...)].transpose(self.order)
 
 
-def whole(leaf: str, shape: Shape) -> Source:
-    return Source(leaf, (), shape, _as_it_is(len(shape)))
+def source(leaf: str, index: tuple[int, ...], shape: Shape, text: str | None = None) -> Source:
+    """Reads a layout such as "(heads dim) in -> in heads dim"; None is a tensor as it is."""
+    dims = " ".join(f"d{dim}" for dim in range(len(shape)))
+    theirs, arrow, right = (text or f"{dims}->{dims}").partition("->")
+    groups = [(inside or one).split() for inside, one in GROUP.findall(theirs)]
+    axes, ours = list(itertools.chain(*groups)), right.split()
+    matches = [AXIS.fullmatch(axis) for axis in axes]
+    parts = [(int(match[1]), int(match[2])) for match in matches if match and match[1]]
+    part, of = parts[0] if parts else (0, 1)
+    named = [axis for axis in axes if not axis[0].isdigit()]
+    is_right = sorted(named) == sorted(ours) == sorted({*named}) and all(matches) and all(groups)
+    has_stray = not arrow or GROUP.sub("", theirs).strip()  # a bracket, say
+    if not is_right or has_stray or len(parts) > 1 or part >= of:
+        raise ValueError(f"names= lays {leaf} out as {text!r}. {HOW}")
+    if len(ours) != len(shape):
+        of, count = ("a layer of ", f", with {len(index)} to count layers") if index else ("", "")
+        raise ValueError(
+            f"names= gives {leaf} {len(ours)} axes, as {text!r}, and {of}it is "
+            f"{list(shape)}{count}. Name each dimension of a layer."
+        )
+    sizes = dict(zip(ours, shape, strict=True)) | {"1": 1, f"{part}/{of}": of}
+    before = itertools.takewhile(lambda axis: "/" not in axis, axes)
+    return Source(
+        leaf,
+        index,
+        shape,
+        is_whole=text is None and not index,
+        tensor=tuple(math.prod(sizes[axis] for axis in group) for group in groups),
+        split=tuple(sizes[axis] for axis in axes),
+        pick=tuple(slice(None) if axis in ours else part * ("/" in axis) for axis in axes),
+        order=tuple(named.index(axis) for axis in ours),
+        part=(part, of),
+        outer=math.prod(sizes[axis] for axis in before),
+    )
 
 
 def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]]:
     """Returns, by the name of each tensor, what it has of the parameters of these shapes."""
     _check_entries(names)
-    found: dict[str, list[Source]] = collections.defaultdict(list)
+    by_tensor: dict[str, list[Source]] = collections.defaultdict(list)
     taken: dict[str, str] = {}
     for path, entry in names.items():
         pattern = re.compile(re.escape(path).replace(re.escape("{}"), r"(\d+)"))
@@ -119,11 +116,18 @@ def sources(names: Names, shapes: Mapping[str, Shape]) -> dict[str, list[Source]
                 raise ValueError(
                     f"names= has {leaf} twice, by {other!r} and by {path!r}. Leave one out."
                 )
-            for name, source in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
-                found[name].append(source)
-    for name, parts in found.items():
-        _check_parts(name, parts)
-    return dict(found)
+            for name, one in _sources_of(leaf, entry, match.groups(), shapes[leaf]):
+                by_tensor[name].append(one)
+    for name, parts in by_tensor.items():
+        have, of = sorted(one.part for one in parts), parts[0].part[1]
+        alike = len({(one.tensor, one.outer) for one in parts}) == 1
+        if not alike or have != [(part, of) for part in range(of)]:
+            raise ValueError(
+                f"names= has {', '.join(dict.fromkeys(one.leaf for one in parts))} in {name}, "
+                "which they do not fill, each with a part of its own. Name one parameter for a "
+                "tensor, or all parts: '(0/2 out) in -> in out' and '(1/2 out) in -> in out'."
+            )
+    return dict(by_tensor)
 
 
 def _check_entries(names: Names) -> None:
@@ -137,8 +141,8 @@ def _check_entries(names: Names) -> None:
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not (is_pair and all(isinstance(text, str) for text in (path, *pair))):
             raise TypeError(f"names= has {path!r} as {entry!r}. Write paths to tensors; {ENTRY}.")
-        numbers = FIELD.findall(pair[0])
-        are_right = not any(numbers) or {*map(str, range(len({*numbers})))} == {*numbers}
+        numbers = {*FIELD.findall(pair[0])}
+        are_right = numbers in ({""}, {*map(str, range(len(numbers)))})
         if not are_right or re.search("[{}]", FIELD.sub("", pair[0])):
             raise ValueError(
                 f"names= has {path!r} as {entry!r}. Write {{}} alone for what is counted, or "
@@ -162,122 +166,63 @@ def _sources_of(
             f"names= has {leaf} in {name!r}: each {{}} there counts what a {{}} of the path or a "
             f"first dimension counts, and {leaf} is {list(shape)}. Write as many."
         )
-    inner = shape[stacked:]
-    layout = _as_it_is(len(inner)) if text is None else parsed(text, leaf)
-    if len(layout.ours) != len(inner):
-        raise ValueError(
-            f"names= gives {leaf} {len(layout.ours)} axes, as {text!r}, and it is {list(shape)}"
-            + (f" with {stacked} to count layers. " if stacked else ". ")
-            + "Name each dimension of a layer."
-        )
     for index in np.ndindex(*shape[:stacked]):
-        yield name.format(*numbers, *index), Source(leaf, index, inner, layout)
-
-
-def parsed(text: str, leaf: str) -> Layout:
-    """Returns the layout that a text such as "(heads dim) in -> in heads dim" says."""
-    theirs, arrow, ours = text.partition("->")
-    groups = [tuple((inside or one).split()) for inside, one in GROUP.findall(theirs)]
-    layout = Layout(tuple(groups), tuple(ours.split()))
-    axes = list(itertools.chain(*groups))
-    named = [axis for axis in axes if not axis[0].isdigit()]
-    is_right = arrow and sorted(named) == sorted(layout.ours) == sorted(set(named))
-    is_right = is_right and all(AXIS.fullmatch(axis) for axis in axes)
-    is_right = is_right and all(groups) and not GROUP.sub("", theirs).strip()  # no stray bracket
-    part, of = layout.part() if is_right else (0, 0)
-    if not part < of or sum("/" in axis for axis in axes) > 1:
-        raise ValueError(f"names= lays {leaf} out as {text!r}. {HOW}")
-    return layout
-
-
-def _as_it_is(ndim: int) -> Layout:
-    axes = tuple(f"d{dim}" for dim in range(ndim))
-    return Layout(tuple((axis,) for axis in axes), axes)
-
-
-def _check_parts(name: str, parts: list[Source]) -> None:
-    """Raises unless the parameters in a tensor are all of it, each its own part."""
-    have = sorted(source.layout.part() for source in parts)
-    of = have[0][1]
-    shapes = {source.layout.stored_shape(source.shape) for source in parts}
-    outer = {source.layout.outer(source.shape) for source in parts}  # of the axis that is split
-    is_split = have == [(part, of) for part in range(of)] and len(shapes) == len(outer) == 1
-    if not is_split:
-        leaves = ", ".join(dict.fromkeys(source.leaf for source in parts))
-        raise ValueError(
-            f"names= has {leaves} in {name}, which they do not fill, each with a part of its own. "
-            "Name one parameter for a tensor, or all parts: '(0/2 out) in -> in out' and "
-            "'(1/2 out) in -> in out'."
-        )
-
-
-class Layers:
-    """A parameter whose layers are tensors of their own; what is indexed is read."""
-
-    def __init__(self, layers: Mapping[tuple[int, ...], np.ndarray], shape: Shape) -> None:
-        self._layers, self.shape = layers, shape
-        first = next(iter(layers.values()))
-        self.dtype, self._stacked = first.dtype, len(shape) - first.ndim
-
-    def __getitem__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or (slice(None),) * len(self.shape)
-        counted, inner = index[: self._stacked], index[self._stacked :]
-        numbers = [
-            range(*one.indices(count)) for one, count in zip(counted, self.shape, strict=False)
-        ]
-        parts = [self._layers[at][inner] for at in itertools.product(*numbers)]
-        if not parts:  # a device that has padding alone
-            return np.empty([0] * len(self.shape), self.dtype)
-        return np.stack(parts).reshape([*map(len, numbers), *parts[0].shape])
+        yield name.format(*numbers, *index), source(leaf, index, shape[stacked:], text)
 
 
 def arranged(
     tensors: Mapping[str, FileTensor],
-    found: Mapping[str, list[Source]],
+    by_tensor: Mapping[str, list[Source]],
     shapes: Mapping[str, Shape],
     kept: Container[str],
-) -> dict[str, np.ndarray | Layers]:
+) -> dict[str, Stored]:
     """Returns tensors as parameters, but those that are kept; those of none keep their names."""
     layers: dict[str, dict[tuple[int, ...], np.ndarray]] = collections.defaultdict(dict)
-    for name, parts in found.items():
-        for source in parts if name in tensors else ():
-            if source.leaf in kept:
-                continue
-            stored, want = tensors[name].value, source.layout.stored_shape(source.shape)
-            if stored.shape != want:
+    wanted = [(n, one) for n, parts in by_tensor.items() for one in parts if one.leaf not in kept]
+    for name, one in wanted:
+        if name in tensors:
+            value = tensors[name].value
+            if value.shape != one.tensor:
                 raise ValueError(
-                    f"{name} is {list(stored.shape)} in the files, and names= and "
-                    f"{source.leaf}, {list(shapes[source.leaf])}, make it {list(want)}. Give "
-                    "like= of that size or another layout, or keep your own with keep=."
+                    f"{name} is {list(value.shape)} in the files, and names= and {one.leaf}, "
+                    f"{list(shapes[one.leaf])}, make it {list(one.tensor)}. Give like= of that "
+                    "size or another layout, or keep your own with keep=."
                 )
-            layers[source.leaf][source.index] = source.layout.view(stored, source.shape)
-    _check_complete(layers, found)
-    rest = {name: one.value for name, one in tensors.items() if name not in found}
-    return rest | {leaf: Layers(parts, shapes[leaf]) for leaf, parts in layers.items()}
-
-
-def first_names(found: Mapping[str, list[Source]]) -> dict[str, str]:
-    """Returns, by parameter, its tensor, or the first of its layers."""
-    backwards = reversed(list(found.items()))
-    return {source.leaf: name for name, sources in backwards for source in sources}
-
-
-def _check_complete(
-    layers: Mapping[str, Mapping[tuple[int, ...], np.ndarray]], found: Mapping[str, list[Source]]
-) -> None:
-    """Raises for parameters of which the files have some layers, or layers of several dtypes."""
-    for name, parts in found.items():
-        for leaf, index, *_ in parts:
-            have = layers.get(leaf)
-            if have is not None and index not in have:
-                raise ValueError(
-                    f"{name} is not in the files, and other layers of {leaf} are. Give like= as "
-                    "many layers as they have."
-                )
-    for leaf, have in layers.items():
-        dtypes = sorted({str(value.dtype) for value in have.values()})
-        if len(dtypes) > 1:
+            layers[one.leaf][one.index] = one.view(value)
+    for name, one in wanted:
+        if one.leaf in layers and one.index not in layers[one.leaf]:
+            raise ValueError(
+                f"{name} is not in the files, and other layers of {one.leaf} are. Give like= as "
+                "many layers as they have."
+            )
+    for leaf, parts in layers.items():
+        if len(dtypes := sorted({str(part.dtype) for part in parts.values()})) > 1:
             raise ValueError(
                 f"the layers of {leaf} are {' and '.join(dtypes)} in the files. Make them one "
                 "dtype."
             )
+    rest = {name: {(): one.value} for name, one in tensors.items() if name not in by_tensor}
+    return {name: _stored(parts) for name, parts in (rest | layers).items()}
+
+
+def _stored(layers: Mapping[tuple[int, ...], np.ndarray]) -> Stored:
+    """Returns a parameter whose layers are tensors of their own; only what is asked for is read."""
+    first, counts = layers[min(layers)], [at + 1 for at in max(layers)]
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        if not counts:
+            return first[index]
+        inner = index[len(counts) :]
+        numbers = [range(*one.indices(n)) for one, n in zip(index, counts, strict=False)]
+        parts = [layers[at][inner] for at in itertools.product(*numbers)]
+        if not parts:  # a device that has padding alone
+            return np.empty([0] * len(index), first.dtype)
+        return np.stack(parts).reshape([*map(len, numbers), *parts[0].shape])
+
+    return Saved((*counts, *first.shape), first.dtype, False), read
+
+
+def first_names(by_tensor: Mapping[str, list[Source]]) -> dict[str, str]:
+    """Returns, by parameter, its tensor, or the first of its layers."""
+    backwards = reversed(list(by_tensor.items()))
+    return {one.leaf: name for name, parts in backwards for one in parts}

@@ -1,5 +1,7 @@
 """Parameters to safetensors files and back, under one's own names or another library's."""
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Mapping, Set
 
@@ -8,15 +10,14 @@ import numpy as np
 
 from zerojax import _compat
 from zerojax._checkpoint import (
-    checkpoint as _checkpoint,
     files as _files,
     matching as _matching,
     names as _names,
+    save as _save,
     tensor_files as _tensor_files,
 )
-from zerojax._checkpoint.matching import Saved
-from zerojax._checkpoint.names import Layers, Names, Source
-from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, Tensor, some
+from zerojax._checkpoint.names import Names, Source
+from zerojax._checkpoint.tensor_files import DTYPES, FileTensor, some
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape, padded, padded_param_shapes, unpadded
 from zerojax._plan.plan import Plan, check_plan
@@ -45,7 +46,7 @@ def export_safetensors(
         path: a new directory; complete or not there at all.
         params: a tree of parameters, or a state that has them.
         names: how another library names the tensors and lays them out, as in
-            `zerojax.import_safetensors`.
+            `zerojax.checkpoint.import_safetensors`.
         max_file_bytes: start a new file rather than grow one beyond this.
         plan: the plan, for parameters without their state, and for states that do not carry an
             optimizer (tuples, dicts): files hold arrays without padding, and these do not tell
@@ -55,8 +56,8 @@ def export_safetensors(
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> zerojax.export_safetensors(path, state)
-        >>> params = zerojax.import_safetensors(path, like=state)
+        >>> zerojax.checkpoint.export_safetensors(path, state)
+        >>> params = zerojax.checkpoint.import_safetensors(path, like=state)
         >>> print(params["w"].addressable_shards[0].data.shape)
         (8, 16)
     """
@@ -67,20 +68,23 @@ def export_safetensors(
     leaves, shapes = _state.named_leaves(tree), padded_param_shapes(tree, params, plan)
     _check_export(params, leaves, max_file_bytes)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    found = _names.sources({} if names is None else names, sizes)
-    own = [leaf for leaf in leaves if leaf.name not in _mapped(found)]
+    by_tensor = _names.sources({} if names is None else names, sizes)
+    own = [leaf for leaf in leaves if leaf.name not in _mapped(by_tensor)]
     first = jax.process_index() == 0
-    target = _checkpoint.absolute(path)
+    target = _save.absolute(path)
     parts = target.parent / f"{target.name}.unfinished"
-    remedy, refusal = "Export to a new path.", _refusal(leaves, own, found)
+    remedy, refusal = "Export to a new path.", _refusal(leaves, own, by_tensor)
     with _files.only_writer_of_new(target, remedy, lambda: [parts], refusal):
         _files.remove([parts])  # of an export that was killed
         if first:
             os.makedirs(parts)
-        found |= {_dotted(leaf.name): [_names.whole(leaf.name, sizes[leaf.name])] for leaf in own}
-        values = {leaf.name: leaf for leaf in leaves}
-        tensors = [_tensor(name, sources, values) for name, sources in found.items()]
-        _tensor_files.write(os.fspath(parts), tensors, max_file_bytes, first)
+        for leaf in own:
+            by_tensor[_dotted(leaf.name)] = [_names.source(leaf.name, (), sizes[leaf.name])]
+        values = {leaf.name: leaf.value for leaf in leaves}
+        dtypes = {leaf.name: _dtype(leaf) for leaf in leaves}
+        tensors = {n: (one.tensor, dtypes[one.leaf]) for n, (one, *_) in by_tensor.items()}
+        full = functools.partial(_full, tensors, by_tensor, values)
+        _tensor_files.write(os.fspath(parts), tensors, full, max_file_bytes)
         if first:
             os.rename(parts, target)
         _files.raise_together(None)  # no process continues before it is there
@@ -98,7 +102,7 @@ def import_safetensors(
 ) -> PyTree:
     """Reads safetensors files straight into shards: each device's part, and no more.
 
-    Tensors with a checksum, as `zerojax.export_safetensors` writes it, are checked before.
+    Tensors with a checksum, as `export_safetensors` writes it, are checked before.
 
     Arguments:
         path: a directory with an index, or one `.safetensors` file.
@@ -119,10 +123,10 @@ def import_safetensors(
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> layers = {str(n): {"proj": {"weight": jnp.ones((16, 64))}} for n in range(4)}
-        >>> zerojax.export_safetensors(path, {"model": layers})
+        >>> zerojax.checkpoint.export_safetensors(path, {"model": layers})
         >>> plan = zerojax.plan({"params": {"proj": {"kernel": jnp.zeros((4, 64, 16))}}}, stage=3)
         >>> names = {"proj/kernel": ("model.{}.proj.weight", "out in -> in out")}
-        >>> params = zerojax.import_safetensors(path, like=plan, names=names)
+        >>> params = zerojax.checkpoint.import_safetensors(path, like=plan, names=names)
         >>> print(params["proj"]["kernel"].addressable_shards[0].data.shape)
         (4, 8, 16)
     """
@@ -134,15 +138,22 @@ def import_safetensors(
         shapes = padded_param_shapes(params, like)
     leaves = _state.named_leaves(params)
     sizes = {leaf.name: _shape(leaf, shapes) for leaf in leaves}
-    found = _names.sources({} if names is None else names, sizes)
-    stored = _tensors(os.fspath(_checkpoint.absolute(path)), rename, found, sizes)
+    by_tensor = _names.sources({} if names is None else names, sizes)
+    stored = _tensors(os.fspath(_save.absolute(path)), rename, by_tensor, sizes)
     kept = {leaf.name for leaf in leaves if _matching.is_kept(leaf, keep)}
     if not isinstance(like, Plan):
         _check_masters(like, sizes.keys() - kept)
-    _check_namesakes(stored, found, path, ignore)
-    tensors = _names.arranged(stored, found, sizes, kept)
-    saved = {name: Saved(value.shape, value.dtype, False) for name, value in tensors.items()}
-    options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": _names.first_names(found)}
+    firsts = _names.first_names(by_tensor)
+    for leaf, name in firsts.items():  # which the match by name would not report as left over
+        is_other = leaf in stored and leaf not in by_tensor
+        if is_other and not _matching.finds(ignore, leaf, "ignore="):
+            raise ValueError(
+                f"{leaf} in {path} is named as the parameter that names= finds in {name}. Leave "
+                "it behind with ignore=, or correct names=."
+            )
+    tensors = _names.arranged(stored, by_tensor, sizes, kept)
+    saved = {name: tensor for name, (tensor, _) in tensors.items()}
+    options = {"keep": keep, "ignore": ignore, "cast": cast, "theirs": firsts}
     try:
         wanted = _matching.match(leaves, saved, path, shapes, **options)
     except ValueError as error:
@@ -153,19 +164,24 @@ def import_safetensors(
             f"{some(map(_dotted, sizes))}. Pass rename=, a function from their names to those, or "
             "names=, a dict from these to theirs."
         ) from None
-    _check_bytes(stored, found, wanted)
-    read = {name: _placed(tensors[name], value) for name, value in wanted.items()}
+    # Each tensor is read whole to check it. Processes that read parts of the same share that.
+    used = {name for name, parts in by_tensor.items() if any(one.leaf in wanted for one in parts)}
+    used |= wanted.keys() - _mapped(by_tensor)
+    shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
+    together = not all(sharding.is_fully_addressable for sharding in shardings)
+    _tensor_files.check([stored[name] for name in sorted(used & stored.keys())], together)
+    read = {name: _placed(tensors[name][1], value) for name, value in wanted.items()}
     return _matching.filled(params, read)
 
 
 def _tensors(
     path: str,
     rename: Callable[[str], str] | None,
-    found: Mapping[str, list[Source]],
+    by_tensor: Mapping[str, list[Source]],
     sizes: Mapping[str, Shape],
 ) -> dict[str, FileTensor]:
     """Returns what the files hold, by the names of leaves and of what `names=` has."""
-    slashed = {_dotted(name): name for name in sizes if name not in _mapped(found)}
+    slashed = {_dotted(name): name for name in sizes if name not in _mapped(by_tensor)}
     tensors: dict[str, FileTensor] = {}
     for file in _tensor_files.stored_files(path):
         for tensor in _tensor_files.read_file(file):
@@ -178,22 +194,6 @@ def _tensors(
                 )
             tensors[ours] = tensor
     return tensors
-
-
-def _check_bytes(
-    tensors: Mapping[str, FileTensor],
-    found: Mapping[str, list[Source]],
-    wanted: Mapping[str, PyTree],
-) -> None:
-    """Raises where tensors that are read are not as `export_safetensors` has written them.
-
-    Each is read whole for it. Processes that read parts of the same arrays share that.
-    """
-    used = {name for name, parts in found.items() if any(one.leaf in wanted for one in parts)}
-    used |= wanted.keys() - _mapped(found)
-    shardings = [_matching.stored_struct(value).sharding for value in wanted.values()]
-    together = not all(sharding.is_fully_addressable for sharding in shardings)
-    _tensor_files.check([tensors[name] for name in sorted(used & tensors.keys())], together)
 
 
 def _check_export(params: PyTree, leaves: list[Leaf], most: object) -> None:
@@ -225,24 +225,6 @@ def _check_masters(like: PyTree, wanted: Set[str]) -> None:
         )
 
 
-def _check_namesakes(
-    tensors: Mapping[str, FileTensor],
-    found: Mapping[str, list[Source]],
-    path: object,
-    ignore: str | None,
-) -> None:
-    """Raises for tensors that are named as a parameter into which `names=` reads others.
-
-    They take no part in the match by name, which would report what is left over.
-    """
-    for leaf, theirs in _names.first_names(found).items():
-        if leaf in tensors and leaf not in found and not _matching.finds(ignore, leaf, "ignore="):
-            raise ValueError(
-                f"{leaf} in {path} is named as the parameter that names= finds in {theirs}. Leave "
-                "it behind with ignore=, or correct names=."
-            )
-
-
 def _renamed(rename: Callable[[str], str], name: str) -> str:
     ours = rename(name) if callable(rename) else None
     if not isinstance(ours, str):
@@ -254,32 +236,31 @@ def _renamed(rename: Callable[[str], str], name: str) -> str:
     return ours
 
 
-def _mapped(found: Mapping[str, list[Source]]) -> set[str]:
+def _mapped(by_tensor: Mapping[str, list[Source]]) -> set[str]:
     """Returns the leaves that `names=` has."""
-    return {source.leaf for sources in found.values() for source in sources}
+    return {one.leaf for parts in by_tensor.values() for one in parts}
 
 
 def _refusal(
-    leaves: list[Leaf], own: list[Leaf], found: Mapping[str, list[Source]]
+    leaves: list[Leaf], own: list[Leaf], by_tensor: Mapping[str, list[Source]]
 ) -> Exception | None:
     """Returns an error for dtypes that do not fit a tensor, or names that read alike.
 
     `own` are those that go out under their own names.
     """
-    for leaf in leaves:
-        if str(_dtype(leaf)) not in DTYPES.values():
-            return TypeError(
-                f"{leaf.name} is {_dtype(leaf)}, which safetensors does not know. Cast it or "
-                "leave it out."
-            )
     dtypes = {leaf.name: str(_dtype(leaf)) for leaf in leaves}
-    for name, sources in found.items():
-        if len({dtypes[one.leaf] for one in sources}) > 1:
-            parts = " and ".join(f"{one.leaf}, {dtypes[one.leaf]}," for one in sources)
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES.values():
             return TypeError(
-                f"names= says that {name} has {parts} as its parts. Cast them to one dtype."
+                f"{name} is {dtype}, which safetensors does not know. Cast it or leave it out."
             )
-    named = {name: sources[0].leaf for name, sources in found.items()}
+    for name, parts in by_tensor.items():
+        if len({dtypes[one.leaf] for one in parts}) > 1:
+            has = " and ".join(f"{one.leaf}, {dtypes[one.leaf]}," for one in parts)
+            return TypeError(
+                f"names= says that {name} has {has} as its parts. Cast them to one dtype."
+            )
+    named = {name: parts[0].leaf for name, parts in by_tensor.items()}
     for leaf in own:
         other = named.setdefault(_dotted(leaf.name), leaf.name)
         if other != leaf.name:
@@ -293,36 +274,32 @@ def _dotted(name: str) -> str:
 
 def _dtype(leaf: Leaf) -> np.dtype:
     """Returns the dtype as stored: a numpy array's own, even one that JAX would narrow."""
-    given = getattr(leaf.value, "dtype", None)
-    return np.asarray(leaf.value).dtype if given is None else given
+    dtype = getattr(leaf.value, "dtype", None)
+    return np.asarray(leaf.value).dtype if dtype is None else dtype
 
 
 def _shape(leaf: Leaf, shapes: Mapping[str, Shape]) -> Shape:
     return shapes.get(leaf.name, np.shape(leaf.value))
 
 
-def _tensor(name: str, sources: list[Source], leaves: Mapping[str, Leaf]) -> Tensor:
-    shape = sources[0].layout.stored_shape(sources[0].shape)
-    dtype = _dtype(leaves[sources[0].leaf])
-    values = {one.leaf: leaves[one.leaf].value for one in sources}
-
-    def full() -> np.ndarray:
-        if len(sources) == 1 and sources[0].is_whole:
-            return unpadded(_move.to_host(values[sources[0].leaf]), shape)
-        tensor = np.empty(shape, dtype)
-        for one in sources:
-            layer = _move.to_host(_layer(values[one.leaf], one.index))
-            one.layout.view(tensor, one.shape)[...] = unpadded(layer, one.shape)
-        return tensor
-
-    return Tensor(name, full, shape, dtype)
-
-
-def _layer(value: PyTree, index: tuple[int, ...]) -> PyTree:
-    """Returns a layer of a stack: from the devices, no more than it travels to the host."""
-    if not index or not isinstance(value, jax.Array):
-        return value[index] if index else value
-    return _sliced(value, index)
+def _full(
+    tensors: Mapping[str, tuple[Shape, np.dtype]],
+    by_tensor: Mapping[str, list[Source]],
+    values: Mapping[str, PyTree],
+    name: str,
+) -> np.ndarray:
+    """Returns a tensor, of one parameter as it is or of parts of some."""
+    (shape, dtype), parts = tensors[name], by_tensor[name]
+    if len(parts) == 1 and parts[0].is_whole:
+        return unpadded(_move.to_host(values[parts[0].leaf]), shape)
+    tensor = np.empty(shape, dtype)
+    for one in parts:
+        layer = values[one.leaf]
+        if one.index:  # sliced on the devices, no more travels to the host than a layer
+            cut = _sliced if isinstance(layer, jax.Array) else operator.getitem
+            layer = cut(layer, one.index)
+        one.view(tensor)[...] = unpadded(_move.to_host(layer), one.shape)
+    return tensor
 
 
 @jax.jit
@@ -330,12 +307,14 @@ def _sliced(value: jax.Array, index: tuple[int, ...]) -> jax.Array:
     return _compat.fetched(value)[index]
 
 
-def _placed(stored: np.ndarray | Layers, like: PyTree) -> jax.Array:
+def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], like: PyTree) -> jax.Array:
     struct = _matching.stored_struct(like)
     shard = struct.sharding.shard_shape(struct.shape)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return padded(np.asarray(stored[index], struct.dtype), shard)
+        index = index or (slice(None),) * len(shard)
+        return padded(np.asarray(read(index), struct.dtype), shard)
 
-    read = jax.make_array_from_callback(struct.shape, struct.sharding, part)
-    return _matching.laundered(read, like)
+    return _matching.laundered(
+        jax.make_array_from_callback(struct.shape, struct.sharding, part), like
+    )

@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,6 @@ MOST_HEADER_BYTES = 10**8  # as in the safetensors package
 CHECKSUM = "crc32:"  # what stands before a tensor's name in the metadata
 
 
-class Tensor(NamedTuple):
-    """A tensor to write; `full` makes its value, when its turn comes."""
-
-    name: str
-    full: Callable[[], np.ndarray]
-    shape: Shape
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class FileTensor(NamedTuple):
     """A tensor in a file, read where it is used; its checksum, if it has one."""
 
@@ -53,70 +40,67 @@ class FileTensor(NamedTuple):
     checksum: str | None
 
 
-def write(directory: str, tensors: list[Tensor], most: float, first: bool) -> None:
-    """Writes files of `most` bytes and their index, in the first process; all of them call it."""
-    files = list(_files.grouped(tensors, lambda tensor: tensor.nbytes, most))
+def write(
+    directory: str,
+    tensors: Mapping[str, tuple[Shape, np.dtype]],
+    full: Callable[[str], np.ndarray],
+    most: float,
+) -> None:
+    """Writes files of `most` bytes and their index, in the first process; all of them call it.
+
+    `full` makes the value of a tensor when its turn comes.
+    """
+    first = jax.process_index() == 0
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    files = list(_files.grouped(tensors, sizes.__getitem__, most))
     weight_map = {}
     for number, group in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {tensor.name: name for tensor in group}
+        weight_map |= dict.fromkeys(group, name)
         file = os.path.join(directory, name)
         try:
-            _write_file(file, group, first)
+            with open(file if first else os.devnull, "wb") as opened:
+                _write_file(opened, {name: tensors[name] for name in group}, full, first)
         except OSError as error:  # a full disk, say; Python does not name the file
             raise OSError(error.errno, f"{error.strerror}; {file} is not complete") from error
     if first:
-        total = sum(tensor.nbytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with open(os.path.join(directory, INDEX), "w") as file:
-            json.dump(index, file)
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        with open(os.path.join(directory, INDEX), "w") as opened:
+            json.dump(index, opened)
 
 
-def _write_file(name: str, group: list[Tensor], first: bool) -> None:
+def _write_file(
+    file: IO[bytes],
+    tensors: Mapping[str, tuple[Shape, np.dtype]],
+    full: Callable[[str], np.ndarray],
+    first: bool,
+) -> None:
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     entries: dict[str, object] = {}
-    sums = {tensor.name: zlib.crc32(b"") for tensor in group}
-    end = 0
-    for tensor in group:
-        start, end = end, end + tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": kinds[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    with open(name if first else os.devnull, "wb") as file:
-        file.write(_header(entries, sums))
-        for tensor in group:
-            full = tensor.full()  # all processes have a part
-            for part in _contiguous(full) if first else ():
-                data = part.reshape(-1).view(np.uint8).data
-                sums[tensor.name] = zlib.crc32(data, sums[tensor.name])
-                file.write(data)
-        file.seek(0)
-        file.write(_header(entries, sums))
+    sums, end = dict.fromkeys(tensors, 0), 0
+    for name, (shape, dtype) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        kind, offsets = kinds[str(dtype)], [start, end]
+        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
+    file.write(_header(entries, sums))
+    for name in tensors:
+        value = full(name)  # all processes have a part
+        # Without its padding it may not be contiguous: row by row, the host never has it twice.
+        rows = [value] if value.flags.c_contiguous else map(np.ascontiguousarray, value)
+        for row in rows if first else ():
+            data = row.reshape(-1).view(np.uint8).data
+            sums[name] = zlib.crc32(data, sums[name])
+            file.write(data)
+    file.seek(0)
+    file.write(_header(entries, sums))
 
 
 def _header(entries: Mapping[str, object], sums: Mapping[str, int]) -> bytes:
     # transformers reads no file that does not say what framework wrote it, and knows few.
-    metadata = {"format": "pt"} | {CHECKSUM + name: _hex(crc) for name, crc in sums.items()}
+    metadata = {"format": "pt"} | {CHECKSUM + name: f"{crc:08x}" for name, crc in sums.items()}
     text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _hex(crc: int) -> str:
-    return f"{crc:08x}"
-
-
-def _contiguous(full: np.ndarray) -> Iterable[np.ndarray]:
-    """Yields a leaf in contiguous parts; without its padding it may not be one itself.
-
-    Then it goes row by row, so that the host does not have the leaf twice.
-    """
-    if full.flags.c_contiguous:
-        yield full
-    else:
-        yield from map(np.ascontiguousarray, full)
 
 
 def stored_files(path: str) -> list[str]:
@@ -138,9 +122,8 @@ def stored_files(path: str) -> list[str]:
     except _files.DAMAGE as error:
         raise ValueError(f"{index} is damaged ({error}). Export it again.") from error
     files = [os.path.join(path, name) for name in names]
-    for file in files:
-        if not os.path.isfile(file):
-            raise ValueError(f"{file} is missing, and {index} names it. Export it again.")
+    if missing := [file for file in files if not os.path.isfile(file)]:
+        raise ValueError(f"{missing[0]} is missing, and {index} names it. Export it again.")
     return files
 
 
@@ -171,31 +154,24 @@ def check(tensors: Iterable[FileTensor], together: bool) -> None:
     """
     known = [tensor for tensor in tensors if tensor.checksum is not None]
     mine = known[jax.process_index() :: jax.process_count()] if together else known
-    wrong = next((one for one in mine if _hex(_sum_of(one.value)) != one.checksum), None)
-    error = _damaged(wrong) if wrong else None
+    sums = ((one, zlib.crc32(one.value.reshape(-1).view(np.uint8))) for one in mine)
+    wrong = next((one for one, crc in sums if f"{crc:08x}" != one.checksum), None)
+    error = wrong and ValueError(
+        f"{wrong.name} in {wrong.file} is damaged: its bytes are not those of its checksum. "
+        "Export it again. If another program changed the tensor, have that write the file without "
+        f"the old metadata ({CHECKSUM}{wrong.name})."
+    )
     if together:
         _files.raise_together(error)
     elif error:
         raise error
 
 
-def _damaged(tensor: FileTensor) -> ValueError:
-    return ValueError(
-        f"{tensor.name} in {tensor.file} is damaged: its bytes are not those of its checksum. "
-        "Export it again. If another program changed the tensor, have that write the file without "
-        f"the old metadata ({CHECKSUM}{tensor.name})."
-    )
-
-
-def _sum_of(value: np.ndarray) -> int:
-    return zlib.crc32(value.reshape(-1).view(np.uint8))
-
-
 def _each_once(pairs: list[tuple[str, PyTree]]) -> dict[str, PyTree]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a name twice among {some(found)}")
-    return found
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError(f"a name twice among {some(entries)}")
+    return entries
 
 
 def _tensor(

@@ -21,9 +21,9 @@ from zerojax import _compat
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import Value
 from zerojax._kernel.body import How
+from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.pieces import WEIGHT, InputKind
 from zerojax._kernel.places import Axes, Groups, LeafPlan, Placement, axes_size, beyond
-from zerojax._kernel.run import SplitLoss
 from zerojax._kernel.split import Attach
 from zerojax._kernel.travel import EXACT, Codec, Cut, Held, Route
 from zerojax._types import PyTree, zero_gradient

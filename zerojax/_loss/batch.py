@@ -1,6 +1,5 @@
 """The arguments of a loss after its parameters: which are split, folded or passed on."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax import _fingerprint
+from zerojax import _compat, _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
@@ -236,7 +235,7 @@ def shard_batch(
     with the running step. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it
     placed, says which mesh and axes: for every mesh of several axes the surest way.
 
-    In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
+    In several processes each gives its own rows, as `zerojax.run.process_slice` counts them, and
     all of them together are the batch.
 
     Example:
@@ -267,7 +266,7 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[None] * role.dim, tuple(axes))
 
 
-@functools.cache
+@_compat.device_cache
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
     """Raises where processes have different rows: each infers the batch from its own.
 
@@ -288,7 +287,7 @@ def process_slice(
     The mesh, axes or plan are those of `zerojax.shard_batch`.
 
     Example:
-        >>> print(zerojax.process_slice(32))  # a single process loads all
+        >>> print(zerojax.run.process_slice(32))  # a single process loads all
         slice(0, 32, None)
     """
     mesh, axes = mesh_and_axes(mesh, axis, plan)

@@ -1,6 +1,5 @@
 """Moves values to their places on the devices and back, in one process or several."""
 
-import functools
 from collections.abc import Iterable
 
 import jax
@@ -11,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
+from zerojax import _compat
 from zerojax._types import Device, PyTree, is_key
 
 
@@ -50,7 +50,7 @@ def copied(value: Array, sharding: Sharding) -> Array:
     return _copy_to(sharding)(value)
 
 
-@functools.cache
+@_compat.device_cache
 def _copy_to(sharding: Sharding) -> jax.stages.Wrapped:
     return jax.jit(jnp.copy, out_shardings=sharding)
 

@@ -75,8 +75,8 @@ def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:
 
     Takes a state, or any tree of arrays; a pair that may be either is refused. In several
     processes every one calls it and gets all parameters; a model too large for that goes to files
-    with `zerojax.export_safetensors`. What does not carry its plan (a tuple, a dict, parameters
-    alone) is given with it where the plan pads parameters.
+    with `zerojax.checkpoint.export_safetensors`. What does not carry its plan (a tuple, a dict,
+    parameters alone) is given with it where the plan pads parameters.
 
     Example:
         >>> params = {"w": jnp.ones((64, 16))}

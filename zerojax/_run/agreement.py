@@ -53,60 +53,46 @@ def agree(call: str, items: Callable[[], dict[str, str]], mesh: Mesh | None = No
         return
     devices = jax.devices() if mesh is None else mesh.devices.flat
     members = sorted({device.process_index for device in devices})
-    if len(members) > 1 and jax.process_index() in members:
-        said = {**_versions(), **items()}
-        difference = _Meeting(call, members).difference(said)
-        if difference:
-            raise ValueError(difference)
+    if len(members) == 1 or jax.process_index() not in members:
+        return
+    if difference := _difference_between(members, call, {**_versions(), **items()}):
+        raise ValueError(difference)
 
 
-class _Meeting:
-    """One comparison: the first process reads all digests, and the texts of one that differs.
+def _difference_between(members: Sequence[int], call: str, said: dict[str, str]) -> str:
+    """Compares once: the first process reads all digests, and the texts of one that differs.
 
     It uses the store of `jax.distributed` and not the devices: a collective would hang or break
     just where the processes disagree.
     """
-
-    def __init__(self, call: str, members: Sequence[int]) -> None:
-        self.call, self.members, self.first = call, members, members[0]
-        # Each kind of call counts its own meetings: another thread may place batches meanwhile.
-        channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
-        self.before, self.now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
-        _meetings[channel] += 1
-
-    def difference(self, said: dict[str, str]) -> str:
-        me = jax.process_index()
-        self._tell(f"digest/{me}", hashlib.sha256(json.dumps(said).encode()).hexdigest())
-        if me == self.first:
-            digests = self._digests()
-            _compat.shared_store().key_value_delete(self.before)  # all have read it
-            others = [m for m, d in zip(self.members, digests, strict=True) if d != digests[0]]
-            self._tell("other", str(others[0] if others else me))
-        answer = self._read("other", self.first)
-        if answer == GONE:
-            raise jax.errors.JaxRuntimeError(f"{self.call}: one of the processes is lost")
-        other = int(answer)
-        if other == self.first:
-            return ""
-        if me == other:
-            self._tell("said", json.dumps(said))
-        if me == self.first:
-            theirs = json.loads(self._read("said", other))
-            self._tell("difference", _message(self.call, me, other, said, theirs))
-        return self._read("difference", self.first)
-
-    def _digests(self) -> list[str]:
+    # Each kind of call counts its own meetings: another thread may place batches meanwhile.
+    channel = f"zerojax/{call}/{zlib.crc32(repr(members).encode())}"
+    before, now = (f"{channel}/{_meetings[channel] + n}" for n in (0, 1))
+    _meetings[channel] += 1
+    store, me, first = _compat.shared_store(), jax.process_index(), members[0]
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    store.key_value_set(f"{now}/digest/{me}", digest)
+    if me == first:
         try:
-            return [self._read(f"digest/{member}", member) for member in self.members]
+            digests = {one: _read(f"{now}/digest/{one}", one, call) for one in members}
         except jax.errors.JaxRuntimeError:
-            self._tell("other", GONE)
+            store.key_value_set(f"{now}/other", GONE)
             raise
-
-    def _tell(self, key: str, text: str) -> None:
-        _compat.shared_store().key_value_set(f"{self.now}/{key}", text)
-
-    def _read(self, key: str, process: int) -> str:
-        return _read(f"{self.now}/{key}", process, self.call)
+        store.key_value_delete(before)  # all have read it
+        others = [one for one in members if digests[one] != digest]
+        store.key_value_set(f"{now}/other", str(others[0] if others else me))
+    answer = _read(f"{now}/other", first, call)
+    if answer == GONE:
+        raise jax.errors.JaxRuntimeError(f"{call}: one of the processes is lost")
+    other = int(answer)
+    if other == first:
+        return ""
+    if me == other:
+        store.key_value_set(f"{now}/said", json.dumps(said))
+    if me == first:
+        theirs = json.loads(_read(f"{now}/said", other, call))
+        store.key_value_set(f"{now}/difference", _message(call, me, other, said, theirs))
+    return _read(f"{now}/difference", first, call)
 
 
 def _read(key: str, process: int, call: str, most: float = math.inf) -> str:
@@ -166,12 +152,12 @@ def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, 
     # Texts of many lines (a program, all leaves of a state) differ because of those of one line.
     words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
     names = words or differ
-    found = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
-    rest = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    lines = "".join(f"\n  {line}" for line in [*found[:SHOWN], *rest])
+    lines = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
+    rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    shown = "".join(f"\n  {line}" for line in [*lines[:SHOWN], *rest])
     return (
         f"{call}: the processes disagree, and would compute wrong numbers or wait for each other "
-        f"without end. Processes {a} and {b} differ in{lines}\n"
+        f"without end. Processes {a} and {b} differ in{shown}\n"
         "Start all with the same program, arguments, data and versions."
     )
 
@@ -191,7 +177,7 @@ def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int)
 def _numbers(ours: str, theirs: str) -> tuple[str, str] | None:
     """Returns the numbers of two lines, without their signs, if they differ in nothing else."""
     pairs = zip_longest(ours.split(), theirs.split(), fillvalue="")
-    found = [pair for pair in pairs if pair[0] != pair[1]]
-    if len(found) != 1 or not all(map(NUMBER.fullmatch, found[0])):
+    differ = [pair for pair in pairs if pair[0] != pair[1]]
+    if len(differ) != 1 or not all(map(NUMBER.fullmatch, differ[0])):
         return None
-    return found[0][0].lstrip("-"), found[0][1].lstrip("-")  # updates subtract: -0.01 is 0.01
+    return differ[0][0].lstrip("-"), differ[0][1].lstrip("-")  # updates subtract: -0.01 is 0.01

@@ -1,12 +1,12 @@
 """Goes on with the processes that are left when others are lost, without starting Python again."""
 
-import functools
 import gc
 import itertools
 import socket
 import traceback
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jax.extend import backend
 
@@ -15,8 +15,8 @@ from zerojax._run import processes as _processes
 
 Result = TypeVar("Result")
 FAILED, DONE = "failed", "done"
-CACHES_OF = {"jax", "flax", "optax", "orbax", "zerojax"}
 MEETING = 60_000  # milliseconds for the first to say where
+COLLECTIONS = 4  # as often as JAX itself: what one frees lets the next free more
 
 
 def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
@@ -43,7 +43,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
         >>> def train():
         ...     state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
         ...     return len(jax.devices())  # with zerojax.Checkpoints, from the newest
-        >>> print(zerojax.elastic(train))
+        >>> print(zerojax.run.elastic(train))
         8
     """
     if not isinstance(at_least, int) or at_least < 1:
@@ -58,8 +58,13 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
         failure, result = _attempt(train)
         if run.num_processes == 1:
             return _ended(failure, result)
+        clients = [weakref.ref(client) for client in backend.backends().values()]
         if failure is not None:
-            _give_up_devices(failure)
+            # It frees all arrays and closes the connections to other processes, whose collectives
+            # then fail as well: they may wait for this process, and not for the one that is lost.
+            for error in _processes.chain(failure):
+                traceback.clear_frames(error.__traceback__)
+            forget_devices(clients)
         left, one_failed = _meet(FAILED if failure else DONE)
         # None is lost, or none was needed any more, or one ended with an error of its own.
         if len(left) == run.num_processes or not one_failed or _processes.told():
@@ -70,7 +75,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
                 f"at_least={at_least}."
             ) from failure
         del failure, result
-        _join_again(left, start)
+        _join_again(left, start, clients)
     raise AssertionError("unreachable")
 
 
@@ -90,35 +95,19 @@ def _ended(failure: Exception | None, result: list[Result]) -> Result:
     return result[0]
 
 
-def _give_up_devices(failure: Exception) -> None:
-    """Frees all arrays and closes the connections to other processes, whose collectives then fail
-    as well: they may wait for this process, and not for the one that is lost."""
-    for error in _processes.chain(failure):
-        traceback.clear_frames(error.__traceback__)
-    _forget_devices()
-
-
-def _forget_devices() -> None:
-    """Ends the backend. It lives, with its connections and its memory, for as long as anything
-    holds one of its devices; among them JAX's caches by tree, whose nodes may hold a plan."""
-    for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper) and _is_ours(cached):
-            cached.cache_clear()
+def forget_devices(clients: list[weakref.ref]) -> None:
+    """Ends the backend. Its clients live, with their connections and their memory, for as long as
+    anything holds one of its devices."""
+    for cached in _compat.caches_of_a_run():
+        cached.cache_clear()
     backend.clear_backends()
-    gc.collect()
-    if any(map(_is_client, gc.get_objects())):
+    for _ in range(COLLECTIONS):
+        gc.collect()
+    if any(client() is not None for client in clients):
         _processes.say(
             "elastic: something outside of train() holds arrays or devices. Their memory stays "
             "taken, and other processes may wait for ever. Make all of them inside."
         )
-
-
-def _is_client(found: object) -> bool:
-    return type(found).__name__ == "Client" and type(found).__module__.startswith("jaxlib")
-
-
-def _is_ours(cached: Any) -> bool:
-    return str(cached.__module__).partition(".")[0] in CACHES_OF
 
 
 def _meet(how: str) -> tuple[list[int], bool]:
@@ -129,21 +118,17 @@ def _meet(how: str) -> tuple[list[int], bool]:
     return left, any(run.client.key_value_try_get(key(number)) == FAILED for number in left)
 
 
-def _join_again(left: list[int], start: int) -> None:
+def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None:
     """Makes a run of the processes that are left, with an address of its own."""
     run, key = _compat.run_of_processes(), f"zerojax/elastic/address/{start}"
     me, count = run.process_id, run.num_processes
     if me == left[0]:
         host = run.coordinator_address.rpartition(":")[0]
-        run.client.key_value_set(key, f"{host}:{_free_port()}")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            run.client.key_value_set(key, f"{host}:{free.getsockname()[1]}")
     address = run.client.blocking_key_value_get(key, MEETING)
-    _forget_devices()
+    forget_devices(clients)
     _processes.join_again(address, len(left), left.index(me))
     lost = ", ".join(str(number) for number in range(count) if number not in left)
     _processes.log(f"zerojax: lost process {lost} of {count}, and goes on with {len(left)}")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]

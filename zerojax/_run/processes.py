@@ -50,7 +50,7 @@ def initialize(
         coordinator_address, num_processes, process_id, local_device_ids: as in
             `jax.distributed.initialize`.
         heartbeat_timeout_seconds: how long after one process dies the others end too.
-        elastic: they go on without it, where `zerojax.elastic` runs the training.
+        elastic: they go on without it, where `zerojax.run.elastic` runs the training.
 
     Returns:
         The number of processes.
@@ -58,7 +58,7 @@ def initialize(
     Example:
         >>> processes = zerojax.initialize()  # doctest: +SKIP
         zerojax: 4 processes, 16 devices
-        >>> rows = zerojax.process_slice(256)  # of the global batch, those to load here
+        >>> rows = zerojax.run.process_slice(256)  # of the global batch, those to load here
     """
     if jax.distributed.is_initialized():  # by the program itself
         _end_together()
@@ -68,19 +68,15 @@ def initialize(
     _AGAIN.update(
         local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds
     )
-    arguments: dict[str, Any] = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
-        "local_device_ids": local_device_ids,
-    }
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if not given and "WORLD_SIZE" in os.environ:
-        given = _from_environment(os.environ)
+    run: dict[str, Any] = {"coordinator_address": coordinator_address, "process_id": process_id}
+    run |= {"num_processes": num_processes, "local_device_ids": local_device_ids}
+    run = {name: value for name, value in run.items() if value is not None}
+    if not run and "WORLD_SIZE" in os.environ:
+        run = _from_environment(os.environ)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+        jax.distributed.initialize(**run, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
     except ValueError as error:
-        if given or _compat.NO_CLUSTER not in str(error):
+        if run or _compat.NO_CLUSTER not in str(error):
             raise
     count = jax.process_count()
     _end_together()
@@ -201,16 +197,14 @@ def may_lose_processes() -> bool:
 
 def may_be_of_a_loss(error: BaseException) -> bool:
     """Whether an error may come of a lost process, without which the run can go on."""
-    return may_lose_processes() and any(map(_is_of_the_runtime, chain(error)))
 
+    def is_of_the_runtime(error: BaseException) -> bool:
+        # XLA raises a ValueError where JAX calls a compiled step directly.
+        is_value = isinstance(error, ValueError) and str(error).partition(":")[0].isupper()
+        is_of_xla = is_value or isinstance(error, jax.errors.JaxRuntimeError)
+        return is_of_xla and not str(error).startswith(NO_LOSS)
 
-def _is_of_the_runtime(error: BaseException) -> bool:
-    """Whether XLA raised it: as a ValueError where JAX calls a compiled step directly."""
-    text = str(error)
-    is_of_xla = isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and text.partition(":")[0].isupper()
-    )
-    return is_of_xla and not text.startswith(NO_LOSS)
+    return may_lose_processes() and any(map(is_of_the_runtime, chain(error)))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -238,7 +232,7 @@ def log(*values: object) -> None:
     """Prints on process 0 alone, so that a run says everything once.
 
     Example:
-        >>> zerojax.log("step", 10)
+        >>> zerojax.run.log("step", 10)
         step 10
     """
     if jax.process_index() == 0:
@@ -268,7 +262,7 @@ class Watchdog:
     `seconds` must cover the longest step, including the first one's compilation and a save.
 
     Example:
-        >>> with zerojax.Watchdog(600) as watchdog:
+        >>> with zerojax.run.Watchdog(600) as watchdog:
         ...     for n in range(3):
         ...         watchdog.alive(n)
     """

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from zerojax import _compat
 from zerojax._kernel.arrays import Value
 from zerojax._kernel.body import How
+from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.pieces import InputKind
 from zerojax._kernel.places import Axes, LeafPlan, beyond, slow
-from zerojax._kernel.run import SplitLoss
 from zerojax._kernel.travel import Cut, Held, Route, names_in, obtain
 from zerojax._plan.codes import codec_of, sum_codec_of
 from zerojax._plan.plan import Plan, check_plan

@@ -1,6 +1,5 @@
 """Slices of host memory, and whether XLA finds them."""
 
-import functools
 import re
 
 import jax
@@ -28,7 +27,7 @@ _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
 _LOOPED, _LOOP_WIDTH = 9, 1024  # of the loop that is looked at
 
 
-@functools.cache
+@_compat.device_cache
 def are_found(device: Device) -> bool:
     """Whether XLA finds the next layer's slice, and those of loops that it doubled.
 

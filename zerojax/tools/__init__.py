@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._forecast.study import study as study
     from zerojax.tools._hlo.gpus import Rates as Rates
     from zerojax.tools._hlo.known import rates_of as rates_of
+    from zerojax.tools._meter import Meter as Meter
     from zerojax.tools._verify.verification import Verification as Verification
     from zerojax.tools._verify.verify import verify as verify
 
@@ -27,6 +28,7 @@ _EXPORTS = {  # imported when they are first used
     "_forecast.study": ["study"],
     "_hlo.gpus": ["Rates"],
     "_hlo.known": ["rates_of"],
+    "_meter": ["Meter"],
     "_verify.verification": ["Verification"],
     "_verify.verify": ["verify"],
 }

@@ -11,11 +11,11 @@ import jax
 from jax.stages import Compiled
 
 from zerojax import _compat
-from zerojax._kernel import jaxprs as _jaxprs
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import carried as _carried
 from zerojax._types import Device, PyTree
+from zerojax.tools import _flops
 from zerojax.tools._audit import memory as _memory
 from zerojax.tools._audit.measured import BF16
 from zerojax.tools._audit.reading import Reading
@@ -149,7 +149,7 @@ def written(step: Any, args: Sequence[PyTree], device: Device | None) -> tuple[s
     if gpu is None or gpu.half == BF16 or not hasattr(step, "trace"):
         return getattr(step, "written", ())
     traced = step.trace(*[arg for arg in args if arg is not None])
-    return tuple(sorted(_jaxprs.matmul_dtypes(traced.jaxpr.jaxpr)))
+    return tuple(sorted(_flops.matmul_dtypes(traced.jaxpr.jaxpr)))
 
 
 def _backend(text: str, device: Device | None) -> str:

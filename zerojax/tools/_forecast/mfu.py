@@ -6,7 +6,6 @@ import jax
 from jax.sharding import AbstractMesh
 
 from zerojax import _compat
-from zerojax._kernel import jaxprs as _jaxprs
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.constraints import NO_MESH, traced_where_it_can_be, with_absent
 from zerojax._loss.fields import with_fields
@@ -14,6 +13,7 @@ from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._step.step import Step
 from zerojax._types import Device, PyTree
+from zerojax.tools import _flops
 from zerojax.tools._hlo import known as _known
 
 
@@ -89,4 +89,4 @@ def matmul_flops(
 
     `axis_env` names mesh axes, and their sizes, that the function's own collectives use.
     """
-    return _jaxprs.matmul_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)
+    return _flops.jaxpr_flops(jax.make_jaxpr(function, axis_env=list(axis_env))(*args).jaxpr)

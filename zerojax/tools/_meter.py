@@ -1,6 +1,7 @@
 """The meter of a training loop: what it logs of its steps, and the progress bar."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -47,7 +48,7 @@ class Meter:
     Example:
         >>> logged = []
         >>> on_log = lambda step, values: logged.append((step, values["loss"]))
-        >>> meter = zerojax.Meter(25, per_step={"tokens": 4096}, on_log=on_log, bar=False)
+        >>> meter = zerojax.tools.Meter(25, per_step={"tokens": 4096}, on_log=on_log, bar=False)
         >>> for n in meter:
         ...     meter.update({"loss": jnp.float32(n)})  # of state, metrics = step(state, batch)
         >>> logged
@@ -115,7 +116,8 @@ class Meter:
             return
         floats = {name: float(value) for name, value in values.items()}
         if self._prints:
-            self._print(f"step {self.done}: {_shown(floats, ' ')}")
+            write = functools.partial(print, flush=True) if self._bar is None else self._bar.write
+            write(f"step {self.done}: {_shown(floats, ' ')}")
         self._send(self.done, floats)
 
     def _read(self) -> None:
@@ -138,7 +140,7 @@ class Meter:
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values, "="), refresh=False)
         elif self._prints:
-            self._print(f"step {step} of {self.steps}: {_shown(values, ' ')}")
+            print(f"step {step} of {self.steps}: {_shown(values, ' ')}", flush=True)
         self._send(step, values)
 
     def _speed(self, seconds: float, devices: list[Device] | None) -> Values:
@@ -152,12 +154,6 @@ class Meter:
     def _send(self, step: int, values: Values) -> None:
         if self._on_log is not None:
             self._on_log(step, values)
-
-    def _print(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
 
     @contextlib.contextmanager
     def _opened_bar(self) -> Iterator[None]:
@@ -178,8 +174,7 @@ class Meter:
 def _devices(metrics: PyTree) -> list[Device] | None:
     """Returns the devices of a step, which all have its metrics; None if these are no arrays."""
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
-    found = {device for array in arrays for device in array.sharding.device_set}
-    return list(found) or None
+    return list({device for array in arrays for device in array.sharding.device_set}) or None
 
 
 def _scalars(metrics: PyTree) -> Values:
@@ -188,8 +183,8 @@ def _scalars(metrics: PyTree) -> Values:
     numbers = [(path, leaf) for path, leaf in leaves if jax.numpy.ndim(leaf) == 0]
     floats = jax.device_get([leaf for _, leaf in numbers])
     names = (_state.path_name(path) for path, _ in numbers)
-    found = {name: float(value) for name, value in zip(names, floats, strict=True)}
-    return dict(sorted(found.items(), key=lambda item: item[0] != "loss"))  # which comes first
+    pairs = [(name, float(value)) for name, value in zip(names, floats, strict=True)]
+    return dict(sorted(pairs, key=lambda pair: pair[0] != "loss"))  # which comes first
 
 
 def _shown(values: Mapping[str, float], between: str) -> str:

@@ -63,7 +63,7 @@ def run(meter, clock):
 def test_floats_of_the_step_and_of_the_time_since_the_last_log(clock, on_log, logged, gpus):
     """A step takes 2 s; of its device's FLOP/s, 3/4 are used."""
     options = {"per_step": {"tokens": 1000, "examples": 10}, "flops": 1.5 * gpus}
-    run(zerojax.Meter(25, start=2, on_log=on_log, bar=False, **options), clock)
+    run(zerojax.tools.Meter(25, start=2, on_log=on_log, bar=False, **options), clock)
     assert [step for step, _ in logged] == [3, 10, 20, 25]
     assert logged[0][1].keys() == {"loss", "aux/right", "memory_bytes"}  # the first step compiled
     for step, values in logged[1:]:
@@ -77,7 +77,7 @@ def test_mfu_is_of_the_devices_of_the_step(clock, on_log, logged, gpus):
     """Half of those of the machine, whose other half may be another run's."""
     everywhere = jax.sharding.NamedSharding(make_mesh(4), jax.sharding.PartitionSpec())
     loss = jax.device_put(np.float32(1), everywhere)
-    for _ in (meter := zerojax.Meter(2, every=1, flops=gpus, on_log=on_log, bar=False)):
+    for _ in (meter := zerojax.tools.Meter(2, every=1, flops=gpus, on_log=on_log, bar=False)):
         clock.seconds += 2.0
         meter.update({"loss": loss})
     assert logged[-1][1]["mfu"] == 1 / 2.0 / 4
@@ -88,7 +88,7 @@ def test_a_step_is_read_once_the_next_one_runs(monkeypatch):
     read, seen = [], []
     monkeypatch.setattr(jax, "device_get", lambda leaves: leaves)
     monkeypatch.setattr(jax.numpy, "ndim", lambda _: 0)
-    meter = zerojax.Meter(12, every=5, bar=False)
+    meter = zerojax.tools.Meter(12, every=5, bar=False)
     for n in meter:
         meter.update({"loss": Metric(n + 1, read)})
         seen.append(list(read))
@@ -107,7 +107,7 @@ def test_a_running_step_is_timed_by_when_it_is_done(clock, monkeypatch, on_log, 
         return found
 
     monkeypatch.setattr(jax, "device_get", slowly)
-    for n in (meter := zerojax.Meter(15, on_log=on_log, bar=False)):
+    for n in (meter := zerojax.tools.Meter(15, on_log=on_log, bar=False)):
         meter.update({"loss": jnp.float32(n + 1)})
     assert [values.get("step_seconds") for _, values in logged] == [None, 3.0, 3.0]
 
@@ -116,7 +116,7 @@ def test_times_add_up_where_every_second_step_is_done(clock, monkeypatch, on_log
     """When it is looked at; each takes 2 seconds of the loop's time."""
     done = itertools.cycle([True, False])
     monkeypatch.setattr(type(jnp.float32(0)), "is_ready", lambda _: next(done))
-    for n in (meter := zerojax.Meter(9, every=1, on_log=on_log, bar=False)):
+    for n in (meter := zerojax.tools.Meter(9, every=1, on_log=on_log, bar=False)):
         clock.seconds += 2
         meter.update({"loss": jnp.float32(n + 1)})
     assert [values.get("step_seconds") for _, values in logged] == [None, *[2.0] * 8]
@@ -125,7 +125,7 @@ def test_times_add_up_where_every_second_step_is_done(clock, monkeypatch, on_log
 def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsys):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     read = []
-    for n in (meter := zerojax.Meter(3, every=1, on_log=on_log)):
+    for n in (meter := zerojax.tools.Meter(3, every=1, on_log=on_log)):
         meter.update({"loss": Metric(n, read)})
         meter.log({"validation_loss": 1.0})
     assert meter.done == 3 and not read and not logged
@@ -133,7 +133,7 @@ def test_other_processes_read_and_say_nothing(monkeypatch, on_log, logged, capsy
 
 
 def test_the_bar_shows_units_that_people_read(clock, capsys, gpus):
-    run(zerojax.Meter(21, per_step={"tokens": 4000}, flops=1.5 * gpus), clock)
+    run(zerojax.tools.Meter(21, per_step={"tokens": 4000}, flops=1.5 * gpus), clock)
     out, bar = capsys.readouterr()
     assert out == "" and "compiling the step" in bar
     shown = "loss=20, aux/right=0.5, step=2.0 s, tokens/s=2,000, MFU=75.0%, memory="
@@ -143,12 +143,12 @@ def test_the_bar_shows_units_that_people_read(clock, capsys, gpus):
 def test_in_a_file_and_without_tqdm_logs_are_lines(clock, monkeypatch, tmp_path, capsys):
     with open(tmp_path / "job.log", "w") as file, monkeypatch.context() as patch:
         patch.setattr("sys.stderr", file)
-        run(zerojax.Meter(21), clock)
-        run(zerojax.Meter(21, bar=True), clock)
+        run(zerojax.tools.Meter(21), clock)
+        run(zerojax.tools.Meter(21, bar=True), clock)
     assert capsys.readouterr().out.count("of 21") == 4  # steps 1, 10, 20 and 21
     assert (tmp_path / "job.log").read_text().count("21/21") == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for n in (meter := zerojax.Meter(10, per_step={"tokens": 4000})):
+    for n in (meter := zerojax.tools.Meter(10, per_step={"tokens": 4000})):
         clock.seconds += 2.0
         meter.update({"loss": np.float32(1 / (n + 1))})
         if n == 4:
@@ -160,12 +160,12 @@ def test_in_a_file_and_without_tqdm_logs_are_lines(clock, monkeypatch, tmp_path,
         "step 10 of 10: loss 0.1, step 2.0 s, tokens/s 2,000",
     ]
     with pytest.raises(ModuleNotFoundError, match=r"Meter\(bar=True\) needs tqdm: pip install"):
-        zerojax.Meter(10, bar=True)
+        zerojax.tools.Meter(10, bar=True)
 
 
 def test_own_values_go_above_the_bar_and_to_the_log(on_log, logged, capsys):
     """Also after a loop that breaks, which closes its bar."""
-    for n in (meter := zerojax.Meter(9, on_log=on_log)):
+    for n in (meter := zerojax.tools.Meter(9, on_log=on_log)):
         meter.log({"validation_loss": 2.5})
         meter.update({"loss": n})
         if n == 1:
@@ -184,7 +184,7 @@ def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, l
     """At once, whether it breaks or is preempted; the fourth is not due."""
 
     def loop(error):
-        for n in (meter := zerojax.Meter(9, every=5, on_log=on_log, bar=bar)):
+        for n in (meter := zerojax.tools.Meter(9, every=5, on_log=on_log, bar=bar)):
             meter.update({"loss": jnp.float32(n)})
             if n + 1 == last and error:
                 raise error
@@ -193,8 +193,8 @@ def test_a_loop_that_ends_early_logs_the_step_that_is_due(on_log, logged, bar, l
         assert bar is False or f"loss={steps[-1] - 1}," in capsys.readouterr().err
 
     loop(error=None)
-    with pytest.raises(zerojax.Preempted):
-        loop(zerojax.Preempted(last))
+    with pytest.raises(zerojax.checkpoint.Preempted):
+        loop(zerojax.checkpoint.Preempted(last))
     assert [step for step, _ in logged] == 2 * steps
 
 
@@ -202,7 +202,7 @@ def test_memory_is_what_a_device_holds(on_log, logged):
     """A shard of what is sharded, and nothing of what is on the host."""
     gc.collect()  # of other tests' arrays
     kept = []
-    for n in (meter := zerojax.Meter(4, every=1, on_log=on_log, bar=False)):
+    for n in (meter := zerojax.tools.Meter(4, every=1, on_log=on_log, bar=False)):
         meter.update({"loss": 0.0})  # reads the step before
         if n == 1:
             kept.append(zerojax.shard_batch(np.zeros((64, 1024), np.float32)))
@@ -215,7 +215,7 @@ def test_memory_is_what_a_device_holds(on_log, logged):
 def test_counts_that_cannot_be():
     for counts in ({"steps": -1}, {"steps": 5, "every": 0}):
         with pytest.raises(ValueError, match="steps and start count from 0, every from 1"):
-            zerojax.Meter(**counts)
+            zerojax.tools.Meter(**counts)
 
 
 def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
@@ -227,7 +227,7 @@ def test_the_writers_of_the_docs_get_what_is_logged(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     for block in blocks:
         exec(block, names := {"jax": jax, "zerojax": zerojax})
-        meter = names.get("meter") or zerojax.Meter(1, on_log=names["on_log"])
+        meter = names.get("meter") or zerojax.tools.Meter(1, on_log=names["on_log"])
         meter.log({"loss": 0.5})
     writer = fakes["clu"].metric_writers.create_default_writer.return_value
     writer.write_scalars.assert_called_with(0, {"loss": 0.5})

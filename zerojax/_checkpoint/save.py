@@ -4,7 +4,6 @@ The saved tree is the same at every stage; only the placement of its leaves diff
 therefore reads each shard of the new placement straight from the file.
 """
 
-import dataclasses
 import functools
 import glob
 import os
@@ -22,7 +21,6 @@ from zerojax._checkpoint import (
     extras as _extras,
     files as _files,
     matching as _matching,
-    shapes as _shapes,
 )
 from zerojax._checkpoint.extras import Extras, Json
 from zerojax._plan.padding import Shape, padded_shapes
@@ -44,35 +42,21 @@ class Handler(ocp.PyTreeCheckpointHandler):
     time, which a write in the background takes from the steps.
     """
 
+    # Of the save under way: the logical shapes of padded arrays, by their names in its files.
+    shapes: Mapping[str, Shape] = {}
+
     def __init__(self, **options: Any) -> None:
         super().__init__(use_compression=False, use_zarr3=False, **options)
-        self._logical: Mapping[str, Shape] = {}
-
-    def save(self, directory: epath.Path, *, args: "SaveArgs") -> None:
-        self._logical = args.shapes
-        super().save(directory, args=args)
-
-    async def async_save(self, directory: epath.Path, *, args: "SaveArgs") -> Any:
-        self._logical = args.shapes
-        return await super().async_save(directory, args=args)
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
-        _shapes.drop_padding(directory, self._logical)
+        _files.drop_padding(directory, self.shapes)
         _files.write_checksums(directory)
 
 
-@ocp.args.register_with_handler(Handler, for_save=True)
-@dataclasses.dataclass
-class SaveArgs(ocp.args.PyTreeSave):
-    """What Orbax saves, and the logical shapes of padded arrays, by their names in its files."""
-
-    shapes: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
-
-
-@ocp.args.register_with_handler(Handler, for_restore=True)
-class RestoreArgs(ocp.args.PyTreeRestore):  # which Orbax demands of a handler that has the other
-    pass
+@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+class Args(ocp.args.PyTreeSave):
+    """Orbax's arguments of a save, by which it finds the handler."""
 
 
 def save(
@@ -106,7 +90,7 @@ def save(
         >>> state = zerojax.shard_train_state({"params": {"w": jnp.ones((64, 16))}}, stage=3)
         >>> zerojax.save(path, state, step=100)
         >>> state = zerojax.restore(path, like=zerojax.plan(state, stage=1))
-        >>> print(zerojax.read_extras(path).step)
+        >>> print(zerojax.checkpoint.read_extras(path).step)
         100
     """
     target = absolute(path)
@@ -118,8 +102,8 @@ def save(
     custom = _extras.pack(step, rng, data, metadata)
     mine = functools.partial(_files.unfinished, target.parent, glob.escape(target.name))
     with _files.only_writer_of_new(target, "Save to a new path.", mine):
-        handler = Handler(**_limits(state, "save_concurrent_gb"))
-        args = save_args(jax.tree.map(_one_replica, state), custom, shapes)
+        handler = Handler(save_concurrent_gb=_concurrent_gb(state))
+        args = save_args(handler, jax.tree.map(_one_replica, state), custom, shapes)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(target, args=args)
 
@@ -162,23 +146,23 @@ def restore(
     like = like if plan is None else plan.abstract()
     shapes = padded_shapes(like, plan)
     target = absolute(path)
-    found = _files.tree_in(target) is not None  # False where the file system is not shared
+    is_there = _files.tree_in(target) is not None  # False where the file system is not shared
     options: dict[str, Any] = {"keep": keep, "ignore": ignore, "cast": cast}
-    agree("zerojax.restore", target, like, found=found, shapes=shapes, **options)
+    agree("zerojax.restore", target, like, found=is_there, shapes=shapes, **options)
     directory, tree, _ = _opened(target)
     leaves = _state.named_leaves(like)
     saved = _matching.saved_leaves(tree)
     # Arrays without elements are not in the file (`save_args`).
-    made = {
+    empty = {
         leaf.name: _matching.made_empty(leaf.value)
         for leaf in leaves
         if leaf.name not in saved and not _matching.nbytes(leaf.value)
     }
-    leaves = [leaf for leaf in leaves if leaf.name not in made]
+    leaves = [leaf for leaf in leaves if leaf.name not in empty]
     wanted = _matching.match(leaves, saved, directory, shapes, **options)
-    handler = Handler(**_limits(like, "restore_concurrent_gb"))
+    handler = Handler(restore_concurrent_gb=_concurrent_gb(like))
     read = _matching.read(handler, directory, tree, wanted)
-    return _matching.filled(like, read | made)
+    return _matching.filled(like, read | empty)
 
 
 def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
@@ -191,7 +175,7 @@ def read_extras(path: str | os.PathLike, *, data: bool = True) -> Extras:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/100"
         >>> zerojax.save(path, {"w": jnp.ones(8)}, step=100, metadata={"run": "first"})
-        >>> extras = zerojax.read_extras(path)
+        >>> extras = zerojax.checkpoint.read_extras(path)
         >>> print(extras.step, extras.metadata)
         100 {'run': 'first'}
     """
@@ -248,7 +232,9 @@ def check_leaves(state: PyTree) -> None:
     for leaf in leaves:
         if not _refusals.has_numbers(leaf.value):
             raise TypeError(f"{leaf.name} is a shape without values. Pass a state that is made.")
-        if _is_cut_off(leaf.value):
+        array = leaf.value if isinstance(leaf.value, jax.Array) else np.asarray(leaf.value)
+        seen = _state.shape_dtype(leaf.value).dtype  # by a step
+        if array.dtype != seen and array.dtype.kind in "iu" and (array.astype(seen) != array).any():
             raise ValueError(
                 f"{leaf.name} has integers that JAX cuts off, as it does without jax_enable_x64. "
                 "Set that, or give them to save as metadata=."
@@ -266,15 +252,9 @@ def check_like(like: PyTree) -> None:
         _refusals.check_stored(like, "like=")
 
 
-def _is_cut_off(value: PyTree) -> bool:
-    """Whether a leaf on the host has integers beyond those of the dtype that a step sees."""
-    if isinstance(value, jax.Array):
-        return False
-    values, dtype = np.asarray(value), _state.shape_dtype(value).dtype
-    return values.dtype.kind in "iu" and bool((values.astype(dtype) != values).any())
-
-
-def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape]) -> SaveArgs:
+def save_args(
+    handler: Handler, state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape]
+) -> Args:
     """Returns what Orbax saves: arrays of the dtypes that a step would see, in small chunks.
 
     `shapes` are the logical ones of padded leaves, whose padding the handler drops. Arrays
@@ -290,12 +270,12 @@ def save_args(state: PyTree, custom: dict[str, Json], shapes: Mapping[str, Shape
     arrays = _without_partials(jax.tree.map(as_array, state))
     jax.block_until_ready(arrays)  # a step that failed raises here, before any file is made
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
-    logical = {
+    handler.shapes = {
         keystr(leaf.path, simple=True, separator="."): shapes[leaf.name]
         for leaf in _state.leaves_with_paths(arrays)
         if leaf.name in shapes
     }
-    return SaveArgs(arrays, save_args=chunks, custom_metadata=custom, shapes=logical)
+    return Args(arrays, save_args=chunks, custom_metadata=custom)
 
 
 def _without_partials(tree: PyTree) -> PyTree:
@@ -324,7 +304,7 @@ def _metadata(directory: epath.Path) -> tuple[PyTree, dict[str, PyTree]]:
     return found.tree, custom if isinstance(custom, dict) else {}
 
 
-def _limits(tree: PyTree, name: str) -> dict[str, Any]:
-    """Returns Orbax's option `name`, in GB, so that about one leaf is in flight, the largest."""
+def _concurrent_gb(tree: PyTree) -> float:
+    """Returns how much Orbax may have in flight: about one leaf, the largest."""
     largest = max(map(_matching.nbytes, jax.tree.leaves(tree)), default=0)
-    return {name: (largest + CHUNK_BYTES) / 1e9}
+    return (largest + CHUNK_BYTES) / 1e9

@@ -1,0 +1,7 @@
+"""Several processes: how they start, share the data, speak once, and go on or end together."""
+
+from zerojax._loss.batch import process_slice
+from zerojax._run.elastic import elastic
+from zerojax._run.processes import Watchdog, initialize, log
+
+__all__ = ["Watchdog", "elastic", "initialize", "log", "process_slice"]
