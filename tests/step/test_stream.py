@@ -102,7 +102,7 @@ def test_layers_that_xla_does_not_find_are_read_by_scanned_indices(monkeypatch, 
     options = {"prefetch": prefetch, "activations": "host"}
     usual = steps.Row("layers", TWO, {"offload": BOTH}, options)
     text = usual.lowered.as_text()
-    monkeypatch.setattr("zerojax._step.host_slices.are_found", lambda device: False)
+    monkeypatch.setattr("zerojax._features.host_state.are_found", lambda device: False)
     row = steps.Row("layers", TWO, {"offload": BOTH}, options)
     assert row.lowered.as_text() != text
     assert_close(jax.device_get(row.result.state), row.reference[0])

@@ -15,6 +15,7 @@ from zerojax._plan.placement import Axes, Groups, Placement, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
+from zerojax._update.update import InParts, Part, Update, on_no_mesh
 from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
 
 
@@ -26,9 +27,9 @@ class LeafPlan:
     step keeps a parameter at `near`, once it is there, to gather it from there again. Only
     parameters have gradients. While they are summed over microbatches they are at `grad`; after the
     last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
-    would not read it. `reason` says why the leaf is replicated; `memory`, where state was to rest
-    in host memory, how a step brings the leaf from there, or why it stays on the device. `absent`
-    are the axes that the leaf is annotated with and the mesh lacks.
+    would not read it. `reason` says why the leaf is replicated; `stays`, where state was to rest in
+    host memory, why the leaf stays on the device. `absent` are the axes that the leaf is annotated
+    with and the mesh lacks.
     """
 
     path: str
@@ -42,7 +43,7 @@ class LeafPlan:
     stacked: bool
     reason: str | None
     frozen: bool = False
-    memory: str | None = None
+    stays: str | None = None
     # Not compared: a step that sets no rules for names has the plan of a state placed with some.
     absent: Axes = dataclasses.field(default=(), compare=False)
 
@@ -138,6 +139,8 @@ class Layout:
     # Not compared: a state's static fields are in it, and differ from call to call.
     treedef: TreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
+    # Not compared either: it is a trace of the optimizer. None: the plan was given none.
+    update: Update | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -171,6 +174,23 @@ class Layout:
     def offloads(self) -> bool:
         """Whether some leaf rests in host memory."""
         return any(leaf.is_on_host for leaf in self.leaves)
+
+    @functools.cached_property
+    def host_parts(self) -> dict[str, Part]:
+        """How a step updates leaves that rest in host memory, by their paths."""
+        if not self.offloads or self.update is None:
+            return {}
+        leaves = [*self.params, *self.leaves]
+        first = len(self.params)
+        others = [False] * (len(self.update.shapes) - len(leaves))
+        streamed = [False] * first + [leaf.is_on_host for leaf in self.leaves] + others
+        try:
+            with on_no_mesh():
+                stacked = [*map(by_layer, leaves), *others]
+                parts = InParts(self.update, self.update.shapes, streamed, stacked).parts
+        except Exception:  # the step will raise what is wrong with an update
+            return {}
+        return {leaves[i].path: part for part in parts for i in part.inputs}
 
     @functools.cached_property
     def pads(self) -> bool:

@@ -14,6 +14,7 @@ from zerojax import _collectives, _compat
 from zerojax._collectives import Held, Updating
 from zerojax._engine.ir import WEIGHT, InputKind
 from zerojax._engine.vary import Value
+from zerojax._features.in_backward import LayerUpdate
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, Placement, beyond
@@ -21,7 +22,6 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted, wide
 from zerojax._state.state import zero_gradient
 from zerojax._types import PyTree
-from zerojax._update.in_backward import LayerUpdate
 from zerojax._wire.routes import Cut, Route, Wire
 
 
@@ -201,7 +201,8 @@ class Parameter:
             # In one fusion with that sum, XLA would not write the new layers into their stacks.
             grad = lax.optimization_barrier(grad)
             with jax.named_scope("optimizer"):
-                new, *others = update(grad, [self.own_part(rest), *others], given)
+                own = self.own_part(rest)
+            new, *others = update.apply(grad, [own, *others], given)
             return [self.as_it_rests(new), *others, squares[None]]
 
         return apply

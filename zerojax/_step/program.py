@@ -15,19 +15,19 @@ from jax.typing import ArrayLike, DTypeLike
 from zerojax import _compat
 from zerojax._engine import run as _run
 from zerojax._engine.ir import CONST, WEIGHT, InputKind
+from zerojax._features.host_state import are_found
+from zerojax._features.in_backward import InBackward, LayerUpdate, NoGradientError
 from zerojax._jaxpr import type_of
 from zerojax._loss import batch as _batch, fields as _fields, layered as _layered, mean as _mean
 from zerojax._loss.microbatches import Microbatches
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
-from zerojax._step import accumulate as _accumulate, host_slices as _slices
+from zerojax._step import accumulate as _accumulate
 from zerojax._step.accumulate import HoistedCounts
-from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.parameter import Parameter
 from zerojax._step.step_options import LossOptions, keeping, precision_of
 from zerojax._types import PyTree
-from zerojax._update.in_backward import LayerUpdate
 
 
 class Program:
@@ -59,7 +59,7 @@ class Program:
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             gathers=bool(plan.groups.params),
             keeping=keeping(plan, options.activations or ()),
-            counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
+            counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
         )
         self.trained = [p for p in self.params if p.is_varied]
         self.reached: set[str] = set()  # paths of parameters that backward has updated
@@ -96,9 +96,8 @@ class Program:
         return [p.update for p in self.params if p.update is not None]
 
     def specs_at(self, places: Iterable[int]) -> list[PartitionSpec]:
-        """Returns how leaves of the state rest, from their places among an update's inputs."""
-        first = len(self.plan.params)
-        return [self.plan.leaves[at - first].rest.local for at in places]
+        """Returns how leaves of the state rest, from their positions in it."""
+        return [self.plan.leaves[at].rest.local for at in places]
 
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]
