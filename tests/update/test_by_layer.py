@@ -244,7 +244,7 @@ def test_a_copy_of_the_last_gradient_is_updated_too():
 # -- how often an optimizer is traced
 
 
-def traces(placing=(), **options):
+def traces(placing=(), precision=None, **options):
     """How often a user's `tx.update` is called from `shard_train_state` to the first step's end."""
     calls, tx = [], optax.adam(1e-3)
 
@@ -255,7 +255,8 @@ def traces(placing=(), **options):
     placing = {"mesh": make_mesh(2), "stacked": "w", "min_shard_size": 1} | dict(placing)
     state = make_state(optax.GradientTransformation(tx.init, update))
     placed = zerojax.shard_train_state(state, stage=3, **placing)
-    zerojax.train_step(loss, **options)(placed, BATCH)
+    with jax.default_matmul_precision(precision):
+        zerojax.train_step(loss, **options)(placed, BATCH)
     return len(calls)
 
 
@@ -271,3 +272,7 @@ def traces(placing=(), **options):
 )
 def test_an_update_is_traced_once_for_its_shapes(placing, options, count):
     assert traces(placing, **options) == count
+
+
+def test_it_is_traced_again_for_other_settings():
+    assert traces({"offload": ALL}, "float32") == 3

@@ -2,7 +2,8 @@
 
 # Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
 # with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though
-# 1369 for 1143 at 12.5. Costs NNN lines of code, NN of them in `_update/in_loop.py`.
+# 1369 for 1143 at 12.5. Costs 160 lines of code, 40 for loops over layers (`InLoop` of
+# `_update/in_loop.py`), and 350 in `_update/` that host memory needs as well.
 
 import dataclasses
 import functools
@@ -66,49 +67,6 @@ class LayerUpdate:
     apply: Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class InBackward:
-    """What backward may update. `updates` has an entry for each parameter, None for those that are
-    updated after it; `why` says why. With `must`, one at least is to be updated in backward."""
-
-    leaves: list[Array]  # of the state
-    paths: list[str]  # of the parameters
-    updates: list[LayerUpdate | None]
-    why: dict[str, str]
-    must: bool
-
-    def without(self, paths: Sequence[str]) -> "InBackward":
-        """Leaves parameters to be updated after backward, as no gradient leads there."""
-        pairs = zip(self.paths, self.updates, strict=True)
-        why = self.why | dict.fromkeys(paths, "it has no gradient")
-        updates = [None if path in paths else update for path, update in pairs]
-        return dataclasses.replace(self, updates=updates, why=why)
-
-    def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
-        """Returns what parameters are updated with, and what is only read for it."""
-        places = [(update.stacks[1:], update.given) for update in updates]
-        return [
-            ([self.leaves[k] for k in own], [self.leaves[k] for k in given])
-            for own, given in places
-        ]
-
-    def check(self, updates: Sequence[LayerUpdate]) -> None:
-        """Raises where the user asks for updates in backward and there are none."""
-        if updates or not self.must:
-            return
-        pairs = zip(self.paths, self.updates, strict=True)
-        unread = "its only reader must be a scan over its layers, in no other loop or checkpoint"
-        why = {path: unread for path, update in pairs if update} or self.why
-        unseen = set(why.values()) == {NO_STACK}
-        listed = "; ".join(f"{path}: {reason}" for path, reason in list(why.items())[:3])
-        named = "; stacked= names stacks, where the state is placed" * unseen
-        raise ValueError(
-            f"update='backward', and no parameter can be updated there ({listed}). What can is a "
-            "stack of layers that one scan reads, with an optimizer that updates each element "
-            f"alone{named}. Pass update='auto', which then updates after backward."
-        )
-
-
 def is_wanted(plan: Plan, when: str) -> bool:
     """Whether a step looks for parameters to update in backward.
 
@@ -120,62 +78,78 @@ def is_wanted(plan: Plan, when: str) -> bool:
     return when == "backward" or (when == "auto" and hides)
 
 
-def in_backward(plan: Plan, state: PyTree, update: Update, must: bool) -> InBackward:
-    """Returns what backward may update of a state as it rests."""
-    finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
-    first = len(plan.params)
-    updates: dict[int, LayerUpdate] = {}
-    try:
-        with on_no_mesh():
-            updates, why = _Proof(plan, update, finds).updates()
-    except Exception as error:  # what is wrong with an update, the update itself raises
-        why = dict.fromkeys(range(first), f"its update cannot be traced: {error}")
-    for k, leaf in enumerate(plan.params):
-        unfound = "" if finds else f"JAX {jax.__version__} does not find layers in host memory"
-        if k not in updates and (reason := _why_not(leaf) or unfound):
-            why[k] = reason
-    paths = [leaf.path for leaf in plan.params]
-    reasons = {paths[k]: reason for k, reason in why.items()}
-    in_order = [None if k in why else updates.get(k) for k in range(first)]
-    return InBackward(jax.tree.leaves(state), paths, in_order, reasons, must)
-
-
-class _Proof:
-    """What is proved to need, of a device's part of one layer, nothing but that.
+class InBackward:
+    """What backward may update of a state as it rests: `updates`, by the paths of parameters; `why`
+    says why others are updated after it. With `must`, one at least is to be updated in backward.
 
     Positions are those of an update's inputs: the gradients, then the leaves of the state.
     """
 
-    def __init__(self, plan: Plan, update: Update, finds: bool) -> None:
-        self.plan, self.update, self.first = plan, update, len(plan.params)
-        self.leaves = [*plan.params, *plan.leaves]
-        others = [False] * (len(update.shapes) - len(self.leaves))  # fields that the loss returns
-        may_be = [not _why_not(leaf) and (finds or not leaf.is_on_host) for leaf in plan.leaves]
-        streamed = [*[False] * self.first, *may_be, *others]
-        stacked = [*map(by_layer, self.leaves), *others]
-        self.whole = InParts(update, update.shapes, streamed, stacked)
+    def __init__(self, plan: Plan, state: PyTree, update: Update, must: bool) -> None:
+        self.plan, self.update, self.must, self.first = plan, update, must, len(plan.params)
+        self.state, self.leaves = jax.tree.leaves(state), [*plan.params, *plan.leaves]
+        self.updates: dict[str, LayerUpdate] = {}
+        self.why: dict[str, str] = {}
+        finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
+        try:
+            with on_no_mesh():
+                self.prove(finds)
+        except Exception as error:  # what is wrong with an update, the update itself raises
+            failed = f"its update cannot be traced: {error}"
+            self.updates, self.why = {}, {leaf.path: failed for leaf in plan.params}
+        for leaf in plan.params:
+            unfound = "" if finds else f"JAX {jax.__version__} does not find layers in host memory"
+            if leaf.path not in self.updates and (reason := _why_not(leaf) or unfound):
+                self.why[leaf.path] = reason
 
-    def updates(self) -> tuple[dict[int, LayerUpdate], dict[int, str]]:
-        """Returns the updates of layers, and elsewhere why there is none, by the gradient."""
-        full, count = self.whole.full, len(self.update.shapes)
-        origins = full.origins([i < self.first for i in range(count)])
-        grads_of = [origins.get(v, frozenset()) for v in full.outvars]
-        own = [self.first + k for k, leaf in enumerate(self.plan.leaves) if leaf.kind == PARAMS]
-        updates: dict[int, LayerUpdate] = {}
-        why: dict[int, str] = {}
+    def leave(self, paths: Sequence[str]) -> None:
+        """Leaves parameters to be updated after backward, as no gradient leads there."""
+        self.updates = {path: each for path, each in self.updates.items() if path not in paths}
+        self.why |= dict.fromkeys(paths, "it has no gradient")
+
+    def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
+        """Returns what parameters are updated with, and what is only read for it."""
+        places = [(update.stacks[1:], update.given) for update in updates]
+        return [([self.state[k] for k in x], [self.state[k] for k in y]) for x, y in places]
+
+    def check(self, updates: Sequence[LayerUpdate]) -> None:
+        """Raises where the user asks for updates in backward and there are none."""
+        if updates or not self.must:
+            return
+        unread = "its only reader must be a scan over its layers, in no other loop or checkpoint"
+        why = dict.fromkeys(self.updates, unread) or self.why
+        unseen = set(why.values()) == {NO_STACK}
+        listed = "; ".join(f"{path}: {reason}" for path, reason in list(why.items())[:3])
+        named = "; stacked= names stacks, where the state is placed" * unseen
+        raise ValueError(
+            f"update='backward', and no parameter can be updated there ({listed}). What can is a "
+            "stack of layers that one scan reads, with an optimizer that updates each element "
+            f"alone{named}. Pass update='auto', which then updates after backward."
+        )
+
+    def prove(self, finds: bool) -> None:
+        """Proves for each gradient that its layers, of the parts that a device has, are updated
+        with nothing but that, or says why not."""
+        may_be = [
+            not _why_not(leaf) and (finds or not leaf.is_on_host) for leaf in self.plan.leaves
+        ]
+        streamed = {i for i, each in enumerate(may_be, self.first) if each}
+        self.whole = InParts(self.update, self.update.shapes, streamed, self.plan.stacks)
+        origins = self.whole.full.origins(range(self.first))
+        grads_of = [origins.get(v, frozenset()) for v in self.whole.full.outvars]
+        own = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
         for part in self.whole.parts:
             for grad, param in enumerate(own):
                 if param not in part.inputs:
                     continue
                 readers = {self.first + k for k, grads in enumerate(grads_of) if grad in grads}
-                update = self.of_part(part, grad, param)
+                update, path = self.of_part(part, grad, param), self.leaves[grad].path
                 if isinstance(update, str):
-                    why[grad] = update
+                    self.why[path] = update
                 elif not readers <= set(part.inputs):
-                    why[grad] = "the update of other leaves reads its gradient"
+                    self.why[path] = "the update of other leaves reads its gradient"
                 else:
-                    updates[grad] = update
-        return updates, why
+                    self.updates[path] = update
 
     def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
         """Returns the update of a device's part of one layer, or why there is none."""
@@ -193,10 +167,8 @@ class _Proof:
         given = sorted(program.read() - {grad, *part.inputs})
         if any(i >= len(self.leaves) for i in given):
             return "the update reads a field that the loss returns"
-        leaves = [self.leaves[i] for i in given]
-        if any(i < self.first for i in given) or any(
-            by_layer(leaf) or leaf.update.dim is not None for leaf in leaves
-        ):
+        sharded = [i for i in given if self.leaves[i].update.dim is not None]
+        if sharded or any(i < self.first or i in self.plan.stacks for i in given):
             return TOGETHER
         if any(isinstance(value, Tracer) for value in program.constants.values()):
             return "the update reads an array that it was not given"
@@ -211,8 +183,8 @@ class _Proof:
             new = program(inputs)
             return [new[k] for k in results]
 
-        in_state = [tuple(i - self.first for i in places) for places in (stacks, given)]
-        return LayerUpdate(*in_state, apply)
+        own, others = (tuple(i - self.first for i in places) for places in (stacks, given))
+        return LayerUpdate(own, others, apply)
 
     def of_shard(self, outputs: Sequence[int]) -> Flat | str:
         """Returns the program for a device's part of a layer, if it is proved to compute just that.
@@ -235,14 +207,14 @@ class _Proof:
     @functools.cached_property
     def shard(self) -> tuple[Flat, dict[Any, Label], dict[Any, str]] | None:
         """The trace of a device's part of layers with its labels, None if it is another program."""
-        shapes, dims = list(self.update.shapes), [SAME] * len(self.update.shapes)
-        for i, leaf in enumerate(self.leaves):
-            if by_layer(leaf):
-                dims[i] = SAME if leaf.update.dim is None else leaf.update.dim
-                # As a step's `shard_map` has it.
-                sharding = NamedSharding(self.plan.mesh, leaf.update.local)
-                part = sharding.shard_shape(leaf.update.padded(leaf.shape))
-                shapes[i] = jax.ShapeDtypeStruct((1, *part[1:]), shapes[i].dtype)
+        shapes = list(self.update.shapes)
+        dims: list[Label] = [SAME] * len(shapes)
+        for i in self.plan.stacks:
+            shape, place = self.leaves[i].shape, self.leaves[i].update
+            dims[i] = SAME if place.dim is None else place.dim
+            # As a step's `shard_map` has it.
+            part = NamedSharding(self.plan.mesh, place.local).shard_shape(place.padded(shape))
+            shapes[i] = jax.ShapeDtypeStruct((1, *part[1:]), shapes[i].dtype)
         try:
             shard = self.update.traced(shapes)
         except Exception:  # an update may be for its own shapes alone

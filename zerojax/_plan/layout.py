@@ -180,17 +180,19 @@ class Layout:
         """How a step updates leaves that rest in host memory, by their paths."""
         if not self.offloads or self.update is None:
             return {}
-        leaves = [*self.params, *self.leaves]
-        first = len(self.params)
-        others = [False] * (len(self.update.shapes) - len(leaves))
-        streamed = [False] * first + [leaf.is_on_host for leaf in self.leaves] + others
+        inputs = enumerate(self.leaves, len(self.params))
+        there = {i: leaf.path for i, leaf in inputs if leaf.is_on_host}
         try:
             with on_no_mesh():
-                stacked = [*map(by_layer, leaves), *others]
-                parts = InParts(self.update, self.update.shapes, streamed, stacked).parts
+                parts = InParts(self.update, self.update.shapes, there.keys(), self.stacks).parts
         except Exception:  # the step will raise what is wrong with an update
             return {}
-        return {leaves[i].path: part for part in parts for i in part.inputs}
+        return {there[i]: part for part in parts for i in part.inputs}
+
+    @functools.cached_property
+    def stacks(self) -> set[int]:
+        """The stacks among an update's inputs, which are gradients, then leaves of the state."""
+        return {i for i, leaf in enumerate([*self.params, *self.leaves]) if by_layer(leaf)}
 
     @functools.cached_property
     def pads(self) -> bool:

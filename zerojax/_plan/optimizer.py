@@ -202,7 +202,7 @@ def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree)
 
     with on_no_mesh():
         program = Update(init, values).traced(values)
-    read = program.origins([True] * len(values))
+    read = program.origins(range(len(values)))
     own = [(leaf, PartitionSpec()) for leaf in leaves_with_paths((params,))]
 
     def is_moment(leaf: Leaf, start: Atom) -> bool:

@@ -126,7 +126,8 @@ def loss_and_grads(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
             )
     except NoGradientError as error:
-        backward = backward.without(error.paths) if backward else None
+        if backward:
+            backward.leave(error.paths)
         return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiates else None
     leaves = {

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +79,11 @@ class Program:
             )
         return params
 
-    def with_updates(self, updates: Sequence[LayerUpdate | None]) -> list[Parameter]:
+    def with_updates(self, updates: Mapping[str, LayerUpdate]) -> list[Parameter]:
         """Returns the parameters, those with an update that backward can do with it."""
-        if not any(updates):
+        if not updates:
             return self.params
-        pairs = zip(self.params, updates, strict=True)
-        params = [dataclasses.replace(p, update=update) for p, update in pairs]
+        params = [dataclasses.replace(p, update=updates.get(p.leaf.path)) for p in self.params]
         alone = _run.scanned_alone(self.jaxpr, self.kinds_of(params))
         return [p if fits else q for p, q, fits in zip(params, self.params, alone, strict=False)]
 

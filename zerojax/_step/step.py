@@ -83,7 +83,7 @@ def _train(
     backward = None
     if wanted and update is not None:
         must = recipe.options.update == "backward"
-        backward = _in_backward.in_backward(plan, state, update, must)
+        backward = _in_backward.InBackward(plan, state, update, must)
     loss, aux, grads, done, squares = loss_and_grads(
         loss_fn, plan, recipe.options, _state.get_params(state), args, backward
     )

@@ -14,7 +14,7 @@ shape (the divisor of a mean over a stack) are literals that differ, and mix.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,9 @@ class Flat:
         variables = {v for eqn in self.eqns for v in reads(eqn)} | set(filter(is_var, self.outvars))
         return {i for i, v in enumerate(self.invars) if v in variables}
 
-    def origins(self, among: Sequence[bool]) -> dict[Any, frozenset[int]]:
+    def origins(self, among: Container[int]) -> dict[Any, frozenset[int]]:
         """Returns which of some inputs each variable comes from."""
-        origins = {v: frozenset([i]) for i, v in enumerate(self.invars) if among[i]}
+        origins = {v: frozenset([i]) for i, v in enumerate(self.invars) if i in among}
         for eqn in self.eqns:
             sources = frozenset[int]().union(*(origins.get(v, ()) for v in reads(eqn)))
             origins.update(dict.fromkeys(eqn.outvars, sources) if sources else {})

@@ -8,7 +8,7 @@ parameters alone, such as their global norm, is computed before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,12 +17,16 @@ from jax.core import Tracer
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh
 
-from zerojax._jaxpr import Atom, is_var, type_of
+from zerojax._jaxpr import is_var, type_of
 from zerojax._types import PyTree
 from zerojax._update import rules as _rules
 from zerojax._update.rules import SAME, Flat, Label
 
 OTHER_PROGRAM = "the optimizer's update of one layer is not the update of a stack"
+SETTINGS = """
+jax_default_matmul_precision jax_default_prng_impl jax_enable_x64 jax_numpy_dtype_promotion
+jax_threefry_partitionable
+"""
 TOGETHER = "the update reads it with other leaves"
 
 
@@ -48,8 +52,9 @@ class Update:
     def traced(self, shapes: Sequence[PyTree]) -> Flat:
         """Returns the update as a program, without what nothing reads."""
         types = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in shapes]
-        # An update may name axes of the mesh that the user has set.
-        key = jax.sharding.get_abstract_mesh(), *types
+        # A user may have set these since; an update may name axes of the mesh.
+        settings = [getattr(jax.config, name) for name in SETTINGS.split()]
+        key = jax.sharding.get_abstract_mesh(), *settings, *types
         program = self.traces.get(key)
         if program is None:
             closed = jax.make_jaxpr(self.function)(list(shapes))
@@ -82,22 +87,23 @@ class Part:
 class InParts:
     """An update in parts, which is traced for whole stacks and for one layer of each.
 
-    `streamed` says which of its inputs rest in host memory, or are updated in backward; `stacked`
-    which are stacks of layers.
+    `streamed` has the positions of the inputs that rest in host memory, or are updated in backward;
+    `stacked` those of the stacks of layers.
     """
 
     def __init__(
         self,
         update: Update,
         shapes: Sequence[PyTree],
-        streamed: Sequence[bool],
-        stacked: Sequence[bool],
+        streamed: Set[int],
+        stacked: Set[int],
     ) -> None:
         self.streamed, self.stacked = streamed, stacked
         self.full = update.traced(shapes)
         self.sources = self.full.origins(streamed)
         try:
-            self.one = update.traced(list(map(_of_layer, shapes, stacked)))
+            layers = [_of_layer(s) if i in stacked else s for i, s in enumerate(shapes)]
+            self.one = update.traced(layers)
         except Exception:  # an update may be for its own shapes alone
             self.one = dataclasses.replace(self.full, eqns=[])
         self.before: list[tuple[Var, Var]] = []  # what is computed once, with its partner in `one`
@@ -105,29 +111,21 @@ class InParts:
         self.mixers: dict[Var, str] = {}
         self.alike = self.full.is_like(self.one)
         if self.alike:
-            stacks: list[Label] = [0 if each else SAME for each in stacked]
-            known = self._is_known
-            self.labels, self.mixers = _rules.labelled(self.full, self.one, stacks, known)
+            inputs: list[Label] = [0 if i in stacked else SAME for i in range(len(shapes))]
+            programs = self.full, self.one
+            self.labels, self.mixers = _rules.labelled(*programs, inputs, self._is_known)
 
     def _is_known(self, v: Var, w: Var) -> bool:
         is_known = v not in self.sources and _rules.agrees(SAME, v, w)
         self.before += [(v, w)] * is_known
         return is_known
 
-    @property
-    def free(self) -> list[int]:
-        """The results that read no state in host memory."""
-        return [k for k, v in enumerate(self.full.outvars) if not self._sources_of(v)]
-
-    def _sources_of(self, atom: Atom) -> frozenset[int]:
-        return self.sources.get(atom, frozenset()) if is_var(atom) else frozenset()
-
     @functools.cached_property
     def parts(self) -> list[Part]:
         groups: list[tuple[frozenset[int], list[int]]] = []
         for k, v in enumerate(self.full.outvars):
-            inputs, outputs = self._sources_of(v), [k]
-            if not inputs:
+            inputs, outputs = self.sources.get(v) if is_var(v) else None, [k]
+            if inputs is None:
                 continue
             for group in [group for group in groups if group[0] & inputs]:
                 inputs, outputs = inputs | group[0], group[1] + outputs
@@ -136,7 +134,7 @@ class InParts:
         return [self._part(tuple(sorted(i)), tuple(sorted(o))) for i, o in groups]
 
     def _part(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Part:
-        stacks = [self.full.invars[i] for i in inputs if self.stacked[i]]
+        stacks = [self.full.invars[i] for i in inputs if i in self.stacked]
         if not stacks or not self.alike:
             return Part(inputs, outputs, why=OTHER_PROGRAM if stacks else "")
         lengths = {type_of(v).shape[0] for v in stacks}
@@ -173,5 +171,5 @@ class InParts:
         return cut.cut([self.one.outvars[k] for k in outputs])
 
 
-def _of_layer(shape: PyTree, is_stack: bool) -> PyTree:
-    return jax.ShapeDtypeStruct((1, *shape.shape[1:]), shape.dtype) if is_stack else shape
+def _of_layer(stack: PyTree) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, *stack.shape[1:]), stack.dtype)
