@@ -113,9 +113,11 @@ def test_the_plan_says_where_and_how():
     assert "host, updated at once: reduce_sum mixes layers" in lamb
     assert "optimizer state in host memory" in lamb
     pair = (stacks.stacks().params, stacks.stacks().opt_state)
-    assert "host, updated as tx= allows: the plan was given none" in str(planned(ALL, pair))
+    without = planned(ALL, pair)
+    assert "host, updated as tx= allows: the plan was given none" in str(without)
     plan = zerojax.plan(pair, mesh=make_mesh(2), offload=ALL, tx=stacks.adam())
     assert "host, updated layer by layer" in str(plan)
+    assert plan == without, "both place the state alike"
     with pytest.warns(UserWarning, match="puts nothing in host memory"):
         assert "device: smaller than 64.0 KiB" in str(planned("opt_state"))
     assert "memory" not in str(planned(None))

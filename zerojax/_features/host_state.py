@@ -84,24 +84,14 @@ def _walk(stack: Array, total: Array) -> tuple[Array, Array]:
     return lax.fori_loop(0, _LOOPED - 1, turn, (stack, total, first))[:2]
 
 
-def updated(
-    update: Update, plan: Plan, values: Sequence[Any], done: dict[int, Array]
-) -> list[Array]:
-    """Returns the leaves of the new state, inside `jax.jit`.
-
-    `values` are those that the update takes, with the state as it rests. From stage 1 on the update
-    sees shards of everything, so XLA updates shards only. What rests in host memory comes back
-    there; all else is where the update made it. Leaves in `done` are there already, and where a
-    gradient is None, nothing else reads it.
-    """
-    return _Streamed(update, plan, values, done).run()
-
-
-class _Streamed:
-    """An update of a state of which some rests in host memory, by its parts.
+class Streamed:
+    """An update of a state, inside `jax.jit`, of which some rests in host memory, by its parts.
 
     Values are the update's inputs, the leaves of the state after the gradients, those in host
-    memory padded as they rest there. Results are the leaves of the new state.
+    memory padded as they rest there. From stage 1 on the update sees shards of everything, so XLA
+    updates shards only. Results are the leaves of the new state. What rests in host memory comes
+    back there; all else is where the update made it. Leaves in `done` are there already, and where
+    a gradient is None, nothing else reads it.
     """
 
     def __init__(

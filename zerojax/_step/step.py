@@ -96,8 +96,8 @@ def _train(
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
     if update is not None and (plan.offloads or done):
         values = [*grads, *jax.tree.leaves((state, fields, finite))]
-        new_leaves = _host_state.updated(update, plan, values, done)
-        new_state = jax.tree.structure(state).unflatten(new_leaves)
+        streamed = _host_state.Streamed(update, plan, values, done)
+        new_state = jax.tree.structure(state).unflatten(streamed.run())
     else:
         inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
         new_state = next_state(recipe.tx, guard, *inputs)

@@ -173,11 +173,11 @@ def _made(full: JaxprEqn, one: JaxprEqn, k: int) -> Label:
 def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
     """Returns where the layers of an equation's operands are in its result."""
     name, params = full.primitive.name, full.params
-    shapes = [type_of(v).shape for v in full.invars]
+    shapes, out = [type_of(v).shape for v in full.invars], type_of(full.outvars[0]).shape
     if name == "dot_general":
         return _of_product(params["dimension_numbers"], shapes, labels)
     dims = {label for label in labels if isinstance(label, int)}
-    dim = dims.pop()
+    dim, shape = dims.pop(), shapes[0]
     if dims:
         return MIXED
     if name in ELEMENTWISE.split():
@@ -186,14 +186,6 @@ def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
         return dim if all(shape[dim] == 1 for shape in others) else MIXED
     if labels[0] == SAME or (any(label != SAME for label in labels[1:]) and name != "concatenate"):
         return MIXED
-    return _of_one(name, params, shapes, dim, type_of(full.outvars[0]).shape)
-
-
-def _of_one(
-    name: str, params: dict[str, Any], shapes: list[tuple[int, ...]], dim: int, out: tuple[int, ...]
-) -> Label:
-    """Returns where the layers are after an operation on one array."""
-    shape = shapes[0]
     if name in REDUCTIONS.split():
         return MIXED if dim in params["axes"] else dim - sum(a < dim for a in params["axes"])
     if name in ALONG.split():
@@ -203,36 +195,27 @@ def _of_one(
             return params["broadcast_dimensions"][dim]
         case "transpose":
             return params["permutation"].index(dim)
+        case "squeeze" | "rev" if dim in params["dimensions"]:
+            return MIXED
         case "squeeze":
-            return (
-                MIXED
-                if dim in params["dimensions"]
-                else dim - sum(d < dim for d in params["dimensions"])
-            )
+            return dim - sum(d < dim for d in params["dimensions"])
         case "expand_dims":
             return dim + sum(d <= dim for d in params["dimensions"])
         case "reshape":
-            return _reshaped(shape, dim, out)
+            # The dimension that has the same elements before it, and as many in it.
+            ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
+            return next((d for d in ends if out[d] == shape[dim]), MIXED)
         case "slice":
             whole = (params["start_indices"][dim], params["limit_indices"][dim]) == (0, shape[dim])
             return dim if whole and (params["strides"] or (1,) * len(shape))[dim] == 1 else MIXED
         case "dynamic_slice":
             return dim if params["slice_sizes"][dim] == shape[dim] else MIXED
         case "rev":
-            return MIXED if dim in params["dimensions"] else dim
+            return dim
         case "pad":
             return dim if tuple(params["padding_config"][dim]) == (0, 0, 0) else MIXED
         case "concatenate":
             return MIXED if dim == params["dimension"] else dim
-    return MIXED
-
-
-def _reshaped(shape: Sequence[int], dim: int, out: Sequence[int]) -> Label:
-    """Returns the dimension that has the same elements before it, and as many in it."""
-    before = math.prod(shape[:dim])
-    for d, size in enumerate(out):
-        if math.prod(out[:d]) == before and size == shape[dim]:
-            return d
     return MIXED
 
 
