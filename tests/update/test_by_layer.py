@@ -241,6 +241,49 @@ def test_a_copy_of_the_last_gradient_is_updated_too():
     check_numbers(optax.adan(1e-2), devices=2, options={"update": "backward"})
 
 
+# -- updates that read a field that the loss returns (`mutable=`)
+
+
+class Scaled(TrainState):
+    """Its updates are scaled by what the loss makes of a field."""
+
+    scale: jax.Array
+
+    def apply_gradients(self, *, grads, scale):
+        grads = jax.tree.map(lambda g: scale * g, grads)
+        return super().apply_gradients(grads=grads, scale=scale)
+
+
+def scaled_state():
+    plain = make_state(optax.sgd(0.1, momentum=0.9))
+    return Scaled.create(apply_fn=None, params=plain.params, tx=plain.tx, scale=jnp.float32(1))
+
+
+def rescaled(params, x, scale):
+    return loss(params, x), {"scale": 3 * scale}
+
+
+def test_a_new_field_is_read_by_an_update_in_parts():
+    state = scaled_state()
+    plain = jax.jit(
+        lambda s: s.apply_gradients(grads=jax.grad(loss)(s.params, BATCH), scale=3 * s.scale)
+    )
+    placed = zerojax.shard_train_state(state, mesh=make_mesh(1), stacked="w", offload=ALL)
+    step = zerojax.train_step(rescaled, mutable=("scale",))
+    for _ in range(2):
+        state, (placed, _) = plain(state), step(placed, BATCH)
+    assert placed.scale == state.scale == 9
+    assert_close(placed.params, state.params)
+
+
+def test_a_new_field_is_not_there_in_backward():
+    plan = zerojax.plan(scaled_state(), mesh=make_mesh(2), stacked="w", min_shard_size=1)
+    step = zerojax.train_step(rescaled, plan=plan, mutable=("scale",), update="backward")
+    batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
+    with pytest.raises(ValueError, match=r"params/w: the update reads a field that the loss retu"):
+        step.trace(plan.abstract(), batch)
+
+
 # -- how often an optimizer is traced
 
 
