@@ -1,5 +1,6 @@
 """Readings of what is printed: the titles of a table, lines that are too long."""
 
+import html
 import re
 
 import pytest
@@ -11,6 +12,16 @@ def titles(text):
     """The titles of a table's columns, each over its rule."""
     heading, rule = re.search(r"^(.+)\n([- ]+)$", text, flags=re.MULTILINE).groups()
     return [heading[under.start() : under.end()].strip() for under in re.finditer("-+", rule)]
+
+
+def memory(plan):
+    """What the table of a plan says of memory, by the path of a leaf."""
+    rows = re.findall(r"<tr>(.*?)</tr>", plan._repr_html_(), flags=re.DOTALL)
+    heading, *cells = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, flags=re.DOTALL) for row in rows
+    ]
+    at = heading.index("memory")
+    return {row[0]: html.unescape(row[at]) for row in cells}
 
 
 def long_lines(text, columns=80):

@@ -102,7 +102,7 @@ def test_layers_that_xla_does_not_find_are_read_by_scanned_indices(monkeypatch, 
     options = {"prefetch": prefetch, "activations": "host"}
     usual = steps.Row("layers", TWO, {"offload": BOTH}, options)
     text = usual.lowered.as_text()
-    monkeypatch.setattr("zerojax._step.host_slices.are_found", lambda device: False)
+    monkeypatch.setattr("zerojax._features.host_state.are_found", lambda device: False)
     row = steps.Row("layers", TWO, {"offload": BOTH}, options)
     assert row.lowered.as_text() != text
     assert_close(jax.device_get(row.result.state), row.reference[0])
@@ -113,9 +113,11 @@ def test_the_plan_says_where_and_how():
     assert "host, updated at once: reduce_sum mixes layers" in lamb
     assert "optimizer state in host memory" in lamb
     pair = (stacks.stacks().params, stacks.stacks().opt_state)
-    assert "host, updated as tx= allows: the plan was given none" in str(planned(ALL, pair))
+    without = planned(ALL, pair)
+    assert "host, updated as tx= allows: the plan was given none" in str(without)
     plan = zerojax.plan(pair, mesh=make_mesh(2), offload=ALL, tx=stacks.adam())
     assert "host, updated layer by layer" in str(plan)
+    assert plan == without, "both place the state alike"
     with pytest.warns(UserWarning, match="puts nothing in host memory"):
         assert "device: smaller than 64.0 KiB" in str(planned("opt_state"))
     assert "memory" not in str(planned(None))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax._step import host_slices as _slices
+from zerojax._features import host_state as _slices
 
 
 def test_the_program_that_is_looked_at_reads_each_layer_and_doubles_it():

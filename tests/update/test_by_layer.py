@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 import zerojax
 from tests.conftest import make_mesh
 from tests.models import OPTIMIZERS
+from tests.printed import memory
 from tests.reference import assert_close
 
 LAYERS, DIM = 3, 8
@@ -68,7 +69,9 @@ def ways_of(tx, params):
     """How the state of an optimizer is updated, by its path."""
     state = jax.eval_shape(lambda: (params, tx.init(params)))
     plan = zerojax.plan(state, stacked="w", tx=tx, offload=ALL)
-    return {leaf.path.removeprefix("1/"): leaf.memory for leaf in plan.leaves if leaf.is_on_host}
+    notes = memory(plan)
+    on_host = [leaf.path for leaf in plan.leaves if leaf.is_on_host]
+    return {path.removeprefix("1/"): notes[path] for path in on_host}
 
 
 def looped(x):
@@ -236,3 +239,83 @@ def test_other_updates_are_refused_with_the_reason(tx, reason):
 def test_a_copy_of_the_last_gradient_is_updated_too():
     """It reads nothing of the state (Adan's)."""
     check_numbers(optax.adan(1e-2), devices=2, options={"update": "backward"})
+
+
+# -- updates that read a field that the loss returns (`mutable=`)
+
+
+class Scaled(TrainState):
+    """Its updates are scaled by what the loss makes of a field."""
+
+    scale: jax.Array
+
+    def apply_gradients(self, *, grads, scale):
+        grads = jax.tree.map(lambda g: scale * g, grads)
+        return super().apply_gradients(grads=grads, scale=scale)
+
+
+def scaled_state():
+    plain = make_state(optax.sgd(0.1, momentum=0.9))
+    return Scaled.create(apply_fn=None, params=plain.params, tx=plain.tx, scale=jnp.float32(1))
+
+
+def rescaled(params, x, scale):
+    return loss(params, x), {"scale": 3 * scale}
+
+
+def test_a_new_field_is_read_by_an_update_in_parts():
+    state = scaled_state()
+    plain = jax.jit(
+        lambda s: s.apply_gradients(grads=jax.grad(loss)(s.params, BATCH), scale=3 * s.scale)
+    )
+    placed = zerojax.shard_train_state(state, mesh=make_mesh(1), stacked="w", offload=ALL)
+    step = zerojax.train_step(rescaled, mutable=("scale",))
+    for _ in range(2):
+        state, (placed, _) = plain(state), step(placed, BATCH)
+    assert placed.scale == state.scale == 9
+    assert_close(placed.params, state.params)
+
+
+def test_a_new_field_is_not_there_in_backward():
+    plan = zerojax.plan(scaled_state(), mesh=make_mesh(2), stacked="w", min_shard_size=1)
+    step = zerojax.train_step(rescaled, plan=plan, mutable=("scale",), update="backward")
+    batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
+    with pytest.raises(ValueError, match=r"params/w: the update reads a field that the loss retu"):
+        step.trace(plan.abstract(), batch)
+
+
+# -- how often an optimizer is traced
+
+
+def traces(placing=(), precision=None, **options):
+    """How often a user's `tx.update` is called from `shard_train_state` to the first step's end."""
+    calls, tx = [], optax.adam(1e-3)
+
+    def update(*args):
+        calls.append(args)
+        return tx.update(*args)
+
+    placing = {"mesh": make_mesh(2), "stacked": "w", "min_shard_size": 1} | dict(placing)
+    state = make_state(optax.GradientTransformation(tx.init, update))
+    placed = zerojax.shard_train_state(state, stage=3, **placing)
+    with jax.default_matmul_precision(precision):
+        zerojax.train_step(loss, **options)(placed, BATCH)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("placing", "options", "count"),
+    [
+        ({}, {}, 2),  # the plan's, and the one that XLA compiles
+        ({"offload": ALL}, {}, 2),  # the plan's, of whole stacks, and the step's, of one layer
+        ({"offload": ALL}, {"skip_nonfinite": True}, 3),  # the step's has a guard
+        ({}, {"update": "backward"}, 3),  # whole stacks, a layer, a device's part of it
+        ({"offload": ALL}, {"update": "backward"}, 3),
+    ],
+)
+def test_an_update_is_traced_once_for_its_shapes(placing, options, count):
+    assert traces(placing, **options) == count
+
+
+def test_it_is_traced_again_for_other_settings():
+    assert traces({"offload": ALL}, "float32") == 3

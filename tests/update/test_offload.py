@@ -30,8 +30,8 @@ def on_host(plan):
 def test_the_largest_leaves_go_until_they_have_the_share(share, goes):
     plan = planned(opt_state=False, params=share)
     assert on_host(plan) == set(goes)
-    stays = {leaf.memory for leaf in plan.leaves if not leaf.is_on_host}
-    assert stays <= {f"device: params={share} is reached"}
+    stays = {leaf.stays for leaf in plan.leaves if not leaf.is_on_host}
+    assert stays <= {f"params={share} is reached"}
     trace = planned(optax.trace(0.9), opt_state=share)
     assert on_host(trace) == {f"1/trace/{name}" for name in goes}
 
@@ -45,8 +45,8 @@ def test_the_largest_that_have_room_go(elements, goes):
     """Those that are too large leave the room to smaller ones."""
     plan = planned(opt_state=False, params=True, max_bytes=4 * elements)
     assert on_host(plan) == set(goes)
-    stays = {leaf.memory for leaf in plan.leaves if not leaf.is_on_host}
-    assert stays <= {f"device: max_bytes={4 * elements} has no room for it"}
+    stays = {leaf.stays for leaf in plan.leaves if not leaf.is_on_host}
+    assert stays <= {f"max_bytes={4 * elements} has no room for it"}
 
 
 def test_the_optimizer_state_goes_first():

@@ -364,9 +364,9 @@ class LeafPlan:
     step keeps a parameter at `near`, once it is there, to gather it from there again. Only
     parameters have gradients. While they are summed over microbatches they are at `grad`; after the
     last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
-    would not read it. `reason` says why the leaf is replicated; `memory`, where state was to rest
-    in host memory, how a step brings the leaf from there, or why it stays on the device. `absent`
-    are the axes that the leaf is annotated with and the mesh lacks.
+    would not read it. `reason` says why the leaf is replicated; `stays`, where state was to rest in
+    host memory, why the leaf stays on the device. `absent` are the axes that the leaf is annotated
+    with and the mesh lacks.
     """
 
     path: str
@@ -380,7 +380,7 @@ class LeafPlan:
     stacked: bool
     reason: str | None
     frozen: bool = False
-    memory: str | None = None
+    stays: str | None = None
     # Not compared: a step that sets no rules for names has the plan of a state placed with some.
     absent: Axes = dataclasses.field(default=(), compare=False)
 

@@ -7,11 +7,12 @@ from typing import Self
 
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax._kernel.places import Axes, Groups, LeafPlan, beyond
+from zerojax._kernel.places import Axes, Groups, LeafPlan, beyond, by_layer
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
+from zerojax._update.update import InParts, Part, Update, on_no_mesh
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,6 +31,8 @@ class Layout:
     # Not compared: a state's static fields are in it, and differ from call to call.
     treedef: TreeDef = dataclasses.field(compare=False)
     precision: Precision | None = None
+    # Not compared either: it is a trace of the optimizer. None: the plan was given none.
+    update: Update | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -63,6 +66,25 @@ class Layout:
     def offloads(self) -> bool:
         """Whether some leaf rests in host memory."""
         return any(leaf.is_on_host for leaf in self.leaves)
+
+    @functools.cached_property
+    def host_parts(self) -> dict[str, Part]:
+        """How a step updates leaves that rest in host memory, by their paths."""
+        if not self.offloads or self.update is None:
+            return {}
+        inputs = enumerate(self.leaves, len(self.params))
+        there = {i: leaf.path for i, leaf in inputs if leaf.is_on_host}
+        try:
+            with on_no_mesh():
+                parts = InParts(self.update, self.update.shapes, there.keys(), self.stacks).parts
+        except Exception:  # the step will raise what is wrong with an update
+            return {}
+        return {there[i]: part for part in parts for i in part.inputs}
+
+    @functools.cached_property
+    def stacks(self) -> set[int]:
+        """The stacks among an update's inputs, which are gradients, then leaves of the state."""
+        return {i for i, leaf in enumerate([*self.params, *self.leaves]) if by_layer(leaf)}
 
     @functools.cached_property
     def pads(self) -> bool:

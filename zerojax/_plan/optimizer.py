@@ -1,4 +1,4 @@
-"""The optimizer: its update, and the specs of its state.
+"""The optimizer: its update, traced once for a plan and its steps, and the specs of its state.
 
 Specs come from JAX's sharding types rather than from names. Initialised on abstract parameters
 that carry their specs on a mesh of Explicit axes, any optax state comes back with a spec for each
@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zerojax._kernel.jaxprs import Atom, is_var
 from zerojax._kernel.places import Rule
-from zerojax._state import state as _state
+from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
 from zerojax._types import PyTree, is_key
-from zerojax._update import parts as _parts
-from zerojax._update.parts import Flat, Update
+from zerojax._update.update import Update, on_no_mesh
+
+Guard = Callable[[Array, PyTree, PyTree], PyTree]
 
 
 def typed_state(
@@ -133,32 +135,59 @@ def apply_gradients(
     return _state.replace(state, params=new_params, opt_state=opt_state, **fields)
 
 
-def frozen_params(state: PyTree, tx: optax.GradientTransformation | None) -> list[bool]:
+def next_state(
+    tx: optax.GradientTransformation | None, guard: Guard | None, *inputs: PyTree
+) -> PyTree:
+    """Returns a state after its update, from the gradients, the state, new fields for it, and
+    whether the step is finite, for a guard against what is not."""
+    grads, state, fields, is_finite = inputs
+    with jax.named_scope("optimizer"):
+        new = _refusals.updated(apply_gradients, state, grads, tx, fields)
+    return new if guard is None else guard(is_finite, new, state)
+
+
+def update_of(
+    state: PyTree,
+    tx: optax.GradientTransformation | None,
+    names: Sequence[str] = (),
+    guard: Guard | None = None,
+) -> Update:
+    """Returns the update of a state, of which only shapes are read, with these fields new."""
+    state = jax.tree.map(shape_dtype, state)
+    params = _state.get_params(state)
+    grads = jax.tree.map(lambda p: zero_gradient(p) if is_key(p) else p, params)
+    fields = {name: _state.field(state, name) for name in names}
+    shapes, treedef = jax.tree.flatten((grads, state, fields, jax.ShapeDtypeStruct((), bool)))
+
+    def update(values: list) -> list:
+        return jax.tree.leaves(next_state(tx, guard, *treedef.unflatten(values)))
+
+    own = None if hasattr(state, "apply_gradients") else tx
+    without_plan = jax.tree.structure(_carried.without_plan(state))
+    return Update(update, shapes, (without_plan, own, tuple(names), guard is not None))
+
+
+def frozen_params(state: PyTree, update: Update) -> list[bool]:
     """Returns, for each parameter of a state, whether its update never reads its gradient.
 
     Where the update cannot be traced, all gradients count as read. It may need values or further
     arguments, or be wrong; the step will raise that.
     """
-    function, shapes = flat_update(state, tx)
     params = jax.tree.leaves(jax.tree.map(shape_dtype, _state.get_params(state)))
     try:
-        program = _parts.traced(function, shapes)
+        with on_no_mesh():
+            program = update.traced(update.shapes)
     except Exception:
         return [False] * len(params)
-    _check_kept(program, state)
-    read = _parts.inputs_of(program)
-    return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
-
-
-def _check_kept(program: Flat, state: PyTree) -> None:
-    """Raises where the update of a state that is shapes reads what was traced together with it."""
-    is_made = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-    if is_made and any(isinstance(value, Tracer) for value in program.constants.values()):
+    is_shapes = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    if is_shapes and any(isinstance(value, Tracer) for value in program.constants.values()):
         raise ValueError(
             "the optimizer keeps an array from within the trace of the function that makes the "
             "state. Pass zerojax.plan or shard_train_state the function itself, not its "
             "jax.eval_shape; where that does not help, make the optimizer outside of the function."
         )
+    read = program.read()
+    return [jnp.issubdtype(p.dtype, jnp.inexact) and i not in read for i, p in enumerate(params)]
 
 
 def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:
@@ -169,11 +198,11 @@ def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree)
     values, treedef = jax.tree.flatten(jax.tree.map(shape_dtype, params))
 
     def init(values: list) -> list:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return jax.tree.leaves(tx.init(treedef.unflatten(values)))
+        return jax.tree.leaves(tx.init(treedef.unflatten(values)))
 
-    program = _parts.traced(init, values)
-    read = _parts.origins(program, [True] * len(values))
+    with on_no_mesh():
+        program = Update(init, values).traced(values)
+    read = program.origins(range(len(values)))
     own = [(leaf, PartitionSpec()) for leaf in leaves_with_paths((params,))]
 
     def is_moment(leaf: Leaf, start: Atom) -> bool:
@@ -183,45 +212,3 @@ def moments(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree)
         return is_array and not is_copy and followed(leaf, own) is not None
 
     return list(map(is_moment, leaves_with_paths(opt_state), program.outvars))
-
-
-def update_in_parts(
-    state: PyTree,
-    tx: optax.GradientTransformation | None,
-    on_host: Sequence[bool],
-    stacked: Sequence[bool],
-) -> Update | None:
-    """Returns the update of a state whose leaves rest where `on_host` says; None where it cannot be
-    traced. Its inputs are the gradients, then the state's leaves."""
-    function, shapes = flat_update(state, tx)
-    params = len(shapes) - len(on_host)
-    of_params = [
-        s
-        for s, leaf in zip(stacked, leaves_with_paths(state), strict=True)
-        if leaf.kind == _state.PARAMS
-    ]
-    try:
-        return Update(function, shapes, [False] * params + [*on_host], of_params + [*stacked])
-    except Exception:
-        return None
-
-
-def flat_update(
-    state: PyTree, tx: optax.GradientTransformation | None, mutable: Sequence[str] = ()
-) -> tuple[Callable[[list], list], list[PyTree]]:
-    """Returns the update as a function from gradients and the leaves of a state to those of the
-    next, and the shapes that it takes. Fields in `mutable` stay as they are."""
-    state = jax.tree.map(shape_dtype, state)
-    leaves, treedef = jax.tree.flatten(state)
-    params, params_treedef = jax.tree.flatten(_state.get_params(state))
-    grads = [zero_gradient(p) if is_key(p) else p for p in params]
-
-    def update(values: list) -> list:
-        grads = params_treedef.unflatten(values[: len(params)])
-        state = treedef.unflatten(values[len(params) :])
-        # A mesh of Explicit axes, as above, would refuse some updates.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            fields = {name: _state.field(state, name) for name in mutable}
-            return jax.tree.leaves(apply_gradients(state, grads, tx, fields))
-
-    return update, [*grads, *leaves]

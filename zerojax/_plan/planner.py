@@ -74,13 +74,18 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
     _check_patterns(leaves, rule, precision)
     own = own_axes(state, axes, mesh.axis_names)
     found = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
-    frozen = _frozen_paths(state, leaves, tx)
+    has_update = tx is not None or hasattr(state, "apply_gradients")
+    update = _optimizer.update_of(state, tx) if has_update else None
+    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
+    are_frozen = [False] if update is None else _optimizer.frozen_params(state, update)
+    frozen = set(itertools.compress(params, are_frozen))
     planned = [
         _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
         for leaf, (_, absent) in zip(leaves, own, strict=True)
     ]
-    placed = tuple(_offloaded(planned, as_offload(options.offload), state, tx, mesh))
-    made = Plan(chosen.stage, mesh, axes, over, placed, jax.tree.structure(state), precision)
+    placed = tuple(_offloaded(planned, as_offload(options.offload), mesh))
+    treedef = jax.tree.structure(state)
+    made = Plan(chosen.stage, mesh, axes, over, placed, treedef, precision, update)
     _check_worth(made)
     return made
 
@@ -94,13 +99,6 @@ def _devices(options: PlanOptions) -> tuple[Mesh, Axes]:
     if given is None and options.stage >= 1 and mesh.devices.size == 1:
         _mesh.say_alone(mesh.devices.flat[0].platform)
     return mesh, axes
-
-
-def _frozen_paths(
-    state: PyTree, leaves: list[Leaf], tx: optax.GradientTransformation | None
-) -> set[tuple]:
-    params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
-    return set(itertools.compress(params, _optimizer.frozen_params(state, tx)))
 
 
 def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree, list[Leaf]]:
@@ -176,14 +174,8 @@ def _leaf_plan(
     )
 
 
-def _offloaded(
-    leaves: list[LeafPlan],
-    offload: Offload | None,
-    state: PyTree,
-    tx: optax.GradientTransformation | None,
-    mesh: Mesh,
-) -> list[LeafPlan]:
-    """Puts state in host memory, and notes how a step brings it from there."""
+def _offloaded(leaves: list[LeafPlan], offload: Offload | None, mesh: Mesh) -> list[LeafPlan]:
+    """Puts state in host memory, and notes why the rest of it stays on the devices."""
     if offload is None:
         return leaves
     found = list(leaves)
@@ -195,17 +187,8 @@ def _offloaded(
         used = sum(leaf.bytes_per_device(mesh) for leaf in found if leaf.is_on_host)
         for i, reason in zip(own, offload.stay(kind, sizes, pieces, used), strict=True):
             rest = leaves[i].rest if reason else dataclasses.replace(leaves[i].rest, memory=PINNED)
-            note = f"device: {reason}" if reason else "host"
-            found[i] = dataclasses.replace(leaves[i], rest=rest, memory=note)
-    on_host = [leaf.is_on_host for leaf in found]
-    _offload.warn_where_nothing_goes(on_host, offload)
-    update = _optimizer.update_in_parts(state, tx, on_host, list(map(by_layer, found)))
-    ways = {} if update is None else update.ways(len(update.streamed) - len(found))
-    unknown = "updated as tx= allows: the plan was given none" if tx is None else "updated at once"
-    for i, leaf in enumerate(found):
-        if leaf.is_on_host:
-            way = "not updated" if leaf.frozen else ways.get(i, unknown)
-            found[i] = dataclasses.replace(leaf, memory=f"host, {way}")
+            found[i] = dataclasses.replace(leaves[i], rest=rest, stays=reason)
+    _offload.warn_where_nothing_goes([leaf.is_on_host for leaf in found], offload)
     return found
 
 

@@ -223,7 +223,9 @@ def with_masters(
 ) -> MasterState:
     """Returns the state of `master_weights` from that of `tx`, with copies of what `tx` updates."""
     masters = cast_floats(params, dtype)
-    frozen = jax.tree.structure(params).unflatten(_optimizer.frozen_params((masters, inner), tx))
+    update = _optimizer.update_of((masters, inner), tx)
+    are_frozen = _optimizer.frozen_params((masters, inner), update)
+    frozen = jax.tree.structure(params).unflatten(are_frozen)
     hole = optax.MaskedNode()
     return MasterState(jax.tree.map(lambda m, f: hole if f else m, masters, frozen), inner)
 

@@ -245,11 +245,28 @@ def _row(
 def _notes(plan: Layout) -> dict[str, Callable[[LeafPlan], str]]:
     """Returns the last columns, which few plans have."""
     columns: dict[str, tuple[bool, Callable[[LeafPlan], str]]] = {
-        "memory": (any(leaf.memory for leaf in plan.leaves), lambda leaf: leaf.memory or ""),
+        "memory": (
+            plan.offloads or any(leaf.stays for leaf in plan.leaves),
+            lambda leaf: _memory(plan, leaf),
+        ),
         "sent as": (bool(_codecs(plan)), lambda leaf: _sent_as(plan, leaf)),
         "not in the mesh": (bool(plan.absent), lambda leaf: ", ".join(leaf.absent)),
     }
     return {title: note for title, (is_there, note) in columns.items() if is_there}
+
+
+def _memory(plan: Layout, leaf: LeafPlan) -> str:
+    """Says how a step updates a leaf in host memory, or why it stays on the device."""
+    part = plan.host_parts.get(leaf.path)
+    if not leaf.is_on_host:
+        return f"device: {leaf.stays}" if leaf.stays else ""
+    if leaf.frozen:
+        return "host, not updated"
+    if plan.update is None:
+        return "host, updated as tx= allows: the plan was given none"
+    if part is not None and part.length:
+        return "host, updated layer by layer"
+    return f"host, updated at once{f': {part.why}' if part is not None and part.why else ''}"
 
 
 class _Alike(NamedTuple):
@@ -278,11 +295,11 @@ def _alike(plan: Layout) -> list[_Alike]:
 def _joined(plan: Layout, rows: list[_Alike], place: int) -> list[_Alike]:
     """Joins rows in which nothing differs but one number of the path, as it counts layers."""
     found: dict[tuple, list[tuple[re.Match[str], _Alike]]] = collections.defaultdict(list)
+    notes = _notes(plan).values()
     for row in rows:
         for number in list(NUMBER.finditer(row.path))[place : place + 1]:
             first = row.leaves[0]
-            notes = first.absent, _sent_as(plan, first)
-            same = dataclasses.replace(first, path="", reason=None), notes
+            same = dataclasses.replace(first, path="", reason=None), *(f(first) for f in notes)
             found[(*row.named(number, "{}"), same, len(row.leaves))].append((number, row))
     joined = {row.path: row for row in rows}
     for numbered in found.values():

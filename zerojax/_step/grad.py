@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _compat
 from zerojax._declared import takes
+from zerojax._features.in_backward import InBackward, NoGradientError
 from zerojax._kernel.jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -25,7 +26,6 @@ from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import refusals as _refusals
-from zerojax._step.backward import InBackward, NoGradientError, Updated
 from zerojax._step.program import Program
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of
 from zerojax._types import PyTree, is_key
@@ -75,7 +75,7 @@ def value_and_grad(
         _refusals.check_alive(args, "batch")
         try:
             _batch.check_pairs(every, options.batch_specs, plan.batch_axes)
-            loss, aux, grads, _ = loss_and_grads(with_kwargs, plan, options, params, every)
+            loss, aux, grads, *_ = loss_and_grads(with_kwargs, plan, options, params, every)
         except Exception as error:
             _arguments.blame(error, {"params": params, "batch": args}, plan)
             raise
@@ -92,8 +92,9 @@ def loss_and_grads(
     params: PyTree,
     args: Sequence[PyTree],
     backward: InBackward | None = None,
-) -> tuple[Array, PyTree, PyTree, Updated]:
-    """Returns the mean loss, the aux, the gradients, and what backward updated.
+) -> tuple[Array, PyTree, PyTree, dict[int, Array], list[Array]]:
+    """Returns the mean loss, the aux, the gradients, and what backward updated: new leaves of the
+    state by their positions, and the sum of the squares of each of their gradients.
 
     The gradients of what it updated are None; without derivatives all are. They are padded where
     the parameters are.
@@ -125,10 +126,16 @@ def loss_and_grads(
                 jitted, inputs, lambda: _nans.explain(loss_fn, plan, params, args, roles)
             )
     except NoGradientError as error:
-        backward = backward.without(error.paths) if backward else None
+        if backward:
+            backward.leave(error.paths)
         return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiates else None
-    return loss, aux, grads, backward.updated(program.updated, new) if backward else Updated()
+    leaves = {
+        at: leaf
+        for update, (*stacks, _) in zip(program.updated, new, strict=True)
+        for at, leaf in zip(update.stacks, stacks, strict=True)
+    }
+    return loss, aux, grads, leaves, [squares for *_, squares in new]
 
 
 def _program(

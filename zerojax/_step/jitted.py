@@ -11,14 +11,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat, _fingerprint
-from zerojax._features import xla_options as _xla_options
+from zerojax._features import (
+    host_state as _host_state,
+    in_backward as _in_backward,
+    xla_options as _xla_options,
+)
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
 from zerojax._loss.constraints import named_axes
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._run import agreement as _agreement
-from zerojax._step import backward as _backward, host_slices as _slices
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 
@@ -112,16 +115,18 @@ class Step:
             return {}
         regathers = bool(self.recipe.options.regather)
         ahead = self.recipe.options.prefetch != 0 and regathers
-        updates = _backward.is_wanted(plan, self.recipe.options) and not plan.groups.params
+        how = self.recipe.options
+        updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.update)
         turns = 1 if self.recipe.options.is_layered else self.recipe.options.accumulate
         options = _xla_options.options_for(
-            trace().jaxpr, plan.mesh, ahead, updates, microbatches=turns
+            trace().jaxpr, plan.mesh, ahead, updates and not plan.groups.params, microbatches=turns
         )
         # XLA would unroll the loops over microbatches as well, and hide less: 4.6 s, not 4.5, for
         # 7.5B with 8 microbatches on 64 H100s at 6.25 GB/s.
         if self.recipe.options.is_layered:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
-        if _compat.uses_host(trace().jaxpr) and not _slices.are_found(plan.mesh.devices.flat[0]):
+        device = plan.mesh.devices.flat[0]
+        if _compat.uses_host(trace().jaxpr) and not _host_state.are_found(device):
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._features.in_backward import LayerUpdate
 from zerojax._kernel import travel as _travel
 from zerojax._kernel.arrays import Value
 from zerojax._kernel.device import Param, wide
@@ -19,7 +20,6 @@ from zerojax._plan.codes import codec_of, sum_codec_of
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import Precision, promoted
 from zerojax._types import PyTree
-from zerojax._update.in_backward import LayerUpdate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,8 @@ class StepParam(Param):
             # In one fusion with that sum, XLA would not write the new layers into their stacks.
             grad = lax.optimization_barrier(grad)
             with jax.named_scope("optimizer"):
-                new, *others = update(grad, [self.own_part(rest), *others], given)
+                own = self.own_part(rest)
+            new, *others = update.apply(grad, [own, *others], given)
             return [self.as_it_rests(new), *others, squares[None]]
 
         return apply

@@ -14,6 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._features import activations as _activations, rows as _rows
+from zerojax._features.host_state import are_found
+from zerojax._features.in_backward import InBackward, LayerUpdate, NoGradientError
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
 from zerojax._kernel.jaxprs import type_of
@@ -22,13 +24,11 @@ from zerojax._loss import batch as _batch, fields as _fields, layered as _layere
 from zerojax._loss.microbatches import Microbatches
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._step import accumulate as _accumulate, host_slices as _slices
+from zerojax._step import accumulate as _accumulate
 from zerojax._step.accumulate import HoistedCounts
-from zerojax._step.backward import InBackward, NoGradientError
 from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
-from zerojax._update.in_backward import LayerUpdate
 from zerojax._update.in_loop import InLoop
 
 
@@ -68,7 +68,7 @@ class Program(DeviceStep[StepParam]):
             gathers=bool(plan.groups.params),
             keeping=_activations.kept(plan, options.activations or ()),
             updates=InLoop,
-            counted=functools.partial(_slices.are_found, plan.mesh.devices.flat[0]),
+            counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
         )
         self.reached: set[str] = set()  # paths of parameters that backward has updated
 
@@ -83,9 +83,8 @@ class Program(DeviceStep[StepParam]):
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
-        if any(backward.updates):
-            pairs = zip(self.params, backward.updates, strict=True)
-            params = [dataclasses.replace(p, update=update) for p, update in pairs]
+        if updates := backward.updates:
+            params = [dataclasses.replace(p, update=updates.get(p.leaf.path)) for p in self.params]
             fits = self.split_by(params).scanned_alone
             pairs = zip(params, self.params, fits, strict=False)
             self.params = [p if fit else q for p, q, fit in pairs]
@@ -100,9 +99,8 @@ class Program(DeviceStep[StepParam]):
         return [p.update for p in self.params if p.update is not None]
 
     def specs_at(self, places: Iterable[int]) -> list[PartitionSpec]:
-        """Returns how leaves of the state rest, from their places among an update's inputs."""
-        first = len(self.plan.params)
-        return [self.plan.leaves[at - first].rest.local for at in places]
+        """Returns how leaves of the state rest, from their positions in it."""
+        return [self.plan.leaves[at].rest.local for at in places]
 
     def in_specs(self) -> tuple[list[PyTree], ...]:
         params = [leaf.rest.local for leaf in self.plan.params]

@@ -1,22 +1,27 @@
 """The step: loss, gradients, the user's own optimizer update, every sharding constrained."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from zerojax._declared import takes
+from zerojax._features import host_state as _host_state, in_backward as _in_backward
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
-from zerojax._plan.optimizer import apply_gradients
-from zerojax._state import refusals as _refusals, state as _state
-from zerojax._step import backward as _backward, finite as _finite, stream as _stream
+from zerojax._plan.optimizer import Guard, next_state, update_of
+from zerojax._plan.plan import Plan
+from zerojax._state import state as _state
+from zerojax._step import finite as _finite
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
-from zerojax._step.step_options import EvalOptions, Recipe, TrainOptions
-from zerojax._types import PyTree
+from zerojax._step.parameter import StepParam
+from zerojax._step.step_options import EvalOptions, Recipe, TrainOptions, precision_of
+from zerojax._types import PyTree, is_key
+from zerojax._update.update import Update
 
 
 @takes(TrainOptions)
@@ -68,29 +73,35 @@ def _train(
     # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
     logical = plan.unpad(state)
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
-    guards = recipe.skip_nonfinite or scale is not None
-    wanted = _backward.is_wanted(plan, recipe.options, guards)
-    backward = _backward.in_backward(plan, recipe.options, state, recipe.tx) if wanted else None
-    loss, aux, grads, updated = loss_and_grads(
+    guard = None
+    if recipe.skip_nonfinite or scale is not None:
+        guard = functools.partial(_finite.guarded, mutable=recipe.mutable)
+    wanted = not recipe.options.needs_all(guard is not None)
+    wanted = wanted and _in_backward.is_wanted(plan, recipe.options.update)
+    # XLA is to see the user's own functions where it runs all of the update at once.
+    update = _traced_update(recipe, plan, state, guard) if wanted or plan.offloads else None
+    backward = None
+    if wanted and update is not None:
+        must = recipe.options.update == "backward"
+        backward = _in_backward.InBackward(plan, state, update, must)
+    loss, aux, grads, done, squares = loss_and_grads(
         loss_fn, plan, recipe.options, _state.get_params(state), args, backward
     )
     loss, grads = _finite.unscaled((loss, grads), scale)
     aux, fields = split_fields(aux, logical, recipe.mutable)
     # A tree of parameters may have None in it, and gradients are None where backward has updated.
-    grads = jax.tree.structure(_state.get_params(state)).flatten_up_to(grads)
-    grads = plan.like_params(grads, [leaf.shape for leaf in plan.params])
-    metrics = {"loss": loss, "grad_norm": grad_norm(grads, updated.squares)}
+    of_grads = jax.tree.structure(_state.get_params(state))
+    grads = plan.like_params(of_grads.flatten_up_to(grads), [leaf.shape for leaf in plan.params])
+    metrics = {"loss": loss, "grad_norm": grad_norm(grads, squares)}
     finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-
-    def update(old_state: PyTree, grads: PyTree) -> PyTree:
-        with jax.named_scope("optimizer"):
-            new_state = _refusals.updated(apply_gradients, old_state, grads, recipe.tx, fields)
-        if guards:
-            new_state = _finite.guarded(finite, new_state, old_state, recipe.mutable)
-        return new_state
-
-    new_state = _stream.updated(update, plan, state, grads, updated.leaves)
-    if guards:
+    if update is not None and (plan.offloads or done):
+        values = [*grads, *jax.tree.leaves((state, fields, finite))]
+        streamed = _host_state.Streamed(update, plan, values, done)
+        new_state = jax.tree.structure(state).unflatten(streamed.run())
+    else:
+        inputs = of_grads.unflatten(grads), plan.scatter(state), fields, finite
+        new_state = next_state(recipe.tx, guard, *inputs)
+    if guard is not None:
         metrics["skipped"] = 1 - finite.astype(jnp.int32)
     if scale is not None:
         metrics["loss_scale"] = scale.scale
@@ -98,7 +109,20 @@ def _train(
         metrics["aux"] = aux
     # Without donation the old parameters are still the user's, and no memory to gather into.
     into = state if recipe.options.donate else None
-    return plan.constrain(new_state, into=into, resting=updated.leaves), metrics
+    return plan.constrain(new_state, into=into, resting=done), metrics
+
+
+def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | None) -> Update:
+    """Returns the update of a state, with the traces of its plan if those are of the same."""
+    shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves)
+    planned = jax.tree.structure(state).unflatten(shapes)
+    update = update_of(planned, recipe.tx, recipe.mutable, guard)
+    precision = precision_of(plan, recipe.options.precision)
+    for k, leaf in enumerate(plan.params):
+        if not is_key(leaf):
+            dtype = StepParam.of(leaf, plan, precision, accumulates=False).grad_dtype
+            update.shapes[k] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return update.sharing(plan.update)
 
 
 @takes(EvalOptions)

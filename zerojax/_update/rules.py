@@ -1,4 +1,4 @@
-"""How layers pass through one equation of an update.
+"""Programs without calls, and how layers pass through their equations.
 
 [Note: one layer at a time] An update is traced twice, with whole stacks of L layers and with stacks
 of one layer. Where both traces have the same equations, each value of the first has a partner in
@@ -12,38 +12,103 @@ So a result that is labelled 0 may be computed layer by layer. Numbers that a tr
 shape (the divisor of a mean over a stack) are literals that differ, and mix.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.typing import ArrayLike
 
-from zerojax._kernel.jaxprs import Atom, is_var, type_of
+from zerojax import _compat
+from zerojax._kernel.jaxprs import Atom, Inliner, alive, is_var, reads, type_of
 
 SAME, MIXED = "same", "mixed"
 Label = int | str
-Pair = tuple[Atom, Atom]  # a value of the trace of L layers, and its partner in that of one
-
-
-def _named(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-ELEMENTWISE = _named("""
+EXPANDED = _compat.CALLS | _compat.REMAT | {"custom_jvp_call", "custom_vjp_call"}
+ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
 convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2
 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
 nextafter not optimization_barrier or population_count pow real reduce_precision rem round rsqrt
 select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
 sqrt square stop_gradient sub tan tanh xor
-""")
-REDUCTIONS = _named("""
+"""
+REDUCTIONS = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-""")
-ALONG = _named("""
-cumlogsumexp cummax cummin cumprod cumsum sort
-""")
+"""
+ALONG = "cumlogsumexp cummax cummin cumprod cumsum sort"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A jaxpr with its calls expanded; `constants` are arrays that it closes over."""
+
+    invars: list[Var]
+    eqns: list[JaxprEqn]
+    outvars: list[Atom]
+    constants: dict[Var, ArrayLike]
+
+    def __call__(self, inputs: Sequence[ArrayLike | None]) -> list[Any]:
+        """Runs the program. Inputs that it does not read may be None."""
+        env: dict[Any, Any] = dict(zip(self.invars, inputs, strict=True)) | self.constants
+        for eqn in self.eqns:
+            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            env.update(zip(eqn.outvars, _compat.bind(eqn, values), strict=True))
+        return [env[v] if is_var(v) else v.val for v in self.outvars]
+
+    def cut(self, outvars: list[Atom]) -> "Flat":
+        """Returns the part of the program that computes some of its variables."""
+        eqns = alive(self.eqns, outvars, reads)
+        return dataclasses.replace(self, eqns=eqns, outvars=outvars)
+
+    def read(self) -> set[int]:
+        """Returns the positions of the inputs that the program reads."""
+        variables = {v for eqn in self.eqns for v in reads(eqn)} | set(filter(is_var, self.outvars))
+        return {i for i, v in enumerate(self.invars) if v in variables}
+
+    def origins(self, among: Container[int]) -> dict[Any, frozenset[int]]:
+        """Returns which of some inputs each variable comes from."""
+        origins = {v: frozenset([i]) for i, v in enumerate(self.invars) if i in among}
+        for eqn in self.eqns:
+            sources = frozenset[int]().union(*(origins.get(v, ()) for v in reads(eqn)))
+            origins.update(dict.fromkeys(eqn.outvars, sources) if sources else {})
+        return origins
+
+    def is_like(self, other: "Flat") -> bool:
+        """Whether two programs run the same operations in the same order."""
+        return [e.primitive for e in self.eqns] == [e.primitive for e in other.eqns]
+
+
+def flat(jaxpr: Jaxpr, consts: Sequence[ArrayLike] = ()) -> Flat:
+    inliner = Inliner()
+    eqns = list(inliner.flat(jaxpr.eqns, lambda eqn: eqn.primitive.name in EXPANDED))
+    constants = dict(zip(jaxpr.constvars, consts, strict=True)) | inliner.constants
+    return Flat(list(jaxpr.invars), eqns, list(map(inliner.named, jaxpr.outvars)), constants)
+
+
+def labelled(
+    full: Flat,
+    one: Flat,
+    inputs: Sequence[Label],
+    is_known: Callable[[Var, Var], bool] = lambda v, w: False,
+) -> tuple[dict[Any, Label], dict[Var, str]]:
+    """Returns the label of each variable of `full`, and the operation that mixes each MIXED one.
+
+    What `is_known` is given to both programs: there it is the same.
+    """
+    labels: dict[Any, Label] = dict(zip(full.invars, inputs, strict=True))
+    constants = zip(full.constants.items(), one.constants.values(), strict=True)
+    labels |= {v: SAME if a is b else MIXED for (v, a), b in constants}
+    mixers: dict[Var, str] = {}
+    for a, b in zip(full.eqns, one.eqns, strict=True):
+        first = next((mixers[v] for v in reads(a) if v in mixers), a.primitive.name)
+        for v, w, label in zip(a.outvars, b.outvars, through(a, b, labels), strict=True):
+            labels[v] = SAME if label == MIXED and is_known(v, w) else label
+            if labels[v] == MIXED:
+                mixers[v] = first
+    return labels, mixers
 
 
 def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:
@@ -57,18 +122,26 @@ def label(atom: Atom, one: Atom, known: dict[Any, Label]) -> Label:
     return SAME if same else MIXED
 
 
-def through(full: JaxprEqn, one: JaxprEqn, labels: Sequence[Label]) -> list[Label]:
-    """Returns the labels of an equation's results, from those of its operands."""
-    if MIXED in labels:
+def through(full: JaxprEqn, one: JaxprEqn, known: dict[Any, Label]) -> list[Label]:
+    """Returns the labels of an equation's results."""
+    operands = [label(a, b, known) for a, b in zip(full.invars, one.invars, strict=True)]
+    if MIXED in operands:
         return [MIXED] * len(full.outvars)
-    if full.primitive.name == "optimization_barrier":
-        found: list[Label] = list(labels)
-    elif all(label == SAME for label in labels):
-        found = [_made(full, one, k) for k in range(len(full.outvars))]
-    else:
-        found = [_moved(full, labels)] * len(full.outvars)
-    pairs = zip(found, full.outvars, one.outvars, strict=True)
-    return [found if agrees(found, v, w) else MIXED for found, v, w in pairs]
+    match full.primitive.name:
+        case "scan":
+            labels = _through_scan(full, one, operands)
+        case "while":
+            labels = _through_while(full, one, operands)
+        case "cond":
+            labels = _through_cond(full, one, operands)
+        case "optimization_barrier":
+            labels = operands
+        case _ if all(operand == SAME for operand in operands):
+            labels = [_made(full, one, k) for k in range(len(full.outvars))]
+        case _:
+            labels = [_moved(full, operands)] * len(full.outvars)
+    results = zip(labels, full.outvars, one.outvars, strict=True)
+    return [label if agrees(label, v, w) else MIXED for label, v, w in results]
 
 
 def agrees(label: Label, full: Atom, one: Atom) -> bool:
@@ -100,66 +173,49 @@ def _made(full: JaxprEqn, one: JaxprEqn, k: int) -> Label:
 def _moved(full: JaxprEqn, labels: Sequence[Label]) -> Label:
     """Returns where the layers of an equation's operands are in its result."""
     name, params = full.primitive.name, full.params
-    shapes = [type_of(v).shape for v in full.invars]
+    shapes, out = [type_of(v).shape for v in full.invars], type_of(full.outvars[0]).shape
     if name == "dot_general":
         return _of_product(params["dimension_numbers"], shapes, labels)
     dims = {label for label in labels if isinstance(label, int)}
-    dim = dims.pop()
+    dim, shape = dims.pop(), shapes[0]
     if dims:
         return MIXED
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE.split():
         # What has no layers is a number, or is repeated along them.
         others = [shape for shape, n in zip(shapes, labels, strict=True) if n == SAME and shape]
         return dim if all(shape[dim] == 1 for shape in others) else MIXED
     if labels[0] == SAME or (any(label != SAME for label in labels[1:]) and name != "concatenate"):
         return MIXED
-    return _of_one(name, params, shapes, dim, type_of(full.outvars[0]).shape)
-
-
-def _of_one(
-    name: str, params: dict[str, Any], shapes: list[tuple[int, ...]], dim: int, out: tuple[int, ...]
-) -> Label:
-    """Returns where the layers are after an operation on one array."""
-    shape = shapes[0]
-    if name in REDUCTIONS:
+    if name in REDUCTIONS.split():
         return MIXED if dim in params["axes"] else dim - sum(a < dim for a in params["axes"])
-    if name in ALONG:
+    if name in ALONG.split():
         return MIXED if dim in (params.get("axis"), params.get("dimension")) else dim
     match name:
         case "broadcast_in_dim":
             return params["broadcast_dimensions"][dim]
         case "transpose":
             return params["permutation"].index(dim)
+        case "squeeze" | "rev" if dim in params["dimensions"]:
+            return MIXED
         case "squeeze":
-            return MIXED if dim in params["dimensions"] else dim - _before(params, dim)
+            return dim - sum(d < dim for d in params["dimensions"])
         case "expand_dims":
             return dim + sum(d <= dim for d in params["dimensions"])
         case "reshape":
-            return _reshaped(shape, dim, out)
+            # The dimension that has the same elements before it, and as many in it.
+            ends = (d for d in range(len(out)) if math.prod(out[:d]) == math.prod(shape[:dim]))
+            return next((d for d in ends if out[d] == shape[dim]), MIXED)
         case "slice":
             whole = (params["start_indices"][dim], params["limit_indices"][dim]) == (0, shape[dim])
             return dim if whole and (params["strides"] or (1,) * len(shape))[dim] == 1 else MIXED
         case "dynamic_slice":
             return dim if params["slice_sizes"][dim] == shape[dim] else MIXED
         case "rev":
-            return MIXED if dim in params["dimensions"] else dim
+            return dim
         case "pad":
             return dim if tuple(params["padding_config"][dim]) == (0, 0, 0) else MIXED
         case "concatenate":
             return MIXED if dim == params["dimension"] else dim
-    return MIXED
-
-
-def _before(params: dict[str, Any], dim: int) -> int:
-    return sum(d < dim for d in params["dimensions"])
-
-
-def _reshaped(shape: Sequence[int], dim: int, out: Sequence[int]) -> Label:
-    """Returns the dimension that has the same elements before it, and as many in it."""
-    before = math.prod(shape[:dim])
-    for d, size in enumerate(out):
-        if math.prod(out[:d]) == before and size == shape[dim]:
-            return d
     return MIXED
 
 
@@ -177,3 +233,64 @@ def _of_product(numbers: Any, shapes: list[tuple[int, ...]], labels: Sequence[La
         return MIXED
     others = len(shapes[0]) - len(contracting[0]) - len(batch[0]) if side else 0
     return len(batch[0]) + others + free.index(labels[side])
+
+
+# -- loops and branches
+
+
+def _of_body(pair: Sequence[tuple], operands: Sequence[Label]) -> list[Label]:
+    """Returns the labels of the results of an inner jaxpr, given as both traces have it; all MIXED
+    where they differ."""
+    body, other = (flat(jaxpr, consts) for jaxpr, consts in pair)
+    if not body.is_like(other):
+        return [MIXED] * len(body.outvars)
+    labels, _ = labelled(body, other, operands)
+    return [label(v, w, labels) for v, w in zip(body.outvars, other.outvars, strict=True)]
+
+
+def _settled(
+    body: Callable[[list[Label]], list[Label]], carry: list[Label]
+) -> tuple[list[Label], list[Label]]:
+    """Returns the labels of what a loop carries once they change no more, and of all results."""
+    while True:
+        outs = body(carry)
+        pairs = zip(carry, outs[: len(carry)], strict=True)
+        joined: list[Label] = [a if a == b else MIXED for a, b in pairs]
+        if joined == carry or MIXED in joined:
+            return joined, outs
+        carry = joined
+
+
+def _through_scan(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
+    num_consts, num_carry = _compat.scan_counts(full.params)
+    consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
+    carry, outs = operands[num_consts : num_consts + num_carry], []
+    if 0 not in xs and full.params["length"] == one.params["length"]:  # 0: it walks over the layers
+        slices: list[Label] = [x - 1 if isinstance(x, int) else x for x in xs]
+        body = _compat.inner_jaxpr(full), _compat.inner_jaxpr(one)
+        carry, outs = _settled(lambda carry: _of_body(body, [*consts, *carry, *slices]), carry)
+    if MIXED in carry or not outs:
+        return [MIXED] * len(full.outvars)
+    return [*carry, *(y + 1 if isinstance(y, int) else y for y in outs[num_carry:])]
+
+
+def _through_while(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
+    num_cond, num_body = full.params["cond_nconsts"], full.params["body_nconsts"]
+    cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    cond, body = (
+        [_compat.opened(eqn.params[name]) for eqn in (full, one)]
+        for name in ("cond_jaxpr", "body_jaxpr")
+    )
+    start = operands[num_cond + num_body :]
+    carry, _ = _settled(lambda carry: _of_body(body, [*body_consts, *carry]), start)
+    if MIXED in carry or _of_body(cond, [*cond_consts, *carry]) != [SAME]:
+        return [MIXED] * len(full.outvars)
+    return carry
+
+
+def _through_cond(full: JaxprEqn, one: JaxprEqn, operands: list[Label]) -> list[Label]:
+    branches = zip(full.params["branches"], one.params["branches"], strict=True)
+    if operands[0] != SAME:
+        return [MIXED] * len(full.outvars)
+    results = [_of_body(list(map(_compat.opened, pair)), operands[1:]) for pair in branches]
+    return [outs[0] if len(set(outs)) == 1 else MIXED for outs in zip(*results, strict=True)]

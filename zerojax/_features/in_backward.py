@@ -1,0 +1,237 @@
+"""Updates inside backward: which parameters a step updates there, and with what."""
+
+# Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
+# with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though
+# 1369 for 1143 at 12.5. Costs 160 lines of code, 40 for loops over layers (`InLoop` of
+# `_update/in_loop.py`), and 350 in `_update/` that host memory needs as well.
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from zerojax import _compat
+from zerojax._features import host_state as _host_state
+from zerojax._kernel.places import LeafPlan, by_layer
+from zerojax._plan.plan import Plan
+from zerojax._state.state import PARAMS
+from zerojax._types import PyTree
+from zerojax._update import rules as _rules
+from zerojax._update.rules import SAME, Flat, Label
+from zerojax._update.update import OTHER_PROGRAM, TOGETHER, InParts, Part, Update, on_no_mesh
+
+NO_STACK = "the plan does not take it for a stack of layers"
+
+# [Note: updates inside backward]
+# A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer
+# needs nothing else, the layer is updated there, and no tree of gradients is ever in memory
+# (LOMO's idea, for every optimizer of which that is proved). State in host memory then travels
+# beside backward's compute, and where weights rest whole (stages 1 and 2) so does their all-gather.
+#
+# The loop is a `jax.custom_vjp`, and the one way out of its backward is as gradients. So the
+# parameter and its optimizer state go in as stacks (`_travel.Updating`), and what comes out
+# as the gradients of these stacks are the stacks after the update.
+#
+# What backward updates comes from host memory with one gradient and goes back after the others, so
+# that a step takes forward + max(backward, 2 * c), where c is how long the state travels one way.
+# After backward both ways go at once: forward + backward + c, and all gradients are in memory.
+# JAX 0.12, 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a backward
+# of 400, and 686, 837 and 1143 after it. No plan knows how fast its links are, so "auto" does what
+# saves memory; `zerojax.forecast` tells which is faster.
+
+
+class NoGradientError(Exception):
+    """Backward never comes to the loops of these parameters: no gradient leads through them."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(", ".join(paths))
+        self.paths = paths
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerUpdate:
+    """The update of a device's part of one layer.
+
+    By their positions in the state: the stacks that are updated, the parameter first, and what is
+    read besides. `apply(grad, layers, given)` returns the new layers.
+    """
+
+    stacks: tuple[int, ...]
+    given: tuple[int, ...]
+    apply: Callable[[Array, Sequence[Array], Sequence[Array]], list[Array]]
+
+
+def is_wanted(plan: Plan, when: str) -> bool:
+    """Whether a step looks for parameters to update in backward.
+
+    "auto" does where there is something to hide: on GPUs, beside whose compute state travels from
+    and to host memory, or weights that rest whole are all-gathered.
+    """
+    gathers = bool(plan.groups.opt_state) and not plan.groups.params
+    hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or gathers)
+    return when == "backward" or (when == "auto" and hides)
+
+
+class InBackward:
+    """What backward may update of a state as it rests: `updates`, by the paths of parameters; `why`
+    says why others are updated after it. With `must`, one at least is to be updated in backward.
+
+    Positions are those of an update's inputs: the gradients, then the leaves of the state.
+    """
+
+    def __init__(self, plan: Plan, state: PyTree, update: Update, must: bool) -> None:
+        self.plan, self.update, self.must, self.first = plan, update, must, len(plan.params)
+        self.state, self.leaves = jax.tree.leaves(state), [*plan.params, *plan.leaves]
+        self.updates: dict[str, LayerUpdate] = {}
+        self.why: dict[str, str] = {}
+        finds = not plan.offloads or _host_state.are_found(plan.mesh.devices.flat[0])
+        try:
+            with on_no_mesh():
+                self.prove(finds)
+        except Exception as error:  # what is wrong with an update, the update itself raises
+            failed = f"its update cannot be traced: {error}"
+            self.updates, self.why = {}, {leaf.path: failed for leaf in plan.params}
+        for leaf in plan.params:
+            unfound = "" if finds else f"JAX {jax.__version__} does not find layers in host memory"
+            if leaf.path not in self.updates and (reason := _why_not(leaf) or unfound):
+                self.why[leaf.path] = reason
+
+    def leave(self, paths: Sequence[str]) -> None:
+        """Leaves parameters to be updated after backward, as no gradient leads there."""
+        self.updates = {path: each for path, each in self.updates.items() if path not in paths}
+        self.why |= dict.fromkeys(paths, "it has no gradient")
+
+    def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
+        """Returns what parameters are updated with, and what is only read for it."""
+        places = [(update.stacks[1:], update.given) for update in updates]
+        return [([self.state[k] for k in x], [self.state[k] for k in y]) for x, y in places]
+
+    def check(self, updates: Sequence[LayerUpdate]) -> None:
+        """Raises where the user asks for updates in backward and there are none."""
+        if updates or not self.must:
+            return
+        unread = "its only reader must be a scan over its layers, in no other loop or checkpoint"
+        why = dict.fromkeys(self.updates, unread) or self.why
+        unseen = set(why.values()) == {NO_STACK}
+        listed = "; ".join(f"{path}: {reason}" for path, reason in list(why.items())[:3])
+        named = "; stacked= names stacks, where the state is placed" * unseen
+        raise ValueError(
+            f"update='backward', and no parameter can be updated there ({listed}). What can is a "
+            "stack of layers that one scan reads, with an optimizer that updates each element "
+            f"alone{named}. Pass update='auto', which then updates after backward."
+        )
+
+    def prove(self, finds: bool) -> None:
+        """Proves for each gradient that its layers, of the parts that a device has, are updated
+        with nothing but that, or says why not."""
+        may_be = [
+            not _why_not(leaf) and (finds or not leaf.is_on_host) for leaf in self.plan.leaves
+        ]
+        streamed = {i for i, each in enumerate(may_be, self.first) if each}
+        self.whole = InParts(self.update, self.update.shapes, streamed, self.plan.stacks)
+        origins = self.whole.full.origins(range(self.first))
+        grads_of = [origins.get(v, frozenset()) for v in self.whole.full.outvars]
+        own = [i for i, leaf in enumerate(self.plan.leaves, self.first) if leaf.kind == PARAMS]
+        for part in self.whole.parts:
+            for grad, param in enumerate(own):
+                if param not in part.inputs:
+                    continue
+                readers = {self.first + k for k, grads in enumerate(grads_of) if grad in grads}
+                update, path = self.of_part(part, grad, param), self.leaves[grad].path
+                if isinstance(update, str):
+                    self.why[path] = update
+                elif not readers <= set(part.inputs):
+                    self.why[path] = "the update of other leaves reads its gradient"
+                else:
+                    self.updates[path] = update
+
+    def of_part(self, part: Part, grad: int, param: int) -> LayerUpdate | str:
+        """Returns the update of a device's part of one layer, or why there is none."""
+        if not part.length:
+            return part.why or NO_STACK
+        # Among the stacks may be a copy of the last gradient, which reads nothing of the state.
+        outputs = [i - self.first for i in part.inputs]
+        if not set(part.outputs) <= set(outputs) or any(map(self.whole.mixes, outputs)):
+            return TOGETHER
+        if any(i >= len(self.update.shapes) for i in self.whole.of_layer(outputs).read()):
+            return "the update reads something of all gradients, which is known after backward"
+        program = self.of_shard(outputs)
+        if isinstance(program, str):
+            return program
+        given = sorted(program.read() - {grad, *part.inputs})
+        if any(i >= len(self.leaves) for i in given):
+            return "the update reads a field that the loss returns"
+        sharded = [i for i in given if self.leaves[i].update.dim is not None]
+        if sharded or any(i < self.first or i in self.plan.stacks for i in given):
+            return TOGETHER
+        if any(isinstance(value, Tracer) for value in program.constants.values()):
+            return "the update reads an array that it was not given"
+        stacks = (param, *(i for i in part.inputs if i != param))
+        results = [part.inputs.index(i) for i in stacks]
+
+        def apply(grad_of: Array, layers: Sequence[Array], read: Sequence[Array]) -> list[Array]:
+            inputs: list[Any] = [None] * len(program.invars)
+            pairs = zip((grad, *stacks, *given), (grad_of, *layers, *read), strict=True)
+            for at, value in pairs:
+                inputs[at] = value
+            new = program(inputs)
+            return [new[k] for k in results]
+
+        own, others = (tuple(i - self.first for i in places) for places in (stacks, given))
+        return LayerUpdate(own, others, apply)
+
+    def of_shard(self, outputs: Sequence[int]) -> Flat | str:
+        """Returns the program for a device's part of a layer, if it is proved to compute just that.
+
+        As for layers: each value of the trace of whole layers has a partner in that of a device's
+        part, and a label says how they are related, along the dimension that is sharded.
+        """
+        if self.shard is None:
+            return OTHER_PROGRAM
+        shard, labels, mixers = self.shard
+        for k in outputs:
+            v, dim = self.whole.one.outvars[k], self.plan.leaves[k].update.dim
+            if _rules.label(v, shard.outvars[k], labels) != (SAME if dim is None else dim):
+                return f"{mixers.get(v, 'the update')} mixes shards"
+        program = shard.cut([shard.outvars[k] for k in outputs])
+        if any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in program.eqns):
+            return "the update names devices"
+        return program
+
+    @functools.cached_property
+    def shard(self) -> tuple[Flat, dict[Any, Label], dict[Any, str]] | None:
+        """The trace of a device's part of layers with its labels, None if it is another program."""
+        shapes = list(self.update.shapes)
+        dims: list[Label] = [SAME] * len(shapes)
+        for i in self.plan.stacks:
+            shape, place = self.leaves[i].shape, self.leaves[i].update
+            dims[i] = SAME if place.dim is None else place.dim
+            # As a step's `shard_map` has it.
+            part = NamedSharding(self.plan.mesh, place.local).shard_shape(place.padded(shape))
+            shapes[i] = jax.ShapeDtypeStruct((1, *part[1:]), shapes[i].dtype)
+        try:
+            shard = self.update.traced(shapes)
+        except Exception:  # an update may be for its own shapes alone
+            return None
+        one = self.whole.one
+        return (shard, *_rules.labelled(one, shard, dims)) if one.is_like(shard) else None
+
+
+def _why_not(leaf: LeafPlan) -> str:
+    """Returns '' where a device has, of each layer, the part that it updates, or the whole."""
+    if not by_layer(leaf):
+        return "it is sharded over its layers" if leaf.stacked else NO_STACK
+    if leaf.frozen:
+        return "it is not updated"
+    if leaf.update.padding:
+        return "it is padded (pad=False replicates it)"
+    whole = leaf.kind == PARAMS and leaf.rest.dim is None
+    if not whole and leaf.rest.on_device != leaf.update:
+        return "it rests elsewhere than it is updated"
+    return "" if jnp.issubdtype(leaf.dtype, jnp.floating) else f"it is {leaf.dtype}"
