@@ -196,7 +196,7 @@ def examples_run(names):
         runner, finder = doctest.DocTestRunner(), doctest.DocTestFinder()
         examples = finder.find(module, extraglobs=scope)
         for name, value in vars(module).items():  # doctest passes by functions with a wrapper
-            if hasattr(value, "options") and value.__module__ == module.__name__:
+            if hasattr(value, "options") and getattr(value, "__module__", "") == module.__name__:
                 examples += finder.find(value, name, module, extraglobs=scope)
         for example in examples:
             assert runner.run(example).failed == 0, example.name
