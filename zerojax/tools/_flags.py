@@ -128,22 +128,13 @@ FLAGS = {
     "remat": _flag("of presets: none, dots, full (default), or what is kept: qkv+up"),
     "plot": _flag("write a picture", metavar="FILE"),
 }
-STEP_FLAGS = (
-    "gpus",
-    "per-host",
-    "network",
-    "host-link",
-    "set",
-    "config",
-    "no-cache",
-    "axis",
-    "no-pad",
-)
-STEP_FLAGS += ("offload", "activations", "regather", "master", "compute", "gather", "reduce")
+STEP_FLAGS = ("gpus", "per-host", "network", "host-link", "set", "config", "no-cache", "axis")
+STEP_FLAGS += ("no-pad", "offload", "activations", "regather", "master", "compute", "gather")
+STEP_FLAGS += ("reduce",)
 for _field in dataclasses.fields(WorkOptions):  # those whose declaration has a flag
-    if _field.init and (_declared := _field.metadata["flag"]):
+    if _field.init and (_keywords := _field.metadata["flag"]):
         _text = _field.metadata["text"].partition(". ")[0]
-        FLAGS[_field.name] = _flag(_text, metavar=_field.name.upper(), **_declared)
+        FLAGS[_field.name] = _flag(_text, metavar=_field.name.upper(), **_keywords)
         STEP_FLAGS += (_field.name,)
 HOST_FLAGS = ("rows", "nodes", "groups")
 
