@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from zerojax._figures import Figure
 from zerojax._plan.show import groups_text
 from zerojax._table import Row, html_table, human_bytes, human_time, paragraphs, text_table
 from zerojax._update import offload as _offload
-from zerojax.tools._audit import contract as _contract, timeline as _timeline, trace as _trace
+from zerojax.tools._audit import contract as _contract, timeline as _timeline
 from zerojax.tools._audit.measured import Measured, Traffic
 from zerojax.tools._hlo.transfers import TO_DEVICE, TO_HOST
 
@@ -62,8 +61,7 @@ LESS_MEMORY = (
 
 
 class Report(Measured):
-    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it, or
-    `compare()` it with a trace.
+    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it.
 
     - `memory`: bytes of a device. `peak` is the sum of `state` (`parameters`, `optimizer` and
       `other_state`), `temporary` (`gathered` weights, `gradients` and `activations`), `batch` and
@@ -140,16 +138,6 @@ class Report(Measured):
     def plot(self, path: str | None = None) -> Figure:
         """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
         return _timeline.plot(self, path)
-
-    def compare(self, trace: str | os.PathLike) -> _trace.Comparison:
-        """Returns the modelled step beside those in a trace of the same step.
-
-        Print it; `to_dict()` has it in seconds.
-
-        Arguments:
-            trace: what was passed to `jax.profiler.trace`, or an `.xplane.pb` in it.
-        """
-        return _trace.compare(self, trace)
 
     def __str__(self) -> str:
         rows = self._rows()
