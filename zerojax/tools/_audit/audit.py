@@ -148,17 +148,17 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
     passed on at the end: all of it after an exception, else what is not harmless.
     """
     sys.stderr.flush()
-    terminal, program = os.dup(2), None
+    terminal, failed = os.dup(2), True
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            program = lowered.compile()
+            program, failed = lowered.compile(), False
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
             file.seek(0)
             log = file.read().decode(errors="replace")
-            os.write(2, (_compat.without_harmless(log) if program else log).encode())
+            os.write(2, (log if failed else _compat.without_harmless(log)).encode())
     return program, _compat.rematerializations(log.splitlines())
 
 

@@ -1,5 +1,6 @@
 """What a compiled step costs: its traffic, its memory, its modelled schedule."""
 
+import collections
 import dataclasses
 import functools
 from collections import Counter
@@ -176,7 +177,7 @@ class Measurement:
     @functools.cached_property
     def totals(self) -> dict[str, float]:
         """The bytes that each device sends, by kind of collective."""
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = collections.defaultdict(float)
         for one in self.traffic:
             sums[one.kind] += one.total_bytes
-        return dict(sums.most_common())
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -2,27 +2,29 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol
 
 import jax
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zerojax._loss import arguments as _arguments
+from zerojax._declared import option, switch, takes
+from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
-from zerojax._step.step_options import TrainOptions
+from zerojax._step.step_options import TX, EvalOptions
 from zerojax._types import Device, PyTree
 from zerojax.tools._verify import causes as _causes, compare as _compare, draws as _draws
 from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification
 from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged
 
+P = ParamSpec("P")
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
 MEANING_TOLERANCE = 5e-3
@@ -37,22 +39,63 @@ DRAWS_DIFFER = (
 )
 
 
+def _tolerance(tolerance: object) -> object:
+    is_number = isinstance(tolerance, int | float | np.number)
+    if tolerance is not None and not (is_number and tolerance >= 0):
+        raise ValueError(
+            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
+            "to the largest. Leave it out for one that fits their dtypes."
+        )
+    return tolerance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(EvalOptions):
+    """What is compared; and what a step is made of that does not come from `train_step`."""
+
+    loss_fn: Callable[..., PyTree] | None = option(
+        None,
+        """the loss of a step that `train_step` did not make. All but the last three options are
+        those of such a step.""",
+    )
+    tx: optax.GradientTransformation | None = TX
+    accumulate: int = option(1, "its number of microbatches.", check=_batch.check_accumulate)
+    whole_batch: bool = option(
+        True,
+        """whether the loss should be that of the whole batch too. With a key, the two are compared
+        with all random numbers alike: dropout keeps everything.""",
+        check=switch("whole_batch"),
+    )
+    tolerance: float | None = option(
+        None,
+        """relative; default, by the narrowest dtype that the loss, its `precision` and the
+        parameters have.""",
+        check=_tolerance,
+    )
+    device: Device | None = option(None, "where to replay; default, the first one of the mesh.")
+
+
+OF_VERIFY = ("whole_batch", "tolerance", "device")  # the options that are not the step's
+
+
+class _Verifying(Protocol[P]):
+    def __call__(
+        self, step: Any, state: PyTree, batch: PyTree, rng: PyTree = None, *a: P.args, **k: P.kwargs
+    ) -> Verification: ...
+
+
+def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., Verification]], _Verifying[P]]:
+    """Has type checkers see the options, as `takes`, and that the key may be left out."""
+    return takes(options)  # type: ignore[reportReturnType]
+
+
+@_takes(VerifyOptions)
 def verify(
     step: Callable[..., PyTree],
     state: PyTree,
     batch: PyTree,
     rng: PyTree = None,
-    *,
-    loss_fn: Callable[..., PyTree] | None = None,
-    tx: optax.GradientTransformation | None = None,
-    plan: Plan | None = None,
-    accumulate: int | None = None,
-    precision: Precision | None = None,
-    mutable: Sequence[str] | None = None,
-    batch_specs: PyTree = None,
-    whole_batch: bool = True,
-    tolerance: float | None = None,
-    device: Device | None = None,
+    options: Any = None,
 ) -> Verification:
     """Replays one step on one device, and compares loss, gradients and new state.
 
@@ -66,13 +109,7 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for
-            other steps.
-        whole_batch: whether the loss should be that of the whole batch too. With a key, the two
-            are compared with all random numbers alike: dropout keeps everything.
-        tolerance: relative; default, by the narrowest dtype that the loss, its `precision` and the
-            parameters have.
-        device: where to replay; default, the first one of the mesh.
+        {options}
 
     Returns:
         A `Verification`: prints as a table; `.ok`, `.check()`, `.to_dict()`.
@@ -85,66 +122,44 @@ def verify(
         >>> zerojax.verify(step, state, np.ones((8, 64), np.float32)).ok
         True
     """
-    options = {
-        "loss_fn": loss_fn,
-        "tx": tx,
-        "plan": plan,
-        "accumulate": accumulate,
-        "precision": precision,
-        "mutable": mutable,
-        "batch_specs": batch_specs,
-    }
     recipe = _recipe_of(step, options)
-    _check(state, batch, rng, whole_batch, tolerance)
-    planned = _plan_of(state, recipe)
-    args = (batch,) if rng is None else (batch, rng)
-    with _mesh.unset():
-        reference = Reference(recipe, planned, state, args, device=device)
-    results = _results(step, recipe, planned, state, args)
-    by_hand = not hasattr(step, "recipe")
-    with _mesh.unset():
-        return _verified(reference, results, by_hand, whole_batch, tolerance)
-
-
-def _check(
-    state: PyTree, batch: PyTree, rng: PyTree, whole_batch: object, tolerance: object
-) -> None:
     _arguments.check_kinds(state, batch)
     _refusals.check_alive(state)
     _refusals.check_values(batch, "batch")
     _refusals.check_values(rng, "rng")
-    _arguments.check_switches(whole_batch=whole_batch)
-    is_number = isinstance(tolerance, int | float | np.number)
-    if tolerance is not None and not (is_number and tolerance >= 0):
-        raise ValueError(
-            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
-            "to the largest. Leave it out for one that fits their dtypes."
-        )
+    planned = _plan_of(state, recipe)
+    args = (batch,) if rng is None else (batch, rng)
+    with _mesh.unset():
+        reference = Reference(recipe, planned, state, args, device=options.device)
+    results = _results(step, recipe, planned, state, args)
+    by_hand = not hasattr(step, "recipe")
+    with _mesh.unset():
+        return _verified(reference, results, by_hand, options.whole_batch, options.tolerance)
 
 
-def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recipe:
+def _recipe_of(step: Any, options: VerifyOptions) -> Recipe:
     """Returns the recipe of a step from `train_step`, or one made of the options of another."""
     if hasattr(step, "pure"):
         raise TypeError(
             "a step of zerojax.nnx is verified without its objects: "
             "zerojax.verify(*step.pure(model, optimizer, batch))."
         )
-    recipe = getattr(step, "recipe", None)
-    if recipe is not None and any(value is not None for value in options.values()):
-        raise ValueError(
-            "a step from zerojax.train_step knows its loss and options. Leave loss_fn=, tx=, "
-            "plan=, accumulate=, precision=, mutable= and batch_specs= out."
-        )
-    if recipe is None and options["loss_fn"] is None:
+    fields = [field for field in dataclasses.fields(options) if field.name not in OF_VERIFY]
+    changed = [f"{x.name}=" for x in fields if getattr(options, x.name) != x.default]
+    if hasattr(step, "recipe"):
+        if changed:
+            raise ValueError(
+                "a step from zerojax.train_step knows its loss and options. Leave "
+                f"{' and '.join(changed)} out."
+            )
+        return step.recipe
+    if options.loss_fn is None:
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
             "zerojax.verify(step, state, batch, loss_fn=loss_fn), and tx=, plan=, accumulate=, "
             "mutable= where they apply."
         )
-    if recipe is not None:
-        return recipe
-    loss_fn = options.pop("loss_fn")
-    return Recipe(loss_fn, TrainOptions(**{k: v for k, v in options.items() if v is not None}))
+    return Recipe(options.loss_fn, options)
 
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
