@@ -17,7 +17,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from zerojax._plan import show as _show
-from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._wire import codecs as _codecs, rows as _rows
 from zerojax.tools._audit.measurement import OURS, MemoryUse
@@ -115,7 +115,8 @@ class Reading:
         """Yields stacks of full weights, all layers of them, that a loop passes on."""
         if self.plan is None or not self.plan.groups.params:
             return
-        stacked = {leaf.path: leaf for leaf in self.plan.params if leaf.stacked}
+        sharded = (leaf for leaf in self.plan.params if leaf.dim is not None)
+        stacked = {leaf.path: leaf for leaf in sharded if leaf.stacked}
         for (computation, name), labels in self.lineage.values.items():
             instruction = self.module.computations[computation][name]
             if instruction.opcode != "while":
@@ -123,7 +124,8 @@ class Reading:
             for array, of_array in zip(instruction.arrays, labels, strict=True):
                 for label in sorted(label for label in of_array if label.kind == ARGUMENT):
                     leaf = stacked.get(self.paths[label.at])
-                    if leaf and leaf.dim is not None and array.size in _full_sizes(leaf):
+                    shapes = (leaf.padded_shape, leaf.shape) if leaf else ()
+                    if leaf and array.size in map(math.prod, shapes):
                         yield leaf.path, str(array)
 
     # -- memory
@@ -187,11 +189,6 @@ class Reading:
             return "gradients"
         arguments = (self.kinds[one.at] for one in labels if one.kind == ARGUMENT)
         return "gathered" if _state.PARAMS in arguments else "activations"  # a batch is copied, too
-
-
-def _full_sizes(leaf: LeafPlan) -> set[int]:
-    """Returns the elements of a leaf that was gathered, before its padding is dropped and after."""
-    return {math.prod(leaf.padded_shape), math.prod(leaf.shape)}
 
 
 def parameter_path(parameter: Instruction) -> str:

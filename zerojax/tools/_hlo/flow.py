@@ -303,18 +303,15 @@ class _Storage(Walk[Buffer]):
             return [0]
         if not instruction.fuses:
             return []
-        fused = instruction.called[0]
+        fused, into = instruction.called[0], []
         inside = self.module.computations[fused]
-        return [_updates(inside, output) for output in self.module.results(fused)]
-
-
-def _updates(inside: dict[str, Instruction], output: Instruction) -> int | None:
-    """Returns the number of the fusion's parameter that an output updates in place, if any."""
-    while output.opcode in ("bitcast", "copy") and output.operands:
-        output = inside[output.operands[0]]
-    if output.opcode != "dynamic-update-slice":
-        return None
-    into = inside[output.operands[0]]
-    while into.opcode == "bitcast":
-        into = inside[into.operands[0]]
-    return int(into.inside) if into.opcode == "parameter" else None
+        for output in self.module.results(fused):
+            while output.opcode in ("bitcast", "copy") and output.operands:
+                output = inside[output.operands[0]]
+            updates = output.opcode == "dynamic-update-slice"
+            updated = inside[output.operands[0]] if updates else output
+            while updates and updated.opcode == "bitcast":
+                updated = inside[updated.operands[0]]
+            is_operand = updates and updated.opcode == "parameter"
+            into.append(int(updated.inside) if is_operand else None)
+        return into
