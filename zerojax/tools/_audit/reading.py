@@ -22,7 +22,7 @@ from zerojax._state import state as _state
 from zerojax._wire import codecs as _codecs, rows as _rows
 from zerojax.tools._audit.measurement import OURS, MemoryUse
 from zerojax.tools._hlo import flow as _flow
-from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Label, ValueName
+from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, ValueName
 from zerojax.tools._hlo.module import Instruction, Module
 from zerojax.tools._hlo.schedule import Collective, Operand
 
@@ -182,7 +182,7 @@ class Reading:
 
     def _use(self, holders: list[ValueName], reduced: set[ValueName]) -> str:
         """Names a buffer after the values that are stored in it over its life."""
-        labels: set[Label] = set()
+        labels: set[Origin] = set()
         for computation, name, at in holders:
             labels.update(*self.lineage.values.get((computation, name), [])[at : at + 1])
         if not reduced.isdisjoint(holders) or any(one.kind in ARITHMETIC for one in labels):

@@ -17,7 +17,7 @@ from zerojax.tools._audit import contract as _contract
 from zerojax.tools._audit.measurement import Measurement
 from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Span
 
-MOST_ROWS = 40  # of the printed table; to_dict has them all
+LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
 # What a collective has in each column, and a sentence about it.
 TRAFFIC: dict[str, tuple[Callable[[Collective], str], str]] = {
     "collective": (lambda one: one.kind, "The kind of collective that XLA compiled."),
@@ -195,7 +195,7 @@ class Report(Printed, Measurement):
         return _figures.finished(figure, path)
 
     def table(self) -> Table:
-        largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:MOST_ROWS]
+        largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:LARGEST_SHOWN]
         shown = {k: v for k, v in TRAFFIC.items() if self.gpu or k not in TIME_COLUMNS}
         return Table(
             list(shown),
@@ -258,7 +258,7 @@ class Report(Printed, Measurement):
         return f"breaks the contract of stage {stage} in {ways}: report.check()"
 
     def _notes(self) -> list[str]:
-        left = len(self.traffic) - MOST_ROWS
+        left = len(self.traffic) - LARGEST_SHOWN
         lines = [f"... and {left} smaller ones"] if left > 0 else []
         if self.backend == "cpu" and self.traffic:
             lines.append(ON_CPUS)

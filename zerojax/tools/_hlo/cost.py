@@ -19,7 +19,7 @@ _FREE = re.compile(
     "opt-barrier|.*-start|.*-done"
 )
 _MATMUL_CALL = re.compile("matmul|cublas")
-_ATTENTION = "__cudnn$fmha"
+_CUDNN_ATTENTION = "__cudnn$fmha"
 _NOT_TF32 = re.compile(r'(?i)operand_precision"?[=:][{\[][^}\]]*highest|dot_f32_f32_f32')
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
@@ -147,7 +147,7 @@ class CostModel:
 
 
 def _is_attention(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and _ATTENTION in instruction.attributes
+    return instruction.opcode == "custom-call" and _CUDNN_ATTENTION in instruction.attributes
 
 
 def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:

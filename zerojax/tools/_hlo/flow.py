@@ -13,7 +13,7 @@ T = TypeVar("T")
 ARGUMENT = "argument"
 ARITHMETIC = ("reduce-scatter", "all-reduce")  # labels of what these make go through arithmetic
 LABELLED = (*ARITHMETIC, "all-gather")
-MOVES = re.compile(  # their first operand
+MOVED_ON = re.compile(  # their first operand
     "copy|convert|reshape|transpose|slice|dynamic-slice|copy-start|pad|bitcast-convert|reverse"
 )
 SPREADS = ("all-gather", "broadcast", "custom-call")  # what they move is there several times
@@ -23,7 +23,7 @@ MOST_PASSES = 8  # over one loop body; its labels settle in fewer
 ValueName = tuple[str, str, int]  # computation, instruction, which of its arrays
 
 
-class Label(NamedTuple):
+class Origin(NamedTuple):
     """An origin: an ARGUMENT of the program by its number, or an array that a collective makes."""
 
     kind: str
@@ -38,6 +38,10 @@ class Buffer(NamedTuple):
     name: str
     index: int
     nbytes: float
+
+
+Labels = frozenset[Origin]
+Buffers = frozenset[Buffer]
 
 
 class Walk(Generic[T]):
@@ -70,7 +74,7 @@ class Walk(Generic[T]):
 # -- origins
 
 
-class Lineage(Walk[Label]):
+class Lineage(Walk[Origin]):
     """The labels of a module's values, as far as they stay what they are.
 
     An argument keeps its label while it is only moved (sliced, cast, gathered), and in the scope
@@ -82,14 +86,12 @@ class Lineage(Walk[Label]):
         super().__init__(module)
         self.through = through
         arguments = [
-            [frozenset([Label(ARGUMENT, "", number)])] * len(parameter.arrays)
+            [frozenset([Origin(ARGUMENT, "", number)])] * len(parameter.arrays)
             for number, parameter in enumerate(module.parameters)
         ]
         self.outputs = self.run(module.entry, arguments)
 
-    def of(
-        self, name: str, instruction: Instruction, operands: list[list[frozenset[Label]]]
-    ) -> list[frozenset[Label]]:
+    def of(self, name: str, instruction: Instruction, operands: list[list[Labels]]) -> list[Labels]:
         opcode, count = instruction.opcode, len(instruction.arrays)
         moved = [labels for operand in operands for labels in operand]
         if opcode == "while":
@@ -105,7 +107,7 @@ class Lineage(Walk[Label]):
             labels = []
         elif opcode == "dynamic-update-slice":
             labels = [frozenset().union(*operands[0], *operands[1])]
-        elif MOVES.fullmatch(opcode) or opcode in SPREADS:
+        elif MOVED_ON.fullmatch(opcode) or opcode in SPREADS:
             # XLA joins several all-gathers into one, with an operand for each.
             labels = moved if opcode == "all-gather" or not operands else operands[0]
             labels = labels if len(labels) == count else [frozenset().union(*labels)] * count
@@ -115,12 +117,10 @@ class Lineage(Walk[Label]):
         if instruction.base in LABELLED and not opcode.endswith("-done"):
             first = count - len(instruction.operands)  # results come last
             for at in range(len(instruction.operands)):
-                labels[first + at] |= {Label(instruction.base, instruction.name, at)}
+                labels[first + at] |= {Origin(instruction.base, instruction.name, at)}
         return labels
 
-    def computed(
-        self, name: str, instruction: Instruction, operands: list[list[frozenset[Label]]]
-    ) -> frozenset[Label]:
+    def computed(self, name: str, instruction: Instruction, operands: list[list[Labels]]) -> Labels:
         """Joins the labels of the operands that have the result's size; scalars have none."""
         is_through = self.through in instruction.op_name
         arrays = self.module.computations[name]
@@ -129,7 +129,7 @@ class Lineage(Walk[Label]):
         sets = [pair for one, sets in pairs for pair in zip(arrays[one].arrays, sets, strict=False)]
         same_size = [labels for array, labels in sets if array.size == size > 1]
 
-        def keeps(label: Label) -> bool:
+        def keeps(label: Origin) -> bool:
             return label.kind in ARITHMETIC or (is_through and label.kind == ARGUMENT)
 
         kept = frozenset(filter(keeps, frozenset().union(*same_size)))
@@ -139,9 +139,7 @@ class Lineage(Walk[Label]):
             itertools.filterfalse(keeps, frozenset().union(*operands[1], *operands[2]))
         )
 
-    def loop(
-        self, instruction: Instruction, labels: list[frozenset[Label]]
-    ) -> list[frozenset[Label]]:
+    def loop(self, instruction: Instruction, labels: list[Labels]) -> list[Labels]:
         """Runs a body until its labels settle: an iteration may move them between the carried
         arrays, and each pass finds where the next iteration takes them."""
         for _ in range(MOST_PASSES):
@@ -196,7 +194,7 @@ def _summands(
             at -= sum(map(len, operands))
         before = operands[0][at : at + 1] if opcode == "while" else []
         return before + [(one, module.root(one).name, at) for one, _ in calls if at >= 0]
-    count = 1 if MOVES.fullmatch(opcode) else SUMMANDS.get(opcode, 0)
+    count = 1 if MOVED_ON.fullmatch(opcode) else SUMMANDS.get(opcode, 0)
     return [one for operand in operands[:count] for one in operand[:1]]
 
 
@@ -229,8 +227,8 @@ class _Storage(Walk[Buffer]):
         self.inside: dict[tuple[str, str], list[Buffer]] = {}
 
     def fullest(
-        self, name: str, arguments: list[list[frozenset[Buffer]]]
-    ) -> tuple[list[frozenset[Buffer]], list[Buffer]]:
+        self, name: str, arguments: list[list[Buffers]]
+    ) -> tuple[list[Buffers], list[Buffer]]:
         """Returns the buffers of a computation's result, and those alive at its peak.
 
         The arguments' do not count; nor do those of the program's results, which are stored in
@@ -268,8 +266,8 @@ class _Storage(Walk[Buffer]):
         return result, best
 
     def of(
-        self, name: str, instruction: Instruction, operands: list[list[frozenset[Buffer]]]
-    ) -> list[frozenset[Buffer]]:
+        self, name: str, instruction: Instruction, operands: list[list[Buffers]]
+    ) -> list[Buffers]:
         opcode, calls = instruction.opcode, instruction.calls(operands)
         if opcode in NO_BUFFER:
             return [frozenset()] * len(instruction.arrays)

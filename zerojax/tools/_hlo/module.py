@@ -14,7 +14,7 @@ _COLLECTIVE = re.compile(
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
-_HOST = "S(5)"  # in a layout: XLA's number for the memory of the host
+_HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -139,7 +139,7 @@ class Instruction:
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
     return [
-        Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), _HOST in layout)
+        Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), _HOST_LAYOUT in layout)
         for dtype, dims, layout in _ARRAY.findall(type_text)
     ]
 
@@ -276,7 +276,7 @@ class Module:
     @property
     def uses_host(self) -> bool:
         """Whether some array is in the memory of the host."""
-        return _HOST in self.text
+        return _HOST_LAYOUT in self.text
 
     @property
     def devices(self) -> int:

@@ -42,7 +42,7 @@ MICROBATCH_AXIS = "zerojax_microbatches"
 Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
 # Of a batch: over the axes of a mesh, and over microbatches, which are one too, because
 # `zerojax.mean` averages over them.
-Split: TypeAlias = dict[str, int]
+Sizes: TypeAlias = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Reference:
         # Axes of the user's own have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
         sizes |= dict.fromkeys(sorted(plan.absent), 1)
-        self.split: Split = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
+        self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
         self._update = jax.jit(self.updated)
 
     @property
@@ -106,7 +106,7 @@ class Reference:
         return self.split[MICROBATCH_AXIS]
 
     @property
-    def in_one(self) -> Split:
+    def in_one(self) -> Sizes:
         """A split over the same axes that leaves the batch whole."""
         return dict.fromkeys(self.split, 1)
 
@@ -155,7 +155,7 @@ class Reference:
 
     def replay(
         self,
-        split: Split | None = None,
+        split: Sizes | None = None,
         args: PyTree = None,
         *,
         roles: Sequence[_batch.Role] | None = None,
@@ -268,7 +268,7 @@ class Reference:
         return treedef.unflatten(map(taken, values, self.roles))
 
 
-def _parts(value: jax.Array, role: _batch.Role, split: Split, fold: bool) -> jax.Array:
+def _parts(value: jax.Array, role: _batch.Role, split: Sizes, fold: bool) -> jax.Array:
     """Returns a leaf of the loss's arguments with a new first dimension, over the parts.
 
     A leaf that every part has alike stays as it is.
@@ -288,7 +288,7 @@ def _parts(value: jax.Array, role: _batch.Role, split: Split, fold: bool) -> jax
 
 
 def _one_by_one(
-    loss: Callable, split: Split, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
+    loss: Callable, split: Sizes, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
 ) -> tuple[jax.Array, list[jax.Array], Inputs | None]:
     """Returns the losses of the parts, their aux, and the sum of their gradients."""
     run = _with_gradients(loss, differentiate)
@@ -304,7 +304,7 @@ def _one_by_one(
 
 
 def _all_at_once(
-    loss: Callable, split: Split, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
+    loss: Callable, split: Sizes, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
 ) -> tuple[jax.Array, list[jax.Array], Inputs | None]:
     every, sizes = loss, tuple(split.values())
     for name in reversed(split):
