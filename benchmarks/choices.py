@@ -25,7 +25,7 @@ from zerojax.tools._forecast import (
 )
 from zerojax.tools._forecast.forecast import Workload
 from zerojax.tools._forecast.ways import AMSP, HSDP, WayToTrain
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 MODELS, COUNTS, CARDS = ("7.5b", "llama-8b", "llama-70b", "170b"), (8, 64, 400), (50, 12.5, 3.125)
 ROWS = {
@@ -69,7 +69,7 @@ def measured(row):
 
 def chosen(name, count, card):
     """Chooses, then compiles what a person would have tried, and compares."""
-    h100 = _known.named("H100")
+    h100 = _gpus.named("H100")
     rates = dataclasses.replace(h100.rates, network=card * 1e9)
     model, gpus = _presets.preset(name, h100), f"{count}xH100"
     gpu, batch = dataclasses.replace(h100, given_rates=rates), figures.ROWS_PER_GPU * count

@@ -31,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30
@@ -186,7 +186,7 @@ def copies(nbytes):
             seconds.append(time.perf_counter() - started)
         return round(nbytes / statistics.median(seconds) / 1e9, 1)
 
-    gpu = _known.of_device_kind(device.device_kind)
+    gpu = _gpus.of_device_kind(device.device_kind)
     return {
         "to_device": rate((kept, here)),
         "to_host": rate((value, there)),

@@ -17,7 +17,7 @@ import results
 
 import zerojax
 from zerojax.tools._forecast import network as _network, presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 CARDS = (50, 25, 12.5, 6.25)  # GB/s of each GPU's network card
 NODES, PER_NODE = 8, 8
@@ -69,7 +69,7 @@ def compiled(groups, accumulate, model):
 
 def replayed(program, plan, accumulate, cards):
     """Replays a program for each speed of the network, and reads off what else it costs."""
-    h100, found = _known.named("H100"), {}
+    h100, found = _gpus.named("H100"), {}
     for speed in cards:
         rates = dataclasses.replace(h100.rates, network=speed * 1e9)
         gpu = dataclasses.replace(h100, given_rates=rates)

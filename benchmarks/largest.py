@@ -17,7 +17,7 @@ import results
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 STORED = figures.HERE / "largest.json"
 NAMES = ("T4", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200")
@@ -43,7 +43,7 @@ def planned(model, gpu, room):
 @functools.cache
 def audited(model, gpu, room):
     """Compiles a step for a GPU whose host has so many bytes, and reads its memory and time."""
-    model = dataclasses.replace(model, compute=jnp.dtype(_known.named(gpu).half))
+    model = dataclasses.replace(model, compute=jnp.dtype(_gpus.named(gpu).half))
     plan = planned(model, gpu, room)
     step = zerojax.train_step(model.loss, plan=plan, activations="host" if plan.offloads else None)
     batch = zerojax.aot.batch(model.batch(SEQUENCES), plan)
@@ -56,7 +56,7 @@ def largest(gpu, room):
     The largest known to fit and the smallest known not to close in on each other. Tried next is the
     one that would fill the GPU if its memory grew with the parameters.
     """
-    usable, fits = _known.named(gpu).usable, 0
+    usable, fits = _gpus.named(gpu).usable, 0
     at_most = lambda count: sum(model.n_params <= count for model in LADDER)
     fails = tried = at_most((usable + room) / AT_REST)  # what rests in neither needs no compiling
     while fails - fits > 1:

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 LINKS = (50, 35, 25, 12.5)  # GB/s in each direction, of each GPU
 STORED = pathlib.Path(__file__).parent / "offload.json"
@@ -102,7 +102,7 @@ def stepped(row, plan, model):
 
 def measured(row):
     """Compiles a model's step and replays it."""
-    _, gpu = _known.parse_count(row.gpus)
+    _, gpu = _gpus.parse_count(row.gpus)
     model, mesh = _presets.preset(row.model, gpu), zerojax.aot.mesh(row.gpus)
     precision = zerojax.Precision(compute=model.compute)
 

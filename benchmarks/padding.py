@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 from zerojax.tools._hlo.gpus import Machine
 
 # The ZeRO paper's GPU, which has no bfloat16, and which CUDA 13 does not compile for: its rates and
 # memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.
 V100 = dataclasses.replace(
-    _known.named("H100"),
+    _gpus.named("H100"),
     name="V100",
     memory=32 * 2**30,
     memory_rate=0.9e12,

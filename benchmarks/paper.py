@@ -28,11 +28,11 @@ import results
 import zerojax
 from zerojax.tools._cli import state_bytes
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _gpus
 
 STORED = figures.HERE / "paper.json"
 PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "flax", "optax")
-GPU, PER_HOST, MODEL_PARALLEL = _known.GPUS["V100-32GB"], 16, 16
+GPU, PER_HOST, MODEL_PARALLEL = _gpus.GPUS["V100-32GB"], 16, 16
 LARGEST = 0  # of layers or rows: the most that fit
 
 

@@ -33,7 +33,7 @@ import figures  # before JAX: it says what JAX may look for
 
 import zerojax
 from zerojax.tools._forecast import presets as _presets
-from zerojax.tools._hlo import known as _known, schedule as _schedule
+from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
 from zerojax.tools._hlo.module import Module
 
 STORED = figures.HERE / "published.json"
@@ -99,11 +99,11 @@ class Row:
 
     @property
     def count(self):
-        return _known.parse_count(self.gpus)[0]
+        return _gpus.parse_count(self.gpus)[0]
 
     @property
     def gpu(self):
-        return _known.parse_count(self.gpus)[1]
+        return _gpus.parse_count(self.gpus)[1]
 
     @property
     def generation(self):

@@ -25,7 +25,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import Device, PyTree, is_key
-from zerojax.tools._hlo import gpus as _gpus, known as _known
+from zerojax.tools._hlo import gpus as _gpus
 from zerojax.tools._hlo.gpus import Gpu
 
 PER_HOST = 8
@@ -52,7 +52,7 @@ def mesh(
         >>> print(dict(mesh.shape), mesh.devices.flat[0].device_kind)  # doctest: +ELLIPSIS
         {'replica': 8, 'data': 8} NVIDIA H100...
     """
-    count, gpu = _known.parse_count(gpus)
+    count, gpu = _gpus.parse_count(gpus)
     if not isinstance(per_host, int) or per_host < 1 or count % min(count, per_host):
         raise ValueError(
             f"{count} GPUs do not fill hosts of {per_host!r}. Pass a multiple, or per_host=."
@@ -98,7 +98,7 @@ def batch(shapes: PyTree, plan: Plan, *, batch_specs: PyTree = None) -> PyTree:
 @functools.cache
 def _devices(name: str, hosts: int, local: int) -> list[Device]:
     check_packages()
-    _check_compiles(_known.GPUS[name])
+    _check_compiles(_gpus.GPUS[name])
     # The plugin reads it when it is first loaded; without it, it refuses machines without a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # backends must exist before a topology is asked for
@@ -110,7 +110,7 @@ def _devices(name: str, hosts: int, local: int) -> list[Device]:
             # Partitions, by which XLA means NVLink's reach, of one host each. To hosts within it
             # XLA's scheduler knows no wires: it took each collective between them for one of 5 ms.
             topology=f"{hosts}x1x{local}",
-            target_config=_known.GPUS[name].target_config(),
+            target_config=_gpus.GPUS[name].target_config(),
         )
     except NotImplementedError as error:
         raise RuntimeError(

@@ -126,7 +126,7 @@ def test_plot_writes_a_picture(tmp_path):
     caveat = "compiled for CPUs, where no collective runs beside compute"
     assert axes.get_title().endswith(f"exposed\n({caveat})") and f"; {caveat})" in str(report)
     # One thing runs after another, and the later runs of a loop take no room.
-    drawn = sum(s.end - s.start for s in report.replay.spans if s.stream != "waiting")
+    drawn = sum(s.end - s.start for s in report.replay.spans if s.stream != "exposed")
     assert axes.get_xlim()[1] == pytest.approx(1e3 * drawn) and drawn < report.step_seconds
     plt.close(figure)
 

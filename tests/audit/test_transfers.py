@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from tests import steps
-from zerojax.tools._hlo.transfers import Transfer
+from zerojax.tools._hlo.schedule import Transfer
 
 MIB = 2**20  # bytes of a copy that may be anything
 TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
@@ -40,16 +40,14 @@ def findings(report, transfers, on_host=None, temporary=0, donated=True):
     return dataclasses.replace(report, memory=memory, replay=replay).findings()
 
 
-def copy(report, way, nbytes, by_engine=True, trips=1, opcode="copy"):
-    instruction = next(iter(report.module.computations[report.module.entry].values()))
-    instruction = dataclasses.replace(instruction, opcode=opcode)
-    return Transfer(instruction, way, nbytes, by_engine, trips)
+def copy(way, nbytes, by_engine=True, trips=1, asynchronous=False):
+    return Transfer("copy.1", way, nbytes, by_engine, asynchronous, trips)
 
 
 def test_what_travels_once_each_way_is_as_promised_and_twice_is_not(report):
-    assert findings(report, [copy(report, way, MIB) for way in WAYS]) == []
+    assert findings(report, [copy(way, MIB) for way in WAYS]) == []
     for way in WAYS:
-        (line,) = findings(report, [copy(report, way, MIB / 2, trips=8)])
+        (line,) = findings(report, [copy(way, MIB / 2, trips=8)])
         assert line.startswith(f"4.0 MiB are copied {way} in a step; what the plan has in host")
         assert line.endswith("Look for state that the step reads outside of the optimizer.")
 
@@ -59,7 +57,7 @@ def test_moments_that_do_not_travel(way):
     report = on_gpus("padded3", stage=0)  # whole on each device: more than any copy
     size = planned(report)
     other = TO_HOST if way == TO_DEVICE else TO_DEVICE
-    sent = lambda share: [copy(report, way, share * size), copy(report, other, size)]
+    sent = lambda share: [copy(way, share * size), copy(other, size)]
     assert findings(report, sent(1)) == findings(report, sent(0.9)) == []  # some is only read
     (line,) = findings(report, sent(0))
     assert line.startswith(f"Hardly anything is copied {way} in a step, and the plan has")
@@ -70,17 +68,17 @@ def test_parameters_are_fetched_for_forward_backward_and_the_update():
     report = dataclasses.replace(on_gpus(opt_state=0, params=True, min_bytes=0), accumulate=2)
     size = planned(report)
     assert size == report.plan.host_bytes_per_device()["params"] > 0
-    assert findings(report, [copy(report, TO_DEVICE, 5 * size + MIB)]) == []
+    assert findings(report, [copy(TO_DEVICE, 5 * size + MIB)]) == []
     for way, times in ((TO_DEVICE, 5), (TO_HOST, 1)):
-        (line,) = findings(report, [copy(report, way, times * size * 1.02 + MIB)])
+        (line,) = findings(report, [copy(way, times * size * 1.02 + MIB)])
         assert f"copied {way}" in line
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_waits_for_backward_is_sent_and_fetched_by_each_microbatch(report, way):
     report = dataclasses.replace(report, accumulate=3)
-    assert findings(report, [copy(report, way, 6 * MIB)], temporary=2 * MIB) == []
-    (line,) = findings(report, [copy(report, way, 10 * MIB)], temporary=2 * MIB)
+    assert findings(report, [copy(way, 6 * MIB)], temporary=2 * MIB) == []
+    (line,) = findings(report, [copy(way, 10 * MIB)], temporary=2 * MIB)
     assert f"are copied {way} in a step" in line
     assert "and what is kept there for backward, 2.0 MiB, needs 6.1 MiB" in line
 
@@ -94,7 +92,7 @@ def test_what_waits_for_backward_is_sent_and_fetched_by_each_microbatch(report, 
     ],
 )
 def test_state_elsewhere_than_planned(report, copied, memory, message):
-    (line,) = findings(report, [copy(report, *copied)] if copied else [], **memory)
+    (line,) = findings(report, [copy(*copied)] if copied else [], **memory)
     assert message in line and ("donate=True" in line) == ("donated" in memory)
 
 
@@ -102,7 +100,7 @@ def test_state_elsewhere_than_planned(report, copied, memory, message):
     ("slow", "fine", "message"),
     [
         ({"by_engine": False}, {"trips": 1}, "is made by a kernel"),
-        ({}, {"opcode": "copy-start"}, "is a copy that the GPU waits for"),
+        ({}, {"asynchronous": True}, "is a copy that the GPU waits for"),
         ({}, {"trips": 1}, "is a copy that the GPU waits for"),
     ],
 )
@@ -110,7 +108,7 @@ def test_slow_copies_are_found_in_loops(report, slow, fine, message):
     """In a loop over microbatches alone is the first layer of each."""
 
     def is_slow(report=report, **how):
-        lines = findings(report, [copy(report, TO_DEVICE, MIB + 1, **{"trips": 2} | slow | how)])
+        lines = findings(report, [copy(TO_DEVICE, MIB + 1, **{"trips": 2} | slow | how)])
         return any(message in line for line in lines)
 
     assert is_slow() and not is_slow(**fine)
@@ -127,4 +125,4 @@ def test_what_a_report_says_of_host_memory(report):
     on_cpus = dataclasses.replace(report, backend="cpu")
     assert "host memory        is counted as the device's: CPUs have one memory" in str(on_cpus)
     assert "host memory" not in str(steps.row("padded3").report)
-    assert findings(on_cpus, [copy(on_cpus, TO_DEVICE, 9 * MIB)]) == []
+    assert findings(on_cpus, [copy(TO_DEVICE, 9 * MIB)]) == []

@@ -111,7 +111,7 @@ def test_collectives_wait_for_one_another():
     assert second.exposed == pytest.approx(2 * GATHER - (GATHER + DOT))
     assert found.step_seconds == pytest.approx(2 * GATHER + ADD)
     spans = {(span.name, span.stream) for span in found.replay.spans}
-    assert {("s2", "collectives"), ("s2", "waiting"), ("dot", "compute")} <= spans
+    assert {("s2", "collectives"), ("s2", "exposed"), ("dot", "compute")} <= spans
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_slices_of_host_memory_travel_both_ways_at_once():
     assert copies == [(TO_DEVICE, LAYER, True, True), (TO_HOST, LAYER, True, True)]
     assert found.step_seconds == found.replay.waited == pytest.approx(COPY)
     assert found.exposed_seconds == found.replay.compute == 0
-    assert [one.waited for one in found.replay.transfers] == pytest.approx([COPY, 0])
-    assert {span.stream for span in found.replay.spans} == {TO_DEVICE, TO_HOST, "waiting"}
+    assert [one.exposed for one in found.replay.transfers] == pytest.approx([COPY, 0])
+    assert {span.stream for span in found.replay.spans} == {TO_DEVICE, TO_HOST, "exposed"}
     told = found.to_dict()
     assert told["bytes_to_device"] == told["bytes_to_host"] == LAYER
     without_address = audited(module(SLICES, sliced(config="")), HOST).replay

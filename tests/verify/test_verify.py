@@ -267,7 +267,7 @@ STEP = zerojax.train_step(masked_loss)
     [
         (None, MASKED, {}, r"cannot know its loss. Pass zerojax.verify\(step.*loss_fn=loss_fn\)"),
         (3, MASKED, {"loss_fn": masked_loss}, r"returned a int.*wrap yours, lambda state, batch"),
-        (STEP, MASKED, {"accumulate": 2}, "knows its loss and options. Leave loss_fn=.*out"),
+        (STEP, MASKED, {"accumulate": 2}, "knows its loss and options. Leave accumulate= out"),
         (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which does not divide over 2 devices"),
     ],
 )

@@ -13,10 +13,9 @@ if typing.TYPE_CHECKING:
     from zerojax.tools._forecast.forecast import forecast as forecast
     from zerojax.tools._forecast.mfu import peak_flops as peak_flops, step_flops as step_flops
     from zerojax.tools._forecast.study import study as study
-    from zerojax.tools._hlo.gpus import Rates as Rates
-    from zerojax.tools._hlo.known import rates_of as rates_of
+    from zerojax.tools._hlo.gpus import Rates as Rates, rates_of as rates_of
     from zerojax.tools._meter import Meter as Meter
-    from zerojax.tools._verify.verification import Verification as Verification
+    from zerojax.tools._verify.compare import Verification as Verification
     from zerojax.tools._verify.verify import verify as verify
 
 _EXPORTS = {  # imported when they are first used
@@ -26,10 +25,9 @@ _EXPORTS = {  # imported when they are first used
     "_forecast.forecast": ["forecast"],
     "_forecast.mfu": ["peak_flops", "step_flops"],
     "_forecast.study": ["study"],
-    "_hlo.gpus": ["Rates"],
-    "_hlo.known": ["rates_of"],
+    "_hlo.gpus": ["Rates", "rates_of"],
     "_meter": ["Meter"],
-    "_verify.verification": ["Verification"],
+    "_verify.compare": ["Verification"],
     "_verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}

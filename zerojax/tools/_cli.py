@@ -35,7 +35,7 @@ from zerojax.tools._forecast import (
 )
 from zerojax.tools._forecast.forecast import each_once
 from zerojax.tools._forecast.models import Given, Ingredients
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
 ALL_WELL, NOT_WELL, BAD_INPUT = 0, 1, 2

@@ -178,7 +178,7 @@ COMMANDS = {
     ),
     "audit": Command(
         "lists what a compiled program sends and holds; checks its contract",
-        _report.EXPLAINED,
+        _report.TRAFFIC_EXPLAINED,
         _flag(f"a file of HLO text, a preset, {OWN_MODEL}", dest="model", metavar="program"),
         (*STEP_FLAGS, *HOST_FLAGS, "plot"),
         {

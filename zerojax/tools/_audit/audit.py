@@ -1,10 +1,9 @@
 """`audit`: what XLA made of a step."""
 
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,11 +15,10 @@ from zerojax._plan.plan import Plan, check_plan
 from zerojax._state import carried as _carried
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
-from zerojax.tools._audit import memory as _memory
-from zerojax.tools._audit.measured import BF16
+from zerojax.tools._audit.measurement import BF16
 from zerojax.tools._audit.reading import Reading
 from zerojax.tools._audit.report import Report
-from zerojax.tools._hlo import known as _known, schedule as _schedule
+from zerojax.tools._hlo import gpus as _gpus, schedule as _schedule
 from zerojax.tools._hlo.gpus import Gpu
 from zerojax.tools._hlo.module import Module
 
@@ -61,32 +59,43 @@ def audit(
         {'all-gather': 3584, 'reduce-scatter': 3584, 'all-reduce': 14}
     """
     gpu = _checked(plan, gpu, per_host, accumulate)
-    recipe, made, text, warnings = getattr(step, "recipe", None), None, step, []
+    args = [arg for arg in (state, batch, rng) if arg is not None]
+    recipe, program, text, warnings = getattr(step, "recipe", None), None, step, []
     if not isinstance(step, str):
-        plan = _plan_of(state, plan, recipe)
-        made, text, warnings = _compiled(step, state, batch, rng)
-    device = _device_of(plan, made)
-    gpu = gpu or (_known.of_device_kind(device.device_kind) if device else None)
+        # The plan that the state was placed by, as the step keeps to it.
+        plan = _carried.carried_plan(state) or plan or (recipe.plan if recipe else None)
+        plan = plan.regathering(recipe.options.regather) if plan and recipe else plan
+        program, text, warnings = _compiled(step, state, batch, args)
+    # One of the devices that the program was compiled for, where it or its plan says.
+    shardings = jax.tree.leaves(getattr(program, "input_shardings", None))
+    devices = plan.mesh.devices.flat if plan else (d for s in shardings for d in s.device_set)
+    device = next(iter(devices), None)
+    gpu = gpu or (_gpus.of_device_kind(device.device_kind) if device else None)
     per_host = per_host or (_mesh.on_one_host(plan.mesh) if plan else DEFAULT_PER_HOST)
-    reading = Reading(module := Module(text), plan)
-    replay = _schedule.replay(module, (gpu or _known.GPUS[UNKNOWN_GPU]).rates, per_host)
+    if device is None:  # the text shows a GPU by the queues that instructions run on
+        backend = "gpu" if '"operation_queue_id"' in text else "cpu"
+    else:
+        backend = "gpu" if _compat.is_gpu(device) else device.platform
+    module = Module(text)
+    replay = _schedule.replay(module, (gpu or _gpus.GPUS[UNKNOWN_GPU]).rates, per_host)
+    reading = Reading(module, plan, replay.collectives)
     return Report(
         module=module,
-        traffic=[reading.traffic(one, per_host) for one in replay.collectives],
+        traffic=reading.traffic(),
         replay=replay,
         gpu=gpu,
         devices=module.devices,
         per_host=min(per_host, module.devices),
         plan=plan,
-        memory=_memory.measured(reading, made, replay.collectives),
+        memory=reading.memory(program),
         accumulate=accumulate or (recipe.options.rounds if recipe else 1),
         trains=recipe is None or recipe.options.differentiates,
         not_donated=tuple(reading.not_donated()),
         placement=tuple(reading.misplaced()),
         kept=tuple(dict.fromkeys(reading.kept())),
         warnings=tuple(warnings),
-        backend=_backend(text, device),
-        written=written(step, (state, batch, rng), device),
+        backend=backend,
+        written=written(step, args, device),
     )
 
 
@@ -99,17 +108,16 @@ def _checked(plan: object, gpu: object, per_host: object, accumulate: object) ->
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} must be a positive integer: {unit}.")
     if gpu is not None and not isinstance(gpu, str | Gpu):
-        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_known.GPUS)}.")
+        raise TypeError(f"gpu={gpu!r} names no GPU. Name one of {', '.join(_gpus.GPUS)}.")
     if plan is not None:
         check_plan(plan, "audit(plan=)")
-    return _known.named(gpu) if isinstance(gpu, str) else gpu
+    return _gpus.named(gpu) if isinstance(gpu, str) else gpu
 
 
 def _compiled(
-    step: Any, state: PyTree, batch: PyTree, rng: PyTree
+    step: Any, state: PyTree, batch: PyTree, args: Sequence[PyTree]
 ) -> tuple[Compiled, str, list[str]]:
-    """Returns the compiled step, its text, and what the compiler warned of, if anything is known
-    of that."""
+    """Returns the compiled step, its text, and the compiler's warnings, if they are known."""
     if hasattr(step, "as_text") and not hasattr(step, "compile"):
         return step, step.as_text() or "", list(getattr(step, "warnings", ()))
     if hasattr(step, "compile"):
@@ -130,69 +138,35 @@ def _compiled(
         raise TypeError(
             "audit compiles the step for a state and a batch: audit(step, state, batch)."
         )
-    lowered = step.lower(state, batch) if rng is None else step.lower(state, batch, rng)
-    made, warnings = compiled(lowered)
-    return made, made.as_text() or "", warnings
+    program, warnings = compiled(step.lower(*args))
+    return program, program.as_text() or "", warnings
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[Compiled, list[str]]:
-    """Compiles a step, and returns with it what the compiler warned of."""
-    with heard() as lines:
-        made = lowered.compile()
-    return made, _compat.rematerializations(lines)
+    """Compiles a step, and returns with it what the compiler warned of.
+
+    XLA says that in native code, on standard error and nowhere else. What is written there is
+    passed on at the end: all of it after an exception, else what is not harmless.
+    """
+    sys.stderr.flush()
+    terminal, failed = os.dup(2), True
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            program, failed = lowered.compile(), False
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            file.seek(0)
+            log = file.read().decode(errors="replace")
+            os.write(2, (log if failed else _compat.without_harmless(log)).encode())
+    return program, _compat.rematerializations(log.splitlines())
 
 
 def written(step: Any, args: Sequence[PyTree], device: Device | None) -> tuple[str, ...]:
     """Returns the dtypes of a step's matmuls before it is compiled, where its GPU has no bfloat16:
     XLA computes that in float32, and the compiled program does not tell."""
-    gpu = _known.of_device_kind(device.device_kind) if device else None
+    gpu = _gpus.of_device_kind(device.device_kind) if device else None
     if gpu is None or gpu.half == BF16 or not hasattr(step, "trace"):
         return getattr(step, "written", ())
-    traced = step.trace(*[arg for arg in args if arg is not None])
-    return tuple(sorted(_flops.matmul_dtypes(traced.jaxpr.jaxpr)))
-
-
-def _backend(text: str, device: Device | None) -> str:
-    """Returns 'cpu' or 'gpu'; the text alone shows a GPU by the queues that instructions run on."""
-    if device is not None:
-        return "gpu" if _compat.is_gpu(device) else device.platform
-    return "gpu" if '"operation_queue_id"' in text else "cpu"
-
-
-def _plan_of(state: PyTree, given: Plan | None, recipe: Any) -> Plan | None:
-    """Returns the plan of a step: the one that its state was placed by, as the step keeps to it."""
-    plan = _carried.carried_plan(state) or given or (recipe.plan if recipe else None)
-    return plan.regathering(recipe.options.regather) if plan and recipe else plan
-
-
-def _device_of(plan: Plan | None, compiled: Compiled | None) -> Device | None:
-    """Returns one of the devices that a program was compiled for, where it or its plan says."""
-    if plan is not None:
-        return plan.mesh.devices.flat[0]
-    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
-    return next((device for s in shardings for device in s.device_set), None)
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """Fills a list with the lines that native code writes to standard error.
-
-    They are passed on at the end: all of them after an exception, else those that are not harmless.
-    """
-    lines: list[str] = []
-    sys.stderr.flush()
-    terminal = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        failed = True
-        try:
-            yield lines
-            failed = False
-        finally:
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            file.seek(0)
-            said = file.read().decode(errors="replace")
-            lines += said.splitlines()
-            if passed_on := said if failed else _compat.without_harmless(said):
-                os.write(2, passed_on.encode())
+    return tuple(sorted(_flops.matmul_dtypes(step.trace(*args).jaxpr.jaxpr)))

@@ -1,11 +1,10 @@
 """The contract of each stage's compiled program, and the rules that find where one breaks it.
 
-`promises` says how often each sharded parameter may be gathered; the rest of the contract is in the
-rules. A finding is one line: the operation, the parameter, the likely cause, the remedy.
+Each rule is a function. A finding is one line: the operation, the parameter, the likely cause, the
+remedy.
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -13,18 +12,20 @@ from zerojax._features import rows as _rows
 from zerojax._kernel.places import Axes, beyond
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import LeafPlan, Plan
-from zerojax._state.state import OPT_STATE, OTHER
+from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import human_bytes
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit import transfers as _transfers
-from zerojax.tools._audit.measured import Measured, Part, Traffic
-from zerojax.tools._hlo.schedule import REDUCING
+from zerojax.tools._audit.measurement import Measurement
+from zerojax.tools._hlo.flow import ARITHMETIC
+from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Operand, Transfer
 
-SMALL = 4096  # bytes that may always be reduced: losses, norms, statistics
+FEW_BYTES = 4096  # bytes that may always be reduced: losses, norms, statistics
 BIG_ALL_REDUCE = 2**20  # allowed where no plan says what is sharded
 BIG_GATHER = 2**20  # from here on a gather in a loop should not be synchronous
-WIDE = {"f32", "f64"}
-NARROW = {"bf16", "f16"}
+WIDE_DTYPES = {"f32", "f64"}
+NARROW_DTYPES = {"bf16", "f16"}
+ANY_COPY = 2**20  # bytes of a copy to or from the host that may be anything
+MOST_COPIED = 1.01  # times the plan's bytes, of those that are copied
 OPTIMIZER_SCOPE = "optimizer"  # what full-matrix optimizers send is their own business
 
 UNNAMED = (
@@ -34,80 +35,38 @@ UNNAMED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Promise:
-    """A stage's promise of a sharded parameter: how often a step gathers it, and over which axes.
-
-    `replicas` are the axes over which devices update the same shard, so that shards of the gradient
-    are all-reduced over them.
-    """
-
-    leaf: LeafPlan
-    stage: int
-    gathers: float  # at most, in times its size
-    far: Axes  # crossed once, by a gather over these alone
-    far_gathers: float  # at most: the last layer of a loop that prefetches crosses them again
-    replicas: Axes
-
-    @property
-    def size(self) -> int:
-        """The elements that a gather of it moves: with the padding."""
-        return _sent(self.leaf)
-
-    @property
-    def logical_size(self) -> int:
-        """The elements that it has as a loss sees it."""
-        return math.prod(self.leaf.shape)
+Leaves = dict[str, LeafPlan]  # the sharded parameters, by path
 
 
-def promises(plan: Plan, accumulate: int) -> dict[str, Promise]:
-    """Returns what the plan's stage promises of each sharded parameter.
-
-    At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
-    may gather one layer more, at its end. Over the axes that a step does not keep it sharded over,
-    it is gathered once: on its way near, or after the update.
-    """
-    found = {}
-    for leaf in plan.params:
-        if leaf.update.dim is None:
-            continue
-        layers = leaf.shape[0] if leaf.stacked else math.inf
-        gathers = accumulate * (2 + 2 / layers) if leaf.near.dim is not None else 0
-        far = beyond(leaf.update.axes, leaf.near.axes)
-        replicas = beyond(plan.batch_axes, leaf.update.axes)
-        far_gathers = 1 + 1 / layers if leaf.near.axes else 1
-        found[leaf.path] = Promise(leaf, plan.stage, gathers, far, far_gathers, replicas)
-    return found
-
-
-def findings(report: Measured) -> list[str]:
+def findings(report: Measurement) -> list[str]:
     """Returns what breaks the contract; without a plan, what no stage does."""
-    found = [*_exchanges(report), *_warnings(report)]
-    if report.plan is None:
-        return [*found, *_all_reduces(report, {})]
-    if not report.memory.parameters and report.plan.params:
-        return [UNNAMED, *found]
-    promised = promises(report.plan, report.accumulate)
+    general = [*_exchanges(report), *_warnings(report)]
+    plan = report.plan
+    if plan is None:
+        return [*general, *_all_reduces(report, {})]
+    if not report.memory.parameters and plan.params:
+        return [UNNAMED, *general]
+    leaves = {leaf.path: leaf for leaf in plan.params if leaf.update.dim is not None}
     return [
         *_placement(report),
         *(_donation(report) if report.trains else ()),
-        *_all_reduces(report, promised),
-        *(_reduced(report, promised) if report.trains else ()),
+        *_all_reduces(report, leaves),
+        *(_reduced(report, leaves) if report.trains else ()),
         *_synchronous(report),
-        *_gathers(report, report.plan, promised),
-        *_dtypes(report, promised),
+        *_gathers(report, plan, leaves),
+        *_dtypes(report, leaves),
         *_kept(report),
-        *_transfers.findings(report),
-        *found,
+        *(_copies(report, plan) if report.backend == "gpu" else ()),
+        *general,
     ]
 
 
 # -- the rules
 
 
-def _exchanges(report: Measured) -> Iterator[str]:
+def _exchanges(report: Measurement) -> Iterator[str]:
     for one in _of_kinds(report, "all-to-all", "ragged-all-to-all", "collective-permute"):
-        if one.wire_bytes > SMALL and _is_ours(one, report.plan) and not _is_known(one):
+        if one.wire_bytes > FEW_BYTES and _is_ours(one, report.plan) and not _is_known(one):
             yield (
                 f"{one.kind} {one.name} moves {human_bytes(one.total_bytes)} ({one.serves}): no "
                 "stage needs one, so activations or weights change their layout. Look for a "
@@ -115,21 +74,22 @@ def _exchanges(report: Measured) -> Iterator[str]:
             )
 
 
-def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    all_replicated = report.plan is not None and not promised  # stage 0; XLA may join gradients
+def _all_reduces(report: Measurement, leaves: Leaves) -> Iterator[str]:
+    plan = report.plan
     for one in _of_kinds(report, "all-reduce"):
-        for part in one.parts if _is_ours(one, report.plan) else ():
-            promise = _gradient_in(part, promised)
-            if promise is not None and not _is_within(one, promise.replicas):
+        for part in one.parts if _is_ours(one, plan) else ():
+            leaf = _gradient_in(part, leaves)
+            # Shards of gradients are summed over the devices that update the same one.
+            if plan and leaf and not _is_within(one, beyond(plan.batch_axes, leaf.update.axes)):
                 yield (
-                    f"all-reduce {one.name} sums the full gradient of {promise.leaf.path} "
-                    f"({part.array}); stage {promise.stage} promises a reduce-scatter, half the "
-                    "bytes. Take gradients with zerojax.value_and_grad or zerojax.train_step, and "
-                    "use no psum or pmean of gradients of your own."
+                    f"all-reduce {one.name} sums the full gradient of {leaf.path} ({part.array}); "
+                    f"stage {plan.stage} promises a reduce-scatter, half the bytes. Take gradients "
+                    "with zerojax.value_and_grad or zerojax.train_step, and use no psum or pmean "
+                    "of gradients of your own."
                 )
-            elif all_replicated and part.paths:
-                continue
-            elif part.nbytes > _most_reduced(part, report.plan):
+            elif plan and not leaves and part.paths:
+                continue  # stage 0; XLA may join gradients
+            elif part.nbytes > _most_reduced(part, plan):
                 yield (
                     f"all-reduce {one.name} sums {part.array}, {human_bytes(part.nbytes)} "
                     f"({one.serves}): larger than any statistic a loss should reduce. Look for "
@@ -137,20 +97,19 @@ def _all_reduces(report: Measured, promised: dict[str, Promise]) -> Iterator[str
                 )
 
 
-def _reduced(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
-    reducing = [t for t in report.traffic if t.kind in REDUCING or _is_known(t, "transpose(")]
-    reaches = any(path in promised for one in reducing for path in one.paths)
-    if promised and not reaches and all(one.wire_bytes <= SMALL for one in reducing):
-        first = next(iter(promised))
+def _reduced(report: Measurement, leaves: Leaves) -> Iterator[str]:
+    reducing = [t for t in report.traffic if t.kind in ARITHMETIC or _is_known(t, "transpose(")]
+    reaches = any(path in leaves for one in reducing for path in one.paths)
+    if leaves and not reaches and all(one.wire_bytes <= FEW_BYTES for one in reducing):
         yield (
-            f"no collective reduces the gradient of {first}, or of any other parameter: each "
-            "device trains on its own part of the batch. Take gradients with "
+            f"no collective reduces the gradient of {next(iter(leaves))}, or of any other "
+            "parameter: each device trains on its own part of the batch. Take gradients with "
             "zerojax.value_and_grad or zerojax.train_step."
         )
 
 
-def _synchronous(report: Measured) -> Iterator[str]:
-    # In the loop over microbatches alone is the first gather of each, which nothing goes before.
+def _synchronous(report: Measurement) -> Iterator[str]:
+    # Only the loop over microbatches has the first gather of each, and nothing runs before that.
     outer = int(report.accumulate > 1)
     for one in _of_kinds(report, "all-gather") if report.backend == "gpu" else ():
         if not one.asynchronous and len(one.loops) > outer and one.wire_bytes > BIG_GATHER:
@@ -161,20 +120,37 @@ def _synchronous(report: Measured) -> Iterator[str]:
             )
 
 
-def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iterator[str]:
+def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
+    """Finds parameters that are gathered too often.
+
+    At stage 3 every microbatch gathers twice, for forward and for backward; each of the two loops
+    may gather one layer more, at its end. Over the far axes, over which a step does not keep it
+    sharded, a parameter is gathered once: on its way near, or after the update. The last layer of a
+    loop that prefetches crosses them again.
+    """
     sent: dict[tuple[str, Axes], float] = collections.defaultdict(float)
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts if _is_ours(one, plan) else ():
-            for promise in _promises_of(part, promised):
-                leaf, gathered = promise.leaf, part.elements * one.group
-                far = promise.far if _is_within(one, promise.far) else ()
+            for leaf in _leaves_of(part, leaves):
+                gathered = part.elements * one.group
+                far = beyond(leaf.update.axes, leaf.near.axes)
+                far = far if _is_within(one, far) else ()
                 near = _mesh.axes_size(plan.mesh, leaf.near.axes) if far else 1
-                sent[leaf.path, far] += gathered * one.trips * near / promise.size
-                if leaf.stacked and leaf.rest.dim is not None and gathered >= promise.size:
-                    yield _gathered_at_once(one, part, leaf)
+                sent[leaf.path, far] += gathered * one.trips * near / _sent(leaf)
+                if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
+                    yield (
+                        f"all-gather {one.name} gathers all {leaf.shape[0]} layers of {leaf.path} "
+                        f"at once ({part.array} per device), outside of the loop over them. Scan "
+                        "over the stack itself: do not reshape, index or cast all of it before the "
+                        "loop. If the first dimension counts something other than layers, name the "
+                        "stacks that there are: zerojax.plan(..., stacked='<their paths>')."
+                    )
     for (path, far), times in sent.items():
-        most = promised[path].far_gathers if far else promised[path].gathers
-        over = f" over {' x '.join(far)}" if far and promised[path].leaf.near.axes else ""
+        leaf = leaves[path]
+        passes = 1 if far else 2 * report.accumulate if leaf.near.dim is not None else 0
+        prefetches = leaf.stacked and (not far or leaf.near.axes)
+        most = passes * (1 + 1 / leaf.shape[0] if prefetches else 1)
+        over = f" over {' x '.join(far)}" if far and leaf.near.axes else ""
         if times > most + 0.01:
             yield (
                 f"{path} is gathered {times:.3g} times a step{over}; stage {plan.stage} promises "
@@ -183,34 +159,26 @@ def _gathers(report: Measured, plan: Plan, promised: dict[str, Promise]) -> Iter
             )
 
 
-def _gathered_at_once(one: Traffic, part: Part, stack: LeafPlan) -> str:
-    return (
-        f"all-gather {one.name} gathers all {stack.shape[0]} layers of {stack.path} at once "
-        f"({part.array} per device), outside of the loop over them. Scan over the stack itself: do "
-        "not reshape, index or cast all of it before the loop. If the first dimension counts "
-        "something other than layers, name the stacks that there are: "
-        "zerojax.plan(..., stacked='<their paths>')."
-    )
-
-
-def _dtypes(report: Measured, promised: dict[str, Promise]) -> Iterator[str]:
+def _dtypes(report: Measurement, leaves: Leaves) -> Iterator[str]:
     """Finds gathers in 32 bits of what is used in 16; XLA:CPU widens whatever it moves."""
-    if report.backend != "gpu" or not _computes_narrow(report):
+    flops = report.replay.flops_by_dtype
+    narrow = sum(count for dtype, count in flops.items() if dtype in NARROW_DTYPES)
+    if report.backend != "gpu" or narrow <= 0.9 * sum(flops.values()):
         return
     for one in _of_kinds(report, "all-gather"):
         for part in one.parts:
             # What rests whole is gathered after the update, in its own dtype.
-            leaves = [promise.leaf for promise in _promises_of(part, promised)]
-            known = [x.path for x in leaves if x.rest.dim is not None and _is_matrix(x)]
-            if part.dtype in WIDE and known:
+            sharded = [leaf for leaf in _leaves_of(part, leaves) if leaf.rest.dim is not None]
+            matrices = [leaf.path for leaf in sharded if len(leaf.shape) - leaf.stacked >= 2]
+            if part.dtype in WIDE_DTYPES and matrices:
                 yield (
-                    f"all-gather {one.name} moves {known[0]} in {part.dtype}, twice the bytes of "
-                    "the 16 bits that matmuls use. Cast the parameter before it is used, or pass "
-                    "precision=Precision(compute='bfloat16')."
+                    f"all-gather {one.name} moves {matrices[0]} in {part.dtype}, twice the bytes "
+                    "of the 16 bits that matmuls use. Cast the parameter before it is used, or "
+                    "pass precision=Precision(compute='bfloat16')."
                 )
 
 
-def _kept(report: Measured) -> Iterator[str]:
+def _kept(report: Measurement) -> Iterator[str]:
     for path, array in report.kept:
         yield (
             f"the gathered weights of {path} are kept for backward, all layers of them ({array}). "
@@ -219,7 +187,7 @@ def _kept(report: Measured) -> Iterator[str]:
         )
 
 
-def _placement(report: Measured) -> Iterator[str]:
+def _placement(report: Measurement) -> Iterator[str]:
     for path, how in report.placement:
         yield (
             f"{path} reaches the step as {how}, not as the plan shards it. Place the state "
@@ -228,7 +196,7 @@ def _placement(report: Measured) -> Iterator[str]:
         )
 
 
-def _donation(report: Measured) -> Iterator[str]:
+def _donation(report: Measurement) -> Iterator[str]:
     if report.not_donated:
         first = ", ".join(report.not_donated[:3])
         more = len(report.not_donated) - 3
@@ -240,7 +208,7 @@ def _donation(report: Measured) -> Iterator[str]:
         )
 
 
-def _warnings(report: Measured) -> Iterator[str]:
+def _warnings(report: Measurement) -> Iterator[str]:
     for text in report.warnings:
         yield (
             f"XLA gathers a full array to change its sharding: {text.strip()[:300]} Give it "
@@ -248,54 +216,122 @@ def _warnings(report: Measured) -> Iterator[str]:
         )
 
 
+def _copies(report: Measurement, plan: Plan) -> Iterator[str]:
+    """Finds what breaks the contract of host memory, in a program for GPUs: for CPUs all memory is
+    one.
+
+    State there travels once in each direction, parameters for each use, what waits for backward
+    once both ways, all of it by the copy engines.
+    """
+    there = plan.host_bytes_per_device()
+    planned, moments, params = sum(there.values()), there[OPT_STATE], there[PARAMS]
+    if abs(report.memory.on_host - planned) > ANY_COPY:
+        yield (
+            f"{human_bytes(report.memory.on_host)} of the state are in host memory and the plan "
+            f"has {human_bytes(planned)} there. Lower the step with plan.abstract(), or place the "
+            "state by this plan."
+        )
+    # Forward and backward of each microbatch fetch parameters, and so does the update.
+    fetched = 2 * report.accumulate * params
+    # What a microbatch keeps there for its backward is sent and fetched once.
+    kept = report.memory.host_kept
+    most = {
+        TO_DEVICE: planned + fetched + report.accumulate * kept,
+        TO_HOST: planned + report.accumulate * kept,
+    }
+    also = f", and what is kept there for backward, {human_bytes(kept)}" if kept else ""
+    for way in (TO_DEVICE, TO_HOST) if report.trains else ():
+        copied = report.host_bytes(way)
+        if copied > most[way] * MOST_COPIED + ANY_COPY:
+            yield (
+                f"{human_bytes(copied)} are copied {way} in a step; what the plan has in host "
+                f"memory, {human_bytes(planned)}{also}, needs {human_bytes(most[way])}. Look for "
+                "state that the step reads outside of the optimizer."
+            )
+        elif copied <= ANY_COPY < moments:
+            yield (
+                f"Hardly anything is copied {way} in a step, and the plan has "
+                f"{human_bytes(moments)} of optimizer state in host memory, which is not updated "
+                "then. Compare the step with one device by zerojax.verify."
+            )
+    if report.memory.host_temporary > ANY_COPY and not kept:
+        yield (
+            f"{human_bytes(report.memory.host_temporary)} of host memory are temporary: XLA copies "
+            "state there instead of updating it in place. Donate the state, donate=True."
+        )
+    for one in report.replay.transfers:
+        # Where a microbatch begins and ends, outside of loops over layers, nothing else computes.
+        is_slow = one.trips > report.accumulate and not (one.by_engine and one.asynchronous)
+        if one.nbytes > ANY_COPY and (one.way == IN_HOST or is_slow):
+            yield _slow_copy(one)
+
+
+def _slow_copy(one: Transfer) -> str:
+    what = f"{one.name}, {human_bytes(one.total_bytes)} a step"
+    if one.way == IN_HOST:
+        return (
+            f"{what}, is a copy from host memory to host memory. Look for a loop that reads and "
+            "writes one stack in host memory in the same turn."
+        )
+    if one.by_engine:
+        return (
+            f"{what} {one.way}, is a copy that the GPU waits for: nothing computes beside it. Look "
+            "for a loop that needs at once what it fetches, or sends what it has just computed."
+        )
+    return (
+        f"{what} {one.way}, is made by a kernel, which occupies the GPU, and not by its copy "
+        "engines. XLA could not tell where the slice is: index stacks in host memory by the "
+        "loop's own counter."
+    )
+
+
 # -- reading a report
 
 
-def _of_kinds(report: Measured, *kinds: str) -> Iterator[Traffic]:
+def _of_kinds(report: Measurement, *kinds: str) -> Iterator[Collective]:
     return (one for one in report.traffic if one.kind in kinds)
 
 
-def _is_ours(one: Traffic, plan: Plan | None) -> bool:
+def _is_ours(one: Collective, plan: Plan | None) -> bool:
     """Whether a collective spans ZeRO's axes; those over other axes are the user's own."""
     if OPTIMIZER_SCOPE in one.scope.split("/"):
         return False
     return plan is None or one.axes is None or bool(set(one.axes) & set(plan.batch_axes))
 
 
-def _is_within(one: Traffic, axes: Axes) -> bool:
+def _is_within(one: Collective, axes: Axes) -> bool:
     """Whether a collective spans some of these axes, and no others."""
     return one.axes is not None and set(one.axes) <= set(axes)
 
 
-def _is_known(one: Traffic, within: str = "") -> bool:
+def _is_known(one: Collective, within: str = "") -> bool:
     """Whether a collective moves gradients as codes; or rows of a table, in this scope."""
     is_of_rows = _rows.ROWS_SCOPE in one.scope and within in one.scope
     return _codecs.MESSAGES_SCOPE in one.scope or is_of_rows
 
 
-def _promises_of(part: Part, promised: dict[str, Promise]) -> list[Promise]:
-    return [promised[path] for path in part.paths if path in promised]
+def _leaves_of(part: Operand, leaves: Leaves) -> list[LeafPlan]:
+    return [leaves[path] for path in part.paths if path in leaves]
 
 
-def _gradient_in(part: Part, promised: dict[str, Promise]) -> Promise | None:
-    """Returns the promise of a sharded parameter whose full gradient `part` has.
+def _gradient_in(part: Operand, leaves: Leaves) -> LeafPlan | None:
+    """Returns the sharded parameter whose full gradient `part` has.
 
-    It has the size of the parameter or of one of its layers, or XLA:GPU joined the gradients of
-    several parameters, and scalars, into one array.
+    It has the size of the parameter, with its padding or without, or of one of its layers; or
+    XLA:GPU joined the gradients of several parameters, and scalars, into one array.
     """
-    known = _promises_of(part, promised)
-    for promise in known:
-        layers = promise.leaf.shape[0] if promise.leaf.stacked else 1
+    named = _leaves_of(part, leaves)
+    for leaf in named:
+        layers = leaf.shape[0] if leaf.stacked else 1
+        sizes = {_sent(leaf), math.prod(leaf.shape)}
         # Arrays smaller than this may have one size by chance.
-        sizes = {promise.size, promise.logical_size}
-        if part.elements > SMALL / 16 and part.elements in sizes | {n // layers for n in sizes}:
-            return promise
-    if part.elements < sum(promise.logical_size for promise in known):
-        return None
-    return max(known, key=lambda promise: promise.size, default=None)
+        if part.elements > FEW_BYTES / 16 and part.elements in sizes | {n // layers for n in sizes}:
+            return leaf
+    is_joined = part.elements >= sum(math.prod(leaf.shape) for leaf in named)
+    return max(named, key=_sent, default=None) if is_joined else None
 
 
-def _most_reduced(part: Part, plan: Plan | None) -> float:
+def _most_reduced(part: Operand, plan: Plan | None) -> float:
     """Returns the most bytes of an array in an all-reduce that is no gradient of a sharded leaf.
 
     It has a leaf that no stage shards, several of them that XLA joined, or statistics.
@@ -303,30 +339,16 @@ def _most_reduced(part: Part, plan: Plan | None) -> float:
     if plan is None:
         return BIG_ALL_REDUCE
     replicated = [leaf for leaf in plan.leaves if leaf.dim is None]
-    joined = SMALL + sum(leaf.nbytes for leaf in replicated if leaf.path in part.paths)
-    named = (leaf for leaf in plan.params if leaf.path in part.paths)
-    joined += sum(_summed_over_replicas(leaf, plan) for leaf in named)
+    joined = FEW_BYTES + sum(leaf.nbytes for leaf in replicated if leaf.path in part.paths)
+    for leaf in plan.params:
+        shards = _mesh.axes_size(plan.mesh, leaf.update.axes)
+        # Further devices update the same shard: its gradient is summed over them.
+        if leaf.path in part.paths and 1 < shards < plan.size:
+            joined += _sent(leaf) * max(4, leaf.dtype.itemsize) / shards
     statistics = 2 * sum(leaf.nbytes for leaf in plan.leaves if leaf.kind == OTHER)
     return max([joined, statistics, *(x.nbytes for x in replicated if x.kind != OPT_STATE)])
-
-
-def _summed_over_replicas(leaf: LeafPlan, plan: Plan) -> float:
-    """Returns the bytes of the gradient's shard, where further devices update the same one."""
-    shards = _mesh.axes_size(plan.mesh, leaf.update.axes)
-    is_replicated = 1 < shards < plan.size
-    return _sent(leaf) * max(4, leaf.dtype.itemsize) / shards if is_replicated else 0
 
 
 def _sent(leaf: LeafPlan) -> int:
     """Returns the elements of a leaf in a collective over those that update it: padded."""
     return math.prod(leaf.update.padded(leaf.shape))
-
-
-def _computes_narrow(report: Measured) -> bool:
-    flops = report.replay.flops_by_dtype
-    narrow = sum(count for dtype, count in flops.items() if dtype in NARROW)
-    return narrow > 0.9 * sum(flops.values())
-
-
-def _is_matrix(leaf: LeafPlan) -> bool:
-    return len(leaf.shape) - leaf.stacked >= 2

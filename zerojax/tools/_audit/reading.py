@@ -1,50 +1,45 @@
-"""A compiled module read against a plan: its arguments by path, and what its collectives serve.
+"""A compiled module read against a plan: its arguments by path, what its collectives serve, and
+what its memory holds.
 
 Weights are known by the argument they come from, gradients and updated parameters by the output
 they end up in.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
+from jax.stages import Compiled
 
 from zerojax._features import rows as _rows
 from zerojax._plan import show as _show
-from zerojax._plan.plan import LeafPlan, Plan
+from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._wire import codecs as _codecs
-from zerojax.tools._audit.measured import OURS, Part, Traffic
-from zerojax.tools._hlo.groups import Group
-from zerojax.tools._hlo.lineage import NONE, Lineage
+from zerojax.tools._audit.measurement import OURS, MemoryUse
+from zerojax.tools._hlo import flow as _flow
+from zerojax.tools._hlo.flow import ARGUMENT, ARITHMETIC, Origin, ValueName
 from zerojax.tools._hlo.module import Instruction, Module
-from zerojax.tools._hlo.schedule import REDUCING, Collective
+from zerojax.tools._hlo.schedule import Collective, Operand
 
-STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
-Made = tuple[str, int]  # an array that a collective makes: its name, and which of its results
+STATE_KINDS = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 
 
 class Reading:
-    """A module whose arguments are known by their paths in the state, and by kind.
+    """A module whose arguments are known by their paths in the state, and by kind."""
 
-    `weights` follows every argument, by its number, through the module; `gradients` follows what
-    collectives reduce, and `updated` what they gather, to the outputs.
-    """
-
-    def __init__(self, module: Module, plan: Plan | None) -> None:
+    def __init__(self, module: Module, plan: Plan | None, collectives: list[Collective]) -> None:
         self.module, self.plan = module, plan
+        self.collectives = collectives
         self.leaves = {leaf.path: leaf for leaf in plan.leaves} if plan else {}
         self.paths = [parameter_path(parameter) for parameter in module.parameters]
         self.kinds = [self._kind(path) for path in self.paths]
-        bare: list[frozenset[Made]] = [NONE] * len(self.paths)
-        numbers = [frozenset([i]) for i in range(len(self.paths))]
-        self.weights = Lineage(module, numbers, through=_codecs.ENCODING)
-        self.gradients = Lineage(module, bare, _made_by(*REDUCING), arithmetic=True)
-        # Stages 1 and 2 gather the updated parameters.
-        self.updated = Lineage(module, bare, _made_by("all-gather"))
+        self.lineage = _flow.Lineage(module, through=_codecs.ENCODING)
 
     def _kind(self, path: str) -> str:
         if self.plan is not None:
@@ -53,70 +48,59 @@ class Reading:
         return first if first in (_state.PARAMS, _state.OPT_STATE) else "batch"
 
     @functools.cached_property
-    def of_weights(self) -> set[int]:
-        """The arguments that are parameters: a batch is copied, too."""
-        return {n for n, kind in enumerate(self.kinds) if kind == _state.PARAMS}
-
-    @functools.cached_property
-    def served(self) -> dict[Made, list[str]]:
-        """The leaves of the state that each array of a collective updates.
+    def served(self) -> dict[tuple[str, int], list[str]]:
+        """The leaves of the state that each array of a collective updates: gradients, and at stages
+        1 and 2 the updated parameters that are gathered.
 
         These are parameters where there are any: the same gradient updates their moments.
         """
-        found: dict[Made, list[int]] = collections.defaultdict(list)
-        for made in (self.gradients, self.updated):
-            for output, labels in enumerate(made.outputs):
-                for label in labels if output in self.module.aliases else ():
-                    found[label].append(self.module.aliases[output])
-        served = {}
-        for label, numbers in found.items():
-            parameters = [n for n in numbers if self.kinds[n] == _state.PARAMS]
-            served[label] = [self.paths[n] for n in parameters or numbers]
-        return served
+        numbers: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
+        for output, labels in enumerate(self.lineage.outputs):
+            for label in labels if output in self.module.aliases else ():
+                if label.kind != ARGUMENT:
+                    numbers[label.name, label.at].append(self.module.aliases[output])
+        params = {n for n, kind in enumerate(self.kinds) if kind == _state.PARAMS}
+        return {
+            array: [self.paths[n] for n in [n for n in of if n in params] or of]
+            for array, of in numbers.items()
+        }
 
-    def traffic(self, collective: Collective, per_host: int) -> Traffic:
-        """Describes a collective: what it moves, for which parameters, over which devices."""
-        instruction, group = collective.instruction, collective.group
-        return Traffic(
-            name=instruction.name,
-            kind=collective.kind,
-            parts=tuple(self._parts(collective)),
-            wire_bytes=collective.wire,
-            network_bytes=collective.network,
-            trips=collective.trips,
-            loops=collective.loops,
-            group=len(group.members),
-            on_host=group.on_host(per_host),
-            axes=group.axes if self.plan is None else _axes(group, self.plan),
-            asynchronous=collective.asynchronous,
-            seconds=collective.seconds,
-            between=collective.between,
-            exposed=collective.exposed,
-            scope=instruction.op_name,
-            source=self.module.source(instruction, OURS),
-        )
+    def traffic(self) -> list[Collective]:
+        """Returns the collectives with the parameters, mesh axes and lines that they serve."""
+        return [
+            dataclasses.replace(
+                one,
+                parts=tuple(self._parts(one)),
+                axes=one.axes if self.plan is None else _axes(one.members, self.plan),
+                source=self.module.source(self._instruction(one), OURS),
+            )
+            for one in self.collectives
+        ]
 
-    def _parts(self, collective: Collective) -> Iterator[Part]:
+    def _instruction(self, one: Collective) -> Instruction:
+        return self.module.computations[one.computation][one.name]
+
+    def _parts(self, one: Collective) -> Iterator[Operand]:
         """Yields the arrays of a collective, each with the parameters it belongs to."""
-        instruction = collective.instruction
         origins = [
             labels
-            for operand in instruction.operands
-            for labels in self.weights.values.get((collective.computation, operand), [])
+            for operand in self._instruction(one).operands
+            for labels in self.lineage.values.get((one.computation, operand), [])
         ]
-        rows_of = _rows.parameter(instruction.op_name) if collective.kind == "all-to-all" else None
-        for at, array in enumerate(collective.arrays):
-            known = [rows_of] if rows_of else self.served.get((instruction.name, at))
-            if known is None:
-                numbers = sorted(origins[at]) if at < len(origins) else []
-                known = [self.paths[number] for number in numbers if self.paths[number]]
-            yield Part(str(array), array.dtype, array.size, array.nbytes, tuple(known))
+        rows_of = _rows.parameter(one.scope) if one.kind == "all-to-all" else None
+        for at, part in enumerate(one.parts):
+            paths = [rows_of] if rows_of else self.served.get((one.name, at))
+            if paths is None:
+                labels = origins[at] if at < len(origins) else ()
+                numbers = sorted(label.at for label in labels if label.kind == ARGUMENT)
+                paths = [self.paths[number] for number in numbers if self.paths[number]]
+            yield dataclasses.replace(part, paths=tuple(paths))
 
     def not_donated(self) -> Iterator[str]:
         """Yields the leaves of the state whose memory no output reuses."""
         donated = set(self.module.aliases.values())
         for number, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
-            if kind in STATE and number not in donated:
+            if kind in STATE_KINDS and number not in donated:
                 yield path
 
     def misplaced(self) -> Iterator[tuple[str, str]]:
@@ -132,20 +116,80 @@ class Reading:
         """Yields stacks of full weights, all layers of them, that a loop passes on."""
         if self.plan is None or not self.plan.groups.params:
             return
-        stacked = {leaf.path: leaf for leaf in self.plan.params if leaf.stacked}
-        for (computation, name), labels in self.weights.values.items():
+        sharded = (leaf for leaf in self.plan.params if leaf.dim is not None)
+        stacked = {leaf.path: leaf for leaf in sharded if leaf.stacked}
+        for (computation, name), labels in self.lineage.values.items():
             instruction = self.module.computations[computation][name]
-            if instruction.opcode == "while":
-                for array, numbers in zip(instruction.arrays, labels, strict=True):
-                    for number in numbers:
-                        leaf = stacked.get(self.paths[number])
-                        if leaf and leaf.dim is not None and array.size in _full_sizes(leaf):
-                            yield leaf.path, str(array)
+            if instruction.opcode != "while":
+                continue
+            for array, of_array in zip(instruction.arrays, labels, strict=True):
+                for label in sorted(label for label in of_array if label.kind == ARGUMENT):
+                    leaf = stacked.get(self.paths[label.at])
+                    shapes = (leaf.padded_shape, leaf.shape) if leaf else ()
+                    if leaf and array.size in map(math.prod, shapes):
+                        yield leaf.path, str(array)
 
+    # -- memory
 
-def _full_sizes(leaf: LeafPlan) -> set[int]:
-    """Returns the elements of a leaf that was gathered, before its padding is dropped and after."""
-    return {math.prod(leaf.padded_shape), math.prod(leaf.shape)}
+    def memory(self, compiled: Compiled | None) -> MemoryUse:
+        """Counts arguments by kind from the module, temporary bytes from compiler and schedule."""
+        parameters = self.module.parameters
+        arguments: Counter[str] = Counter()
+        for parameter, kind in zip(parameters, self.kinds, strict=True):
+            arguments[kind] += int(parameter.device_bytes)
+        kept = self._temporary()
+        stats = compiled.memory_analysis() if compiled is not None else None
+        temporary = stats.temp_size_in_bytes if stats else sum(kept.values())
+        reused = [parameters[number] for number in self.module.aliases.values()]
+        donated = sum(parameter.device_bytes for parameter in reused)
+        # Where the compiler packs tighter than this reads the schedule, activations are fewer.
+        gathered = min(kept["gathered"], temporary)
+        gradients = min(kept["gradients"], temporary - gathered)
+        if self.plan is not None:
+            # All gradients whole, before and after they are reduced. What depends on reduced
+            # statistics, as of a batch norm, is followed like a gradient, and may be far larger.
+            sizes = (math.prod(x.shape) * max(x.dtype.itemsize, 4) for x in self.plan.params)
+            gradients = min(gradients, 2 * sum(sizes))
+        return MemoryUse(
+            parameters=arguments[_state.PARAMS],
+            optimizer=arguments[_state.OPT_STATE],
+            other_state=arguments[_state.OTHER],
+            batch=arguments["batch"],
+            gathered=gathered,
+            gradients=gradients,
+            activations=temporary - gathered - gradients,
+            outputs=int(self.module.root(self.module.entry).device_bytes - donated),
+            donated=int(donated),
+            on_host=int(sum(one.nbytes - one.device_bytes for one in parameters)),
+            host_donated=int(sum(one.nbytes - one.device_bytes for one in reused)),
+            host_temporary=stats.host_temp_size_in_bytes if stats else 0,
+        )
+
+    def _temporary(self) -> Counter[str]:
+        """Counts the bytes of the buffers alive at the schedule's peak, by use."""
+        reduced = {
+            (one.computation, operand, 0)
+            for one in self.collectives
+            if one.kind in ARITHMETIC
+            for operand in self._instruction(one).operands
+        }
+        # Those of microbatches are summed before they are reduced: the sums, and what is added to
+        # them.
+        reduced = _flow.summed_in(self.module, reduced)
+        bytes_by_use: Counter[str] = Counter()
+        for buffer, holders in _flow.peak(self.module).items():
+            bytes_by_use[self._use(holders, reduced)] += int(buffer.nbytes)
+        return bytes_by_use
+
+    def _use(self, holders: list[ValueName], reduced: set[ValueName]) -> str:
+        """Names a buffer after the values that are stored in it over its life."""
+        labels: set[Origin] = set()
+        for computation, name, at in holders:
+            labels.update(*self.lineage.values.get((computation, name), [])[at : at + 1])
+        if not reduced.isdisjoint(holders) or any(one.kind in ARITHMETIC for one in labels):
+            return "gradients"
+        arguments = (self.kinds[one.at] for one in labels if one.kind == ARGUMENT)
+        return "gathered" if _state.PARAMS in arguments else "activations"  # a batch is copied, too
 
 
 def parameter_path(parameter: Instruction) -> str:
@@ -156,21 +200,10 @@ def parameter_path(parameter: Instruction) -> str:
     return "/".join("".join(part) for part in parts) or (first[0] if first else "")
 
 
-def _axes(group: Group, plan: Plan) -> tuple[str, ...] | None:
+def _axes(members: tuple[int, ...], plan: Plan) -> tuple[str, ...] | None:
     """Returns the mesh axes that a group spans, by the plan's names; XLA may use others."""
-    if plan.mesh.devices.size <= max(group.members):
+    if plan.mesh.devices.size <= max(members):
         return None
-    places = np.unravel_index(group.members, plan.mesh.devices.shape)  # an array for each axis
+    places = np.unravel_index(members, plan.mesh.devices.shape)  # an array for each axis
     pairs = zip(plan.mesh.axis_names, places, strict=True)
     return tuple(name for name, at in pairs if len(set(at)) > 1)
-
-
-def _made_by(*kinds: str) -> Callable[[Instruction], list[frozenset[Made]]]:
-    """Returns a function that labels each array that collectives of these kinds make."""
-
-    def made(instruction: Instruction) -> list[frozenset[Made]]:
-        if instruction.base not in kinds or instruction.opcode.endswith("-done"):
-            return []
-        return [frozenset([(instruction.name, i)]) for i in range(len(instruction.operands))]
-
-    return made

@@ -2,23 +2,24 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 
+from zerojax import _figures
 from zerojax._figures import Figure
 from zerojax._plan.show import groups_text
-from zerojax._table import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
-from zerojax.tools._audit import contract as _contract, timeline as _timeline, trace as _trace
-from zerojax.tools._audit.measured import Measured, Traffic
-from zerojax.tools._hlo.transfers import TO_DEVICE, TO_HOST
+from zerojax.tools._audit import contract as _contract
+from zerojax.tools._audit.measurement import Measurement
+from zerojax.tools._hlo.schedule import IN_HOST, TO_DEVICE, TO_HOST, Collective, Span
 
-ROWS = 40  # of the printed table; to_dict has them all
+LARGEST_SHOWN = 40  # of the printed table; to_dict has them all
 # What a collective has in each column, and a sentence about it.
-COLUMNS: dict[str, tuple[Callable[[Traffic], str], str]] = {
+TRAFFIC: dict[str, tuple[Callable[[Collective], str], str]] = {
     "collective": (lambda one: one.kind, "The kind of collective that XLA compiled."),
     "dtype": (lambda one: ",".join(one.dtypes), "The dtypes in which arrays travel."),
     "sent": (
@@ -48,22 +49,35 @@ COLUMNS: dict[str, tuple[Callable[[Traffic], str], str]] = {
         "The parameters that it moves, or else the line of your code that it comes from.",
     ),
 }
-EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
+TRAFFIC_EXPLAINED = {title: sentence for title, (_, sentence) in TRAFFIC.items()}
 ON_CPUS = (
     "Gathered weights and the order of collectives are those of CPU code; "
     "zerojax.aot.mesh('8xH100') compiles for GPUs."
 )
-TIMES = ("between", "exposed")  # of a GPU whose speed is known
+TIME_COLUMNS = ("between", "exposed")  # of a GPU whose speed is known
 # What needs less memory, below stage 3 and at it.
 LESS_MEMORY = (
     "a higher stage, jax.checkpoint around layers, or accumulate=",
     "jax.checkpoint around layers, accumulate=, the host's memory (offload=), or more devices",
 )
 
+# Readable in grey too: each is darker than the one before.
+TIMELINE_COLOURS = {
+    "compute": "#a6cee3",
+    "all-gather": "#4f9bd0",
+    "reduce-scatter": "#1b4f80",
+    "all-reduce": "#6a3d9a",
+    TO_DEVICE: "#b2ab8c",
+    TO_HOST: "#7d7660",
+    "other": "#777777",
+    "exposed": _figures.EXPOSED,
+}
+# Of the schedule's streams; those below are of programs that have copies.
+LANES = {"compute": 2, "collectives": 1, "exposed": 0, TO_DEVICE: -1, TO_HOST: -2}
 
-class Report(Measured):
-    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it, or
-    `compare()` it with a trace.
+
+class Report(Printed, Measurement):
+    """The result of `zerojax.audit`: print it, `check()` it, `to_dict()` or `plot()` it.
 
     - `memory`: bytes of a device. `peak` is the sum of `state` (`parameters`, `optimizer` and
       `other_state`), `temporary` (`gathered` weights, `gradients` and `activations`), `batch` and
@@ -95,23 +109,25 @@ class Report(Measured):
             max_peak_bytes: the most memory per device.
             min_overlap: the least share of the modelled step that is compute.
         """
-        found = self.findings(max_peak_bytes=max_peak_bytes, min_overlap=min_overlap)
-        if found:
+        findings = self.findings(max_peak_bytes=max_peak_bytes, min_overlap=min_overlap)
+        if findings:
             stage = "" if self.plan is None else f" of stage {self.plan.stage}"
             broken = [f"the contract{stage}"] * bool(self._findings)
-            broken += ["the limits of this check"] * (len(found) > len(self._findings))
-            lines = "\n".join(f"  - {line}" for line in found)
+            broken += ["the limits of this check"] * (len(findings) > len(self._findings))
+            lines = "\n".join(f"  - {line}" for line in findings)
             what = " and ".join(broken)
             raise AssertionError(f"the compiled program breaks {what}:\n{lines}")
         return self
 
     def to_dict(self) -> dict[str, object]:
         """Returns everything as plain Python values."""
-        traffic = [
-            dataclasses.asdict(t) | {"total_bytes": t.total_bytes, "serves": t.serves}
-            for t in self.traffic
-        ]
-        memory = dataclasses.asdict(self.memory)
+        memory = self.memory
+        traffic = []
+        for one in self.traffic:
+            fields = dataclasses.asdict(one)
+            del fields["computation"], fields["members"]
+            derived = {name: getattr(one, name) for name in ("group", "total_bytes", "serves")}
+            traffic.append(fields | derived)
         return {
             "devices": self.devices,
             "gpu": self.gpu.name if self.gpu else None,
@@ -128,7 +144,8 @@ class Report(Measured):
             "bytes_to_device": self.host_bytes(TO_DEVICE),
             "bytes_to_host": self.host_bytes(TO_HOST),
             "host_wait_seconds": self.replay.waited if self.gpu else None,
-            "memory": memory | {"peak": self.memory.peak, "temporary": self.memory.temporary},
+            "memory": dataclasses.asdict(memory)
+            | {"peak": memory.peak, "temporary": memory.temporary},
             "not_donated": list(self.not_donated),
             "placement": [list(pair) for pair in self.placement],
             "kept": [list(pair) for pair in self.kept],
@@ -139,35 +156,56 @@ class Report(Measured):
 
     def plot(self, path: str | None = None) -> Figure:
         """Draws the timeline of compute and collectives with matplotlib; saves it to `path`."""
-        return _timeline.plot(self, path)
-
-    def compare(self, trace: str | os.PathLike) -> _trace.Comparison:
-        """Returns the modelled step beside those in a trace of the same step.
-
-        Print it; `to_dict()` has it in seconds.
-
-        Arguments:
-            trace: what was passed to `jax.profiler.trace`, or an `.xplane.pb` in it.
-        """
-        return _trace.compare(self, trace)
-
-    def __str__(self) -> str:
-        rows = self._rows()
-        at = {title: column for column, title in enumerate(rows[0])}
-        table = text_table(
-            rows,
-            right=[at[title] for title in ("sent", "times", "loops", *TIMES) if title in at],
-            flexible=(at["serves"],),
-            optional=[at[title] for title in ("loops", "between", "group") if title in at],
+        if self.gpu is None:
+            raise ValueError(
+                f"there are no times to plot: the program was compiled for {self.backend}. Pass "
+                "gpu='H100' to audit, or compile on zerojax.aot.mesh('8xH100')."
+            )
+        figure, axes = _figures.panels(2.8)
+        spans = drawn_once([span for span in self.replay.spans if span.stream != IN_HOST])
+        lanes = {name: at for name, at in LANES.items() if at >= 0 or self.replay.transfers}
+        drawn: dict[str, list[Span]] = {}
+        for span in spans:
+            known = span.kind in TIMELINE_COLOURS or span.stream != "collectives"
+            drawn.setdefault((span.kind or span.stream) if known else "other", []).append(span)
+        for what in (what for what in TIMELINE_COLOURS if what in drawn):
+            bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in drawn[what]]
+            place = (lanes[drawn[what][0].stream] - 0.4, 0.8)
+            # Collectives may follow one another at once: a white line tells them apart.
+            line = {"edgecolor": "white", "linewidth": 0 if what == "compute" else 0.3}
+            axes.broken_barh(bars, place, facecolor=TIMELINE_COLOURS[what], label=what, **line)
+        for trips, group in itertools.groupby(spans, key=lambda span: span.trips):
+            if trips > 1:  # a line over the loop's body
+                inside = list(group)
+                first, last = 1e3 * inside[0].start, 1e3 * max(span.end for span in inside)
+                axes.plot([first, last], [2.55, 2.55], color="black", linewidth=1)
+                axes.text((first + last) / 2, 2.6, f"x {trips}", ha="center", va="bottom")
+        axes.set_yticks(list(lanes.values()), list(lanes))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        looped = any(span.trips > 1 for span in spans)
+        axes.set_xlabel("ms, each loop drawn once (x: how often it runs)" if looped else "ms")
+        caveat = self.caveat and f"\n({self.caveat})"
+        axes.set_title(
+            f"modelled step {human_time(self.replay.step)} on {self.devices} x {self.gpu.name}, "
+            f"{human_time(self.replay.exposed)} exposed{caveat}"
         )
-        return "\n".join(
-            [paragraphs(self._summary()), "", table, *map(_paragraph, self._left_out())]
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(0, 1e3 * max(span.end for span in spans))
+        axes.set_ylim(min(lanes.values()) - 0.6, 2.9)
+        return _figures.finished(figure, path)
+
+    def table(self) -> Table:
+        largest = sorted(self.traffic, key=lambda one: -one.total_bytes)[:LARGEST_SHOWN]
+        shown = {k: v for k, v in TRAFFIC.items() if self.gpu or k not in TIME_COLUMNS}
+        return Table(
+            list(shown),
+            [[cell(one) for cell, _ in shown.values()] for one in largest],
+            title=[*self._summary(), ""],
+            notes=self._notes(),
+            right=("sent", "times", "loops", *TIME_COLUMNS),
+            flexible=("serves",),
+            optional=("loops", "between", "group"),
         )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), self._rows(), below=self._left_out())
 
     def _summary(self) -> list[str]:
         memory = self.memory
@@ -219,14 +257,8 @@ class Report(Measured):
         ways = "1 way" if count == 1 else f"{count} ways"
         return f"breaks the contract of stage {stage} in {ways}: report.check()"
 
-    def _rows(self) -> list[Row]:
-        """Makes the rows of the largest collectives, below the heading."""
-        largest = sorted(self.traffic, key=lambda t: -t.total_bytes)[:ROWS]
-        shown = {k: v for k, v in COLUMNS.items() if self.gpu or k not in TIMES}
-        return [tuple(shown), *(tuple(cell(one) for cell, _ in shown.values()) for one in largest)]
-
-    def _left_out(self) -> list[str]:
-        left = len(self.traffic) - ROWS
+    def _notes(self) -> list[str]:
+        left = len(self.traffic) - LARGEST_SHOWN
         lines = [f"... and {left} smaller ones"] if left > 0 else []
         if self.backend == "cpu" and self.traffic:
             lines.append(ON_CPUS)
@@ -235,10 +267,6 @@ class Report(Measured):
         if self.backend == "cpu" and narrow and jnp.finfo(narrow).bits < 32:
             lines.append(f"CPUs send {jnp.dtype(narrow).name} as f32; GPUs do not.")
         return lines
-
-
-def _paragraph(line: str) -> str:
-    return paragraphs([line])
 
 
 def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
@@ -253,7 +281,7 @@ def check_limits(max_peak_bytes: object, min_overlap: object) -> None:
 
 
 def _over_limits(
-    report: Measured, max_peak_bytes: float | None, min_overlap: float | None
+    report: Measurement, max_peak_bytes: float | None, min_overlap: float | None
 ) -> Iterator[str]:
     """Finds where a step exceeds the limits that a user gave."""
     peak, at_most = report.memory.peak, report.plan is not None and report.plan.stage == 3
@@ -270,3 +298,16 @@ def _over_limits(
             f"{min_overlap}: {human_time(report.replay.exposed)} of communication are exposed. "
             "Use prefetch=1, or more tokens per device."
         )
+
+
+# -- the picture
+
+
+def drawn_once(spans: Sequence[Span]) -> list[Span]:
+    """Moves spans together, so that the later iterations of a loop take no room."""
+    moved, end, gap = [], 0.0, 0.0
+    for span in sorted(spans, key=lambda s: s.start):
+        gap += max(0.0, span.start - gap - end)
+        moved.append(dataclasses.replace(span, start=span.start - gap, end=span.end - gap))
+        end = max(end, span.end - gap)
+    return moved

@@ -24,7 +24,7 @@ from zerojax._step.step import Step
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 from zerojax.tools._audit import audit as _audit
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 
 VARIABLE = "ZEROJAX_CACHE"
 SUFFIX = ".zerojax"

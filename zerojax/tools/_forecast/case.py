@@ -14,7 +14,7 @@ from zerojax._table import Cell, Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu
 
 GIB, MS = 2**30, 1e-3

@@ -32,7 +32,7 @@ from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.case import Case, Forecast
 from zerojax.tools._forecast.mfu import needed_flops
 from zerojax.tools._forecast.models import Loss, NnxStep, functional, own_options
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 from zerojax.tools._hlo.gpus import Gpu, Rates
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from zerojax._state import state as _state
 from zerojax._step.step import Step
 from zerojax._types import Device, PyTree
 from zerojax.tools import _flops
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 
 
 def step_flops(step: Step, state: PyTree, batch: PyTree, rng: PyTree = None) -> float:

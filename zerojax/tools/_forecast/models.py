@@ -22,7 +22,7 @@ from zerojax._step.step_options import TrainOptions
 from zerojax._types import PyTree
 from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._forecast.presets import Gpt
-from zerojax.tools._hlo import known as _known
+from zerojax.tools._hlo import gpus as _known
 
 Loss: TypeAlias = Callable[..., PyTree]
 NnxStep: TypeAlias = Callable[..., PyTree]  # whose own type would import flax.nnx

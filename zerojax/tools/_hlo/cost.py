@@ -14,20 +14,12 @@ from typing import NamedTuple
 from zerojax.tools._hlo.gpus import IN_FULL, Rates
 from zerojax.tools._hlo.module import Instruction, Module, dtype_bytes
 
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "iota",
-    "partition-id",
-    "replica-id",
-    "opt-barrier",
-}
+_FREE = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|iota|partition-id|replica-id|"
+    "opt-barrier|.*-start|.*-done"
+)
 _MATMUL_CALL = re.compile("matmul|cublas")
-_ATTENTION = "__cudnn$fmha"
+_CUDNN_ATTENTION = "__cudnn$fmha"
 _NOT_TF32 = re.compile(r'(?i)operand_precision"?[=:][{\[][^}\]]*highest|dot_f32_f32_f32')
 _CONTRACTING = r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]'
 _SEE_THROUGH = ("bitcast", "copy", "convert")
@@ -86,8 +78,8 @@ class CostModel:
 
     def _dot_flops(self, computation: str, dot: Instruction) -> int:
         left = self.module.computations[computation][dot.operands[0]].arrays[0]
-        found = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
-        dims = [int(d) for d in found] or [len(left.dims) - 1]
+        numbers = re.findall(r"\d+", dot.attribute(_CONTRACTING) or "")
+        dims = [int(number) for number in numbers] or [len(left.dims) - 1]
         return 2 * dot.arrays[0].size * math.prod(left.dims[d] for d in dims)
 
     def _convolution_flops(self, computation: str, convolution: Instruction) -> int:
@@ -123,7 +115,7 @@ class CostModel:
         if instruction.fuses:
             reads, writes = self.fusion_bytes(instruction.called[0])
             return reads + writes
-        if opcode in _FREE or opcode.endswith(("-start", "-done")):
+        if _FREE.fullmatch(opcode):
             return 0
         instructions = self.module.computations[computation]
         operands = [instructions[o].nbytes for o in instruction.operands]
@@ -155,7 +147,7 @@ class CostModel:
 
 
 def _is_attention(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and _ATTENTION in instruction.attributes
+    return instruction.opcode == "custom-call" and _CUDNN_ATTENTION in instruction.attributes
 
 
 def _written_by(instructions: dict[str, Instruction], output: Instruction) -> float:

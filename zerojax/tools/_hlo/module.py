@@ -7,20 +7,14 @@ import re
 from typing import TypeVar
 
 T = TypeVar("T")
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+_COLLECTIVE = re.compile(
+    "(all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-(?:permute|broadcast))"
+    "(?:-start|-done)?"
 )
-
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _STATEMENT = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
-_HOST = "S(5)"  # in a layout: XLA's number for the memory of the host
+_HOST_LAYOUT = "S(5)"  # in a layout: XLA's number for the memory of the host
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -92,12 +86,22 @@ class Instruction:
     @functools.cached_property
     def called(self) -> list[str]:
         """The names of the computations that it runs."""
-        return [name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)]
+        return [name for one in _CALLED.findall(self.attributes) for name in _NAME.findall(one)]
+
+    def calls(self, operands: list[T]) -> list[tuple[str, list[T]]]:
+        """Returns the computations that it runs, each with those of its operands that it gets."""
+        if self.opcode == "while":
+            return [(self.body, operands[:1])]
+        if self.opcode == "conditional":
+            pairs = zip(self.called, operands[1:], strict=True)
+            return [(name, [operand]) for name, operand in pairs]
+        runs = self.called and (self.fuses or self.opcode == "call")
+        return [(self.called[0], operands)] if runs else []
 
     def attribute(self, pattern: str) -> str | None:
         """Returns the first group of `pattern` in the attributes; None where it is not found."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
 
     @property
     def fuses(self) -> bool:
@@ -108,6 +112,12 @@ class Instruction:
     def base(self) -> str:
         """The opcode without the `-start` or `-done` of an asynchronous pair."""
         return re.sub(r"-(start|done)$", "", self.opcode)
+
+    @property
+    def collective(self) -> str:
+        """Its kind, such as 'all-gather', for asynchronous halves too; '' for no collective."""
+        match = _COLLECTIVE.fullmatch(self.opcode)
+        return match[1] if match else ""
 
     @property
     def body(self) -> str:
@@ -129,13 +139,9 @@ class Instruction:
 def arrays_of(type_text: str) -> list[Array]:
     """Returns all arrays of a type, with tuples flattened."""
     return [
-        Array(dtype, _sizes(dims), _HOST in layout)
+        Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), _HOST_LAYOUT in layout)
         for dtype, dims, layout in _ARRAY.findall(type_text)
     ]
-
-
-def _sizes(dims: str) -> tuple[int, ...]:
-    return tuple(int(d.lstrip("<=")) for d in re.split(r"[,\s]+", dims) if d.strip())
 
 
 def top_level_types(type_text: str) -> list[str]:
@@ -151,7 +157,7 @@ def top_level_types(type_text: str) -> list[str]:
     return [member for member in members if member]
 
 
-def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     """Parses what follows `name =`; raises `ValueError` for unbalanced parentheses."""
     type_end = _closing(text) + 1 if text.startswith("(") else text.find(" ")
     type_text, rest = text[:type_end], text[type_end:].lstrip()
@@ -165,10 +171,10 @@ def parse_instruction(name: str, text: str, is_root: bool) -> Instruction:
 def _closing(text: str) -> int:
     """Returns the index at which the parenthesis with which `text` begins closes."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     return len(text)
 
 
@@ -196,17 +202,14 @@ class Module:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.startswith("}"):
                 current = None
-            elif current is not None:
-                if found := _STATEMENT.match(line):
-                    try:
-                        made = parse_instruction(found[2], found[3], bool(found[1]))
-                    except ValueError as error:
-                        raise _damaged(f"line {number}, {line.strip()[:60]!r}: {error}") from None
-                    current[found[2]] = made
-            elif found := _COMPUTATION.match(line):
-                current = self.computations.setdefault(found[2], {})
-                if found[1]:
-                    self.entry = found[2]
+            elif current is not None and (match := _STATEMENT.match(line)):
+                try:
+                    current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
+                except ValueError as error:
+                    raise _damaged(f"line {number}, {line.strip()[:60]!r}: {error}") from None
+            elif match := _COMPUTATION.match(line):
+                current = self.computations.setdefault(match[2], {})
+                self.entry = match[2] if match[1] else self.entry
 
     def _check(self, name: str, instructions: dict[str, Instruction]) -> None:
         """Raises for a computation that lost lines: all later readers rely on what is checked."""
@@ -268,13 +271,12 @@ class Module:
     def parameters(self) -> list[Instruction]:
         """The parameters of the entry computation, in order."""
         entry = self.computations[self.entry].values()
-        found = [i for i in entry if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.inside))
+        return sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.inside))
 
     @property
     def uses_host(self) -> bool:
         """Whether some array is in the memory of the host."""
-        return _HOST in self.text
+        return _HOST_LAYOUT in self.text
 
     @property
     def devices(self) -> int:
@@ -290,17 +292,11 @@ class Module:
     @functools.cached_property
     def _frames(self) -> dict[str, dict[int, str]]:
         """The tables of source positions at the start of newer modules."""
-        tables: dict[str, dict[int, str]] = {}
-        names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-        rows: dict[int, str] | None = None
-        for line in self.text.splitlines():
-            if line.strip() in names:
-                rows = tables.setdefault(line.strip(), {})
-            elif rows is not None and (found := re.match(r"(\d+) (.*)", line)):
-                rows[int(found[1])] = found[2]
-            else:
-                rows = None
-        return tables
+        tables = re.findall(
+            r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", self.text, re.MULTILINE
+        )
+        lines = {name: [row.split(" ", 1) for row in rows.splitlines()] for name, rows in tables}
+        return {name: {int(number): row for number, row in rows} for name, rows in lines.items()}
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str | None:
         """Returns 'file.py:12': the innermost position in a file whose path has none of `skip`."""
@@ -311,20 +307,19 @@ class Module:
 
     def _positions(self, instruction: Instruction) -> list[tuple[str, str]]:
         """Returns (file, line) of the instruction's stack frames, innermost first."""
-        file = instruction.attribute(r'source_file="([^"]*)"')
-        if file:
+        if file := instruction.attribute(r'source_file="([^"]*)"'):
             return [(file, instruction.attribute(r"source_line=(\d+)") or "?")]
         frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
-        found = []
+        positions = []
         while row := self._frames.get("StackFrames", {}).get(frame):
             ids = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
             place = self._frames["FileLocations"].get(ids.get("file_location_id", 0), "")
             where = dict(re.findall(r"(\w+)=(\d+)", place))
             name = self._frames["FileNames"].get(int(where.get("file_name_id", 0)), '""')
-            found.append((name.strip('"'), where.get("line", "?")))
+            positions.append((name.strip('"'), where.get("line", "?")))
             # XLA writes one more than the number of the parent's row, and 1 where there is none.
             frame = ids.get("parent_frame_id", 1) - 1
-        return found
+        return positions
 
 
 def _damaged(what: str) -> ValueError:

@@ -4,46 +4,125 @@ order.
 A collective costs the bytes it sends over its group's bandwidth, and the hops of its rings. Those
 that XLA's schedule has in flight together take turns on the links that both use, inside hosts or
 between them. A `-done` waits for its collective: that is exposed communication. Copies run in one
-lane for each direction. A loop runs as often as XLA knows that it does.
+lane for each direction: the GPU's copy engines make those of whole arrays, and of slices that XLA
+can address from the host; a kernel makes the others. A loop runs as often as XLA knows it does.
 """
 
+import collections
 import dataclasses
+import math
+import re
 from collections import Counter
 
-from zerojax.tools._hlo import groups as _groups, module as _module, transfers as _transfers
+import numpy as np
+
+from zerojax._table import shortened
 from zerojax.tools._hlo.cost import CostModel, Matmul
 from zerojax.tools._hlo.gpus import Rates, network_share
 from zerojax.tools._hlo.module import Instruction, Module
-from zerojax.tools._hlo.transfers import Transfer
 
 LINKS: tuple[str, ...] = ("inside hosts", "between hosts")
-REDUCING = ("reduce-scatter", "all-reduce")
+TO_DEVICE, TO_HOST, IN_HOST = "to the device", "to the host", "in host memory"
+NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
+LONGEST_NAME = 60
+ADDRESSED = "dynamic_slice_config"  # what XLA writes on a slice that it can address itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One array that a collective takes, and the parameters it belongs to, where they are known."""
+
+    array: str
+    dtype: str
+    elements: int
+    nbytes: float
+    paths: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
 class Collective:
-    """A collective instruction, with all the runs that the loops around it give it."""
+    """A collective instruction, with all the runs that the loops around it give it. Bytes are those
+    of a device, times are seconds of one run.
 
-    instruction: Instruction
+    `between` is the compute scheduled between its start and done, `exposed` the time that the
+    program waits for it.
+    """
+
+    name: str
     computation: str
-    arrays: list[_module.Array]  # its operands
-    group: _groups.Group
-    wire: float  # bytes that each device sends in one run
-    network: float  # those that leave its host
-    links: tuple[str, ...]  # that it uses
+    kind: str
+    parts: tuple[Operand, ...]
+    members: tuple[int, ...]  # of the first of the groups of devices
+    axes: tuple[str, ...] | None  # of the mesh, which groups span, where they are known
+    on_host: int  # members on the first one's host
+    wire_bytes: float  # of one run
+    network_bytes: float  # those between hosts
     trips: int
     loops: tuple[str, ...]  # the `while` instructions around it, outermost first
+    asynchronous: bool
+    scope: str
+    seconds: float
+    between: float = 0.0
+    exposed: float = 0.0
+    source: str | None = None  # its line in the user's code
+
+    @property
+    def group(self) -> int:
+        return len(self.members)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The links that it uses."""
+        inside = self.on_host == self.group
+        return LINKS[self.on_host == 1 < self.group : 1 if inside else None]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({part.dtype for part in self.parts}))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+
+    @property
+    def total_bytes(self) -> float:
+        return self.wire_bytes * self.trips
+
+    @property
+    def serves(self) -> str:
+        """The parameters it moves, where they are known; else its place in the user's code."""
+        if not self.paths:
+            return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
+        named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
+        return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
+
+
+def place_of(source: str | None, scope: str) -> str:
+    """Returns where something is in the user's code: its line, else JAX's scope."""
+    return NOTEBOOK.sub("cell line ", source or scope)
+
+
+@dataclasses.dataclass
+class Transfer:
+    """A copy between memories, with all the runs that the loops around it give it."""
+
+    name: str
+    way: str
+    nbytes: float  # of one run
+    by_engine: bool
+    asynchronous: bool
+    trips: int = 1
     seconds: float = 0.0  # of one run
-    exposed: float = 0.0  # of one run
-    between: float = 0.0  # compute between start and done, of one run
+    between: float = 0.0
+    exposed: float = 0.0  # the time that the program waits for one run
 
     @property
-    def kind(self) -> str:
-        return collective_kind(self.instruction)
+    def lanes(self) -> tuple[str, ...]:
+        return (self.way,)
 
     @property
-    def asynchronous(self) -> bool:
-        return self.instruction.opcode.endswith("-start")
+    def total_bytes(self) -> float:
+        return self.nbytes * self.trips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +132,7 @@ class Span:
     start: float
     end: float
     name: str
-    stream: str  # "compute", "collectives", "waiting" or the way of a copy
+    stream: str  # "compute", "collectives", "exposed" or the way of a copy
     trips: int
     kind: str = ""  # of a collective; newer JAX names instructions freely
 
@@ -64,8 +143,6 @@ class Replay:
 
     step: float = 0.0
     compute: float = 0.0
-    exposed: float = 0.0
-    waited: float = 0.0  # for copies to and from the host
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     matmuls: list[Matmul] = dataclasses.field(default_factory=list)  # with all their runs
@@ -73,25 +150,24 @@ class Replay:
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def exposed(self) -> float:
+        return float(sum(one.exposed * one.trips for one in self.collectives))
+
+    @property
+    def waited(self) -> float:
+        """The time that the step waits for copies to and from the host."""
+        return float(sum(one.exposed * one.trips for one in self.transfers))
+
+    @property
     def flops_by_dtype(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+        flops: Counter[str] = Counter()
         for one in self.matmuls:
-            found[one.dtype] += one.flops
-        return found
+            flops[one.dtype] += one.flops
+        return flops
 
     @property
     def flops(self) -> float:
         return float(sum(one.flops for one in self.matmuls))
-
-    def add(self, part: "Replay") -> None:
-        """Adds what happened inside a called computation, except for its time."""
-        self.exposed += part.exposed
-        self.waited += part.waited
-        self.collectives += part.collectives
-        self.transfers += part.transfers
-        self.spans += part.spans
-        self.unknown_loops += part.unknown_loops
-        self.matmuls += part.matmuls
 
 
 def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
@@ -99,6 +175,127 @@ def replay(module: Module, rates: Rates, per_host: int = 8) -> Replay:
     player = _Player(module, rates, per_host)
     player.result.step, player.result.compute = player.run(module.entry, 1, (), 0.0)
     return player.result
+
+
+class _Player:
+    def __init__(self, module: Module, rates: Rates, per_host: int) -> None:
+        self.module, self.rates, self.per_host = module, rates, per_host
+        self.cost, self.result = CostModel(module, rates), Replay()
+
+    def run(
+        self, name: str, trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
+        now = compute = 0.0  # what compute has reached, and how much of it there was
+        free: dict[str, float] = collections.defaultdict(float)  # when each lane is
+        pending: dict[str, tuple[Collective | Transfer, float, float]] = {}
+        for instruction in self.module.computations[name].values():
+            opcode = instruction.opcode
+            if opcode.endswith("-done") and instruction.operands[0] in pending:
+                one, end, computed = pending.pop(instruction.operands[0])
+                one.between = compute - computed
+                now = self.wait(one, now, end, origin)
+            elif one := self.sent(name, instruction, trips, loops):
+                start = max(now, *(free[lane] for lane in one.lanes))
+                end = start + one.seconds
+                free |= dict.fromkeys(one.lanes, end)
+                kind = instruction.collective
+                stream = "collectives" if kind else one.lanes[0]
+                self.draw(Span(origin + start, origin + end, one.name, stream, trips, kind))
+                if one.asynchronous:
+                    pending[one.name] = one, end, compute
+                else:
+                    now = self.wait(one, now, end, origin)
+            elif opcode in ("while", "call", "conditional") and instruction.called:
+                run = self.loop if opcode == "while" else self.slowest
+                elapsed, inside = run(instruction, trips, loops, origin + now)
+                now, compute = now + elapsed, compute + inside
+            else:
+                seconds = self.cost.seconds(name, instruction)
+                matmuls = self.cost.matmuls(name, instruction)
+                self.result.matmuls += [x._replace(flops=x.flops * trips) for x in matmuls]
+                at = origin + now
+                self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
+                now, compute = now + seconds, compute + seconds
+        return now, compute
+
+    def loop(
+        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        count = instruction.trip_count
+        if count is None:
+            self.result.unknown_loops.append(instruction.name)
+            count = 1
+        around = (*loops, instruction.name)
+        elapsed, compute = self.run(instruction.body, trips * count, around, origin)
+        return elapsed * count, compute * count
+
+    def slowest(
+        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
+    ) -> tuple[float, float]:
+        """Runs all branches and counts the slowest: which one a step takes is unknown."""
+        before, branches = self.result, []
+        for name in instruction.called:
+            self.result = Replay()
+            branches.append((*self.run(name, trips, loops, origin), self.result))
+        elapsed, compute, chosen = max(branches, key=lambda branch: branch[0])
+        self.result = before
+        for field in ("collectives", "transfers", "matmuls", "spans", "unknown_loops"):
+            getattr(before, field).extend(getattr(chosen, field))
+        return elapsed, compute
+
+    def sent(
+        self, name: str, instruction: Instruction, trips: int, loops: tuple[str, ...]
+    ) -> Collective | Transfer | None:
+        """Returns the collective or the copy that an instruction is, if it is one."""
+        if instruction.collective:
+            collective = self.collective(name, instruction, trips, loops)
+            self.result.collectives.append(collective)
+            return collective
+        if not self.module.uses_host or not (copy := transfer_of(self.module, name, instruction)):
+            return None
+        rate = self.rates.to_host(min(self.per_host, self.module.devices))
+        copy.trips, copy.seconds = trips, copy.nbytes / rate + self.rates.host_latency
+        self.result.transfers.append(copy)
+        return copy
+
+    def collective(
+        self, name: str, instruction: Instruction, trips: int, loops: tuple[str, ...]
+    ) -> Collective:
+        kind, instructions = instruction.collective, self.module.computations[name]
+        arrays = [array for o in instruction.operands for array in instructions[o].arrays]
+        members, axes = group_of(instruction, self.module.devices)
+        size = len(members)
+        on_host = sum(m // self.per_host == members[0] // self.per_host for m in members)
+        wire = wire_bytes(kind, sum(array.nbytes for array in arrays), size)
+        return Collective(
+            instruction.name,
+            name,
+            kind,
+            tuple(Operand(str(a), a.dtype, a.size, a.nbytes) for a in arrays),
+            members,
+            axes,
+            on_host,
+            wire_bytes=wire,
+            network_bytes=wire * network_share(kind, size, on_host),
+            trips=trips,
+            loops=loops,
+            asynchronous=instruction.opcode.endswith("-start"),
+            scope=instruction.op_name,
+            seconds=self.rates.seconds(kind, wire, size, on_host),
+        )
+
+    def wait(self, one: Collective | Transfer, now: float, end: float, origin: float) -> float:
+        one.exposed = max(0.0, end - now)
+        self.draw(Span(origin + now, origin + end, one.name, "exposed", one.trips))
+        return max(now, end)
+
+    def draw(self, span: Span) -> None:
+        if span.end > span.start:
+            self.result.spans.append(span)
+
+
+# -- collectives
 
 
 def wire_bytes(kind: str, nbytes: float, group: int) -> float:
@@ -114,149 +311,71 @@ def wire_bytes(kind: str, nbytes: float, group: int) -> float:
     return nbytes
 
 
-def collective_kind(instruction: Instruction) -> str:
-    """Returns 'all-gather', say, for asynchronous halves too; '' for other instructions."""
-    return instruction.base if instruction.base in _module.COLLECTIVES else ""
+def group_of(
+    instruction: Instruction, devices: int
+) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    """Returns the first of the groups of devices between which a collective runs, and the axes of
+    the mesh that it spans, where the module names them.
+
+    XLA has three notations of `replica_groups`; without, a collective spans all `devices`.
+    """
+    text = instruction.attributes
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        axes = tuple(re.findall(r"'([^']+)'", match[2]))
+        first = tuple(slice(None) if name in axes else 0 for name in sizes)
+        return tuple(_numbered([*sizes.values()])[first].ravel().tolist()), axes
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape = [int(x) for x in match[3].split(",")]
+        order = [int(x) for x in match[4].split(",")] if match[4] else range(len(shape))
+        members = _numbered(shape).transpose(order).ravel().tolist()
+        return tuple(members[: int(match[2])]), None
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return tuple(int(x) for x in match[1].split(",")), None
+    if match := re.search(r"source_target_pairs=\{([\d,{}]*)\}", text):
+        # Those that exchange with the first one, directly or through others.
+        links = [{int(a), int(b)} for a, b in re.findall(r"(\d+),(\d+)", match[1])]
+        connected = set(links[0]) if links else {0}
+        while grown := [x for x in links if x & connected and not x <= connected]:
+            connected.update(*grown)
+        return tuple(sorted(connected)), None
+    return tuple(range(devices)), None
 
 
-@dataclasses.dataclass
-class _Lanes:
-    """The copies of one run of a computation."""
-
-    free: dict[str, float] = dataclasses.field(default_factory=dict)  # when each way is
-    ends: dict[str, tuple[float, Transfer]] = dataclasses.field(default_factory=dict)
+def _numbered(shape: list[int]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
-class _Player:
-    def __init__(self, module: Module, rates: Rates, per_host: int) -> None:
-        self.module, self.rates, self.per_host = module, rates, per_host
-        self.cost, self.result = CostModel(module, rates), Replay()
+# -- copies
 
-    def run(
-        self, name: str, trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
-        """Runs a computation once, from `origin` on; returns (elapsed, compute) seconds."""
-        now = compute = 0.0  # what compute has reached, and how much of it there was
-        free: dict[str, float] = dict.fromkeys(LINKS, 0.0)
-        pending: dict[str, tuple[float, float, Collective]] = {}
-        lanes = _Lanes()
-        for instruction in self.module.computations[name].values():
-            kind = collective_kind(instruction)
-            if kind and instruction.opcode.endswith("-done"):
-                end, computed, collective = pending.pop(instruction.operands[0])
-                collective.between = compute - computed
-                now = self.wait(collective, now, end, origin)
-            elif kind:
-                collective = self.collective(name, instruction, kind, trips, loops)
-                start = max(now, *(free[link] for link in collective.links))
-                end = start + collective.seconds
-                free.update(dict.fromkeys(collective.links, end))
-                when = (origin + start, origin + end)
-                self.draw(Span(*when, instruction.name, "collectives", trips, kind))
-                if collective.asynchronous:
-                    pending[instruction.name] = (end, compute, collective)
-                else:
-                    now = self.wait(collective, now, end, origin)
-            elif (after := self.copy(name, instruction, trips, now, origin, lanes)) is not None:
-                now = after
-            elif instruction.opcode == "while":
-                elapsed, inside = self.loop(instruction, trips, loops, origin + now)
-                now, compute = now + elapsed, compute + inside
-            elif instruction.opcode in ("call", "conditional") and instruction.called:
-                elapsed, inside = self.slowest(instruction.called, trips, loops, origin + now)
-                now, compute = now + elapsed, compute + inside
-            else:
-                seconds = self.compute(name, instruction, trips, origin + now)
-                now, compute = now + seconds, compute + seconds
-        return now, compute
 
-    def slowest(
-        self, names: list[str], trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
-        """Runs all branches and counts the slowest: which one a step takes is unknown."""
-        before, tried = self.result, []
-        for name in names:
-            self.result = Replay()
-            tried.append((*self.run(name, trips, loops, origin), self.result))
-        elapsed, compute, chosen = max(tried, key=lambda one: one[0])
-        self.result = before
-        before.add(chosen)
-        return elapsed, compute
+def transfer_of(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
+    """Returns the copy that an instruction makes; None for one that makes none."""
+    if instruction.fuses:
+        inside = module.computations[instruction.called[0]]
+        pieces = [_piece(inside, one) for one in inside.values() if one.base != "copy"]
+    else:
+        pieces = [_piece(module.computations[computation], instruction)]
+    if not (pieces := [piece for piece in pieces if piece]):
+        return None
+    ways, nbytes, by_engine = zip(*pieces, strict=True)
+    is_async = instruction.opcode.endswith("-start")
+    return Transfer(instruction.name, ways[0], sum(nbytes), all(by_engine), is_async)
 
-    def loop(
-        self, instruction: Instruction, trips: int, loops: tuple[str, ...], origin: float
-    ) -> tuple[float, float]:
-        count = instruction.trip_count
-        if count is None:
-            self.result.unknown_loops.append(instruction.name)
-            count = 1
-        around = (*loops, instruction.name)
-        elapsed, compute = self.run(instruction.body, trips * count, around, origin)
-        return elapsed * count, compute * count
 
-    def compute(self, name: str, instruction: Instruction, trips: int, at: float) -> float:
-        seconds = self.cost.seconds(name, instruction)
-        found = self.cost.matmuls(name, instruction)
-        self.result.matmuls += [one._replace(flops=one.flops * trips) for one in found]
-        self.draw(Span(at, at + seconds, instruction.name, "compute", trips))
-        return seconds
-
-    def collective(
-        self, name: str, instruction: Instruction, kind: str, trips: int, loops: tuple[str, ...]
-    ) -> Collective:
-        instructions = self.module.computations[name]
-        arrays = [array for o in instruction.operands for array in instructions[o].arrays]
-        group = _groups.group_of(instruction, self.module.devices)
-        size, on_host = len(group.members), group.on_host(self.per_host)
-        wire = wire_bytes(kind, sum(a.nbytes for a in arrays), size)
-        network = wire * network_share(kind, size, on_host)
-        links = LINKS[on_host == 1 < size : 1 if on_host == size else None]
-        found = Collective(instruction, name, arrays, group, wire, network, links, trips, loops)
-        found.seconds = self.rates.seconds(kind, wire, size, on_host)
-        self.result.collectives.append(found)
-        return found
-
-    def wait(self, collective: Collective, now: float, end: float, origin: float) -> float:
-        waited = max(0.0, end - now)
-        collective.exposed = waited
-        self.result.exposed += waited * collective.trips
-        name, trips = collective.instruction.name, collective.trips
-        self.draw(Span(origin + now, origin + end, name, "waiting", trips))
-        return max(now, end)
-
-    def copy(
-        self,
-        name: str,
-        instruction: Instruction,
-        trips: int,
-        now: float,
-        origin: float,
-        lanes: _Lanes,
-    ) -> float | None:
-        """Returns when the schedule goes on after a copy to or from the host; None for anything
-        else."""
-        if not self.module.uses_host:
-            return None
-        if instruction.opcode.endswith("-done") and instruction.operands[0] in lanes.ends:
-            end, transfer = lanes.ends.pop(instruction.operands[0])
-        elif transfer := _transfers.transfer_of(self.module, name, instruction):
-            transfer.trips = trips
-            rate = self.rates.to_host(min(self.per_host, self.module.devices))
-            transfer.seconds = transfer.nbytes / rate + self.rates.host_latency
-            start = max(now, lanes.free.get(transfer.way, 0.0))
-            lanes.free[transfer.way] = end = start + transfer.seconds
-            self.result.transfers.append(transfer)
-            self.draw(Span(origin + start, origin + end, instruction.name, transfer.way, trips))
-            if transfer.asynchronous:
-                lanes.ends[instruction.name] = end, transfer
-                return now
-        else:
-            return None
-        transfer.waited = max(0.0, end - now)
-        self.result.waited += transfer.waited * trips
-        self.draw(Span(origin + now, origin + end, instruction.name, "waiting", trips))
-        return max(now, end)
-
-    def draw(self, span: Span) -> None:
-        if span.end > span.start:
-            self.result.spans.append(span)
+def _piece(
+    instructions: dict[str, Instruction], one: Instruction
+) -> tuple[str, float, bool] | None:
+    """Returns the way and the bytes of a copy or slice between memories, and whether the copy
+    engines make it; None where both ends are in the device's memory."""
+    if one.base == "copy" or one.opcode in ("dynamic-slice", "slice"):
+        source, moved = instructions[one.operands[0]], one
+    elif one.opcode == "dynamic-update-slice":
+        source = moved = instructions[one.operands[1]]
+    else:
+        return None
+    before, after = source.arrays[0].on_host, one.arrays[0].on_host
+    if not before and not after:
+        return None
+    way = (IN_HOST if after else TO_DEVICE) if before else TO_HOST
+    return way, moved.arrays[0].nbytes, one.base == "copy" or ADDRESSED in one.attributes

@@ -9,63 +9,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax._loss import batch as _batch, mean as _mean
+from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._plan.padding import padded, unpadded
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._types import PyTree
 from zerojax.tools._verify import compare as _compare, draws as _draws
-from zerojax.tools._verify.compare import Check
-from zerojax.tools._verify.reference import Comparison, Reference
-from zerojax.tools._verify.replay import BatchSplit, Replayed, on_one_device
+from zerojax.tools._verify.compare import Check, Verification
+from zerojax.tools._verify.reference import (
+    MICROBATCH_AXIS,
+    Comparison,
+    Reference,
+    Replayed,
+    averaged,
+)
 
-STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
+OF_STATE = (_state.PARAMS, _state.OPT_STATE, _state.OTHER)
 LOSS, GRADIENTS = "loss", "gradients"
+NAMED = 3  # leaves that a sentence names before it counts the rest
 ON_SHARDS = (
     "Optimizers need full arrays: run the update outside of shard_map, on sharded arrays, where "
     "norms, clipping and factored moments see all of them."
 )
 
 
-def of_the_step(found: Comparison, checks: Sequence[Check]) -> Iterator[str]:
+def of_the_step(step: Comparison, checks: Sequence[Check]) -> Iterator[str]:
     """Yields likely causes of a step that does not compute the mean over the parts."""
     wrong = {check.kind for check in checks if check.is_wrong}
     if _compare.PADDING in wrong:
-        yield _of_the_padding([c.path for c in checks if c.is_wrong and c.kind == _compare.PADDING])
-    differing = [check.path for check in checks if check.copies_differ and check.kind in STATE]
+        paths = [c.path for c in checks if c.is_wrong and c.kind == _compare.PADDING]
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield (
+            f"The padding of {paths[0]}{more} is not zero after the step: the update changed it as "
+            "if it were part of the state. Inside jax.jit, take gradients and update with "
+            "zerojax.unpad(state), and return plan.constrain(new_state), which pads with zeros."
+        )
+    differing = [check.path for check in checks if check.copies_differ and check.kind in OF_STATE]
     unexplained = [LOSS] if "loss" in wrong else []
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         yield (
             f"Devices that should hold the same {differing[0]}{more} hold different values: a "
             "device used its own part of the batch alone. Reduce gradients before the update: "
-            f"jax.lax.pmean(grads, {found.reference.axis_name})."
+            f"jax.lax.pmean(grads, {step.reference.axis_name})."
         )
-    elif wrong & {"gradient", *STATE}:
+    elif wrong & {"gradient", *OF_STATE}:
         unexplained.append(GRADIENTS)
-    for made, what, remedy in _mistakes(found) if unexplained else ():
-        explained = [kind for kind in unexplained if _explains(made, kind, found)]
+    for mistake, what, remedy in _mistakes(step) if unexplained else ():
+        explained = [kind for kind in unexplained if _explains(mistake, kind, step)]
         unexplained = [kind for kind in unexplained if kind not in explained]
         if explained:
             are = "is" if explained == [LOSS] else "are"
             yield f"The step's {' and '.join(explained)} {are} {what}. {remedy}"
     if GRADIENTS in unexplained:
-        yield _of_the_update(found, "gradient" in wrong)
+        yield _of_the_update(step, "gradient" in wrong)
 
 
-def _of_the_padding(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return (
-        f"The padding of {paths[0]}{more} is not zero after the step: the update changed it as if "
-        "it were part of the state. Inside jax.jit, take gradients and update with "
-        "zerojax.unpad(state), and return plan.constrain(new_state), which pads with zeros."
-    )
-
-
-def _mistakes(found: Comparison) -> Iterator[tuple[Replayed, str, str]]:
+def _mistakes(step: Comparison) -> Iterator[tuple[Replayed, str, str]]:
     """Yields what each mistake gives, its name and its remedy."""
-    reference, right, split = found.reference, found.right, found.reference.split
-    devices, microbatches = split.ways // split.accumulate, split.accumulate
+    reference, right, microbatches = step.reference, step.right, step.reference.microbatches
+    devices = reference.ways // microbatches
     mean = f"jax.lax.pmean(x, {reference.axis_name})"
+
+    def times(count: int) -> Replayed:
+        grads = jax.tree.map(
+            lambda g: g * count if jnp.issubdtype(g.dtype, jnp.inexact) else g, right.grads
+        )
+        return dataclasses.replace(right, losses=right.losses * count, grads=grads)
+
     if reference.has_keys:
         yield (
             reference.replay(fold=False),
@@ -74,52 +84,44 @@ def _mistakes(found: Comparison) -> Iterator[tuple[Replayed, str, str]]:
         )
     if devices > 1:
         what = f"{devices} times too large: a sum over the devices"
-        yield _times(right, devices), what, f"Take the mean: {mean}."
-        # The loss alone: gradients of one device make copies of the state differ.
+        yield times(devices), what, f"Take the mean: {mean}."
+        # Only the loss: gradients of one device make copies of the state differ.
         first = dataclasses.replace(right, losses=right.losses[:microbatches], grads=None)
         what = "what the first device's part alone gives"
         yield first, what, f"Take the mean over the devices: {mean}."
     if microbatches > 1:
         what = f"{microbatches} times too large: a sum over the microbatches"
-        yield _times(right, microbatches), what, "Divide it by their number."
+        yield times(microbatches), what, "Divide it by their number."
 
 
-def _times(right: Replayed, count: int) -> Replayed:
-    def times(grad: jax.Array) -> jax.Array:
-        return grad * count if jnp.issubdtype(grad.dtype, jnp.inexact) else grad
-
-    grads = jax.tree.map(times, right.grads)
-    return dataclasses.replace(right, losses=right.losses * count, grads=grads)
-
-
-def _explains(made: Replayed, kind: str, found: Comparison) -> bool:
+def _explains(mistake: Replayed, kind: str, step: Comparison) -> bool:
     """Whether a mistake gives the step's loss, or gradients that lead to what the step gave."""
     if kind == LOSS:
-        scale = found.tolerance * max(np.max(np.abs(found.right.losses)), abs(made.loss))
-        return abs(float(found.observed.loss) - made.loss) <= scale
-    if made.grads is None:
+        scale = step.tolerance * max(np.max(np.abs(step.right.losses)), abs(mistake.loss))
+        return abs(float(step.loss) - mistake.loss) <= scale
+    if mistake.grads is None:
         return False
-    limits = _compare.gradient_limits(made.grads, found.tolerance)
-    if found.observed.grads is not None:
-        return not any(check.is_wrong for check in found.gradient_checks(made.grads, limits))
-    return _gave(found, *found.led_to(made.grads, limits))
+    limits = _compare.gradient_limits(mistake.grads, step.tolerance)
+    if step.grads is not None:
+        return not any(check.is_wrong for check in step.gradient_checks(mistake.grads, limits))
+    return _gave(step, *step.led_to(mistake.grads, limits))
 
 
-def _gave(found: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
+def _gave(step: Comparison, new: PyTree, spreads: Sequence[np.ndarray]) -> bool:
     """Whether the step gave the parameters and optimizer state of `new`."""
-    checks = found.state_checks(new, spreads)
-    return not any(check.is_wrong for check in checks if check.kind != _state.OTHER)
+    checks = step.state_checks(new, spreads)
+    return not any(check.is_wrong for check in checks if check.kind in OF_STATE[:2])
 
 
-def _of_the_update(found: Comparison, gradients_are_wrong: bool) -> str:
-    if _is_updated_on_shards(found):
+def _of_the_update(step: Comparison, gradients_are_wrong: bool) -> str:
+    if _is_updated_on_shards(step):
         return f"Each device ran the optimizer on its own shards alone. {ON_SHARDS}"
     if gradients_are_wrong:
         return (
             "The gradients are not the mean over the parts, nor a sum, nor those of one part: "
             "look at where they are reduced and at what the loss does on the way."
         )
-    if found.observed.grads is not None:
+    if step.grads is not None:
         return (
             "The gradients agree and the new state does not: the update is another than tx, is "
             f"applied twice, or sees shards only. {ON_SHARDS}"
@@ -131,70 +133,87 @@ def _of_the_update(found: Comparison, gradients_are_wrong: bool) -> str:
     )
 
 
-def _is_updated_on_shards(found: Comparison) -> bool:
+def _is_updated_on_shards(step: Comparison) -> bool:
     """Whether updating each device's shards by themselves gives what the step gave."""
-    reference, plan = found.reference, found.reference.plan
+    reference, plan = step.reference, step.reference.plan
     if reference.recipe.mutable or not plan.groups.opt_state:
         return False
     treedef = jax.tree.structure(reference.state)
     shardings = treedef.unflatten(plan.shard_shardings)
     shapes = treedef.unflatten(leaf.update.padded(leaf.shape) for leaf in plan.leaves)
     places = shardings, _state.get_params(shardings)
-    whole = reference.state, found.right.grads
+    whole = reference.state, step.right.grads
     widths = shapes, _state.get_params(shapes)
     state, grads = jax.device_put(jax.tree.map(padded, whole, widths), places)
     specs = jax.tree.map(lambda sharding: sharding.spec, places)
     update = jax.shard_map(
-        lambda state, grads: reference.update(grads, found.right, state),
+        lambda state, grads: reference.update(grads, step.right, state),
         mesh=plan.mesh,
         in_specs=specs,
         out_specs=specs[0],
         check_vma=False,
     )
     try:
-        new = on_one_device(jax.jit(update)(state, grads), reference.device)
+        new = reference.moved(jax.jit(update)(state, grads))
     except (TypeError, ValueError):  # one that factors a matrix may not run on its shards at all
         return False
     new = jax.tree.map(lambda value, old: unpadded(value, old.shape), new, reference.state)
     same = jax.tree.map(np.shape, new) == jax.tree.map(np.shape, reference.state)
-    return same and _gave(found, new, found.wanted[1])
+    return same and _gave(step, new, step.wanted[1])
 
 
 def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: float) -> str:
     """Returns the likely cause of a loss that means something else on the parts of a batch."""
-    split, axis = reference.split, reference.axis_name
+    ways, axis = reference.ways, reference.axis_name
     accept = "or accept it with whole_batch=False"
     finite = np.flatnonzero(np.isfinite(parts.losses))
     replay = functools.partial(reference.replay, in_float32=True, differentiate=False)
     close = functools.partial(math.isclose, rel_tol=tolerance)
 
-    if len(finite) < split.ways and np.isfinite(whole):
+    if len(finite) < ways and np.isfinite(whole):
         return (
-            f"{split.ways - len(finite)} of {split.ways} parts have a loss that is not finite: a "
+            f"{ways - len(finite)} of {ways} parts have a loss that is not finite: a "
             "mean over no true element. Use zerojax.mean(values, where=mask)."
         )
-    if split.ways > 1 and close(split.ways * parts.loss, whole):
+    if ways > 1 and close(ways * parts.loss, whole):
         return (
-            f"The loss is a sum over the batch: on the whole batch it is {split.ways} times its "
+            f"The loss is a sum over the batch: on the whole batch it is {ways} times its "
             "mean over the parts. Use a mean, or divide by the number of rows that the loss sees, "
             "len(x), not by that of the whole batch."
         )
-    if split.accumulate > 1 and close(replay(BatchSplit(split.devices, 1)).loss, whole):
+    if reference.microbatches > 1 and close(
+        replay(reference.split | {MICROBATCH_AXIS: 1}).loss, whole
+    ):
         norm = ", as BatchNorm does" if _has_statistics(reference, parts) else ""
         return (
             f"The loss means something else on a microbatch than on the whole batch{norm}: with "
             f"accumulate=1 it is the same. Use that, {accept}."
         )
     if _draws.has_keys_of_its_own(parts.jaxpr):
-        return f"{_keys_of_its_own(reference)}, {accept}."
+        remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
+        if hasattr(reference.state, "with_streams"):
+            remedy = (
+                "Draw from a nnx.Rngs that the model holds or the step is given, step(model, "
+                "optimizer, batch, rngs): its keys are folded for each part"
+            )
+        return (
+            "The loss draws random numbers from a key that the step does not see, one kept in the "
+            "state or made in the loss: every part of the batch gets the same ones. "
+            f"{remedy}, {accept}."
+        )
     for what, roles in _other_splits(reference):
-        if close(_loss_by(reference, roles), whole):
+        try:
+            _batch.check(reference.args, roles, ways)
+            loss = replay(roles=roles).loss
+        except Exception:  # whatever the loss or its library raises
+            continue
+        if close(loss, whole):
             return f"{what} Say so, batch_specs={_specs_text(reference, roles)}, {accept}."
     first = int(finite[0]) if len(finite) else 0
-    if not close(replay(split.on_one(), reference.repeated(first)).loss, parts.losses[first]):
+    if not close(replay(reference.in_one, reference.repeated(first)).loss, parts.losses[first]):
         return (
             "The loss compares the examples of a batch with one another, as in-batch negatives do: "
-            f"one part, repeated {split.ways} times, has another loss than the part. Gather the "
+            f"one part, repeated {ways} times, has another loss than the part. Gather the "
             f"other devices' examples in the loss, jax.lax.all_gather(x, {axis}, tiled=True), "
             f"{accept}."
         )
@@ -202,32 +221,10 @@ def of_the_loss(reference: Reference, parts: Replayed, whole: float, tolerance: 
     return f"{likely}; {accept.removeprefix('or ')} where it is meant."
 
 
-def _loss_by(reference: Reference, roles: list[_batch.Role]) -> float:
-    """Returns the loss on a batch split by other roles; NaN where it takes no such parts."""
-    try:
-        _batch.check(reference.args, roles, reference.split.ways)
-        return reference.replay(roles=roles, in_float32=True, differentiate=False).loss
-    except Exception:  # whatever the loss or its library raises
-        return float("nan")
-
-
 def _specs_text(reference: Reference, roles: Sequence[_batch.Role]) -> str:
     pairs = zip(_state.leaves_with_paths(reference.args[0]), roles, strict=False)
     specs = {x.name: _batch.spec(role, reference.plan.batch_axes) for x, role in pairs}
     return str(specs.get("", specs)).replace(",)", ")")  # P('data'), not P('data',)
-
-
-def _keys_of_its_own(reference: Reference) -> str:
-    remedy = "Pass the key to the step, step(state, batch, rng), which folds it for each part"
-    if hasattr(reference.state, "with_streams"):
-        remedy = (
-            "Draw from a nnx.Rngs that the model holds or the step is given, step(model, "
-            "optimizer, batch, rngs): its keys are folded for each part"
-        )
-    return (
-        "The loss draws random numbers from a key that the step does not see, one kept in the "
-        f"state or made in the loss: every part of the batch gets the same ones. {remedy}"
-    )
 
 
 def _normalised(reference: Reference, whole: float, tolerance: float) -> str | None:
@@ -238,11 +235,10 @@ def _normalised(reference: Reference, whole: float, tolerance: float) -> str | N
 
     def is_whole(change: Callable[[jax.Array], jax.Array], at: int) -> bool:
         args = treedef.unflatten([change(v) if i == at else v for i, v in enumerate(values)])
-        split = reference.split.on_one()
-        found = reference.replay(split, args, in_float32=True, differentiate=False)
-        return math.isclose(found.loss, whole, rel_tol=tolerance)
+        changed = reference.replay(reference.in_one, args, in_float32=True, differentiate=False)
+        return math.isclose(changed.loss, whole, rel_tol=tolerance)
 
-    once = " and accumulate=1" if reference.split.accumulate > 1 else ""  # it is not linear
+    once = " and accumulate=1" if reference.microbatches > 1 else ""  # it is not linear
     values, treedef = jax.tree.flatten(reference.args)
     for i, leaf in enumerate(_state.leaves_with_paths(reference.args[0])):
         role, is_float = reference.roles[i], jnp.issubdtype(values[i].dtype, jnp.floating)
@@ -265,7 +261,7 @@ def _has_statistics(reference: Reference, parts: Replayed) -> bool:
 
 
 def _weighed(reference: Reference, parts: Replayed) -> str:
-    once = ", with accumulate=1" if reference.split.accumulate > 1 else ""
+    once = ", with accumulate=1" if reference.microbatches > 1 else ""
     norm = f"BatchNorm: give it axis_name={reference.axis_name}{once}"
     mask = "a masked mean: use zerojax.mean(values, where=mask)"
     likely, other = (norm, mask) if _has_statistics(reference, parts) else (mask, norm)
@@ -288,12 +284,12 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
     roles, rest = reference.roles[: len(leaves)], reference.roles[len(leaves) :]
     everywhere = _batch.Role(_batch.REPLICATED)
     seconds = [leaf.value.shape[1] for leaf in leaves if leaf.value.ndim > 1]
-    if seconds and seconds[0] % reference.split.ways == 0:
+    if seconds and seconds[0] % reference.ways == 0:
         dims = [[d for d in (1, 0) if x.value.shape[d : d + 1] == (seconds[0],)] for x in leaves]
         yield (
             "The batch is time-major: split along dimension 1 the loss means the same on every "
             "part.",
-            [_batch.Role(_batch.BATCH, found[0]) if found else everywhere for found in dims] + rest,
+            [_batch.Role(_batch.BATCH, dim[0]) if dim else everywhere for dim in dims] + rest,
         )
     batched = [i for i, role in enumerate(roles) if role.kind == _batch.BATCH]
     for i in batched if len(batched) > 1 else ():
@@ -302,3 +298,86 @@ def _other_splits(reference: Reference) -> Iterator[tuple[str, list[_batch.Role]
             "the same on every part.",
             [*roles[:i], everywhere, *roles[i + 1 :], *rest],
         )
+
+
+# -- fields in mutable=
+
+
+def check_fields_of_parts(report: Verification, reference: Reference, parts: Replayed) -> None:
+    """Checks that all parts agree on leaves without a mean, of which a step keeps the first."""
+    wrong = []
+    for name, each, _, _, has_no_mean in _fields_of(reference, parts, parts):
+        differs = np.any(each != each[:1], axis=0)
+        if has_no_mean and np.any(differs):
+            report.checks.append(_field_check(f"{name} on every part", each, each[:1]))
+            wrong.append(f"{name} ({', '.join(_element(part, differs) for part in each)})")
+    if wrong:
+        report.causes.append(
+            f"The parts of the batch disagree on {_listed(wrong)}, in mutable= and of a dtype that "
+            "has no mean: a step keeps what the first one makes. Make it from what all devices "
+            f"share: jax.lax.psum(x, {reference.axis_name}) of what each one counts; a key from "
+            "the state's own, not from one folded for the device."
+        )
+
+
+def check_fields_of_whole(
+    report: Verification, reference: Reference, parts: Replayed, whole: Replayed, tolerance: float
+) -> None:
+    """Checks that counts are those of the whole batch; other means that differ get a note."""
+    counts, means = [], []
+    for name, each, kept, of_whole, has_no_mean in _fields_of(reference, parts, whole):
+        parts_differ = np.any(each != each[:1])
+        off = _compare.difference(kept, of_whole)
+        if has_no_mean and not parts_differ and np.any(off):
+            report.checks.append(_field_check(f"{name} on the whole batch", kept, of_whole))
+            part, all_of_it = (_element(x, kept != of_whole) for x in (kept, of_whole))
+            counts.append(f"{name} ({part} and {all_of_it})")
+        limit = tolerance * np.max(np.abs(of_whole), initial=0.0)
+        if not has_no_mean and parts_differ and np.any(off > limit):
+            means.append(name)
+    if counts:
+        times = f", times {count}" if (count := reference.microbatches) > 1 else ""
+        report.causes.append(
+            f"A part of the batch and all of it make different numbers of {_listed(counts)}, in "
+            f"mutable=. Count over the devices: jax.lax.psum(x, {reference.axis_name}){times}, or "
+            "accept it with whole_batch=False."
+        )
+    if means:
+        report.notes.append(
+            f"A step keeps the mean of what the parts of the batch make of {_listed(means)}, in "
+            "mutable=, and the whole batch makes something else. Running statistics are meant to; "
+            "a queue is not: put into it what all devices have, jax.lax.all_gather(x, "
+            f"{reference.axis_name}, tiled=True)."
+        )
+
+
+def _fields_of(
+    reference: Reference, parts: Replayed, whole: Replayed
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, bool]]:
+    """Yields leaves of fields by name: of each part, as a step keeps them, and of the whole batch;
+    and whether they have no mean."""
+    names = reference.recipe.mutable
+    if not names:
+        return
+    others = (jax.tree.leaves(averaged(x.aux, names)) for x in (parts, whole))
+    for leaf, *values in zip(_state.leaves_with_paths(parts.aux), *others, strict=True):
+        if _fields.is_field(leaf.path, names):
+            each, kept, of_whole = map(_compare.numbers, (leaf.value, *values))
+            has_no_mean = _fields.has_no_mean(leaf.path, leaf.value, names)
+            yield leaf.name, each, kept, of_whole, has_no_mean
+
+
+def _field_check(path: str, value: np.ndarray, wanted: np.ndarray) -> Check:
+    off = float(np.max(_compare.difference(value, wanted)))
+    scale = float(np.max(np.abs(wanted), initial=0.0))
+    return Check(path, "field", off, scale, 0.0, _compare.WRONG)
+
+
+def _element(value: np.ndarray, differs: np.ndarray) -> str:
+    """Shows the first element that differs."""
+    return f"{value.reshape(-1)[np.argmax(differs)]:.0f}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""Compares what a step made with a reference: leaf by leaf, element by element, copy by copy."""
+"""Compares a step's results with a reference: leaf by leaf, element by element, copy by copy."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from zerojax._state.state import OPT_STATE, PARAMS, Leaf, leaves_with_paths
+from zerojax._state.state import OPT_STATE, PARAMS, leaves_with_paths
+from zerojax._table import Printed, Table
 from zerojax._types import PyTree, Shape, is_key
 
-Index = tuple[slice, ...]
+Piece = tuple[slice, ...]
 
 PADDING = "padding"  # the kind of a check
-OK, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
+RIGHT, WRONG, UNSEEN = "ok", "wrong", "too small to tell"
 NOT_FINITE = "not finite on one device either"
 
 # How far apart two orders of summation may end, relative to the largest element of a leaf.
@@ -24,6 +25,8 @@ MATMUL_DTYPES = {"gpu": "float16", "cuda": "float16", "rocm": "float16", "tpu": 
 # A gradient below this share of the largest element of all gradients is rounding noise (the bias of
 # attention's keys, a bias before BatchNorm). Its error is judged relative to that element.
 NOISE_SHARE = 0.05
+ROWS_SHOWN = 12
+CHECKED = ("leaf", "kind", "max difference", "scale", "tolerance", "verdict")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,70 @@ class Check:
         if self.tolerance == 0:
             return np.inf if self.difference else 0.0
         return self.difference / self.tolerance
+
+    def cells(self) -> tuple[str | float, ...]:
+        verdict = self.verdict + (", copies differ" if self.copies_differ else "")
+        return self.path, self.kind, self.difference, self.scale, self.tolerance, verdict
+
+
+@dataclasses.dataclass(repr=False)
+class Verification(Printed):
+    """The result of `zerojax.verify`; print it to see.
+
+    `losses` are the step's, the mean over the parts of the batch on one device, and that of the
+    whole batch at once; `checks` has one for each leaf, worst first; `causes` says what is likely
+    wrong and how to fix it; `notes` what could not be compared.
+    """
+
+    losses: dict[str, float]
+    tolerance: float
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    causes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was compared and nothing is wrong."""
+        return not self.wrong and not self.not_finite
+
+    @property
+    def wrong(self) -> list[Check]:
+        return [check for check in self.checks if check.is_wrong]
+
+    @property
+    def not_finite(self) -> list[Check]:
+        """The checks that compared nothing, because both sides are NaN or infinite."""
+        return [check for check in self.checks if check.verdict == NOT_FINITE]
+
+    def check(self) -> "Verification":
+        """Raises an `AssertionError` that says what `print` says, unless `ok`."""
+        if not self.ok:
+            raise AssertionError(str(self))
+        return self
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the same in plain Python types, as `json` takes them."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+    def table(self) -> Table:
+        unseen = sum(check.verdict == UNSEEN for check in self.checks)
+        title = f"wrong: {len(self.wrong)} of {len(self.checks)} comparisons"
+        if not self.wrong and self.not_finite:
+            title = f"cannot tell: {len(self.not_finite)} of {len(self.checks)} are not finite"
+        if self.ok:
+            title = f"the step agrees with one device in {len(self.checks)} comparisons"
+        title += f" ({unseen} too small to tell)" if unseen else ""
+        width = max(map(len, self.losses))
+        losses = [f"  {name.ljust(width)}  {value:.7g}" for name, value in self.losses.items()]
+        remarks = [f"* {text}" for text in (*self.causes, *self.notes)]
+        left = len(self.checks) - ROWS_SHOWN
+        return Table(
+            CHECKED,
+            [check.cells() for check in self.checks[:ROWS_SHOWN]],
+            title=[f"{title}; tolerance {self.tolerance:.0e}", *losses, *remarks],
+            notes=[f"and {left} more, none worse"] if left > 0 else [],
+            formats=dict.fromkeys(CHECKED[2:5], "{:.2e}".format),
+        )
 
 
 def tolerance_for(dtypes: Sequence[DTypeLike], platform: str) -> float:
@@ -91,7 +158,7 @@ def compare(
     worst, off, limit, differ = -1.0, 0.0, 0.0, False
     seen: dict[str, np.ndarray] = {}
     for index, padded in copies(value):
-        raw = padded[logical_part(index, jnp.shape(reference))]
+        raw = padded[without_padding(index, jnp.shape(reference))]
         first = seen.setdefault(str(index), raw)
         if first is not raw:
             if first.tobytes() == raw.tobytes():
@@ -105,19 +172,13 @@ def compare(
         at = np.unravel_index(np.argmax(ratio), ratio.shape)
         if ratio[at] > worst:
             worst, off, limit = float(ratio[at]), float(offs[at]), float(allowed[index][at])
-    tells = np.any(allowed < judged) or not scale
-    verdict = OK if tells else UNSEEN
-    if _tells_nothing(kind, wanted):
+    verdict = RIGHT if np.any(allowed < judged) or not scale else UNSEEN
+    # Infinities in a state may be meant: a best value.
+    is_nan = kind in (PARAMS, OPT_STATE) and np.isnan(wanted).any()
+    if is_nan or (kind == "gradient" and not np.isfinite(wanted).all()):
         verdict = NOT_FINITE
     verdict = WRONG if off > limit else verdict
     return Check(path, kind, off, scale, limit, verdict, differ)
-
-
-def _tells_nothing(kind: str, wanted: np.ndarray) -> bool:
-    """Whether a reference cannot be compared. Infinities in a state may be meant: a best value."""
-    if kind in (PARAMS, OPT_STATE):
-        return bool(np.isnan(wanted).any())
-    return kind == "gradient" and not np.isfinite(wanted).all()
 
 
 def gradient_limits(grads: PyTree, tolerance: float) -> PyTree:
@@ -168,42 +229,14 @@ def spread(
     return [2 * far + 10 * np.median(far) if far.size else far for far in most]
 
 
-def compare_states(
-    new: Sequence[Leaf],
-    old: Sequence[ArrayLike],
-    wanted: Sequence[Leaf],
-    spreads: Sequence[np.ndarray],
-    tolerance: float,
-    rests: Sequence[Shape],
-) -> Iterator[Check]:
-    """Compares states leaf by leaf, judged by the change that the step should make.
-
-    `rests` has the shapes between steps, to which leaves of the new state may be padded.
-    """
-    found = {leaf.name: leaf.value for leaf in new}
-    for leaf, before, far, shape in zip(wanted, old, spreads, rests, strict=True):
-        if leaf.name not in found:
-            yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
-            continue
-        reference, before = numbers(leaf.value), numbers(before)
-        change = reference - before
-        allowed = far
-        if jnp.issubdtype(leaf.value.dtype, jnp.inexact):
-            size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
-            eps = float(jnp.finfo(leaf.value.dtype).eps)
-            allowed = far + tolerance * size + 4 * eps * np.abs(np.nan_to_num(reference))
-        options = {"judged": change, "rests": shape}
-        yield compare(leaf.name, leaf.kind, found[leaf.name], leaf.value, allowed, **options)
-
-
-def compare_padding(leaf: Leaf, shape: Shape) -> Check:
+def compare_padding(path: str, value: ArrayLike, shape: Shape) -> Check:
     """Checks that all elements of a leaf beyond its logical shape are zero, on every device."""
     off = 0.0
-    for index, raw in copies(leaf.value):
+    for index, raw in copies(value):
         offs = difference(raw, np.zeros_like(raw))
-        offs[logical_part(index, shape)] = 0
+        offs[without_padding(index, shape)] = 0
         off = max(off, float(np.max(offs, initial=0.0)))
-    return Check(leaf.name, PADDING, off, 0.0, 0.0, WRONG if off else OK)
+    return Check(path, PADDING, off, 0.0, 0.0, WRONG if off else RIGHT)
 
 
 def compare_trees(
@@ -227,7 +260,7 @@ def compare_trees(
         yield compare(name, kind, value, leaf.value, limit, rests=shape)
 
 
-def copies(value: ArrayLike) -> Iterator[tuple[Index, np.ndarray]]:
+def copies(value: ArrayLike) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yields the index of each piece of an array and its value, for every device that has it."""
     if isinstance(value, jax.Array):
         for shard in value.addressable_shards:
@@ -236,7 +269,7 @@ def copies(value: ArrayLike) -> Iterator[tuple[Index, np.ndarray]]:
         yield (slice(None),) * np.ndim(value), np.asarray(value)
 
 
-def logical_part(index: Index, shape: Shape) -> Index:
+def without_padding(index: Piece, shape: Shape) -> Piece:
     """Returns where a piece of an array at `index` is no padding; `shape` is without it."""
     pairs = zip(index, shape, strict=False)  # the words of a key have a dimension more
     return tuple(slice(max(0, size - (piece.start or 0))) for piece, size in pairs)

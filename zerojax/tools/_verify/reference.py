@@ -1,34 +1,73 @@
-"""The result of a step's inputs on one device, and the step's own, to be compared with it."""
+"""A step on one device: loss and gradients of the parts of the batch that a mesh would see, one by
+one, and the new state; and the step's own results beside them."""
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, AxisType
+from jax.typing import DTypeLike
 
+from zerojax import _compat
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
+from zerojax._loss.mean import exact_share
+from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host, padded_shapes
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import wide
+from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import state as _state
 from zerojax._step import finite as _finite
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
+from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, is_key
 from zerojax._wire.codecs import Blocks, each_of
-from zerojax.tools._verify import compare as _compare, draws as _draws, replay as _replay
-from zerojax.tools._verify.compare import Check
-from zerojax.tools._verify.replay import BatchSplit, Replayed, on_one_device
+from zerojax.tools._verify import compare as _compare, draws as _draws
+from zerojax.tools._verify.compare import WRONG, Check
 
 # How far gradients may be off, relative to their largest element, where weights or they themselves
 # travel as codes: in units of the codes' noise.
 WEIGHTS_NOISE, GRADIENTS_NOISE = 10, 4
+MICROBATCH_AXIS = "zerojax_microbatches"
+
+Inputs: TypeAlias = dict[int, jax.Array]  # of a traced loss, by their positions
+# Of a batch: over the axes of a mesh, and over microbatches, which are one too, because
+# `zerojax.mean` averages over them.
+Sizes: TypeAlias = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """The losses of all parts in the batch's order, their aux stacked, their mean's gradients."""
+
+    losses: np.ndarray
+    aux: PyTree
+    grads: PyTree  # None where nothing was differentiated
+    jaxpr: Jaxpr  # of the loss on one part
+    compute: DTypeLike | None  # what its inputs are cast to
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """The least precise floats that the loss computes in, at any depth, or that its gradients
+        come in: a loss may widen inputs that were cast, but gradients are rounded all the same."""
+        avals = [v.aval for eqn in _compat.every_eqn(self.jaxpr) for v in eqn.outvars]
+        dtypes = [getattr(aval, "dtype", jnp.int32) for aval in avals]
+        dtypes += [] if self.compute is None else [self.compute]
+        floats = [jnp.dtype(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        return max([jnp.dtype(jnp.float64), *floats], key=lambda d: float(jnp.finfo(d).eps))
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
 
 
 class Reference:
@@ -47,15 +86,29 @@ class Reference:
         self.device = plan.mesh.devices.flat[0] if device is None else device
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
-        _replay.check_fits(plan, self.device)
-        self.state = on_one_device(on_host(state, padded_shapes(state, plan)), self.device)
-        self.args = on_one_device(tuple(args), self.device)
+        _check_fits(plan, self.device)
+        self.state = self.moved(on_host(state, padded_shapes(state, plan)))
+        self.args = self.moved(tuple(args))
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
         sizes = {a: n if a in plan.batch_axes else 1 for a, n in plan.mesh.shape.items()}
         sizes |= dict.fromkeys(sorted(plan.absent), 1)
-        self.split = BatchSplit(sizes, recipe.options.accumulate)
+        self.split: Sizes = {**sizes, MICROBATCH_AXIS: recipe.options.accumulate}
         self._update = jax.jit(self.updated)
+
+    @property
+    def ways(self) -> int:
+        """The parts of the batch."""
+        return math.prod(self.split.values())
+
+    @property
+    def microbatches(self) -> int:
+        return self.split[MICROBATCH_AXIS]
+
+    @property
+    def in_one(self) -> Sizes:
+        """A split over the same axes that leaves the batch whole."""
+        return dict.fromkeys(self.split, 1)
 
     def updated(
         self, state: PyTree, grads: PyTree, fields: dict[str, PyTree], loss_is_finite: jax.Array
@@ -93,17 +146,16 @@ class Reference:
         """
         other = copy.copy(self)
         values, treedef = jax.tree.flatten(self.args)
-        keys = [role.kind == _batch.KEY for role in self.roles]
-        other.args = treedef.unflatten(
-            [_draws.alike(v) if k else v for v, k in zip(values, keys, strict=True)]
-        )
+        pairs = zip(values, self.roles, strict=True)
+        alike = [_draws.alike(v) if role.kind == _batch.KEY else v for v, role in pairs]
+        other.args = treedef.unflatten(alike)
         if hasattr(self.state, "with_streams"):
             other.state = self.state.with_streams(_draws.alike)
         return other
 
     def replay(
         self,
-        split: BatchSplit | None = None,
+        split: Sizes | None = None,
         args: PyTree = None,
         *,
         roles: Sequence[_batch.Role] | None = None,
@@ -113,28 +165,69 @@ class Reference:
     ) -> Replayed:
         """Evaluates the loss on every part, in the step's dtype or at least in float32.
 
-        As in a step, gradients of frozen parameters are zeros.
+        One part after the other, so that the activations of only one are alive; all at once where
+        the parts communicate (`zerojax.mean`, BatchNorm over an axis of the mesh). As in a step,
+        gradients of frozen parameters are zeros.
         """
+        split = self.split if split is None else split
+        ways = math.prod(split.values())
+        leaves, treedef = jax.tree.flatten(self.args if args is None else tuple(args))
+        roles = self.roles if roles is None else roles
         compute = self.precision.compute
         if in_float32 and self.computes_narrow:
             compute = jnp.float32
-        replayed = _replay.evaluate(
-            with_fields(self.recipe.loss_fn, self.state, self.recipe.mutable),
-            _state.get_params(self.state),
-            self.args if args is None else args,
-            self.split if split is None else split,
-            compute=compute,
-            differentiate=differentiate,
-            fold=fold,
-            mutable=self.recipe.mutable,
-            roles=self.roles if roles is None else roles,
-        )
-        if not differentiate:
-            return replayed
-        leaves, treedef = jax.tree.flatten(replayed.grads)
-        pairs = zip(leaves, self.plan.params, strict=True)
-        grads = treedef.unflatten([jnp.zeros_like(g) if p.frozen else g for g, p in pairs])
-        return dataclasses.replace(replayed, grads=grads)
+        params, names = _state.get_params(self.state), self.recipe.mutable
+        pairs = list(zip(leaves, roles, strict=True))
+        # In place of a mesh of devices, of which there may be fewer.
+        auto = (AxisType.Auto,) * len(split)
+        mesh: PyTree = AbstractMesh((*split.values(),), (*split,), axis_types=auto)
+        full = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), params)
+        shapes = [_batch.part_shape(value, role, ways) for value, role in pairs]
+        shapes = cast_floats([full, *treedef.unflatten(shapes)], compute)
+        loss_fn = with_fields(self.recipe.loss_fn, self.state, names)
+        traced = trace_loss(loss_fn, shapes, None, mesh, tuple(split), names)
+        closed_over = self.moved(traced.closed_over)
+        share, factor = exact_share(ways)
+
+        def mean_loss(floats: Inputs, same: Inputs, part: Inputs) -> tuple[jax.Array, list]:
+            every = floats | same | part
+            inputs = cast_floats([every[i] for i in range(len(every))], compute)
+            loss, *aux = map(jnp.asarray, _compat.run_jaxpr(traced.jaxpr, [*inputs, *closed_over]))
+            return loss.astype(wide(loss.dtype)) * share, aux
+
+        values, paramdef = jax.tree.flatten(params)
+        every = dict(enumerate([*values, *(_parts(v, role, split, fold) for v, role in pairs)]))
+        floats = {i: v for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)}
+        varies = (role.kind != _batch.REPLICATED for role in roles)
+        parts = {i: every[i] for i, differs in enumerate(varies, len(values)) if differs}
+        same = {i: v for i, v in every.items() if i not in floats | parts}
+        run = _all_at_once if _compat.names_an_axis(traced.jaxpr) else _one_by_one
+        run = jax.jit(functools.partial(run, mean_loss, split, differentiate))
+        # Arrays that were traced for a mesh say so in their type, which may be a mesh replayed
+        # earlier (JAX caches inner calls). Arrays of two meshes cannot be added.
+        losses, aux, grads = self.moved(run(floats, same, parts))
+        if grads is not None:
+            trained = {i: i in grads and not leaf.frozen for i, leaf in enumerate(self.plan.params)}
+            grads = paramdef.unflatten(
+                grads[i] * factor if trained[i] else _state.zero_gradient(value)
+                for i, value in enumerate(values)
+            )
+        aux = jax.tree.structure(traced.aux).unflatten(aux)
+        return Replayed(np.asarray(losses) / share, aux, grads, traced.jaxpr, compute)
+
+    def moved(self, tree: PyTree) -> PyTree:
+        """Moves every leaf to the device, one at a time.
+
+        By way of the host: arrays put straight from a mesh to a device still have it in their type.
+        """
+
+        def one(leaf: PyTree) -> jax.Array:
+            if not is_key(leaf):
+                return jax.device_put(np.asarray(leaf), self.device)
+            words = jax.device_put(np.asarray(jax.random.key_data(leaf)), self.device)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+
+        return jax.tree.map(lambda leaf: jax.block_until_ready(one(leaf)), tree)
 
     @property
     def computes_narrow(self) -> bool:
@@ -145,8 +238,8 @@ class Reference:
     def tolerance(self, replayed: Replayed) -> float:
         """Returns the tolerance for a step, which rounds in its loss, in reductions over the
         devices, and to the dtypes of the parameters, which their gradients have."""
-        given = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
-        ways = [(way, factor) for ways, factor in given for way in each_of(ways)]
+        options = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
+        ways = [(way, factor) for option, factor in options for way in each_of(option)]
         noise = [factor * way.noise for way, factor in ways if isinstance(way, Blocks)]
         sent = [way for way, _ in ways if way is not None and not isinstance(way, Blocks)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
@@ -165,7 +258,7 @@ class Reference:
     def repeated(self, part: int) -> PyTree:
         """Returns the arguments with one part of the batch in place of every part."""
         values, treedef = jax.tree.flatten(self.args)
-        ways = self.split.ways
+        ways = self.ways
 
         def taken(value: jax.Array, role: _batch.Role) -> jax.Array:
             if role.kind != _batch.BATCH:
@@ -175,17 +268,81 @@ class Reference:
         return treedef.unflatten(map(taken, values, self.roles))
 
 
-class Observed(NamedTuple):
-    """The results of a step, with its gradients where these are known."""
+def _parts(value: jax.Array, role: _batch.Role, split: Sizes, fold: bool) -> jax.Array:
+    """Returns a leaf of the loss's arguments with a new first dimension, over the parts.
 
-    state: PyTree
-    metrics: dict[str, PyTree]
-    grads: PyTree
-    by_hand: bool  # not from `train_step`
+    A leaf that every part has alike stays as it is.
+    """
+    ways, microbatches = math.prod(split.values()), split[MICROBATCH_AXIS]
 
-    @property
-    def loss(self) -> PyTree:
-        return self.metrics.get("loss")
+    def key(part: int) -> jax.Array:
+        device, microbatch = divmod(part, microbatches)
+        key = jax.random.fold_in(value, device)
+        return jax.random.fold_in(key, microbatch) if microbatches > 1 else key
+
+    if role.kind == _batch.BATCH:
+        return _batch.split(value, role.dim, ways)
+    if role.kind == _batch.KEY:
+        return jnp.stack([key(part) if fold else value for part in range(ways)])
+    return value
+
+
+def _one_by_one(
+    loss: Callable, split: Sizes, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
+) -> tuple[jax.Array, list[jax.Array], Inputs | None]:
+    """Returns the losses of the parts, their aux, and the sum of their gradients."""
+    run = _with_gradients(loss, differentiate)
+
+    def add(total: Inputs | None, part: Inputs) -> PyTree:
+        result, grads = run(floats, same, part)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), result
+
+    zeros = {i: jnp.zeros(v.shape, wide(v.dtype)) for i, v in floats.items()}
+    ways = math.prod(split.values())
+    total, (losses, aux) = jax.lax.scan(add, zeros if differentiate else None, parts, ways)
+    return losses, aux, total
+
+
+def _all_at_once(
+    loss: Callable, split: Sizes, differentiate: bool, floats: Inputs, same: Inputs, parts: Inputs
+) -> tuple[jax.Array, list[jax.Array], Inputs | None]:
+    every, sizes = loss, tuple(split.values())
+    for name in reversed(split):
+        every = jax.vmap(every, (None, None, 0), axis_name=name, axis_size=split[name])
+
+    def total(*inputs: Inputs) -> PyTree:
+        losses, aux = every(*inputs)
+        return losses.sum(), (losses, aux)
+
+    parts = {i: v.reshape(*sizes, *v.shape[1:]) for i, v in parts.items()}
+    (_, (losses, aux)), grads = _with_gradients(total, differentiate)(floats, same, parts)
+    aux = [a.reshape(-1, *a.shape[len(sizes) :]) for a in aux]
+    return losses.reshape(-1), aux, grads
+
+
+def _with_gradients(function: Callable[..., PyTree], differentiate: bool) -> Callable[..., PyTree]:
+    """Returns `function` with gradients by its first argument, or with None in their place."""
+    if differentiate:
+        return jax.value_and_grad(function, has_aux=True)
+    return lambda *inputs: (function(*inputs), None)
+
+
+def _check_fits(plan: Plan, device: Device) -> None:
+    """Raises where the device says that it has no room for the full state and its successor."""
+    stats = getattr(device, "memory_stats", dict)() or {}
+    if "bytes_limit" not in stats:
+        return
+    state = sum(leaf.nbytes for leaf in plan.leaves)
+    grads = sum(leaf.nbytes for leaf in plan.params)
+    needed = 2 * state + 2 * grads
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if needed > free:
+        raise ValueError(
+            f"the replay needs {human_bytes(needed)} on {device}, and {human_bytes(free)} are "
+            f"free: the full state before and after ({human_bytes(state)} each) and gradients "
+            f"({human_bytes(grads)}, twice). Activations come on top. Verify a smaller model "
+            "(fewer layers, same code), or replay in host memory: device=jax.devices('cpu')[0]."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +351,14 @@ class Comparison:
 
     reference: Reference
     right: Replayed
-    observed: Observed
     tolerance: float
+    state: PyTree  # that the step returned, as the following
+    metrics: dict[str, PyTree]
+    grads: PyTree  # where they are known
+
+    @property
+    def loss(self) -> PyTree:
+        return self.metrics.get("loss")
 
     @functools.cached_property
     def limits(self) -> PyTree:
@@ -211,36 +374,36 @@ class Comparison:
         """Returns the new state that these gradients lead to, and how far rounding moves it."""
         update = functools.partial(self.reference.update, right=self.right)
         new = update(grads)
-        seen = grads if self.observed.grads is None else self.observed.grads
+        seen = grads if self.grads is None else self.grads
         return new, _compare.spread(update, new, grads, limits, seen)
 
     def state_checks(self, new: PyTree, spreads: Sequence[np.ndarray]) -> Iterator[Check]:
-        """Compares the step's new state with another one."""
-        return _compare.compare_states(
-            _state.leaves_of(self.observed.state),
-            jax.tree.leaves(self.reference.state),
-            _state.leaves_of(new),
-            spreads,
-            self.tolerance,
-            [leaf.padded_shape for leaf in self.reference.plan.leaves],
-        )
-
-    def padding_checks(self) -> Iterator[Check]:
-        """Checks that the padding of the new state is zero."""
-        padded = {leaf.path: leaf for leaf in self.reference.plan.leaves if leaf.rest.padding}
-        for leaf in _state.leaves_of(self.observed.state):
-            planned = padded.get(leaf.name)
-            if planned is not None and np.shape(leaf.value) == planned.padded_shape:
-                yield _compare.compare_padding(leaf, planned.shape)
+        """Compares the step's new state with another one, leaf by leaf, judged by the change that
+        the step should make; and its padding with zeros."""
+        values = {leaf.name: leaf.value for leaf in _state.leaves_of(self.state)}
+        old, planned = jax.tree.leaves(self.reference.state), self.reference.plan.leaves
+        rows = zip(_state.leaves_of(new), old, spreads, planned, strict=True)
+        for leaf, before, far, place in rows:
+            if leaf.name not in values:
+                yield Check(leaf.name, leaf.kind, np.inf, 0.0, 0.0, f"{WRONG}: missing")
+                continue
+            value, wanted = values[leaf.name], _compare.numbers(leaf.value)
+            change = wanted - _compare.numbers(before)
+            if jnp.issubdtype(leaf.value.dtype, jnp.inexact):
+                size = np.max(np.abs(np.nan_to_num(change)), initial=0.0)
+                eps = float(jnp.finfo(leaf.value.dtype).eps)
+                far = far + self.tolerance * size + 4 * eps * np.abs(np.nan_to_num(wanted))
+            options = {"judged": change, "rests": place.padded_shape}
+            yield _compare.compare(leaf.name, leaf.kind, value, leaf.value, far, **options)
+            if place.rest.padding and np.shape(value) == place.padded_shape:
+                yield _compare.compare_padding(leaf.name, value, place.shape)
 
     def gradient_checks(self, grads: PyTree, limits: PyTree) -> Iterator[Check]:
         """Compares the step's gradients, where they are known, with others."""
-        if self.observed.grads is None:
+        if self.grads is None:
             return iter(())
         rests = [leaf.update.padded(leaf.shape) for leaf in self.reference.plan.params]
-        return _compare.compare_trees(
-            "grads", "gradient", self.observed.grads, grads, limits, rests
-        )
+        return _compare.compare_trees("grads", "gradient", self.grads, grads, limits, rests)
 
 
 def averaged(aux: PyTree, mutable: Sequence[str] = ()) -> PyTree:
@@ -252,14 +415,3 @@ def averaged(aux: PyTree, mutable: Sequence[str] = ()) -> PyTree:
         return jnp.mean(leaf, axis=0, dtype=wide(leaf.dtype))  # floats, of integers too
 
     return jax.tree_util.tree_map_with_path(mean, aux)
-
-
-def aux_like(aux: PyTree, like: PyTree) -> PyTree:
-    """Returns the aux of all parts as a step does: averaged, or put together row by row."""
-
-    def joined(stacked: jax.Array, mean: jax.Array, value: jax.Array) -> jax.Array:
-        rows = stacked.reshape(-1, *stacked.shape[2:]) if stacked.ndim > 1 else mean
-        fits = rows.shape == np.shape(value) != mean.shape
-        return rows if fits else mean
-
-    return jax.tree.map(joined, aux, averaged(aux), like)

@@ -2,35 +2,29 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol
 
 import jax
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zerojax._loss import arguments as _arguments
+from zerojax._declared import option, switch, takes
+from zerojax._loss import arguments as _arguments, batch as _batch
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import with_fields, without_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import Precision
 from zerojax._state import refusals as _refusals, state as _state
 from zerojax._step.grad import loss_and_grads
 from zerojax._step.step import Recipe, grad_norm
-from zerojax._step.step_options import TrainOptions
+from zerojax._step.step_options import TX, EvalOptions
 from zerojax._types import Device, PyTree
-from zerojax.tools._verify import (
-    causes as _causes,
-    compare as _compare,
-    draws as _draws,
-    field_checks as _field_checks,
-)
-from zerojax.tools._verify.compare import NOT_FINITE, OK, Check
-from zerojax.tools._verify.field_checks import Found
-from zerojax.tools._verify.reference import Comparison, Observed, Reference, aux_like
-from zerojax.tools._verify.replay import Replayed
-from zerojax.tools._verify.verification import Verification
+from zerojax.tools._verify import causes as _causes, compare as _compare, draws as _draws
+from zerojax.tools._verify.compare import NOT_FINITE, RIGHT, Check, Verification
+from zerojax.tools._verify.reference import Comparison, Reference, Replayed, averaged
 
+P = ParamSpec("P")
 WHOLE_BATCH = "loss on the whole batch"
 # One device rounds batches of both sizes alike, whatever the dtype.
 MEANING_TOLERANCE = 5e-3
@@ -45,22 +39,63 @@ DRAWS_DIFFER = (
 )
 
 
+def _tolerance(tolerance: object) -> object:
+    is_number = isinstance(tolerance, int | float | np.number)
+    if tolerance is not None and not (is_number and tolerance >= 0):
+        raise ValueError(
+            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
+            "to the largest. Leave it out for one that fits their dtypes."
+        )
+    return tolerance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(EvalOptions):
+    """What is compared; and what a step is made of that does not come from `train_step`."""
+
+    loss_fn: Callable[..., PyTree] | None = option(
+        None,
+        """the loss of a step that `train_step` did not make. All but the last three options are
+        those of such a step.""",
+    )
+    tx: optax.GradientTransformation | None = TX
+    accumulate: int = option(1, "its number of microbatches.", check=_batch.check_accumulate)
+    whole_batch: bool = option(
+        True,
+        """whether the loss should be that of the whole batch too. With a key, the two are compared
+        with all random numbers alike: dropout keeps everything.""",
+        check=switch("whole_batch"),
+    )
+    tolerance: float | None = option(
+        None,
+        """relative; default, by the narrowest dtype that the loss, its `precision` and the
+        parameters have.""",
+        check=_tolerance,
+    )
+    device: Device | None = option(None, "where to replay; default, the first one of the mesh.")
+
+
+OF_VERIFY = ("whole_batch", "tolerance", "device")  # the options that are not the step's
+
+
+class _Verifying(Protocol[P]):
+    def __call__(
+        self, step: Any, state: PyTree, batch: PyTree, rng: PyTree = None, *a: P.args, **k: P.kwargs
+    ) -> Verification: ...
+
+
+def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., Verification]], _Verifying[P]]:
+    """Has type checkers see the options, as `takes`, and that the key may be left out."""
+    return takes(options)  # type: ignore[reportReturnType]
+
+
+@_takes(VerifyOptions)
 def verify(
     step: Callable[..., PyTree],
     state: PyTree,
     batch: PyTree,
     rng: PyTree = None,
-    *,
-    loss_fn: Callable[..., PyTree] | None = None,
-    tx: optax.GradientTransformation | None = None,
-    plan: Plan | None = None,
-    accumulate: int | None = None,
-    precision: Precision | None = None,
-    mutable: Sequence[str] | None = None,
-    batch_specs: PyTree = None,
-    whole_batch: bool = True,
-    tolerance: float | None = None,
-    device: Device | None = None,
+    options: Any = None,
 ) -> Verification:
     """Replays one step on one device, and compares loss, gradients and new state.
 
@@ -74,13 +109,7 @@ def verify(
             and `aux`.
         state: a placed state, not donated.
         batch, rng: as the step takes them.
-        loss_fn, tx, plan, accumulate, precision, mutable, batch_specs: as in `train_step`, for
-            other steps.
-        whole_batch: whether the loss should be that of the whole batch too. With a key, the two
-            are compared with all random numbers alike: dropout keeps everything.
-        tolerance: relative; default, by the narrowest dtype that the loss, its `precision` and the
-            parameters have.
-        device: where to replay; default, the first one of the mesh.
+        {options}
 
     Returns:
         A `Verification`: prints as a table; `.ok`, `.check()`, `.to_dict()`.
@@ -93,65 +122,44 @@ def verify(
         >>> zerojax.verify(step, state, np.ones((8, 64), np.float32)).ok
         True
     """
-    options = {
-        "loss_fn": loss_fn,
-        "tx": tx,
-        "plan": plan,
-        "accumulate": accumulate,
-        "precision": precision,
-        "mutable": mutable,
-        "batch_specs": batch_specs,
-    }
     recipe = _recipe_of(step, options)
-    _check(state, batch, rng, whole_batch, tolerance)
-    found = _plan_of(state, recipe)
-    args = (batch,) if rng is None else (batch, rng)
-    with _mesh.unset():
-        reference = Reference(recipe, found, state, args, device=device)
-    observed = _observed(step, recipe, found, state, args)
-    with _mesh.unset():
-        return _verified(reference, observed, whole_batch, tolerance)
-
-
-def _check(
-    state: PyTree, batch: PyTree, rng: PyTree, whole_batch: object, tolerance: object
-) -> None:
     _arguments.check_kinds(state, batch)
     _refusals.check_alive(state)
     _refusals.check_values(batch, "batch")
     _refusals.check_values(rng, "rng")
-    _arguments.check_switches(whole_batch=whole_batch)
-    is_number = isinstance(tolerance, int | float | np.number)
-    if tolerance is not None and not (is_number and tolerance >= 0):
-        raise ValueError(
-            f"tolerance={tolerance!r} must be a number from 0: how far values may differ, relative "
-            "to the largest. Leave it out for one that fits their dtypes."
-        )
+    planned = _plan_of(state, recipe)
+    args = (batch,) if rng is None else (batch, rng)
+    with _mesh.unset():
+        reference = Reference(recipe, planned, state, args, device=options.device)
+    results = _results(step, recipe, planned, state, args)
+    by_hand = not hasattr(step, "recipe")
+    with _mesh.unset():
+        return _verified(reference, results, by_hand, options.whole_batch, options.tolerance)
 
 
-def _recipe_of(step: Callable[..., PyTree], options: dict[str, PyTree]) -> Recipe:
+def _recipe_of(step: Any, options: VerifyOptions) -> Recipe:
     """Returns the recipe of a step from `train_step`, or one made of the options of another."""
     if hasattr(step, "pure"):
         raise TypeError(
             "a step of zerojax.nnx is verified without its objects: "
             "zerojax.verify(*step.pure(model, optimizer, batch))."
         )
-    made = getattr(step, "recipe", None)
-    if made is not None and any(value is not None for value in options.values()):
-        raise ValueError(
-            "a step from zerojax.train_step knows its loss and options. Leave loss_fn=, tx=, "
-            "plan=, accumulate=, precision=, mutable= and batch_specs= out."
-        )
-    if made is None and options["loss_fn"] is None:
+    fields = [field for field in dataclasses.fields(options) if field.name not in OF_VERIFY]
+    changed = [f"{x.name}=" for x in fields if getattr(options, x.name) != x.default]
+    if hasattr(step, "recipe"):
+        if changed:
+            raise ValueError(
+                "a step from zerojax.train_step knows its loss and options. Leave "
+                f"{' and '.join(changed)} out."
+            )
+        return step.recipe
+    if options.loss_fn is None:
         raise TypeError(
             "the step does not come from zerojax.train_step, so verify cannot know its loss. Pass "
             "zerojax.verify(step, state, batch, loss_fn=loss_fn), and tx=, plan=, accumulate=, "
             "mutable= where they apply."
         )
-    if made is not None:
-        return made
-    loss_fn = options.pop("loss_fn")
-    return Recipe(loss_fn, TrainOptions(**{k: v for k, v in options.items() if v is not None}))
+    return Recipe(options.loss_fn, options)
 
 
 def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
@@ -167,10 +175,11 @@ def _plan_of(state: PyTree, recipe: Recipe) -> Plan:
     return plan
 
 
-def _observed(
+def _results(
     step: Callable[..., PyTree], recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]
-) -> Observed:
-    """Runs the step on copies, as it may donate what it takes."""
+) -> tuple[PyTree, dict[str, PyTree], PyTree]:
+    """Runs the step on copies, as it may donate what it takes; returns the new state, the metrics,
+    and the gradients where they are known."""
     copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, *args))
     result = jax.block_until_ready(step(*copied))
     if not isinstance(result, tuple) or len(result) != 2:
@@ -180,102 +189,92 @@ def _observed(
         )
     new_state, metrics = result
     metrics = dict(metrics) if isinstance(metrics, Mapping) else {"loss": metrics}
-    by_hand = not hasattr(step, "recipe")
-    grads = metrics.get("grads") if by_hand else _gradients(recipe, plan, state, args)
-    return Observed(new_state, metrics, grads, by_hand)
-
-
-def _gradients(recipe: Recipe, plan: Plan, state: PyTree, args: Sequence[PyTree]) -> PyTree:
-    """Returns the gradients of a step, which traces the fields of its state, as this does."""
+    if not hasattr(step, "recipe"):
+        return new_state, metrics, metrics.get("grads")
 
     def gradients(state: PyTree, args: Sequence[PyTree]) -> PyTree:
+        # A step traces the fields of its state, and so does this.
         loss = with_fields(recipe.loss_fn, plan.unpad(state), recipe.mutable)
         return loss_and_grads(loss, plan, recipe.options, _state.get_params(state), args)[2]
 
-    return jax.jit(gradients)(state, args)
+    return new_state, metrics, jax.jit(gradients)(state, args)
 
 
 def _verified(
-    reference: Reference, observed: Observed, whole_batch: bool, given: float | None
+    reference: Reference,
+    results: tuple[PyTree, dict[str, PyTree], PyTree],
+    by_hand: bool,
+    whole_batch: bool,
+    tolerance: float | None,
 ) -> Verification:
     """Compares a step with one device, and its parts of the batch with the whole batch."""
     parts = reference.replay()
-    tolerance = reference.tolerance(parts) if given is None else given
-    found = Found([], [], [])
-    if observed.by_hand and _takes_the_whole_batch(reference, observed, parts, tolerance):
-        found.notes.append("The step's loss is that of the whole batch: the two are compared.")
-        reference.split = reference.split.on_one()
+    relative = reference.tolerance(parts) if tolerance is None else tolerance
+    report = Verification({}, relative)
+    comparison = Comparison(reference, parts, relative, *results)
+    if by_hand and _takes_the_whole_batch(comparison):
+        report.notes.append("The step's loss is that of the whole batch: the two are compared.")
+        reference.split = reference.in_one
         parts = reference.replay()
-    comparison = Comparison(reference, parts, observed, tolerance)
-    found.add(_compared(comparison))
-    found.add(_field_checks.of_the_parts(reference, parts))
-    losses = {"the step": _number(observed.loss), "mean over the parts": parts.loss}
-    if whole_batch:
-        losses |= _add_meaning(found, reference, parts, given)
-    checks = sorted(found.checks, key=lambda check: (not check.is_wrong, -check.excess))
-    if reference.skips(parts):
-        checks = [_accepted(check) for check in checks]
-    elif any(check.verdict == NOT_FINITE for check in checks):
-        found.causes.insert(0, NOTHING_TO_COMPARE)
-    return Verification(losses, tuple(checks), tuple(found.causes), tuple(found.notes), tolerance)
-
-
-def _compared(comparison: Comparison) -> Found:
-    """Compares loss, gradients and new state."""
-    checks = [
+        comparison = dataclasses.replace(comparison, right=parts)
+    report.checks += [
         *_metric_checks(comparison),
-        *comparison.gradient_checks(comparison.right.grads, comparison.limits),
+        *comparison.gradient_checks(parts.grads, comparison.limits),
         *comparison.state_checks(*comparison.wanted),
-        *comparison.padding_checks(),
     ]
-    is_wrong = any(check.is_wrong or check.copies_differ for check in checks)
-    causes = list(_causes.of_the_step(comparison, checks)) if is_wrong else []
-    return Found(checks, causes, list(_notes(comparison)))
+    if any(check.is_wrong or check.copies_differ for check in report.checks):
+        report.causes += _causes.of_the_step(comparison, report.checks)
+    report.notes += _notes(comparison)
+    _causes.check_fields_of_parts(report, reference, parts)
+    report.losses |= {"the step": _number(comparison.loss), "mean over the parts": parts.loss}
+    if whole_batch:
+        _compare_meaning(report, reference, parts, tolerance)
+    report.checks.sort(key=lambda check: (not check.is_wrong, -check.excess))
+    if reference.skips(parts):  # any loss and gradients are right in a step that is skipped
+        kept = (_state.PARAMS, _state.OPT_STATE)
+        for at, check in enumerate(report.checks):
+            if check.verdict == NOT_FINITE and check.kind not in kept:
+                report.checks[at] = dataclasses.replace(check, verdict=RIGHT)
+    elif report.not_finite:
+        report.causes.insert(0, NOTHING_TO_COMPARE)
+    return report
 
 
-def _accepted(check: Check) -> Check:
-    """Accepts any loss and gradients in a step that is skipped."""
-    if check.verdict != NOT_FINITE or check.kind in (_state.PARAMS, _state.OPT_STATE):
-        return check
-    return dataclasses.replace(check, verdict=OK)
-
-
-def _takes_the_whole_batch(
-    reference: Reference, observed: Observed, parts: Replayed, tolerance: float
-) -> bool:
+def _takes_the_whole_batch(comparison: Comparison) -> bool:
     """Whether a step leaves the splitting to the compiler, so that its loss sees all examples."""
-    if observed.loss is None or reference.has_keys:
+    reference, parts = comparison.reference, comparison.right
+    if comparison.loss is None or reference.has_keys:
         return False
-    limit, loss = tolerance * _largest(parts.losses), _number(observed.loss)
+    limit, loss = comparison.tolerance * _largest(parts.losses), _number(comparison.loss)
     if abs(loss - parts.loss) <= limit:
         return False
-    whole = reference.replay(reference.split.on_one(), differentiate=False)
+    whole = reference.replay(reference.in_one, differentiate=False)
     return abs(loss - whole.loss) <= limit
 
 
-def _add_meaning(
-    found: Found, reference: Reference, parts: Replayed, given: float | None
-) -> dict[str, float]:
+def _compare_meaning(
+    report: Verification, reference: Reference, parts: Replayed, tolerance: float | None
+) -> None:
     """Compares loss and updated fields on the whole batch with those on its parts."""
     comparable = _comparable(reference, parts)
     if comparable is None:
-        found.notes.append(DRAWS_DIFFER)
-        return {}
-    (reference, compared), losses = comparable, {}
+        report.notes.append(DRAWS_DIFFER)
+        return
+    reference, compared = comparable
     where = ", in float32" if reference.computes_narrow else ""
     where += ", all random numbers alike" if reference.has_keys else ""
     if compared is not parts:
-        parts, losses[f"mean over the parts{where}"] = compared, compared.loss
-    whole = reference.replay(reference.split.on_one(), in_float32=True, differentiate=False)
-    losses[f"the whole batch at once{where}"] = whole.loss
-    tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE) if given is None else given
-    limit = tolerance * _largest([*parts.losses, whole.loss])
-    check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(parts.loss), whole.loss, limit)
-    found.checks.append(check)
+        report.losses[f"mean over the parts{where}"] = compared.loss
+    whole = reference.replay(reference.in_one, in_float32=True, differentiate=False)
+    report.losses[f"the whole batch at once{where}"] = whole.loss
+    if tolerance is None:
+        tolerance = min(reference.tolerance(whole) / 2, MEANING_TOLERANCE)
+    limit = tolerance * _largest([*compared.losses, whole.loss])
+    check = _compare.compare(WHOLE_BATCH, "loss", np.asarray(compared.loss), whole.loss, limit)
+    report.checks.append(check)
     if check.is_wrong:
-        found.causes.append(_causes.of_the_loss(reference, parts, whole.loss, tolerance))
-    found.add(_field_checks.of_the_whole(reference, parts, whole, tolerance))
-    return losses
+        report.causes.append(_causes.of_the_loss(reference, compared, whole.loss, tolerance))
+    _causes.check_fields_of_whole(report, reference, compared, whole, tolerance)
 
 
 def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Replayed] | None:
@@ -297,28 +296,34 @@ def _comparable(reference: Reference, parts: Replayed) -> tuple[Reference, Repla
 
 
 def _metric_checks(comparison: Comparison) -> Iterator[Check]:
-    observed, parts, tolerance = comparison.observed, comparison.right, comparison.tolerance
-    if observed.loss is not None:
+    metrics, parts, tolerance = comparison.metrics, comparison.right, comparison.tolerance
+    if comparison.loss is not None:
         limit = tolerance * _largest(parts.losses)
-        yield _compare.compare("loss", "loss", observed.loss, parts.loss, limit)
-    if "grad_norm" in observed.metrics:
+        yield _compare.compare("loss", "loss", comparison.loss, parts.loss, limit)
+    if "grad_norm" in metrics:
         norm = float(grad_norm(parts.grads))
-        value = observed.metrics["grad_norm"]
-        yield _compare.compare("grad_norm", "grad_norm", value, norm, tolerance * norm)
+        limit = tolerance * norm
+        yield _compare.compare("grad_norm", "grad_norm", metrics["grad_norm"], norm, limit)
     aux = without_fields(parts.aux, comparison.reference.recipe.mutable)
-    if aux is not None and "aux" in observed.metrics:
-        given = observed.metrics["aux"]
+    if aux is not None and "aux" in metrics:
+
+        def wanted(stacked: jax.Array, mean: jax.Array, value: jax.Array) -> jax.Array:
+            """A step returns the mean over the parts, or what they return row by row."""
+            rows = stacked.reshape(-1, *stacked.shape[2:]) if stacked.ndim > 1 else mean
+            return rows if rows.shape == np.shape(value) != mean.shape else mean
+
+        right = jax.tree.map(wanted, aux, averaged(aux), metrics["aux"])
         limits = jax.tree.map(lambda a: tolerance * _largest(a), aux)
-        yield from _compare.compare_trees("aux", "aux", given, aux_like(aux, given), limits)
+        yield from _compare.compare_trees("aux", "aux", metrics["aux"], right, limits)
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
-    reference, observed, parts = comparison.reference, comparison.observed, comparison.right
-    if observed.loss is None:
+    parts = comparison.right
+    if comparison.loss is None:
         yield "The step's metrics have no 'loss', so it is not compared."
-    if observed.grads is None:
+    if comparison.grads is None:
         yield "The step returns no gradients; what they did to the new state is compared."
-    if reference.skips(parts):
+    if comparison.reference.skips(parts):
         yield (
             "The loss or the gradients are not finite on one device either, and both sides skip "
             "the step: what the state keeps is compared, and no gradients are."

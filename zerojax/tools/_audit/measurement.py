@@ -1,9 +1,8 @@
-"""The measurements of an audit, as the contract, the timeline and the report read them."""
+"""What a compiled step costs: its traffic, its memory, its modelled schedule."""
 
 import collections
 import dataclasses
 import functools
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,15 +10,15 @@ from zerojax._plan.plan import Plan
 from zerojax._table import human_bytes, shortened
 from zerojax.tools._hlo.gpus import IN_FULL, Gpu
 from zerojax.tools._hlo.module import Module
-from zerojax.tools._hlo.schedule import Replay
+from zerojax.tools._hlo.schedule import LONGEST_NAME, Collective, Replay, place_of
 
-LONGEST_NAME = 60
 FEW = 0.01  # of the FLOPs of a step
 # Files that have no source lines of a user's, those that start a command among them.
 OURS = (
     "<frozen runpy>",
     "/bin/zerojax",
     "/zerojax/_",
+    "/zerojax/tools/",
     "/zerojax/nnx.py",
     "/zerojax/aot.py",
     "/jax/",
@@ -27,71 +26,8 @@ OURS = (
     "/optax/",
     "/jaxlib/",
 )
-WIDE = ("f32", IN_FULL)
+IN_FLOAT32 = ("f32", IN_FULL)
 BF16 = "bfloat16"
-NOTEBOOK = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py:")  # files that nobody can open
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One array of a collective, and the parameters it belongs to, where they are known."""
-
-    array: str
-    dtype: str
-    elements: int
-    nbytes: float
-    paths: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """A collective of the compiled program. Bytes are per device, times are seconds of one run.
-
-    `between` is the compute scheduled between its start and done, `exposed` the time that the
-    program waits for it.
-    """
-
-    name: str
-    kind: str
-    parts: tuple[Part, ...]
-    wire_bytes: float  # of one run
-    network_bytes: float  # those between hosts
-    trips: int
-    loops: tuple[str, ...]
-    group: int
-    on_host: int
-    axes: tuple[str, ...] | None
-    asynchronous: bool
-    seconds: float
-    between: float
-    exposed: float
-    scope: str
-    source: str | None
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({part.dtype for part in self.parts}))
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
-
-    @property
-    def total_bytes(self) -> float:
-        return self.wire_bytes * self.trips
-
-    @property
-    def serves(self) -> str:
-        """The parameters it moves, where they are known; else its place in the user's code."""
-        if self.paths:
-            named = ", ".join(shortened(self.paths[:2], LONGEST_NAME))
-            return named + (f" and {len(self.paths) - 2} more" if len(self.paths) > 2 else "")
-        return shortened([place_of(self.source, self.scope)], LONGEST_NAME)[0]
-
-
-def place_of(source: str | None, scope: str) -> str:
-    """Returns where something is in the user's code: its line, else JAX's scope."""
-    return NOTEBOOK.sub("cell line ", source or scope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +88,11 @@ class MemoryUse:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Measured:
-    """A compiled step: its traffic, memory and modelled schedule."""
+class Measurement:
+    """What a compiled step costs."""
 
     module: Module
-    traffic: Sequence[Traffic]
+    traffic: Sequence[Collective]
     memory: MemoryUse
     replay: Replay
     gpu: Gpu | None
@@ -192,8 +128,8 @@ class Measured:
         known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", IN_FULL: "float32"}
         flops = self.replay.flops_by_dtype
         most = max(flops.values(), default=0)
-        found = (known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW)
-        return tuple(dict.fromkeys(sorted(found)))
+        many = {known.get(dtype, dtype) for dtype, count in flops.items() if count > most * FEW}
+        return tuple(sorted(many))
 
     @property
     def wide_matmuls(self) -> str:
@@ -206,7 +142,7 @@ class Measured:
             return ""
         places: Counter[str] = Counter()
         for one in self.replay.matmuls:
-            if one.dtype in WIDE:
+            if one.dtype in IN_FLOAT32:
                 source = self.module.source(one.instruction, OURS)
                 place = place_of(source, one.instruction.op_name)
                 places[place.rsplit("/", 1)[-1] if source else place] += one.flops
