@@ -26,6 +26,7 @@ RANKS = (
     "_run _state tools._hlo _update",
     "_plan _engine",
     "_loss",
+    "_features",
     "_step",
     "_checkpoint tools._audit aot",
     "tools._verify tools._forecast nnx",

@@ -120,7 +120,7 @@ def test_the_hardest_packages_say_why(package):
     assert counts["comments"] + counts["trailing"] >= 0.04 * counts["lines"]
 
 
-CORE = ("_engine", "_collectives", "_wire", "_loss", "_step", "_update", "_plan")
+CORE = ("_engine", "_collectives", "_wire", "_loss", "_features", "_step", "_update", "_plan")
 
 
 def test_no_name_is_taken_twice():

@@ -20,9 +20,9 @@ import jax
 
 import zerojax
 from zerojax import _figures
-from zerojax._loss.layered import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._progress import hinting, working
+from zerojax._step.step_options import ORDERS
 from zerojax._text import fitted, paragraphs, text_table
 from zerojax.tools._audit.report import check_limits
 from zerojax.tools._forecast import (

@@ -25,10 +25,15 @@ class HasOutputs(_compat.HasEffects, Protocol):
 
 
 S = TypeVar("S", bound=HasOutputs)
+T = TypeVar("T")
 
 
 def is_var(atom: Atom | None) -> "TypeIs[Var]":
     return atom is not None and not isinstance(atom, Literal)
+
+
+def primitives(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 def type_of(atom: Atom) -> ShapedArray:
@@ -105,6 +110,21 @@ def alive(
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]
+
+
+def inferred(
+    jaxpr: Jaxpr, inputs: Sequence[T], unknown: T, rule: Callable[[JaxprEqn, list[T]], Sequence[T]]
+) -> list[T]:
+    """Returns a fact about each output, from one about each input. `rule` returns those about the
+    outputs of an equation, from those about its operands; literals and constants are `unknown`."""
+    facts: dict[Var, T] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def fact(atom: Atom) -> T:
+        return facts.get(atom, unknown) if is_var(atom) else unknown
+
+    for eqn in jaxpr.eqns:
+        facts.update(zip(eqn.outvars, rule(eqn, list(map(fact, eqn.invars))), strict=True))
+    return list(map(fact, jaxpr.outvars))
 
 
 class Code:

@@ -1,22 +1,24 @@
-"""The arguments of a loss after its parameters: which are split, folded or passed on."""
+"""The arguments of a loss after its parameters: which are split over devices and microbatches,
+folded or passed on."""
 
+import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
+from zerojax._plan.precision import cast_floats
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import path_name
@@ -24,10 +26,6 @@ from zerojax._types import PyTree
 
 Argument = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
-WHOLE = (  # of arguments after the batch
-    " batch_specs= applies to the first argument alone; what all devices need whole, such as batch "
-    "statistics, the loss closes over: lambda params, batch: loss_fn(params, batch, stats)."
-)
 
 
 class Role(NamedTuple):
@@ -51,56 +49,41 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             return Role(KEY)
         return Role(BATCH if jnp.shape(leaf) else REPLICATED)
 
-    found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    roles = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     if specs is None or not args:
-        return found
-    said = _roles_by_specs(args[0], specs, tuple(axes))
-    return [given or role for given, role in itertools.zip_longest(said, found)]
-
-
-def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list[Role | None]:
-    """Returns the role that a tree prefix of specs gives each leaf of the batch, or None."""
+        return roles
 
     def is_leaf(spec: object) -> bool:
         return spec is None or isinstance(spec, PartitionSpec)
 
     try:
-        given = jax.tree.broadcast(specs, batch, is_leaf=is_leaf)
+        specs = jax.tree.leaves(jax.tree.broadcast(specs, args[0], is_leaf=is_leaf), is_leaf)
     except ValueError:
         raise ValueError(
-            f"batch_specs= does not fit the batch, which is {jax.tree.structure(batch)}. Give one "
-            "PartitionSpec for all of it, or a tree that begins as the batch does."
+            f"batch_specs= does not fit the batch, which is {jax.tree.structure(args[0])}. Give "
+            "one PartitionSpec for all of it, or a tree that begins as the batch does."
         ) from None
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    pairs = zip(leaves, jax.tree.leaves(given, is_leaf=is_leaf), strict=True)
-    return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
+    leaves = jax.tree_util.tree_flatten_with_path(args[0])[0]
+    for i, ((path, value), spec) in enumerate(zip(leaves, specs, strict=True)):
+        if spec is not None:
+            roles[i] = _role_by_spec(path, value, spec, tuple(axes))
+    return roles
 
 
-def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role | None:
-    if spec is None:
-        return None
-    entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
-    named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
-    if not named and isinstance(spec, PartitionSpec):
-        return Role(REPLICATED)
-    dim, entry = named[0] if named else (0, spec)
-    over = axes[0] if len(axes) == 1 else axes
-    fits = isinstance(spec, PartitionSpec) and entry in (axes, over)
-    if len(named) > 1 or not fits or dim >= len(jnp.shape(value)):
-        name = path_name(path)
-        raise ValueError(
-            f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
-            f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
-            f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
-            "P() for what is replicated."
-        )
-    return Role(BATCH, dim)
-
-
-def split(value: Array, dim: int, count: int) -> Array:
-    """Splits `value` into so many parts along `dim`; a new first dimension counts them."""
-    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
-    return jnp.moveaxis(value.reshape(shape), dim, 0)
+def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role:
+    over, name = axes[0] if len(axes) == 1 else axes, path_name(path)
+    if isinstance(spec, PartitionSpec):
+        dims = [dim for dim, entry in enumerate(spec) if entry]
+        if not dims:
+            return Role(REPLICATED)
+        if len(dims) == 1 and dims[0] < len(jnp.shape(value)) and spec[dims[0]] in (axes, over):
+            return Role(BATCH, dims[0])
+    raise ValueError(
+        f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
+        f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
+        f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
+        "P() for what is replicated."
+    )
 
 
 def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
@@ -129,20 +112,25 @@ class Counted(NamedTuple):
 def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
     leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
-    found = [
+    having = [
         Counted(_name(path), jnp.shape(value)[role.dim], role.dim, path[0].idx)
         for (path, value), role in zip(leaves, roles, strict=True)
         if role.kind == BATCH
     ]
-    for leaf in (leaf for leaf in found if leaf.rows != found[0].rows):
-        more = WHOLE if leaf.argument else ""
-        raise ValueError(
-            f"batch leaves disagree on their {_dim_name(max(leaf.dim, found[0].dim))}: "
-            f"{found[0].name} has {found[0].rows} and {leaf.name} has {leaf.rows}. Give every "
-            "leaf one row for each example; say with batch_specs= which have none, or have "
-            f"them along another dimension, and make keys with jax.random.key.{more}"
+    for leaf in (leaf for leaf in having if leaf.rows != having[0].rows):
+        more = (
+            " batch_specs= applies to the first argument alone; what all devices need whole, such "
+            "as batch statistics, the loss closes over: lambda params, batch: loss_fn(params, "
+            "batch, stats)."
         )
-    return found[0] if found else None
+        raise ValueError(
+            f"batch leaves disagree on their {_dim_name(max(leaf.dim, having[0].dim))}: "
+            f"{having[0].name} has {having[0].rows} and {leaf.name} has {leaf.rows}. Give every "
+            "leaf one row for each example; say with batch_specs= which have none, or have them "
+            "along another dimension, and make keys with jax.random.key."
+            + (more if leaf.argument else "")
+        )
+    return having[0] if having else None
 
 
 def check(
@@ -182,6 +170,28 @@ def _dim_name(dim: int) -> str:
     return f"dimension {dim}" if dim else "leading dimension"
 
 
+def _name(path: tuple) -> str:
+    argument, *inside = path
+    name = path_name(tuple(inside))
+    if argument.idx == 0:
+        return f"batch leaf {name}" if name else "the batch"
+    of = f"leaf {name} of " if name else ""
+    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
+
+
+def _is_raw_key(value: Argument) -> bool:
+    return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32
+
+
+# -- parts of a batch
+
+
+def split(value: Array, dim: int, count: int) -> Array:
+    """Splits `value` into so many parts along `dim`; a new first dimension counts them."""
+    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
+    return jnp.moveaxis(value.reshape(shape), dim, 0)
+
+
 def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of a leaf that a loss sees when the batch is split so many ways."""
     shape = list(jnp.shape(value))
@@ -190,26 +200,20 @@ def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def rows(values: Sequence[Argument], roles: Sequence[Role]) -> int:
-    """Returns the number of examples in the batch; 0 without one."""
-    pairs = zip(values, roles, strict=True)
-    found = [jnp.shape(v)[role.dim] for v, role in pairs if role.kind == BATCH]
-    return found[0] if found else 0
-
-
 def per_example(
     aux: PyTree,
-    rows: int,
+    leaf: Counted | None,
     ways: int,
     aux_of_batch: Callable[[], PyTree],
     mutable: Sequence[str] = (),
 ) -> PyTree:
     """Returns which aux leaves have a row for each example, in the structure of `aux`.
 
-    Those whose first dimension is as long as a part of the batch are suspects. The loss is traced
-    again, by `aux_of_batch`, on the batch of all devices, and the true ones are as long as that.
-    Without suspects nothing is traced. Fields in `mutable` have no rows.
+    Those whose first dimension is as long as a part of the batch, which `leaf` counts, are
+    suspects. The loss is traced again, by `aux_of_batch`, on the batch of all devices, and the true
+    ones are as long as that. Without suspects nothing is traced. Fields in `mutable` have no rows.
     """
+    rows = leaf.rows if leaf else 0
 
     def suspect(path: tuple, leaf: jax.ShapeDtypeStruct) -> bool:
         if not rows or not leaf.shape or _fields.is_field(path, mutable):
@@ -220,6 +224,81 @@ def per_example(
     if ways == 1 or not any(jax.tree.leaves(suspects)):
         return suspects
     return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, aux_of_batch())
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """The `count` microbatches of a device: how arguments with these roles reach each of them."""
+
+    roles: Sequence[Role]
+    count: int
+
+    def prepared(
+        self, args: Sequence[Array], axes: tuple[str, ...], compute: DTypeLike | None
+    ) -> list[Array]:
+        """Casts floats to the dtype to compute in, and folds the device's index into keys."""
+        device = lax.axis_index(axes)
+        pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
+        return [
+            jax.random.fold_in(value, device) if role.kind == KEY else value
+            for value, role in pairs
+        ]
+
+    def stacked(self, args: Sequence[Array]) -> list[Array]:
+        """Returns the arguments of all microbatches: stacked, where they differ.
+
+        Those of one alone are as they are, and its keys are those of a loop without microbatches.
+        """
+        if self.count == 1:
+            return list(args)
+
+        def fold(key: Array) -> Array:
+            return lax.map(lambda i: jax.random.fold_in(key, i), jnp.arange(self.count))
+
+        return self._with(args, self._parts(args), fold)
+
+    def summed(
+        self,
+        of_one: Callable[[list[Array]], tuple[PyTree, PyTree]],
+        args: Sequence[Array],
+        like: PyTree,
+    ) -> tuple[PyTree, PyTree]:
+        """Scans `of_one(args) -> (to sum, to stack)` over microbatches.
+
+        Sums start from zeros of `like`'s shapes and keep its dtypes.
+        """
+
+        def body(total: PyTree, at: tuple[Array, list[Array]]) -> tuple[PyTree, PyTree]:
+            index, parts = at
+            own = self._with(args, parts, lambda key: jax.random.fold_in(key, index))
+            one, to_stack = of_one(own)
+            # In the dtype of the sum, which may be wider than that of one microbatch's gradients.
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one), to_stack
+
+        parts = self._parts(args)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.scan(body, zeros, (jnp.arange(self.count), parts))
+
+    def _parts(self, args: Sequence[Array]) -> list[Array]:
+        """Splits a device's part of the batch, so that nothing moves between devices."""
+        pairs = zip(args, self.roles, strict=True)
+        return [split(value, role.dim, self.count) for value, role in pairs if role.kind == BATCH]
+
+    def _with(
+        self, args: Sequence[Array], parts: Sequence[Array], fold: Callable[[Array], Array]
+    ) -> list[Array]:
+        """Returns the arguments, with these parts in place of the batch, and keys folded."""
+        rest = iter(parts)
+
+        def arg(value: Array, role: Role) -> Array:
+            if role.kind == BATCH:
+                return next(rest)
+            return fold(value) if role.kind == KEY else value
+
+        return [arg(value, role) for value, role in zip(args, self.roles, strict=True)]
+
+
+# -- batches that a user loads
 
 
 def shard_batch(
@@ -246,25 +325,27 @@ def shard_batch(
     """
     _refusals.check_values(batch, "batch")
     mesh, axes = mesh_and_axes(mesh, axis, plan)
-    found = roles((batch,), batch_specs, axes)
-    check((batch,), found, len(local_parts(mesh, axes)))
+    batch_roles = roles((batch,), batch_specs, axes)
+    check((batch,), batch_roles, len(local_parts(mesh, axes)))
     leaves, treedef = jax.tree.flatten(batch)
     if mesh.is_multi_process:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
         sharding = NamedSharding(mesh, spec(role, axes))
-        move = _from_this_process if role.kind == BATCH else _move.moved
-        return move(value, sharding)
+        if role.kind != BATCH:
+            return _move.moved(value, sharding)
+        value = _move.own(value, sharding.device_set)
+        if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(value))
 
-    return treedef.unflatten(map(placed, leaves, found))
+    return treedef.unflatten(map(placed, leaves, batch_roles))
 
 
 def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
     """Returns how a leaf is split over the axes of a mesh."""
-    if role.kind != BATCH:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * role.dim, tuple(axes))
+    return PartitionSpec(*[None] * role.dim, tuple(axes)) if role.kind == BATCH else PartitionSpec()
 
 
 @functools.cache
@@ -319,8 +400,8 @@ def mesh_and_axes(
         return _mesh.resolve(mesh, axis)
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
-    found = plan if isinstance(plan, Plan) else find_plan(plan)
-    return found.mesh, found.batch_axes
+    plan = plan if isinstance(plan, Plan) else find_plan(plan)
+    return plan.mesh, plan.batch_axes
 
 
 def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
@@ -329,23 +410,3 @@ def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
     split = NamedSharding(mesh, PartitionSpec(axes))
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}
-
-
-def _from_this_process(value: ArrayLike, split: NamedSharding) -> Array:
-    value = _move.own(value, split.device_set)
-    if split.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
-        return jax.device_put(value, split)
-    return jax.make_array_from_process_local_data(split, np.asarray(value))
-
-
-def _name(path: tuple) -> str:
-    argument, *inside = path
-    name = path_name(tuple(inside))
-    if argument.idx == 0:
-        return f"batch leaf {name}" if name else "the batch"
-    of = f"leaf {name} of " if name else ""
-    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
-
-
-def _is_raw_key(value: Argument) -> bool:
-    return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32

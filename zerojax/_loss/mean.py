@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Atom, is_var, type_of
+from zerojax._jaxpr import Inliner, alive, inferred, primitives, reads, type_of
 from zerojax._plan.precision import wide
 
-# The names of the calls below, which accumulation looks for, and `check_gradients`.
+# The names of the calls below, by which `hoist_counts` and `check_gradients` know them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 # The axes of the loss that is being traced, which may see no mesh to read them from.
@@ -90,7 +91,7 @@ def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns `count` over all devices, from a call whose name lets accumulation find it.
 
     Each microbatch must divide by the mean count of all microbatches, which the loss cannot know;
-    `_step/accumulate.py` puts that in place of this call's result.
+    `hoist_counts` has it come in as an input in place of this call's result.
     """
     return lax.psum(count, axes)
 
@@ -106,6 +107,112 @@ def exact_share(ways: int) -> tuple[float, float]:
     return 1 / power, power / ways
 
 
+def is_call(eqn: JaxprEqn, name: str) -> bool:
+    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == name
+
+
+# -- counts of all microbatches
+
+
+class HoistedCounts(NamedTuple):
+    """A loss whose counts over the batch come in as inputs.
+
+    `counter` maps the loss's inputs and `constants` to the counts of one microbatch on one
+    device; `loss` takes the same and, at the end, the counts to divide by.
+    """
+
+    counter: Jaxpr
+    loss: Jaxpr
+    constants: list[ArrayLike]
+
+
+# [Note: counts before microbatches]
+# A mean over microbatches is exact if each microbatch divides its sum by the count of all of them.
+# That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
+# and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
+# enters it linearly.
+def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
+    """Takes the calls of `zerojax.mean` that count over the devices out of a loss, whose first
+    inputs are so many parameters. Returns None where it has none."""
+    if not _has_counts(jaxpr):
+        return None
+    inliner, means = Inliner(), set[Var]()
+
+    def expands(eqn: JaxprEqn) -> bool:
+        if is_call(eqn, MEAN):
+            means.update(eqn.outvars)
+        is_call_inside = eqn.primitive.name in _compat.CALLS and not is_call(eqn, COUNT)
+        return is_call_inside and any(map(_has_counts, _compat.inner_jaxprs(eqn)))
+
+    eqns = list(inliner.flat(jaxpr.eqns, expands))
+    counts = [eqn for eqn in eqns if is_call(eqn, COUNT)]
+    kept = [eqn for eqn in eqns if not is_call(eqn, COUNT)]
+    for eqn in kept:
+        if any(map(_has_counts, _compat.inner_jaxprs(eqn))):
+            raise ValueError(
+                f"zerojax.mean inside {eqn.primitive.name} cannot be made exact through "
+                "accumulate=: its count is needed before the microbatches run. Call it outside "
+                "of loops and jax.checkpoint, or use accumulate=1."
+            )
+    inputs, wanted = [*jaxpr.invars, *inliner.constants], [eqn.invars[0] for eqn in counts]
+    outvars = [inliner.named(v) for v in jaxpr.outvars]
+    loss = _compat.make_jaxpr(kept, [*inputs, *(eqn.outvars[0] for eqn in counts)], outvars)
+    degrees = inferred(loss, [0] * len(loss.invars), 0, functools.partial(_degrees, means))
+    if max(degrees, default=0) > 1:
+        raise ValueError(
+            "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
+            "quotient of two means, a mean of a mean, ...), so microbatches cannot be averaged "
+            "exactly. Apply it to the metrics outside of the loss, or use accumulate=1."
+        )
+    needed = alive(kept, wanted, reads)
+    if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(jaxpr.invars[:params]):
+        raise ValueError(
+            "zerojax.mean(values, where=mask): the mask depends on parameters, so its count "
+            "cannot be known before the microbatches run. Compute the mask from the batch, or "
+            "use accumulate=1."
+        )
+    counter = _compat.make_jaxpr(needed, inputs, wanted)
+    return HoistedCounts(counter, loss, list(inliner.constants.values()))
+
+
+def _has_counts(jaxpr: Jaxpr) -> bool:
+    return any(is_call(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
+
+
+# Primitives that are linear in one operand, or in all of several.
+KEEP = primitives("""
+add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims neg
+optimization_barrier pcast psum psum_invariant pvary reduce_sum reshape rev slice squeeze stack
+stop_gradient sub transpose
+""")
+NOT_LINEAR = 2  # a degree: 0 does not depend on a mean, 1 depends linearly
+
+
+def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+    """Returns the degree of each output in the `means`, from those of the inputs."""
+    if not any(inputs):  # independent of the means, whatever it computes; or one of them
+        return [int(v in means) for v in eqn.outvars]
+    name = eqn.primitive.name
+    if name in _compat.CALLS:
+        inner, _ = _compat.inner_jaxpr(eqn)
+        outputs = inferred(inner, inputs, 0, functools.partial(_degrees, means))
+    else:
+        outputs = [_degree(name, inputs)] * len(eqn.outvars)
+    # A mean of what depends on a mean is one of two numbers that differ by microbatch.
+    pairs = zip(eqn.outvars, outputs, strict=True)
+    return [NOT_LINEAR if v in means else degree for v, degree in pairs]
+
+
+def _degree(name: str, inputs: list[int]) -> int:
+    if name in KEEP or (name == "select_n" and not inputs[0]):
+        return max(inputs)
+    if name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
+        return inputs[0]
+    if name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
+        return min(sum(inputs), NOT_LINEAR)
+    return NOT_LINEAR
+
+
 # -- gradients of a mean that a loss takes itself
 
 # [Note: gradients in a loss]
@@ -116,22 +223,20 @@ def exact_share(ways: int) -> tuple[float, float]:
 # differentiated, so the loss, once traced, is searched for such gradients. Until they are averaged,
 # all that is computed of them must be linear, as what backward does on its way to a gradient is.
 
-Left = frozenset[str]  # the mesh axes that a gradient of a mean is not averaged over yet
+# The mesh axes that a gradient of a mean is not averaged over yet, and USED where something was
+# computed of it before it was: no average mends that.
+Left = frozenset[str]
 NONE: Left = frozenset()
+USED: Left = frozenset({"used"})
 
 _AVERAGES = ("psum", "all_gather")  # how the names of primitives begin
-_PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
-_CURVED = {"abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "integer_pow", "pow", "max", "min"}
-_CURVED |= {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan"}
-_CURVED |= {"asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "rem"}
-_CURVED |= {"erf", "erfc", "erf_inv", "lgamma", "digamma", "floor", "ceil", "round", "clamp"}
-_CURVED |= {"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sort", "top_k", "argmax", "argmin"}
-_CURVED |= {"reduce_max", "reduce_min", "reduce_prod", "cummax", "cummin", "cumprod"}
-_CURVED |= {"cumlogsumexp", "reduce_window_max", "reduce_window_min", "cholesky", "eigh", "svd"}
-
-
-class UnaveragedError(Exception):
-    """A gradient is used before it is averaged."""
+_CURVED = primitives("""
+abs acos acosh argmax argmin asin asinh atan atan2 atanh cbrt ceil cholesky clamp cos cosh
+cumlogsumexp cummax cummin cumprod digamma eigh eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+integer_pow is_finite le lgamma log log1p logistic lt max min ne pow reduce_max reduce_min
+reduce_prod reduce_window_max reduce_window_min rem round rsqrt sign sin sinh sort sqrt square svd
+tan tanh top_k
+""")
 
 
 def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
@@ -139,10 +244,8 @@ def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
     axes = [axis for axis in batch_axes if mesh.shape[axis] > 1]
     if not axes or not any(map(_is_transposed, _compat.every_eqn(loss))):
         return
-    try:
-        left, *_ = _outputs(loss, [NONE] * len(loss.invars), frozenset(axes))
-    except UnaveragedError:
-        left = frozenset(axes)
+    rule = functools.partial(_left, frozenset(axes))
+    left = NONE.union(*inferred(loss, [NONE] * len(loss.invars), NONE, rule))
     if left:
         name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
@@ -158,49 +261,41 @@ def takes_gradients(loss: Jaxpr) -> bool:
     return any("transpose(" in _compat.scope_of(eqn) for eqn in _compat.every_eqn(loss))
 
 
-def _is_sum(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == SUM
-
-
 def _is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation is the transpose of a sum, which has a dimension more than its terms."""
-    return _is_sum(eqn) and any(
+    return is_call(eqn, SUM) and any(
         type_of(new).ndim < type_of(old).ndim
         for old, new in zip(eqn.invars, eqn.outvars, strict=False)
     )
 
 
-def _outputs(jaxpr: Jaxpr, inputs: Sequence[Left], axes: Left) -> list[Left]:
+def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
     """Returns the axes that each output is not averaged over, as these inputs are not."""
-    found: dict[Var, Left] = dict(zip(jaxpr.invars, inputs, strict=True))
+    name, inner, left = eqn.primitive.name, _compat.inner_jaxprs(eqn), NONE.union(*inputs)
 
-    def of(atom: Atom) -> Left:
-        return found.get(atom, NONE) if is_var(atom) else NONE
+    def run(jaxpr: Jaxpr, inputs: list[Left]) -> list[Left]:
+        return inferred(jaxpr, inputs, NONE, functools.partial(_left, axes))
 
-    for eqn in jaxpr.eqns:
-        outs = _of_eqn(eqn, list(map(of, eqn.invars)), axes)
-        found.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(of, jaxpr.outvars))
-
-
-def _of_eqn(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
-    name, inner = eqn.primitive.name, _compat.inner_jaxprs(eqn)
-    left = NONE.union(*inputs)
-    if _is_sum(eqn):
-        return [axes if _is_transposed(eqn) else NONE] * len(eqn.outvars)
-    if name.startswith(_AVERAGES):
-        return [left - _crossed(eqn)] * len(eqn.outvars)
-    if name == "while":
-        return _of_while(eqn, inputs, axes)
-    if name == "cond":
-        which, *operands = inputs
-        _check(not which)
-        branches = [_outputs(branch, operands, axes) for branch in inner]
-        return [NONE.union(*outs) for outs in zip(*branches, strict=True)]
-    if len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
+    if is_call(eqn, SUM):
+        left = left & USED | (axes if _is_transposed(eqn) else NONE)
+    elif name.startswith(_AVERAGES):
+        left -= _crossed(eqn)
+    elif name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
+        body, _ = _compat.opened(eqn.params["body_jaxpr"])
+        num_carry = len(inputs) - first - second
+        outs = _of_loop(functools.partial(run, body), inputs[first:], second, num_carry)
+        decides = any(run(cond, [*inputs[:first], *outs]))
+        return [out | USED for out in outs] if decides else outs
+    elif name == "cond":
+        branches = zip(*(run(branch, inputs[1:]) for branch in inner), strict=True)
+        return [NONE.union(USED if inputs[0] else NONE, *outs) for outs in branches]
+    elif len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
         counts = _compat.scan_counts(eqn.params) if name == "scan" else (0, 0)
-        return _of_loop(inner[0], inputs, *counts, axes)
-    _check_linear(eqn, inputs)
+        return _of_loop(functools.partial(run, inner[0]), inputs, *counts)
+    elif left and not _is_linear(eqn, inputs):
+        left |= USED
     return [left] * len(eqn.outvars)
 
 
@@ -212,45 +307,28 @@ def _crossed(collective: JaxprEqn) -> set[str]:
     return set(names) if isinstance(names, tuple) else {names}
 
 
-def _of_while(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
-    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
-    body, _ = _compat.opened(eqn.params["body_jaxpr"])
-    outs = _of_loop(body, inputs[first:], second, len(inputs) - first - second, axes)
-    _check(not any(_outputs(cond, [*inputs[:first], *outs], axes)))
-    return outs
-
-
 def _of_loop(
-    body: Jaxpr, inputs: list[Left], num_consts: int, num_carry: int, axes: Left
+    body: Callable[[list[Left]], list[Left]], inputs: list[Left], num_consts: int, num_carry: int
 ) -> list[Left]:
     """Returns the outputs of a loop; of a body without a carry, which runs once, the same."""
+    carry = slice(num_consts, num_consts + num_carry)
     while True:
-        outs = _outputs(body, inputs, axes)
-        carry = slice(num_consts, num_consts + num_carry)
+        outs = body(inputs)
         grown = [a | b for a, b in zip(inputs[carry], outs[:num_carry], strict=True)]
         if grown == inputs[carry]:
             return [*grown, *outs[num_carry:]]
         inputs = [*inputs[: carry.start], *grown, *inputs[carry.stop :]]
 
 
-def _check_linear(eqn: JaxprEqn, inputs: list[Left]) -> None:
-    """Raises for an equation that is known not to be linear in what is not averaged yet."""
-    if not any(inputs):
-        return
+def _is_linear(eqn: JaxprEqn, inputs: list[Left]) -> bool:
+    """Whether an equation may be linear in what is not averaged yet: it is not known otherwise."""
     name, (first, *others) = eqn.primitive.name, inputs
-    if name in _PRODUCTS:
-        _check(not (first and others[0]))
-    elif name == "div":
-        _check(not others[0])
-    elif name == "select_n":
-        _check(not first)
-    elif name == "convert_element_type":
-        _check(type_of(eqn.outvars[0]).dtype.kind not in "biu")
-    else:
-        _check(name not in _CURVED)
-
-
-def _check(is_linear: bool) -> None:
-    if not is_linear:
-        raise UnaveragedError
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return not (first and others[0])
+    if name == "div":
+        return not others[0]
+    if name == "select_n":
+        return not first
+    if name == "convert_element_type":
+        return type_of(eqn.outvars[0]).dtype.kind not in "biu"
+    return name not in _CURVED

@@ -1,23 +1,46 @@
-"""Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
+"""Traces a user's loss once, with the shapes that one device sees, and checks what it returns.
+
+[Note: the mesh that a loss sees]
+A model may ask which mesh is set, and constrain arrays over its axes; Flax does so for every
+annotated weight. No single answer suits all models, so a loss is traced where it can be:
+
+1. As code of one device, which it is: the axes that the batch is split over are manual. There, a
+   constraint over those is an error, because nothing is left to split.
+2. As code of all devices, where all axes are automatic. The axes that annotations name and the mesh
+   lacks are there too, with size 1: what is sharded over them is whole.
+3. Without a mesh, where Flax constrains nothing, as in a step of its authors who set none. A
+   constraint may fit no mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all
+   its dimensions. What a state is annotated with, its plan has read.
+
+The jaxpr of 2 and 3 is rewritten for one device: at any depth, axes that are no longer there are
+dropped from every constraint, and those of the batch become manual in every type.
+"""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._loss import constraints as _constraints, fields as _fields
+from zerojax._jaxpr import Atom, is_var
+from zerojax._loss import fields as _fields, mean as _mean
 from zerojax._plan import mesh as _mesh
+from zerojax._state.hints import axes_of_rules
 from zerojax._types import PyTree, is_key
+from zerojax._wire.routes import names_in
 
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
+NO_MESH = AbstractMesh((), ())
 
 
 class TracedLoss(NamedTuple):
@@ -45,10 +68,15 @@ def trace_loss(
     With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
     included, becomes an input, so that `shard_map` never sees a closure.
     """
-    captured, with_captured = _captured(loss_fn)
+    # Closed over, the arrays of a `jax.tree_util.Partial` would keep the type that they have
+    # outside of the mesh's devices.
+    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
+    captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
-        loss, aux = split_aux(_called(with_captured(captured), args, axes), has_aux)
+        arrays = iter(captured)
+        loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
+        loss, aux = split_aux(_called(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
@@ -59,7 +87,7 @@ def trace_loss(
         return closed, aux
 
     def opened() -> TracedLoss:
-        closed, aux = _constraints.without_constraints(traced, axes, absent)
+        closed, aux = without_constraints(traced, axes, absent)
         jaxpr, consts = closed.jaxpr, [*captured, *closed.consts]
         invars = [*jaxpr.invars, *jaxpr.constvars]
         jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
@@ -88,24 +116,18 @@ def explained_dtypes(given: DTypeLike | None) -> Iterator[None]:
 
 def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
     """Calls `code` where JAX traces the code of one device, inside `shard_map` over `axes`."""
-    found: list[T] = []
+    results: list[T] = []
 
     def per_device() -> Array:
-        found.append(code())
+        results.append(code())
         return jnp.zeros(())
 
+    specs = {"in_specs": (), "out_specs": PartitionSpec()}
     with _mesh.seen_as(mesh.abstract_mesh):
         jax.eval_shape(
-            jax.shard_map(
-                per_device,
-                mesh=mesh,
-                in_specs=(),
-                out_specs=PartitionSpec(),
-                axis_names=set(axes),
-                check_vma=False,
-            )
+            jax.shard_map(per_device, mesh=mesh, **specs, axis_names={*axes}, check_vma=False)
         )
-    return found[0]
+    return results[0]
 
 
 def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
@@ -117,22 +139,6 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
         return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=replicated, weak_type=weak)
 
     return jax.tree.map(typed, values)
-
-
-def _captured(
-    loss_fn: Callable[..., PyTree],
-) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., PyTree]]]:
-    """Returns the arrays of a `jax.tree_util.Partial`, and a function that puts others there.
-
-    Closed over, they would keep the type that they have outside of the mesh's devices.
-    """
-    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
-
-    def with_arrays(arrays: Sequence[Array]) -> Callable[..., PyTree]:
-        found = iter(arrays)
-        return treedef.unflatten([next(found) if isinstance(x, Array) else x for x in leaves])
-
-    return [leaf for leaf in leaves if isinstance(leaf, Array)], with_arrays
 
 
 def _called(
@@ -167,15 +173,11 @@ def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
 
 def _check_scalar(loss: PyTree) -> None:
     """Raises where a loss is not a scalar of a float dtype."""
-    if isinstance(loss, tuple):
-        raise TypeError(
-            f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
-            "everything else in aux (value_and_grad then needs has_aux=True)."
-        )
     if not hasattr(loss, "shape") and not isinstance(loss, int | float):
+        kind = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else type(loss).__name__
         raise TypeError(
-            f"the loss must be a scalar array, got {type(loss).__name__}. Return a scalar, or "
-            "(loss, aux) with everything else in aux."
+            f"the loss must be a scalar array, got {kind}. Return a scalar, or (loss, aux) with "
+            "everything else in aux (value_and_grad then needs has_aux=True)."
         )
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
@@ -200,3 +202,209 @@ def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
                 f"aux{name} is a {type(leaf).__name__}{f' of {dtype}' if dtype else ''}, not a "
                 "numeric array: aux is averaged over the devices. Leave it out of aux."
             )
+
+
+# -- sharding constraints of the loss
+
+
+def without_constraints(
+    trace: Callable[[AbstractMesh], tuple[ClosedJaxpr, PyTree]],
+    axes: tuple[str, ...],
+    absent: Iterable[str],
+) -> tuple[ClosedJaxpr, PyTree]:
+    """Returns a loss traced as code of one device, without its constraints over `axes`.
+
+    `absent` are axes that it may name and the mesh lacks. See the note above.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    outer = here.update_axis_types(dict.fromkeys(here.manual_axes, AxisType.Auto))
+
+    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
+        closed, aux = trace(mesh)
+        if mesh is here and _has_more(closed, here, axes):
+            # JAX lets this one pass, which cannot run.
+            raise ValueError(f"with_sharding_constraint over one of {axes}")
+        return closed, aux
+
+    (closed, aux), seen, failed = traced_where_it_can_be(
+        traced, [here, with_absent(outer, absent), NO_MESH], axes
+    )
+    if seen is here:
+        return closed, aux
+    if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
+        raise failed[0]  # for another reason than a constraint
+    return Dropper(axes, outer, seen).jaxpr(closed), aux
+
+
+def traced_where_it_can_be(
+    trace: Callable[[AbstractMesh], T], meshes: Sequence[AbstractMesh], axes: tuple[str, ...]
+) -> tuple[T, AbstractMesh, list[Exception]]:
+    """Returns `trace(mesh)` for the first mesh where it raises nothing, that mesh, and the errors.
+
+    The code that is traced sees the mesh. The second is tried after any error that a constraint may
+    lead to, the third where the error speaks of the mesh. Where all fail, raises the one to read.
+    """
+    failed: list[Exception] = []
+    for mesh in meshes:
+        try:
+            with seeing(mesh, axes):
+                return trace(mesh), mesh, failed
+        except Exception as error:
+            if not failed and not isinstance(error, TypeError | ValueError):
+                raise
+            failed.append(error)
+            if len(failed) > 1 and not _is_of_mesh(error):
+                break
+    # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
+    errors = [error for error in failed if not _is_of_mesh(error)] or failed[:2][-1:]
+    raise _explained(errors[0], meshes[0]) from errors[0].__cause__
+
+
+def _is_of_mesh(error: Exception) -> bool:
+    return re.search(r"\bmesh\b|sharding", str(error)) is not None
+
+
+def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
+    """Returns the error of a constraint over an axis that the mesh lacks with a remedy."""
+    unknown = re.search(r"Resource axis: (\S+) of (.*) is not found in mesh", str(error))
+    if unknown is None:
+        return error
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return ValueError(
+        f"the loss constrains an array to {unknown[2]}, and the mesh ({sizes}) has no axis "
+        f"{unknown[1]!r}. Correct the name, or place the state on a mesh that has it, if only with "
+        f"size 1: mesh=zerojax.mesh({sizes}, {unknown[1]}=1)."
+    )
+
+
+@contextlib.contextmanager
+def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
+    """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
+    with _mesh.seen_as(mesh), _mean.over(axes):
+        yield
+
+
+def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
+    """Returns a mesh of Auto axes that has `absent` too, and those of the rules in force, with size
+    1."""
+    named = {*absent, *axes_of_rules()}
+    added = dict.fromkeys(sorted(named - {*mesh.axis_names}), 1)
+    sizes = {**mesh.shape, **added}
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types) if added else mesh
+
+
+def _has_more(closed: ClosedJaxpr, mesh: AbstractMesh, axes: tuple[str, ...]) -> bool:
+    """Whether a constraint, at any depth, names one of the axes, or one that the mesh lacks."""
+    constraints = filter(is_constraint, _compat.every_eqn(closed.jaxpr))
+    named = set().union(*(named_axes(eqn.params["sharding"].spec) for eqn in constraints))
+    return not named <= {*mesh.axis_names} - {*axes}
+
+
+def named_axes(spec: PartitionSpec) -> set[str]:
+    return names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
+
+
+def is_constraint(eqn: JaxprEqn) -> bool:
+    by_spec = isinstance(eqn.params.get("sharding"), NamedSharding)
+    return eqn.primitive.name == "sharding_constraint" and by_spec
+
+
+class Dropper:
+    """Rewrites jaxprs that were traced where `seen` was set as jaxprs of one device.
+
+    There, `axes` of the mesh are manual. Each method returns its argument without them, and without
+    axes that the mesh lacks.
+    """
+
+    def __init__(self, axes: tuple[str, ...], mesh: AbstractMesh, seen: AbstractMesh) -> None:
+        self.axes, self.all, self.seen = axes, mesh, seen
+        self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
+
+    def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
+        """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
+        if jaxpr not in self.jaxprs:
+            inner, consts = _compat.opened(jaxpr)
+            rewritten = self._open(inner)
+            is_open = inner is jaxpr and not consts
+            self.jaxprs[jaxpr] = rewritten if is_open else ClosedJaxpr(rewritten, consts)
+        return self.jaxprs[jaxpr]
+
+    def _open(self, jaxpr: Jaxpr) -> Jaxpr:
+        names: dict[Var, Atom] = {}
+
+        def declared(var: Var) -> Var:
+            if isinstance(var, DropVar):
+                return var
+            names[var] = new = _compat.fresh(var, self.aval(var.aval))
+            return new
+
+        def named(atom: Atom) -> Atom:
+            if is_var(atom):
+                return names[atom]
+            # JAX's arrays for constants keep the mesh that they were made under, and their copies
+            # do not.
+            value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
+            return Literal(value, self.aval(atom.aval))
+
+        constvars = list(map(declared, jaxpr.constvars))
+        invars = list(map(declared, jaxpr.invars))
+        eqns = []
+        for eqn in jaxpr.eqns:
+            operands = list(map(named, eqn.invars))
+            if is_constraint(eqn) and self.says_nothing(**eqn.params):
+                names[eqn.outvars[0]] = operands[0]
+                continue
+            params = {name: self.param(name, value) for name, value in eqn.params.items()}
+            outvars = list(map(declared, eqn.outvars))
+            ctx = _compat.context_on(eqn, self.mesh)
+            eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
+        outvars = list(map(named, jaxpr.outvars))
+        return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+
+    def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
+        """Whether no axis is left that a constraint could name."""
+        return layout is None and not self.mesh(sharding.mesh.abstract_mesh).auto_axes
+
+    def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
+        """Returns the step's mesh, whatever the loss saw in its place."""
+        manual = [axis for axis in mesh.manual_axes if axis in self.all.axis_names]
+        return self.all.update_axis_types(dict.fromkeys([*manual, *self.axes], AxisType.Manual))
+
+    def aval(self, aval: AbstractValue) -> AbstractValue:
+        sharding = getattr(aval, "sharding", None)
+        return aval if sharding is None else aval.update(sharding=self.sharding(sharding))
+
+    def sharding(self, sharding: NamedSharding) -> NamedSharding:
+        free = {*self.all.axis_names} - {*self.axes}
+
+        def kept(entry: PyTree) -> PyTree:
+            if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+                return entry
+            names = entry if isinstance(entry, tuple) else (entry,)
+            return tuple(name for name in names if name in free) or None
+
+        mesh = self.mesh(sharding.mesh.abstract_mesh)
+        return NamedSharding(mesh, PartitionSpec(*map(kept, sharding.spec)))
+
+    def param(self, name: str, value: PyTree) -> PyTree:
+        if name in _compat.THUNKS:
+            return _compat.Thunk(value, self.traced_later)
+        match value:
+            case AbstractMesh():
+                return self.mesh(value)
+            case NamedSharding():
+                return self.sharding(value)
+            case tuple() if hasattr(value, "_fields"):
+                return type(value)(*(self.param("", v) for v in value))
+            case tuple() | list():
+                return type(value)(self.param("", v) for v in value)
+            case _ if hasattr(value, "eqns"):
+                return self.jaxpr(value)
+        return value
+
+    def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
+        """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
+        with seeing(self.seen, self.axes):
+            jaxpr, *others = trace()
+        return (self.jaxpr(jaxpr), *others)

@@ -14,7 +14,7 @@ from zerojax import _compat, _fingerprint
 from zerojax._engine import xla_options as _xla_options
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
-from zerojax._loss.constraints import named_axes
+from zerojax._loss.trace import named_axes
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._run import agreement as _agreement

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._declared import takes
+from zerojax._features import finite as _finite
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._state import refusals as _refusals, state as _state
-from zerojax._step import backward as _backward, finite as _finite, stream as _stream
+from zerojax._step import backward as _backward, stream as _stream
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
 from zerojax._step.step_options import EvalOptions, Recipe, TrainOptions

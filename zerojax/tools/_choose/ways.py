@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zerojax._loss.layered import LAYERS, MICROBATCHES
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax.tools._forecast.memory_table import STAGES
 from zerojax.tools._hlo.gpus import Rates
 

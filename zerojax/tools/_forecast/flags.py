@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import zerojax
 from zerojax import aot
-from zerojax._loss.layered import ORDERS
+from zerojax._step.step_options import ORDERS
 from zerojax._text import explained
 from zerojax.tools._audit import report as _report
 from zerojax.tools._forecast import (

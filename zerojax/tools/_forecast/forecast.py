@@ -13,7 +13,6 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax import aot
-from zerojax._loss import layered as _layered
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -22,6 +21,7 @@ from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
+from zerojax._step.step_options import MICROBATCHES
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
 from zerojax._wire.codecs import Blocks
@@ -51,7 +51,7 @@ def forecast(
     gpus: str,
     stages: Sequence[int] | int | None = None,
     accumulate: Sequence[int] | int = 1,
-    order: Sequence[str] | str = _layered.MICROBATCHES,
+    order: Sequence[str] | str = MICROBATCHES,
     groups: Mapping[str, str | Sequence[str]] | None = None,
     pad: bool = True,
     precision: Precision | None = None,

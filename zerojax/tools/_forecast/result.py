@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax._loss.layered import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._step.step_options import LAYERS
 from zerojax._text import (
     Row,
     html_table,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax import aot
-from zerojax._loss.layered import MICROBATCHES
 from zerojax._progress import progress
+from zerojax._step.step_options import MICROBATCHES
 from zerojax.tools._forecast import cache as _cache
 from zerojax.tools._forecast.forecast import Workload, axis_names, gpu_of, mesh_of, names_levels
 from zerojax.tools._forecast.memory_table import STAGES

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax._features import finite as _finite
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._plan.optimizer import apply_gradients
@@ -17,7 +18,6 @@ from zerojax._plan.padding import on_host, padded_shapes
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
-from zerojax._step import finite as _finite
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._types import Device, PyTree, is_key
