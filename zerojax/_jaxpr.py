@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -42,6 +42,10 @@ def type_of(atom: Atom) -> ShapedArray:
     return aval
 
 
+def is_call(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _compat.CALLS
+
+
 class Inliner:
     """An expander of calls, which remembers what their outputs and constants have become."""
 
@@ -59,7 +63,7 @@ class Inliner:
         return eqn.replace(invars=[self.named(v) for v in eqn.invars])
 
     def flat(
-        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool]
+        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool] = is_call
     ) -> Iterator[JaxprEqn]:
         """Yields the equations, with the calls for which `expands` holds expanded at any depth."""
         for eqn in map(self.resolved, eqns):
@@ -110,6 +114,13 @@ def alive(
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]
+
+
+def unclosed(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """Returns a jaxpr whose constants are its last inputs, and the constants."""
+    jaxpr, consts = _compat.opened(closed)
+    invars = [*jaxpr.invars, *jaxpr.constvars]
+    return _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars), consts
 
 
 def inferred(

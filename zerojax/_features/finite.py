@@ -13,8 +13,8 @@ from zerojax._types import PyTree
 
 def scale_of(state: PyTree) -> DynamicScale | None:
     """Returns the state's `dynamic_scale`, the name that Flax's examples give it."""
-    found = _state.field(state, "dynamic_scale")
-    return found if isinstance(found, DynamicScale) else None
+    scale = _state.field(state, "dynamic_scale")
+    return scale if isinstance(scale, DynamicScale) else None
 
 
 def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callable[..., PyTree]:
@@ -25,10 +25,8 @@ def scaled(loss_fn: Callable[..., PyTree], scale: DynamicScale | None) -> Callab
     # The scale is an argument of a Partial and not closed over: it is a tracer of the step, and
     # the loss is traced once more for one device.
     def loss(loss_fn: Callable[..., PyTree], scale: jax.Array, *args: PyTree) -> PyTree:
-        result = loss_fn(*args)
-        if isinstance(result, tuple):
-            return (result[0] * scale, *result[1:])
-        return result * scale
+        out = loss_fn(*args)
+        return (out[0] * scale, *out[1:]) if isinstance(out, tuple) else out * scale
 
     return jax.tree_util.Partial(loss, loss_fn, scale.scale)
 
@@ -39,20 +37,10 @@ def unscaled(values: PyTree, scale: DynamicScale | None) -> PyTree:
         return values
 
     def divide(value: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return value
-        return value.astype(wide(value.dtype)) / scale.scale
+        is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)
+        return value if is_exact else value.astype(wide(value.dtype)) / scale.scale
 
     return jax.tree.map(divide, values)
-
-
-def _next_scale(scale: DynamicScale, finite: jax.Array) -> DynamicScale:
-    """Returns the scale of the next step, by Flax's own rule.
-
-    Flax looks whether a gradient is finite. It gets one that is NaN where the step is not finite.
-    """
-    ruled = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.nan))
-    return ruled(jnp.float32(1)).dynamic_scale
 
 
 def guarded(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str]) -> PyTree:
@@ -70,7 +58,9 @@ def guarded(finite: jax.Array, new: PyTree, old: PyTree, mutable: Sequence[str])
     state = jax.tree_util.tree_map_with_path(choose, new, old)
     scale, total = scale_of(old), _state.field(state, "skipped")
     if scale is not None:
-        state = _state.replace(state, dynamic_scale=_next_scale(scale, finite))
+        # By Flax's own rule, which looks whether a gradient is finite.
+        ruled = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.nan))
+        state = _state.replace(state, dynamic_scale=ruled(jnp.float32(1)).dynamic_scale)
     if total is not None and not jnp.ndim(total) and jnp.issubdtype(total.dtype, jnp.integer):
         state = _state.replace(state, skipped=total + (1 - finite.astype(jnp.int32)))
     return state

@@ -11,19 +11,20 @@ and 3.125 GB/s, 4201, 4212, 4228 and 4266 ms in place of 4129, 4356, 7259 and 14
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Effect, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
+from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
 from zerojax._engine.ir import CONST, WEIGHT
-from zerojax._jaxpr import Atom, Inliner, Var, alive, inferred, is_var, reads, type_of
+from zerojax._jaxpr import Atom, Inliner, Var, alive, inferred, is_var, reads, type_of, unclosed
 from zerojax._loss.batch import REPLICATED, Microbatches
 from zerojax._loss.trace import as_one_device, typed
 from zerojax._plan.precision import wide
@@ -37,11 +38,10 @@ from zerojax._plan.precision import wide
 # other loss, and each microbatch computes what it would have computed by itself.
 
 MICROBATCH = "microbatch"  # what a variable depends on, if not on weights alone or on neither
-Wrap = Callable[[Callable], Callable]
 
 
 def layered(
-    jaxpr: Jaxpr, params: int, microbatches: Microbatches, mesh: Mesh, axes: tuple[str, ...]
+    loss: Jaxpr, params: int, microbatches: Microbatches, mesh: Mesh, axes: tuple[str, ...]
 ) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """Returns a loss on all microbatches, from that of one, and its constants, which are its last
     inputs. The first inputs of both are so many parameters, and then the arguments.
@@ -52,8 +52,8 @@ def layered(
     count, roles = microbatches.count, microbatches.roles
     kinds = [WEIGHT] * params
     kinds += [CONST if role.kind == REPLICATED else MICROBATCH for role in roles]
-    kinds += [CONST] * (len(jaxpr.invars) - len(kinds))
-    if not _has_layers(jaxpr, kinds):
+    kinds += [CONST] * (len(loss.invars) - len(kinds))
+    if not _has_layers(loss, kinds):
         raise ValueError(
             "order='layers' runs all microbatches of a layer before the next, and the loss has no "
             "scan over stacked parameters. Stack the layers (jax.lax.scan, nn.scan), or use "
@@ -63,7 +63,7 @@ def layered(
     def of_all(*values: Array) -> list[Array]:
         # Without a checkpoint, what is kept for backward outside of loops would be kept of all
         # microbatches: logits, say.
-        return _Layered((jaxpr, ()), values, kinds, count, jax.checkpoint).run()
+        return _Layered((loss, ()), values, kinds, count, jax.checkpoint).run()
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
         one = type_of(var)
@@ -71,11 +71,9 @@ def layered(
         return jax.ShapeDtypeStruct(shape, one.dtype, weak_type=one.weak_type)
 
     def traced() -> tuple[Jaxpr, Sequence[ArrayLike]]:
-        shapes = typed(list(map(stacked, jaxpr.invars, kinds)), jax.sharding.get_abstract_mesh())
-        opened, consts = _compat.opened(jax.make_jaxpr(of_all)(*shapes))
-        invars = [*opened.invars, *opened.constvars]
-        opened = _compat.make_jaxpr(opened.eqns, invars, opened.outvars)
-        return _compat.without_unread(opened), consts
+        shapes = typed(list(map(stacked, loss.invars, kinds)), jax.sharding.get_abstract_mesh())
+        jaxpr, consts = unclosed(jax.make_jaxpr(of_all)(*shapes))
+        return _compat.without_unread(jaxpr), consts
 
     return as_one_device(traced, mesh, axes)
 
@@ -89,14 +87,14 @@ class _Layered:
         values: Sequence[Array],
         kinds: Sequence[str],
         count: int,
-        wrap: Wrap,
+        wrap: Callable[[Callable], Callable],
     ) -> None:
         jaxpr, consts = closed
         self.count, self.wrap, self.inliner = count, wrap, Inliner()
         self.env: dict[Var, Any] = dict(zip(jaxpr.invars, values, strict=True))
         self.kinds = dict(zip(jaxpr.invars, kinds, strict=True))
         self.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
-        self.eqns = list(self.inliner.flat(jaxpr.eqns, _is_call))
+        self.eqns = list(self.inliner.flat(jaxpr.eqns))
         self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
         self.segment: list[_SegmentOp] = []
 
@@ -104,7 +102,7 @@ class _Layered:
         """Returns the outputs of all microbatches, stacked."""
         for at, eqn in enumerate(self.eqns):
             eqn = self.inliner.resolved(eqn)
-            kinds = self.kinds_of(eqn)
+            kinds = list(map(self.kind, eqn.invars))
             if MICROBATCH in kinds and _contains_layers(eqn, kinds):
                 self.flush(self.read_from(at))
                 self.write(eqn.outvars, self.with_layers(eqn, kinds), MICROBATCH)
@@ -117,9 +115,6 @@ class _Layered:
 
     def kind(self, atom: Atom) -> str:
         return self.kinds.get(atom, CONST) if is_var(atom) else CONST
-
-    def kinds_of(self, eqn: JaxprEqn) -> list[str]:
-        return [self.kind(v) for v in eqn.invars]
 
     def value(self, atom: Atom) -> Any:
         if not is_var(atom):
@@ -139,16 +134,15 @@ class _Layered:
     def read_from(self, at: int) -> set[Var]:
         """Returns the variables that the equations from this one on read, and the outputs."""
         rest = map(self.inliner.resolved, self.eqns[at:])
-        return {v for v in map(self.inliner.named, self.outvars) if is_var(v)}.union(
-            *map(reads, rest)
-        )
+        outvars = map(self.inliner.named, self.outvars)
+        return set(filter(is_var, outvars)).union(*map(reads, rest))
 
     # -- segments
 
     def visit(self, eqn: JaxprEqn, ops: list["_SegmentOp"]) -> None:
         """Runs an equation of weights alone, and adds any other to the ops of a segment."""
         eqn = self.inliner.resolved(eqn)
-        kinds = self.kinds_of(eqn)
+        kinds = list(map(self.kind, eqn.invars))
         if MICROBATCH not in kinds and not _compat.has_side_effects(eqn):
             kind = _strongest(kinds)
             self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
@@ -162,10 +156,10 @@ class _Layered:
     def checkpoint(self, eqn: JaxprEqn) -> "_Checkpoint":
         """Returns a remat without what in it comes from weights alone."""
         ops: list[_SegmentOp] = []
-        for inner in self.inliner.flat(self.inliner.expand(eqn), _is_call):
+        for inner in self.inliner.flat(self.inliner.expand(eqn)):
             self.visit(inner, ops)
         outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == MICROBATCH]
-        return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn)
+        return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn.effects, eqn)
 
     def flush(self, later: set[Var]) -> None:
         """Runs the segment for all microbatches, and keeps of it what is read later."""
@@ -241,11 +235,8 @@ class _Checkpoint:
 
     ops: list["_SegmentOp"]
     outvars: list[Var]
+    effects: Collection[object]
     eqn: JaxprEqn
-
-    @property
-    def effects(self) -> frozenset[Effect]:
-        return frozenset().union(*(op.effects for op in self.ops))
 
     def run(self, env: dict[Var, Any]) -> list[Array]:
         read = _read_outside(self.ops)
@@ -265,8 +256,8 @@ def _run(ops: Sequence[_SegmentOp], env: dict[Var, Any], outs: Sequence[Var]) ->
         if isinstance(op, _Checkpoint):
             results = op.run(env)
         else:
-            values = [_plain(env[v]) if is_var(v) else v.val for v in op.invars]
-            results = _compat.bind(op, values)
+            values = [env[v] if is_var(v) else v.val for v in op.invars]
+            results = _compat.bind(op, [x() if isinstance(x, Partial) else x for x in values])
         env.update(zip(op.outvars, results, strict=True))
     return [env[v] for v in outs]
 
@@ -293,22 +284,12 @@ def _read_outside(ops: Sequence[_SegmentOp]) -> list[Var]:
 # -- weights that all microbatches read
 
 
-class _Shared(NamedTuple):
-    """A narrow weight that all microbatches read, whose gradients are summed in a wider dtype, as
-    those of microbatches in turn are. Nothing computes with the value of `total`; its gradient is
-    the sum."""
-
-    value: Array
-    total: Array
-
-
 def _shared(value: Array) -> Any:
+    """Returns a weight that all microbatches read. A narrow one is a function of itself and of its
+    total: nothing computes with that, and the gradients of all microbatches are summed in its wider
+    dtype, as those of microbatches in turn are."""
     is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and wide(value.dtype) != value.dtype
-    return _Shared(value, _total(value, wide(value.dtype))) if is_narrow else value
-
-
-def _plain(value: Any) -> Any:
-    return _picked(*value) if isinstance(value, _Shared) else value
+    return Partial(_picked, value, _total(value, wide(value.dtype))) if is_narrow else value
 
 
 # Their residuals are empty arrays: JAX keeps no dtype.
@@ -335,10 +316,6 @@ _picked.defvjp(
 
 
 # -- where loops over layers are
-
-
-def _is_call(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _compat.CALLS
 
 
 def _strongest(kinds: Sequence[str]) -> str:

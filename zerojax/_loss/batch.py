@@ -25,6 +25,7 @@ from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
 Argument = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
+Sums = tuple[PyTree, PyTree]  # sums over microbatches, and what is stacked of them
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 
 
@@ -63,7 +64,7 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             f"batch_specs= does not fit the batch, which is {jax.tree.structure(args[0])}. Give "
             "one PartitionSpec for all of it, or a tree that begins as the batch does."
         ) from None
-    leaves = jax.tree_util.tree_flatten_with_path(args[0])[0]
+    leaves = jax.tree_util.tree_leaves_with_path(args[0])
     for i, ((path, value), spec) in enumerate(zip(leaves, specs, strict=True)):
         if spec is not None:
             roles[i] = _role_by_spec(path, value, spec, tuple(axes))
@@ -88,7 +89,7 @@ def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, .
 
 def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
     """Raises for an old-style key that may as well be two rows of the batch."""
-    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     pairs = zip(leaves, roles(args, specs, axes), strict=True)
     lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
     for path, value in leaves:
@@ -111,7 +112,7 @@ class Counted(NamedTuple):
 
 def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
-    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     having = [
         Counted(_name(path), jnp.shape(value)[role.dim], role.dim, path[0].idx)
         for (path, value), role in zip(leaves, roles, strict=True)
@@ -258,17 +259,14 @@ class Microbatches:
         return self._with(args, self._parts(args), fold)
 
     def summed(
-        self,
-        of_one: Callable[[list[Array]], tuple[PyTree, PyTree]],
-        args: Sequence[Array],
-        like: PyTree,
-    ) -> tuple[PyTree, PyTree]:
+        self, of_one: Callable[[list[Array]], Sums], args: Sequence[Array], like: PyTree
+    ) -> Sums:
         """Scans `of_one(args) -> (to sum, to stack)` over microbatches.
 
         Sums start from zeros of `like`'s shapes and keep its dtypes.
         """
 
-        def body(total: PyTree, at: tuple[Array, list[Array]]) -> tuple[PyTree, PyTree]:
+        def body(total: PyTree, at: tuple[Array, list[Array]]) -> Sums:
             index, parts = at
             own = self._with(args, parts, lambda key: jax.random.fold_in(key, index))
             one, to_stack = of_one(own)
@@ -289,13 +287,8 @@ class Microbatches:
     ) -> list[Array]:
         """Returns the arguments, with these parts in place of the batch, and keys folded."""
         rest = iter(parts)
-
-        def arg(value: Array, role: Role) -> Array:
-            if role.kind == BATCH:
-                return next(rest)
-            return fold(value) if role.kind == KEY else value
-
-        return [arg(value, role) for value, role in zip(args, self.roles, strict=True)]
+        of = {BATCH: lambda _: next(rest), KEY: fold, REPLICATED: lambda value: value}
+        return [of[role.kind](value) for value, role in zip(args, self.roles, strict=True)]
 
 
 # -- batches that a user loads

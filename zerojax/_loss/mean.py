@@ -1,8 +1,7 @@
 """The exact mean over the global batch without its padding, from code that sees one shard of it."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -14,24 +13,14 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Inliner, alive, inferred, primitives, reads, type_of
+from zerojax._jaxpr import Inliner, alive, inferred, is_call, primitives, reads, type_of
 from zerojax._plan.precision import wide
 
 # The names of the calls below, by which `hoist_counts` and `check_gradients` know them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 # The axes of the loss that is being traced, which may see no mesh to read them from.
-_axes: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
-
-
-@contextlib.contextmanager
-def over(axes: tuple[str, ...]) -> Iterator[None]:
-    """Has means be over these axes, inside a `with`, where no mesh says over which."""
-    token = _axes.set(axes)
-    try:
-        yield
-    finally:
-        _axes.reset(token)
+AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
@@ -63,7 +52,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
             "takes no weights. Pass weights > 0, and weigh the values yourself."
         )
-    axes = _compat.bound_axes() or _axes.get()
+    axes = _compat.bound_axes() or AXES.get()
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
         dtype = wide(values.dtype)
@@ -107,8 +96,8 @@ def exact_share(ways: int) -> tuple[float, float]:
     return 1 / power, power / ways
 
 
-def is_call(eqn: JaxprEqn, name: str) -> bool:
-    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == name
+def _calls(eqn: JaxprEqn, name: str) -> bool:
+    return is_call(eqn) and eqn.params.get("name") == name
 
 
 # -- counts of all microbatches
@@ -139,14 +128,14 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
     inliner, means = Inliner(), set[Var]()
 
     def expands(eqn: JaxprEqn) -> bool:
-        if is_call(eqn, MEAN):
+        if _calls(eqn, MEAN):
             means.update(eqn.outvars)
-        is_call_inside = eqn.primitive.name in _compat.CALLS and not is_call(eqn, COUNT)
-        return is_call_inside and any(map(_has_counts, _compat.inner_jaxprs(eqn)))
+        opens = is_call(eqn) and not _calls(eqn, COUNT)
+        return opens and any(map(_has_counts, _compat.inner_jaxprs(eqn)))
 
     eqns = list(inliner.flat(jaxpr.eqns, expands))
-    counts = [eqn for eqn in eqns if is_call(eqn, COUNT)]
-    kept = [eqn for eqn in eqns if not is_call(eqn, COUNT)]
+    counts = [eqn for eqn in eqns if _calls(eqn, COUNT)]
+    kept = [eqn for eqn in eqns if not _calls(eqn, COUNT)]
     for eqn in kept:
         if any(map(_has_counts, _compat.inner_jaxprs(eqn))):
             raise ValueError(
@@ -176,7 +165,7 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
 
 
 def _has_counts(jaxpr: Jaxpr) -> bool:
-    return any(is_call(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
+    return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
 
 
 # Primitives that are linear in one operand, or in all of several.
@@ -192,25 +181,20 @@ def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[i
     """Returns the degree of each output in the `means`, from those of the inputs."""
     if not any(inputs):  # independent of the means, whatever it computes; or one of them
         return [int(v in means) for v in eqn.outvars]
-    name = eqn.primitive.name
-    if name in _compat.CALLS:
+    name, degree = eqn.primitive.name, NOT_LINEAR
+    if name in KEEP or (name == "select_n" and not inputs[0]):
+        degree = max(inputs)
+    elif name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
+        degree = inputs[0]
+    elif name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
+        degree = min(sum(inputs), NOT_LINEAR)
+    outputs = [degree] * len(eqn.outvars)
+    if is_call(eqn):
         inner, _ = _compat.inner_jaxpr(eqn)
         outputs = inferred(inner, inputs, 0, functools.partial(_degrees, means))
-    else:
-        outputs = [_degree(name, inputs)] * len(eqn.outvars)
     # A mean of what depends on a mean is one of two numbers that differ by microbatch.
     pairs = zip(eqn.outvars, outputs, strict=True)
     return [NOT_LINEAR if v in means else degree for v, degree in pairs]
-
-
-def _degree(name: str, inputs: list[int]) -> int:
-    if name in KEEP or (name == "select_n" and not inputs[0]):
-        return max(inputs)
-    if name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
-        return inputs[0]
-    if name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
-        return min(sum(inputs), NOT_LINEAR)
-    return NOT_LINEAR
 
 
 # -- gradients of a mean that a loss takes itself
@@ -229,7 +213,6 @@ Left = frozenset[str]
 NONE: Left = frozenset()
 USED: Left = frozenset({"used"})
 
-_AVERAGES = ("psum", "all_gather")  # how the names of primitives begin
 _CURVED = primitives("""
 abs acos acosh argmax argmin asin asinh atan atan2 atanh cbrt ceil cholesky clamp cos cosh
 cumlogsumexp cummax cummin cumprod digamma eigh eq erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -263,7 +246,7 @@ def takes_gradients(loss: Jaxpr) -> bool:
 
 def _is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation is the transpose of a sum, which has a dimension more than its terms."""
-    return is_call(eqn, SUM) and any(
+    return _calls(eqn, SUM) and any(
         type_of(new).ndim < type_of(old).ndim
         for old, new in zip(eqn.invars, eqn.outvars, strict=False)
     )
@@ -276,10 +259,12 @@ def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
     def run(jaxpr: Jaxpr, inputs: list[Left]) -> list[Left]:
         return inferred(jaxpr, inputs, NONE, functools.partial(_left, axes))
 
-    if is_call(eqn, SUM):
+    if _calls(eqn, SUM):
         left = left & USED | (axes if _is_transposed(eqn) else NONE)
-    elif name.startswith(_AVERAGES):
-        left -= _crossed(eqn)
+    elif name.startswith(("psum", "all_gather")):
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.params.get("axis_index_groups") is None:  # it crosses them from end to end
+            left -= {*names} if isinstance(names, tuple) else {names}
     elif name == "while":
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
@@ -297,14 +282,6 @@ def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
     elif left and not _is_linear(eqn, inputs):
         left |= USED
     return [left] * len(eqn.outvars)
-
-
-def _crossed(collective: JaxprEqn) -> set[str]:
-    """Returns the mesh axes that a collective crosses from end to end."""
-    if collective.params.get("axis_index_groups") is not None:
-        return set()
-    names = collective.params.get("axes", collective.params.get("axis_name", ()))
-    return set(names) if isinstance(names, tuple) else {names}
 
 
 def _of_loop(

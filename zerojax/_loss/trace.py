@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._jaxpr import Atom, is_var
+from zerojax._jaxpr import Atom, is_var, unclosed
 from zerojax._loss import fields as _fields, mean as _mean
 from zerojax._plan import mesh as _mesh
 from zerojax._state.hints import axes_of_rules
@@ -76,37 +76,46 @@ def trace_loss(
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
         arrays = iter(captured)
         loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
-        loss, aux = split_aux(_called(loss_fn, args, axes), has_aux)
+        loss, aux = split_aux(_call(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
-    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
-        inputs = typed(args, mesh), typed(captured, mesh)
-        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
-        return closed, aux
-
     def opened() -> TracedLoss:
-        closed, aux = without_constraints(traced, axes, absent)
-        jaxpr, consts = closed.jaxpr, [*captured, *closed.consts]
-        invars = [*jaxpr.invars, *jaxpr.constvars]
-        jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        here = jax.sharding.get_abstract_mesh()
+        outer = here.update_axis_types(dict.fromkeys(here.manual_axes, AxisType.Auto))
+
+        def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
+            inputs = typed(args, mesh), typed(captured, mesh)
+            closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+            if mesh is here and _has_more(closed, here, axes):
+                # JAX lets this one pass, which cannot run.
+                raise ValueError(f"with_sharding_constraint over one of {axes}")
+            return closed, aux
+
+        meshes = [here, with_absent(outer, absent), NO_MESH]
+        (closed, aux), seen, failed = traced_where_it_can_be(traced, meshes, axes)
+        if seen is not here:
+            if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
+                raise failed[0]  # for another reason than a constraint
+            closed = Dropper(axes, outer, seen).jaxpr(closed)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
-        return TracedLoss(_compat.without_unread(jaxpr), consts, aux, closed.consts)
+        jaxpr = _compat.without_unread(unclosed(closed)[0])
+        return TracedLoss(jaxpr, [*captured, *closed.consts], aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)
 
 
 @contextlib.contextmanager
-def explained_dtypes(given: DTypeLike | None) -> Iterator[None]:
+def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
     """Says of loops and branches that disagree on a dtype where it comes from: `precision=`."""
     try:
         yield
     except TypeError as error:
         differ = re.search(r"must have equal (output )?types.*\bfloat(32|64)\b", str(error), re.S)
-        if given is not None and differ and str(jnp.dtype(given)) in str(error):
+        if narrow is not None and differ and str(jnp.dtype(narrow)) in str(error):
             error.add_note(
-                f"precision= gives the loss its parameters in {jnp.dtype(given)} (with compute=, "
+                f"precision= gives the loss its parameters in {jnp.dtype(narrow)} (with compute=, "
                 "the batch too), and what the loss makes itself, such as the first carry of a "
                 "loop, is float32. Make it in the dtype of what it meets, jnp.zeros(shape, "
                 "x.dtype), or cast what a turn of the loop returns, new.astype(carry.dtype)."
@@ -141,9 +150,7 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     return jax.tree.map(typed, values)
 
 
-def _called(
-    loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]
-) -> PyTree:
+def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]) -> PyTree:
     """Returns `loss_fn(*args)`; names the mesh axes that it may name where it names another."""
     try:
         return loss_fn(*args)
@@ -193,7 +200,7 @@ def _check_scalar(loss: PyTree) -> None:
 
 def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
     """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         dtype = getattr(leaf, "dtype", None)
         numeric = dtype is not None and (not is_key(leaf) or _fields.is_field(path, mutable))
         if not numeric and not isinstance(leaf, int | float | complex):
@@ -205,35 +212,6 @@ def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
 
 
 # -- sharding constraints of the loss
-
-
-def without_constraints(
-    trace: Callable[[AbstractMesh], tuple[ClosedJaxpr, PyTree]],
-    axes: tuple[str, ...],
-    absent: Iterable[str],
-) -> tuple[ClosedJaxpr, PyTree]:
-    """Returns a loss traced as code of one device, without its constraints over `axes`.
-
-    `absent` are axes that it may name and the mesh lacks. See the note above.
-    """
-    here = jax.sharding.get_abstract_mesh()
-    outer = here.update_axis_types(dict.fromkeys(here.manual_axes, AxisType.Auto))
-
-    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
-        closed, aux = trace(mesh)
-        if mesh is here and _has_more(closed, here, axes):
-            # JAX lets this one pass, which cannot run.
-            raise ValueError(f"with_sharding_constraint over one of {axes}")
-        return closed, aux
-
-    (closed, aux), seen, failed = traced_where_it_can_be(
-        traced, [here, with_absent(outer, absent), NO_MESH], axes
-    )
-    if seen is here:
-        return closed, aux
-    if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
-        raise failed[0]  # for another reason than a constraint
-    return Dropper(axes, outer, seen).jaxpr(closed), aux
 
 
 def traced_where_it_can_be(
@@ -280,16 +258,19 @@ def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
 @contextlib.contextmanager
 def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
     """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
-    with _mesh.seen_as(mesh), _mean.over(axes):
-        yield
+    token = _mean.AXES.set(axes)
+    try:
+        with _mesh.seen_as(mesh):
+            yield
+    finally:
+        _mean.AXES.reset(token)
 
 
 def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
     """Returns a mesh of Auto axes that has `absent` too, and those of the rules in force, with size
     1."""
-    named = {*absent, *axes_of_rules()}
-    added = dict.fromkeys(sorted(named - {*mesh.axis_names}), 1)
-    sizes = {**mesh.shape, **added}
+    added = sorted({*absent, *axes_of_rules()} - {*mesh.axis_names})
+    sizes = {**mesh.shape, **dict.fromkeys(added, 1)}
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types) if added else mesh
 
@@ -323,14 +304,9 @@ class Dropper:
 
     def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
         """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
-        if jaxpr not in self.jaxprs:
-            inner, consts = _compat.opened(jaxpr)
-            rewritten = self._open(inner)
-            is_open = inner is jaxpr and not consts
-            self.jaxprs[jaxpr] = rewritten if is_open else ClosedJaxpr(rewritten, consts)
-        return self.jaxprs[jaxpr]
-
-    def _open(self, jaxpr: Jaxpr) -> Jaxpr:
+        if jaxpr in self.jaxprs:
+            return self.jaxprs[jaxpr]
+        inner, consts = _compat.opened(jaxpr)
         names: dict[Var, Atom] = {}
 
         def declared(var: Var) -> Var:
@@ -347,10 +323,10 @@ class Dropper:
             value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
             return Literal(value, self.aval(atom.aval))
 
-        constvars = list(map(declared, jaxpr.constvars))
-        invars = list(map(declared, jaxpr.invars))
+        constvars = list(map(declared, inner.constvars))
+        invars = list(map(declared, inner.invars))
         eqns = []
-        for eqn in jaxpr.eqns:
+        for eqn in inner.eqns:
             operands = list(map(named, eqn.invars))
             if is_constraint(eqn) and self.says_nothing(**eqn.params):
                 names[eqn.outvars[0]] = operands[0]
@@ -359,8 +335,11 @@ class Dropper:
             outvars = list(map(declared, eqn.outvars))
             ctx = _compat.context_on(eqn, self.mesh)
             eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
-        outvars = list(map(named, jaxpr.outvars))
-        return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+        outvars = list(map(named, inner.outvars))
+        new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+        is_open = inner is jaxpr and not consts
+        self.jaxprs[jaxpr] = new if is_open else ClosedJaxpr(new, consts)
+        return self.jaxprs[jaxpr]
 
     def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
         """Whether no axis is left that a constraint could name."""
@@ -395,10 +374,9 @@ class Dropper:
                 return self.mesh(value)
             case NamedSharding():
                 return self.sharding(value)
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*(self.param("", v) for v in value))
             case tuple() | list():
-                return type(value)(self.param("", v) for v in value)
+                values = [self.param("", v) for v in value]
+                return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
             case _ if hasattr(value, "eqns"):
                 return self.jaxpr(value)
         return value

@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
-from zerojax import _compat
 from zerojax._collectives import Held, obtain
 from zerojax._engine.body import How
 from zerojax._engine.ir import InputKind
 from zerojax._engine.run import evaluate, how_on
 from zerojax._engine.vary import Value
+from zerojax._jaxpr import unclosed
 from zerojax._plan.layout import LeafPlan
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import Plan, check_plan
@@ -247,10 +247,8 @@ def _run(
     # the loop in the jaxpr. What the body closes over becomes inputs.
     shapes = [leaf.full if _is_sharded(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
-    jaxpr = _compat.make_jaxpr(
-        closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
-    )
-    values = [*jax.tree.leaves(init), *leaves, *closed.consts]
+    jaxpr, consts = unclosed(closed)
+    values = [*jax.tree.leaves(init), *leaves, *consts]
     # A cast by `jax.tree.map` changed the data of a `Sharded` and not its cut.
     inputs: list[Value] = [Held(x.data) if _is_sharded(x) else x for x in values]
     kinds: list[InputKind] = [
