@@ -1,11 +1,12 @@
-"""Layered accumulation, `order="layers"`: makes of a loss of one microbatch the losses of all of
-them, in which every microbatch runs through a layer before the first runs through the next.
+"""Layered accumulation, `order="layers"`: makes of the loss of one microbatch the losses of all of
+them, in which every microbatch runs through a layer before the first one runs through the next.
 
-It gains time where gathering is slow, since a step gathers each layer once and not once a
-microbatch. A 7.5B step on 64 H100s with 8 microbatches takes, with network cards of 50, 12.5, 6.25
-and 3.125 GB/s, 4201, 4212, 4228 and 4266 ms in place of 4129, 4356, 7259 and 14178 ms
-(`benchmarks/layered.py`). It keeps the inputs of layers of all microbatches: 14.5 GiB in place of
-5.8, or 5.8 with `activations="host"`. It costs 200 lines of code, and the step's program one call.
+A step gathers each layer once, and not once for each microbatch, which gains time where gathering
+is slow. A 7.5B step on 64 H100s with 8 microbatches and network cards of 50, 12.5, 6.25 and 3.125
+GB/s takes 4201, 4212, 4228 and 4266 ms in place of 4129, 4356, 7259 and 14178 ms, as
+`benchmarks/layered.py` forecasts. It keeps what all microbatches need for backward: 14.5 GiB of
+temporary memory in place of 5.8, or 5.8 with `activations="host"`. It costs 220 lines of code, and
+`_step/program.py` a call.
 """
 
 import dataclasses
@@ -31,23 +32,23 @@ from zerojax._plan.precision import wide
 
 # [Note: layered accumulation]
 # Microbatches that run one after another gather each layer's weights once each. Here a loss is
-# taken apart at its loops over layers. What is between two of them is a *segment*, which is mapped
-# over the microbatches; a loop runs all microbatches of a layer in each of its iterations, so it
-# gathers that layer once, and reduces the sum of its gradients once. What comes from weights alone
-# stays outside of the maps, where the engine finds it. The engine runs the result as it runs any
-# other loss, and each microbatch computes what it would have computed by itself.
+# taken apart at its loops over layers. What is between two loops is a *segment*, which a scan maps
+# over the microbatches. An iteration of a loop runs all microbatches through a layer, so it gathers
+# that layer once, and reduces the sum of its gradients once. What comes from weights only stays
+# outside of the scans, where the engine finds it. The engine runs the result as any other loss, and
+# each microbatch computes what it would have computed by itself.
 
-MICROBATCH = "microbatch"  # what a variable depends on, if not on weights alone or on neither
+MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `_engine/ir.py`
 
 
 def layered(
     loss: Jaxpr, params: int, microbatches: Microbatches, mesh: Mesh, axes: tuple[str, ...]
 ) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-    """Returns a loss on all microbatches, from that of one, and its constants, which are its last
-    inputs. The first inputs of both are so many parameters, and then the arguments.
+    """Returns the loss on all microbatches, from the loss on one, and its constants, which are its
+    last inputs. The first `params` inputs of both are parameters; the arguments follow.
 
-    Inputs that differ by microbatch come stacked, and all outputs do. Raises for losses without a
-    loop over layers.
+    The result takes what differs by microbatch stacked, and returns all outputs stacked. Raises for
+    a loss without a loop over layers.
     """
     count, roles = microbatches.count, microbatches.roles
     kinds = [WEIGHT] * params
@@ -61,8 +62,8 @@ def layered(
         )
 
     def of_all(*values: Array) -> list[Array]:
-        # Without a checkpoint, what is kept for backward outside of loops would be kept of all
-        # microbatches: logits, say.
+        # Without a checkpoint, backward would keep what segments compute, logits say, of all
+        # microbatches.
         return _Layered((loss, ()), values, kinds, count, jax.checkpoint).run()
 
     def stacked(var: Var, kind: str) -> jax.ShapeDtypeStruct:
@@ -111,7 +112,7 @@ class _Layered:
         self.flush(self.read_from(len(self.eqns)))
         return [self.stacked(self.inliner.named(v)) for v in self.outvars]
 
-    # -- what a variable is
+    # -- variables
 
     def kind(self, atom: Atom) -> str:
         return self.kinds.get(atom, CONST) if is_var(atom) else CONST
@@ -140,13 +141,13 @@ class _Layered:
     # -- segments
 
     def visit(self, eqn: JaxprEqn, ops: list["_SegmentOp"]) -> None:
-        """Runs an equation of weights alone, and adds any other to the ops of a segment."""
+        """Runs an equation that reads no microbatch, and adds any other to the ops of a segment."""
         eqn = self.inliner.resolved(eqn)
         kinds = list(map(self.kind, eqn.invars))
         if MICROBATCH not in kinds and not _compat.has_side_effects(eqn):
             kind = _strongest(kinds)
             self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
-            # What comes from neither, a mask say, is cheaper made again than read from memory.
+            # What comes from constants only, a mask say, is cheaper made again than read.
             if kind == CONST:
                 ops.append(eqn)
             return
@@ -154,7 +155,7 @@ class _Layered:
         ops.append(self.checkpoint(eqn) if eqn.primitive.name in _compat.REMAT else eqn)
 
     def checkpoint(self, eqn: JaxprEqn) -> "_Checkpoint":
-        """Returns a remat without what in it comes from weights alone."""
+        """Returns a `jax.checkpoint` without what in it comes from weights only."""
         ops: list[_SegmentOp] = []
         for inner in self.inliner.flat(self.inliner.expand(eqn)):
             self.visit(inner, ops)
@@ -162,7 +163,7 @@ class _Layered:
         return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn.effects, eqn)
 
     def flush(self, later: set[Var]) -> None:
-        """Runs the segment for all microbatches, and keeps of it what is read later."""
+        """Runs the segment for all microbatches, and keeps what is read `later`."""
         outs = [v for v in _made(self.segment) if v in later and self.kind(v) == MICROBATCH]
         ops = alive(self.segment, outs, _reads)
         self.segment = []
@@ -217,7 +218,7 @@ class _Layered:
 
         def layer(carry: list, xs: list) -> tuple[list, list]:
             inputs = [*consts, *carry, *xs]
-            # What is kept of each microbatch for backward is the user's affair, as in any loop.
+            # What backward keeps of each microbatch is up to the user, as in any loop.
             outs = _Layered(body, inputs, kinds, self.count, lambda f: f).run()
             return outs[:num_carry], outs[num_carry:]
 
@@ -231,7 +232,7 @@ class _Layered:
 
 @dataclasses.dataclass(frozen=True)
 class _Checkpoint:
-    """A remat of the user's in a segment."""
+    """A user's `jax.checkpoint` in a segment."""
 
     ops: list["_SegmentOp"]
     outvars: list[Var]
@@ -285,17 +286,17 @@ def _read_outside(ops: Sequence[_SegmentOp]) -> list[Var]:
 
 
 def _shared(value: Array) -> Any:
-    """Returns a weight that all microbatches read. A narrow one is a function of itself and of its
-    total: nothing computes with that, and the gradients of all microbatches are summed in its wider
-    dtype, as those of microbatches in turn are."""
+    """Returns a weight for all microbatches to read. A narrow one becomes a function of itself and
+    of its total, with which nothing computes: it has a wider dtype, in which the gradients of the
+    microbatches are summed, as those of microbatches in turn are."""
     is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and wide(value.dtype) != value.dtype
     return Partial(_picked, value, _total(value, wide(value.dtype))) if is_narrow else value
 
 
-# Their residuals are empty arrays: JAX keeps no dtype.
+# The residuals of both are empty arrays that carry a dtype, which JAX takes for no residual.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _total(value: Array, dtype: DTypeLike) -> Array:
-    """Returns what the gradient of `value` comes out through, in this dtype."""
+    """Returns zeros, whose gradient becomes that of `value`."""
     return jnp.zeros(value.shape, dtype)
 
 
@@ -319,7 +320,7 @@ _picked.defvjp(
 
 
 def _strongest(kinds: Sequence[str]) -> str:
-    """Returns what the outputs of an equation depend on, its inputs being of these kinds."""
+    """Returns the kind of an equation's outputs, from those of its inputs."""
     return next((kind for kind in (MICROBATCH, WEIGHT) if kind in kinds), CONST)
 
 

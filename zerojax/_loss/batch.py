@@ -1,5 +1,5 @@
-"""The arguments of a loss after its parameters: which are split over devices and microbatches,
-folded or passed on."""
+"""The arguments of a loss after its parameters: which of them zerojax splits over devices and
+microbatches, which it folds, and which it passes on as they are."""
 
 import dataclasses
 import functools
@@ -24,24 +24,28 @@ from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
-Argument = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
+Argument = ArrayLike | jax.ShapeDtypeStruct  # a leaf of the arguments
 Sums = tuple[PyTree, PyTree]  # sums over microbatches, and what is stacked of them
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 
 
 class Role(NamedTuple):
-    """The role of a leaf of the arguments: split, folded or replicated; `dim` counts examples."""
+    """What becomes of a leaf of the arguments; its dimension `dim` counts the examples.
+
+    A BATCH is split. A KEY is folded with the index of the device and of the microbatch, so that
+    each draws other numbers. All else is REPLICATED.
+    """
 
     kind: str
     dim: int = 0
 
 
 def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> list[Role]:
-    """Returns a role for each leaf of the arguments; `specs` may decide those of the first.
+    """Returns a role for each leaf of the arguments. `specs` may decide those of the first one.
 
-    A key has no dimensions; an array of keys has one for each example. Old-style keys, pairs of
-    uint32, count as keys everywhere but in the batch itself, the first argument; `check_pairs`
-    refuses those that may be rows.
+    A key has no dimensions; an array of keys has one for each example. An old-style key, which is
+    a pair of uint32, counts as a key except in the first argument, the batch itself. `check_pairs`
+    refuses a pair that may as well be two rows.
     """
 
     def role(leaf: Argument, in_batch: bool) -> Role:
@@ -95,14 +99,15 @@ def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str
     for path, value in leaves:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
             raise ValueError(
-                f"{_name(path)} is uint32[2] beside no longer batch: an old-style key, or two "
-                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data "
-                "into the first argument after the parameters or into another dtype."
+                f"{_name(path)} is uint32[2] where no other leaf tells whether that is an "
+                "old-style key or two rows. Make keys with jax.random.key (or "
+                "jax.random.wrap_key_data). Pass data as the first argument after the parameters, "
+                "or in another dtype."
             )
 
 
 class Counted(NamedTuple):
-    """The first leaf that has examples, by name, and how many it has along `dim`."""
+    """The first leaf that has examples: its name, and how many examples it has along `dim`."""
 
     name: str
     rows: int
@@ -120,15 +125,14 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     ]
     for leaf in (leaf for leaf in having if leaf.rows != having[0].rows):
         more = (
-            " batch_specs= applies to the first argument alone; what all devices need whole, such "
-            "as batch statistics, the loss closes over: lambda params, batch: loss_fn(params, "
-            "batch, stats)."
+            " batch_specs= applies only to the first argument. Close over what all devices need "
+            "whole, such as batch statistics: lambda params, batch: loss_fn(params, batch, stats)."
         )
         raise ValueError(
             f"batch leaves disagree on their {_dim_name(max(leaf.dim, having[0].dim))}: "
             f"{having[0].name} has {having[0].rows} and {leaf.name} has {leaf.rows}. Give every "
-            "leaf one row for each example; say with batch_specs= which have none, or have them "
-            "along another dimension, and make keys with jax.random.key."
+            "leaf one row for each example. Say in batch_specs= which leaves have none, or have "
+            "them along another dimension, and make keys with jax.random.key."
             + (more if leaf.argument else "")
         )
     return having[0] if having else None
@@ -137,7 +141,7 @@ def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
 def check(
     args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1
 ) -> Counted | None:
-    """Returns `counted`; raises where the batch cannot be split over devices and microbatches."""
+    """Returns what `counted` does; raises where devices and microbatches do not divide that."""
     leaf, ways = counted(args, roles), size * accumulate
     if leaf is not None and (leaf.rows == 0 or leaf.rows % ways):
         below, above = leaf.rows // ways * ways, (leaf.rows // ways + 1) * ways
@@ -163,7 +167,7 @@ def check_accumulate(accumulate: object) -> object:
 
 
 def parts_text(size: int, accumulate: int) -> str:
-    """Returns, for a message, what a batch is split over."""
+    """Says what a batch is split over."""
     return f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
 
 
@@ -188,17 +192,28 @@ def _is_raw_key(value: Argument) -> bool:
 
 
 def split(value: Array, dim: int, count: int) -> Array:
-    """Splits `value` into so many parts along `dim`; a new first dimension counts them."""
+    """Splits `value` into `count` parts along `dim`; a new first dimension counts the parts."""
     shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
     return jnp.moveaxis(value.reshape(shape), dim, 0)
 
 
 def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf that a loss sees when the batch is split so many ways."""
+    """Returns the shape that a loss sees of a leaf, where the batch is split `ways` ways."""
     shape = list(jnp.shape(value))
     if role.kind == BATCH:
         shape[role.dim] //= ways
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
+
+
+def exact_share(ways: int) -> tuple[float, float]:
+    """Splits `1 / ways` into a power of two and the factor that is left.
+
+    The power of two is exact in narrow dtypes. The step scales the loss by it, so that sums of
+    gradients do not overflow, and the sums by the other factor, which most dtypes round. That one
+    is 1 where `ways` is a power of two.
+    """
+    power = 1 << (ways - 1).bit_length()
+    return 1 / power, power / ways
 
 
 def per_example(
@@ -208,11 +223,11 @@ def per_example(
     aux_of_batch: Callable[[], PyTree],
     mutable: Sequence[str] = (),
 ) -> PyTree:
-    """Returns which aux leaves have a row for each example, in the structure of `aux`.
+    """Returns, in the structure of `aux`, which of its leaves have a row for each example.
 
-    Those whose first dimension is as long as a part of the batch, which `leaf` counts, are
-    suspects. The loss is traced again, by `aux_of_batch`, on the batch of all devices, and the true
-    ones are as long as that. Without suspects nothing is traced. Fields in `mutable` have no rows.
+    A leaf is a suspect where its first dimension is as long as a part of the batch, whose examples
+    `leaf` counts. `aux_of_batch` then traces the loss again on the batch of all devices, and a
+    suspect that grows with it has rows. Fields in `mutable` have none.
     """
     rows = leaf.rows if leaf else 0
 
@@ -229,7 +244,7 @@ def per_example(
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """The `count` microbatches of a device: how arguments with these roles reach each of them."""
+    """The `count` microbatches of a device, and how arguments with these roles reach each."""
 
     roles: Sequence[Role]
     count: int
@@ -237,7 +252,8 @@ class Microbatches:
     def prepared(
         self, args: Sequence[Array], axes: tuple[str, ...], compute: DTypeLike | None
     ) -> list[Array]:
-        """Casts floats to the dtype to compute in, and folds the device's index into keys."""
+        """Returns a device's arguments: floats in the dtype to compute in, keys with the device's
+        index folded in."""
         device = lax.axis_index(axes)
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
         return [
@@ -246,9 +262,10 @@ class Microbatches:
         ]
 
     def stacked(self, args: Sequence[Array]) -> list[Array]:
-        """Returns the arguments of all microbatches: stacked, where they differ.
+        """Returns the arguments of all microbatches, stacked where they differ.
 
-        Those of one alone are as they are, and its keys are those of a loop without microbatches.
+        A single microbatch has them as they are, keys too: it draws what a step without
+        microbatches draws.
         """
         if self.count == 1:
             return list(args)
@@ -261,9 +278,9 @@ class Microbatches:
     def summed(
         self, of_one: Callable[[list[Array]], Sums], args: Sequence[Array], like: PyTree
     ) -> Sums:
-        """Scans `of_one(args) -> (to sum, to stack)` over microbatches.
+        """Scans `of_one(args) -> (to sum, to stack)` over the microbatches.
 
-        Sums start from zeros of `like`'s shapes and keep its dtypes.
+        The sums have the shapes and dtypes of `like`.
         """
 
         def body(total: PyTree, at: tuple[Array, list[Array]]) -> Sums:
@@ -278,14 +295,14 @@ class Microbatches:
         return lax.scan(body, zeros, (jnp.arange(self.count), parts))
 
     def _parts(self, args: Sequence[Array]) -> list[Array]:
-        """Splits a device's part of the batch, so that nothing moves between devices."""
+        """Splits a device's part of the batch, for which nothing moves between devices."""
         pairs = zip(args, self.roles, strict=True)
         return [split(value, role.dim, self.count) for value, role in pairs if role.kind == BATCH]
 
     def _with(
         self, args: Sequence[Array], parts: Sequence[Array], fold: Callable[[Array], Array]
     ) -> list[Array]:
-        """Returns the arguments, with these parts in place of the batch, and keys folded."""
+        """Returns the arguments, with `parts` in place of the batch and the keys folded."""
         rest = iter(parts)
         of = {BATCH: lambda _: next(rest), KEY: fold, REPLICATED: lambda value: value}
         return [of[role.kind](value) for value, role in zip(args, self.roles, strict=True)]
@@ -304,12 +321,12 @@ def shard_batch(
 ) -> PyTree:
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
-    `train_step` takes host batches too; placing the next batch early overlaps its transfer
-    with the running step. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it
-    placed, says which mesh and axes: for every mesh of several axes the surest way.
+    `train_step` takes host batches too; a batch that you place early travels while the step before
+    it runs. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it placed, has the
+    mesh and the axes: pass it wherever a mesh has several axes.
 
-    In several processes each gives its own rows, as `zerojax.process_slice` counts them, and
-    all of them together are the batch.
+    Where there are several processes, each passes its own rows, as `zerojax.process_slice` counts
+    them, and all of these together are the batch.
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
@@ -343,9 +360,9 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
 
 @functools.cache
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
-    """Raises where processes have different rows: each infers the batch from its own.
+    """Raises where processes have different numbers of rows: each infers the batch from its own.
 
-    It asks once for each shape of a batch.
+    They compare once for each shape of a batch.
     """
     _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
 
@@ -357,7 +374,7 @@ def process_slice(
     axis: str | Sequence[str] | None = None,
     plan: PyTree = None,
 ) -> slice:
-    """Returns which of the `rows` of a batch over all processes this one is to load.
+    """Returns which rows this process loads, of a batch of `rows` rows over all processes.
 
     The mesh, axes or plan are those of `zerojax.shard_batch`.
 
@@ -377,8 +394,8 @@ def process_slice(
     first, last = min(parts), max(parts)
     if last - first + 1 != len(parts):
         raise ValueError(
-            f"this process has the parts {sorted(parts)} of the batch, which are not one slice. "
-            "Order the mesh so that a process's devices follow one another along the ZeRO axis."
+            f"the devices of this process have the parts {sorted(parts)} of the batch, which are "
+            "not one slice. Order the mesh so that they follow one another along the ZeRO axis."
         )
     return slice(first * rows // size, (last + 1) * rows // size)
 

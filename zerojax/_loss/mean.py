@@ -1,4 +1,9 @@
-"""The exact mean over the global batch without its padding, from code that sees one shard of it."""
+"""The exact mean over the global batch without its padding, in code that sees one shard of it.
+
+A loss needs it where devices or microbatches have different numbers of true elements: the mean over
+each of them, averaged, would weigh all of them alike. It costs 195 lines of code and, for each
+mean, two sums of one number over the devices.
+"""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +21,7 @@ from zerojax import _compat
 from zerojax._jaxpr import Inliner, alive, inferred, is_call, primitives, reads, type_of
 from zerojax._plan.precision import wide
 
-# The names of the calls below, by which `hoist_counts` and `check_gradients` know them.
+# The names of the calls below, by which `hoist_counts` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 # The axes of the loss that is being traced, which may see no mesh to read them from.
@@ -27,12 +32,12 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Returns the mean of `values` over the global batch; with a mask, over its true elements.
 
     Inside a zerojax step this is the number that one device would get from the global batch, even
-    where shards have different numbers of true elements. With `accumulate=` it is exact too; there
-    it must enter the loss and the aux linearly, and anything else is an error. A gradient of it
-    that the loss takes itself is that of the device's own part, and an error until
-    `jax.lax.pmean` has averaged it over the devices. Outside of a step
-    it is `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes
-    the mask for a batch that the devices do not divide.
+    where shards have different numbers of true elements. It is exact with `accumulate=` too, where
+    it must enter the loss and the aux linearly; anything else is an error. Where the loss itself
+    differentiates it, each device gets the gradient of its own part, and must average that by
+    `jax.lax.pmean` before the loss uses it. Outside of a step it is
+    `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes the mask
+    for a batch that the devices do not divide.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
@@ -70,30 +75,19 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def zerojax_sum(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `total` over all devices, in one dimension more: by that, `_is_transposed` knows
+    """Returns `total` over all devices, with one dimension more, by which `_is_transposed` tells
     this call from its transpose."""
     return lax.psum(total, axes)[None]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `count` over all devices, from a call whose name lets accumulation find it.
+    """Returns `count` over all devices.
 
-    Each microbatch must divide by the mean count of all microbatches, which the loss cannot know;
-    `hoist_counts` has it come in as an input in place of this call's result.
+    A microbatch must divide by the mean count of all microbatches, which the loss cannot know:
+    `hoist_counts` puts an input in place of this call's result.
     """
     return lax.psum(count, axes)
-
-
-def exact_share(ways: int) -> tuple[float, float]:
-    """Splits `1 / ways` into a power of two and the factor that is left.
-
-    A power of two is exact in narrow dtypes. It scales the loss, so that sums of gradients do not
-    overflow. The other factor, which most dtypes round, scales the sums; it is 1 where `ways` is a
-    power of two.
-    """
-    power = 1 << (ways - 1).bit_length()
-    return 1 / power, power / ways
 
 
 def _calls(eqn: JaxprEqn, name: str) -> bool:
@@ -104,10 +98,10 @@ def _calls(eqn: JaxprEqn, name: str) -> bool:
 
 
 class HoistedCounts(NamedTuple):
-    """A loss whose counts over the batch come in as inputs.
+    """A loss that takes its counts over the batch as inputs.
 
-    `counter` maps the loss's inputs and `constants` to the counts of one microbatch on one
-    device; `loss` takes the same and, at the end, the counts to divide by.
+    `counter` maps the loss's inputs and `constants` to the counts of one microbatch on one device.
+    `loss` takes the same and then the counts to divide by.
     """
 
     counter: Jaxpr
@@ -121,8 +115,8 @@ class HoistedCounts(NamedTuple):
 # and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
 # enters it linearly.
 def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
-    """Takes the calls of `zerojax.mean` that count over the devices out of a loss, whose first
-    inputs are so many parameters. Returns None where it has none."""
+    """Takes the calls that count over the devices out of a loss, whose first `params` inputs are
+    parameters. Returns None where the loss has no such call."""
     if not _has_counts(jaxpr):
         return None
     inliner, means = Inliner(), set[Var]()
@@ -179,7 +173,7 @@ NOT_LINEAR = 2  # a degree: 0 does not depend on a mean, 1 depends linearly
 
 def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[int]:
     """Returns the degree of each output in the `means`, from those of the inputs."""
-    if not any(inputs):  # independent of the means, whatever it computes; or one of them
+    if not any(inputs):  # it depends on no mean, or is the last of a mean's own
         return [int(v in means) for v in eqn.outvars]
     name, degree = eqn.primitive.name, NOT_LINEAR
     if name in KEEP or (name == "select_n" and not inputs[0]):
@@ -207,8 +201,8 @@ def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[i
 # differentiated, so the loss, once traced, is searched for such gradients. Until they are averaged,
 # all that is computed of them must be linear, as what backward does on its way to a gradient is.
 
-# The mesh axes that a gradient of a mean is not averaged over yet, and USED where something was
-# computed of it before it was: no average mends that.
+# The mesh axes that a gradient of a mean is not averaged over yet. USED is among them where the
+# loss computed something with it before: no average mends that.
 Left = frozenset[str]
 NONE: Left = frozenset()
 USED: Left = frozenset({"used"})
@@ -232,20 +226,20 @@ def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
     if left:
         name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
-            "the loss takes a gradient of zerojax.mean itself (jax.grad), on each device that of "
-            "its own part of the batch. With respect to parameters, average it before you use it: "
-            f"jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, take that of a "
-            "sum, jnp.sum."
+            "the loss differentiates zerojax.mean itself (jax.grad), which gives each device the "
+            "gradient of its own part of the batch. With respect to parameters, average it before "
+            f"you use it: jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, "
+            "differentiate a sum, jnp.sum."
         )
 
 
 def takes_gradients(loss: Jaxpr) -> bool:
-    """Whether a traced loss has equations of a derivative that it takes itself."""
+    """Whether a traced loss differentiates something itself."""
     return any("transpose(" in _compat.scope_of(eqn) for eqn in _compat.every_eqn(loss))
 
 
 def _is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the transpose of a sum, which has a dimension more than its terms."""
+    """Whether an equation is the transpose of `zerojax_sum`, whose result has a dimension less."""
     return _calls(eqn, SUM) and any(
         type_of(new).ndim < type_of(old).ndim
         for old, new in zip(eqn.invars, eqn.outvars, strict=False)
@@ -253,7 +247,7 @@ def _is_transposed(eqn: JaxprEqn) -> bool:
 
 
 def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
-    """Returns the axes that each output is not averaged over, as these inputs are not."""
+    """Returns the axes that each output is not averaged over yet, from those of the inputs."""
     name, inner, left = eqn.primitive.name, _compat.inner_jaxprs(eqn), NONE.union(*inputs)
 
     def run(jaxpr: Jaxpr, inputs: list[Left]) -> list[Left]:
@@ -287,7 +281,8 @@ def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
 def _of_loop(
     body: Callable[[list[Left]], list[Left]], inputs: list[Left], num_consts: int, num_carry: int
 ) -> list[Left]:
-    """Returns the outputs of a loop; of a body without a carry, which runs once, the same."""
+    """Returns what holds for a loop's outputs after any number of iterations. A body without a
+    carry runs once."""
     carry = slice(num_consts, num_consts + num_carry)
     while True:
         outs = body(inputs)
@@ -298,7 +293,7 @@ def _of_loop(
 
 
 def _is_linear(eqn: JaxprEqn, inputs: list[Left]) -> bool:
-    """Whether an equation may be linear in what is not averaged yet: it is not known otherwise."""
+    """Whether an equation is not known to be other than linear in what is not averaged yet."""
     name, (first, *others) = eqn.primitive.name, inputs
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return not (first and others[0])

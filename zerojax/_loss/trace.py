@@ -1,19 +1,19 @@
-"""Traces a user's loss once, with the shapes that one device sees, and checks what it returns.
+"""Traces a user's loss with the shapes that one device sees, and checks its results.
 
 [Note: the mesh that a loss sees]
 A model may ask which mesh is set, and constrain arrays over its axes; Flax does so for every
-annotated weight. No single answer suits all models, so a loss is traced where it can be:
+annotated weight. No single mesh suits all models, so `trace_loss` tries three:
 
-1. As code of one device, which it is: the axes that the batch is split over are manual. There, a
-   constraint over those is an error, because nothing is left to split.
-2. As code of all devices, where all axes are automatic. The axes that annotations name and the mesh
-   lacks are there too, with size 1: what is sharded over them is whole.
-3. Without a mesh, where Flax constrains nothing, as in a step of its authors who set none. A
-   constraint may fit no mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all
-   its dimensions. What a state is annotated with, its plan has read.
+1. The mesh of one device's code, which a loss is: the axes that the batch is split over are manual.
+   A constraint over one of those is an error, because nothing is left to split.
+2. The mesh of all devices' code, whose axes are all automatic. It also has the axes that
+   annotations name and the user's mesh lacks, with size 1: what is sharded over them is whole.
+3. No mesh, where Flax constrains nothing, as in a program that sets none. A constraint may fit no
+   mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all its dimensions. The
+   plan has read the annotations of the state anyway.
 
-The jaxpr of 2 and 3 is rewritten for one device: at any depth, axes that are no longer there are
-dropped from every constraint, and those of the batch become manual in every type.
+`Dropper` rewrites a jaxpr of 2 or 3 for one device: at any depth, it drops axes that are no longer
+there from every constraint, and makes the axes of the batch manual in every type.
 """
 
 import contextlib
@@ -63,13 +63,12 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
-    Annotations may name the axes in `absent`, which the mesh lacks: what is over them is whole.
-
-    With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
-    included, becomes an input, so that `shard_map` never sees a closure.
+    Annotations may name the axes in `absent`, which the mesh lacks: what is sharded over them is
+    whole. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
+    over, tracers included, becomes an input, so that `shard_map` never sees a closure.
     """
-    # Closed over, the arrays of a `jax.tree_util.Partial` would keep the type that they have
-    # outside of the mesh's devices.
+    # If the loss closed over the arrays of a `jax.tree_util.Partial`, they would keep the types
+    # that they have outside of `shard_map`.
     leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
     captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
 
@@ -89,7 +88,7 @@ def trace_loss(
             inputs = typed(args, mesh), typed(captured, mesh)
             closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
             if mesh is here and _has_more(closed, here, axes):
-                # JAX lets this one pass, which cannot run.
+                # JAX traces such a constraint, and cannot run it.
                 raise ValueError(f"with_sharding_constraint over one of {axes}")
             return closed, aux
 
@@ -108,7 +107,7 @@ def trace_loss(
 
 @contextlib.contextmanager
 def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
-    """Says of loops and branches that disagree on a dtype where it comes from: `precision=`."""
+    """Adds to an error of a loop or branch whose dtypes differ that one comes from `precision=`."""
     try:
         yield
     except TypeError as error:
@@ -124,7 +123,8 @@ def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
 
 
 def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
-    """Calls `code` where JAX traces the code of one device, inside `shard_map` over `axes`."""
+    """Returns `code()`, called where JAX traces the code of one device, in a `shard_map` over
+    `axes`."""
     results: list[T] = []
 
     def per_device() -> Array:
@@ -140,7 +140,7 @@ def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T
 
 
 def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
-    """Returns shapes of the type that values computed on `mesh` have: libraries compare the two."""
+    """Returns shapes with the types of values computed on `mesh`: libraries compare the two."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def typed(v: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -151,7 +151,7 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
 
 
 def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]) -> PyTree:
-    """Returns `loss_fn(*args)`; names the mesh axes that it may name where it names another."""
+    """Returns `loss_fn(*args)`. Where that names another mesh axis, the error says which it may."""
     try:
         return loss_fn(*args)
     except NameError as error:
@@ -167,7 +167,7 @@ def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[st
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
-    """Returns what a loss returned as the loss and its aux, None without any."""
+    """Takes a loss's result apart into the loss and its aux, which is None where it has none."""
     if isinstance(result, tuple) and len(result) == 2 and has_aux is not False:
         return result
     if has_aux:
@@ -219,8 +219,9 @@ def traced_where_it_can_be(
 ) -> tuple[T, AbstractMesh, list[Exception]]:
     """Returns `trace(mesh)` for the first mesh where it raises nothing, that mesh, and the errors.
 
-    The code that is traced sees the mesh. The second is tried after any error that a constraint may
-    lead to, the third where the error speaks of the mesh. Where all fail, raises the one to read.
+    The code that is traced sees the mesh. The second mesh is tried after any error that a
+    constraint may lead to, the third after an error that speaks of a mesh. Where all fail, the
+    error that says most is raised.
     """
     failed: list[Exception] = []
     for mesh in meshes:
@@ -243,7 +244,7 @@ def _is_of_mesh(error: Exception) -> bool:
 
 
 def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
-    """Returns the error of a constraint over an axis that the mesh lacks with a remedy."""
+    """Returns an error with a remedy for that of a constraint over an axis that the mesh lacks."""
     unknown = re.search(r"Resource axis: (\S+) of (.*) is not found in mesh", str(error))
     if unknown is None:
         return error
@@ -267,8 +268,8 @@ def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
-    """Returns a mesh of Auto axes that has `absent` too, and those of the rules in force, with size
-    1."""
+    """Returns a mesh of Auto axes, with those in `absent` and in Flax's rules in force added with
+    size 1."""
     added = sorted({*absent, *axes_of_rules()} - {*mesh.axis_names})
     sizes = {**mesh.shape, **dict.fromkeys(added, 1)}
     types = (AxisType.Auto,) * len(sizes)
@@ -292,10 +293,10 @@ def is_constraint(eqn: JaxprEqn) -> bool:
 
 
 class Dropper:
-    """Rewrites jaxprs that were traced where `seen` was set as jaxprs of one device.
+    """Rewrites jaxprs that were traced under the mesh `seen` as jaxprs of one device.
 
-    There, `axes` of the mesh are manual. Each method returns its argument without them, and without
-    axes that the mesh lacks.
+    There, the `axes` of the mesh are manual. Each method returns its argument without them, and
+    without axes that the mesh lacks.
     """
 
     def __init__(self, axes: tuple[str, ...], mesh: AbstractMesh, seen: AbstractMesh) -> None:

@@ -144,7 +144,7 @@ class Program:
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
         # The exact part of the mean's factor scales the loss, the rest scales the sums.
-        share, remaining = _mean.exact_share(self.plan.size * self.options.accumulate)
+        share, remaining = _batch.exact_share(self.plan.size * self.options.accumulate)
         of_updated = iter(state)
         states = [next(of_updated) if p.update else ([], []) for p in self.params]
         varied = [

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._loss import batch as _batch
-from zerojax._loss.mean import exact_share
 from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, wide
@@ -132,7 +131,7 @@ def evaluate(
     values, treedef = jax.tree.flatten(params)
     (device,) = values[0].devices()
     closed_over = on_one_device(traced.closed_over, device)
-    share, factor = exact_share(split.ways)
+    share, factor = _batch.exact_share(split.ways)
 
     def mean_loss(
         floats: dict[int, jax.Array], rest: dict[int, jax.Array]
