@@ -23,7 +23,7 @@ PAGES = {
     "_features": ("Host memory", "offload.md"),
     "_loss": ("The loss and its batch", "loss.md"),
     "_loss/pad_batch": ("Batches of any size", "loop.md#evaluation"),
-    "_loss/layered": ("Order of microbatches", "groups.md#layers-before-microbatches"),
+    "_features/layered": ("Order of microbatches", "groups.md#layers-before-microbatches"),
     "_plan/padding": ("Padding", "padding.md"),
     "_plan/precision": ("Dtypes", "stages.md#dtypes"),
     "_run": ("Several processes", "hosts.md"),

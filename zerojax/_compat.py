@@ -198,7 +198,7 @@ def constrained(value: Array, sharding: NamedSharding) -> Array:
 def bound_axes() -> tuple[str, ...]:
     """Returns the mesh axes over which the running code is per-device code; () outside `shard_map`.
 
-    That is not what the mesh calls manual: see `_loss/constraints.py`.
+    That is not what the mesh calls manual: see `_loss/trace.py`.
     """
     return tuple(filter(_is_bound, jax.sharding.get_abstract_mesh().axis_names))
 

@@ -126,7 +126,7 @@ def test_a_gradient_with_respect_to_examples_is_that_of_a_sum():
         slopes = jax.grad(lambda x: zerojax.mean(jnp.tanh(x @ params["w"])))(x)
         return zerojax.mean(jnp.linalg.norm(slopes, axis=-1))
 
-    with pytest.raises(ValueError, match=r"With respect to examples, take that of a sum, jnp.sum"):
+    with pytest.raises(ValueError, match=r"With respect to examples, differentiate a sum, jnp.sum"):
         zerojax.value_and_grad(penalty, PLAN)(W, X)
     with pytest.raises(ValueError, match=PARTS):
         zerojax.eval_step(penalty, plan=PLAN)(PLAN.place((W, ())), X)

@@ -231,7 +231,10 @@ BATCHES = [
     (lambda: shard_batch(np.ones((0, 2))), r"leading dimension of 0.*Use 8 examples"),
     (train(named, rows(x=64, y=8)), UNEVEN),
     (lambda: shard_batch(rows(x=64, y=8)), UNEVEN),
-    (grads(rows(x=64), np.zeros(7)), r"argument 3 of the loss has 7.*argument alone; .*statistics"),
+    (
+        grads(rows(x=64), np.zeros(7)),
+        r"argument 3 of the loss has 7.*Close over what all.*statistics",
+    ),
     (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
     (grads(rows(x=2), np.uint32([3, 5]), devices=2), r"3 of the loss is uint32\[2\] .*random.key"),
     (lambda: process_slice(30), r"30 rows.*over 8.*a multiple of 8: .*pad_batch\(batch, to="),

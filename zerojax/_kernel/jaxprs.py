@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from zerojax import _compat
@@ -24,16 +24,25 @@ class HasOutputs(_compat.HasEffects, Protocol):
 
 
 S = TypeVar("S", bound=HasOutputs)
+T = TypeVar("T")
 
 
 def is_var(atom: Atom | None) -> "TypeIs[Var]":
     return atom is not None and not isinstance(atom, Literal)
 
 
+def primitives(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 def type_of(atom: Atom) -> ShapedArray:
     """Returns the type of an array; JAX declares only that it has some type."""
     aval: Any = atom.aval
     return aval
+
+
+def is_call(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _compat.CALLS
 
 
 class Inliner:
@@ -53,7 +62,7 @@ class Inliner:
         return eqn.replace(invars=[self.named(v) for v in eqn.invars])
 
     def flat(
-        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool]
+        self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool] = is_call
     ) -> Iterator[JaxprEqn]:
         """Yields the equations, with the calls for which `expands` holds expanded at any depth."""
         for eqn in map(self.resolved, eqns):
@@ -104,6 +113,28 @@ def alive(
             live.update(reads_of(step))
             kept.append(step)
     return kept[::-1]
+
+
+def unclosed(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """Returns a jaxpr whose constants are its last inputs, and the constants."""
+    jaxpr, consts = _compat.opened(closed)
+    invars = [*jaxpr.invars, *jaxpr.constvars]
+    return _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars), consts
+
+
+def inferred(
+    jaxpr: Jaxpr, inputs: Sequence[T], unknown: T, rule: Callable[[JaxprEqn, list[T]], Sequence[T]]
+) -> list[T]:
+    """Returns a fact about each output, from one about each input. `rule` returns those about the
+    outputs of an equation, from those about its operands; literals and constants are `unknown`."""
+    facts: dict[Var, T] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def fact(atom: Atom) -> T:
+        return facts.get(atom, unknown) if is_var(atom) else unknown
+
+    for eqn in jaxpr.eqns:
+        facts.update(zip(eqn.outvars, rule(eqn, list(map(fact, eqn.invars))), strict=True))
+    return list(map(fact, jaxpr.outvars))
 
 
 class Code:

@@ -1,47 +1,50 @@
-"""The arguments of a loss after its parameters: which are split, folded or passed on."""
+"""The arguments of a loss after its parameters: which of them zerojax splits over devices and
+microbatches, which it folds, and which it passes on as they are."""
 
-import itertools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat, _fingerprint
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan
+from zerojax._plan.precision import cast_floats
 from zerojax._run import agreement as _agreement
 from zerojax._state import carried as _carried, refusals as _refusals
 from zerojax._state.state import path_name
 from zerojax._types import PyTree
 
-Argument = ArrayLike | jax.ShapeDtypeStruct  # of the arguments
+Argument = ArrayLike | jax.ShapeDtypeStruct  # a leaf of the arguments
+Sums = tuple[PyTree, PyTree]  # sums over microbatches, and what is stacked of them
 BATCH, KEY, REPLICATED = "batch", "key", "replicated"
-WHOLE = (  # of arguments after the batch
-    " batch_specs= applies to the first argument alone; what all devices need whole, such as batch "
-    "statistics, the loss closes over: lambda params, batch: loss_fn(params, batch, stats)."
-)
 
 
 class Role(NamedTuple):
-    """The role of a leaf of the arguments: split, folded or replicated; `dim` counts examples."""
+    """What becomes of a leaf of the arguments; its dimension `dim` counts the examples.
+
+    A BATCH is split. A KEY is folded with the index of the device and of the microbatch, so that
+    each draws other numbers. All else is REPLICATED.
+    """
 
     kind: str
     dim: int = 0
 
 
 def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> list[Role]:
-    """Returns a role for each leaf of the arguments; `specs` may decide those of the first.
+    """Returns a role for each leaf of the arguments. `specs` may decide those of the first one.
 
-    A key has no dimensions; an array of keys has one for each example. Old-style keys, pairs of
-    uint32, count as keys everywhere but in the batch itself, the first argument; `check_pairs`
-    refuses those that may be rows.
+    A key has no dimensions; an array of keys has one for each example. An old-style key, which is
+    a pair of uint32, counts as a key except in the first argument, the batch itself. `check_pairs`
+    refuses a pair that may as well be two rows.
     """
 
     def role(leaf: Argument, in_batch: bool) -> Role:
@@ -50,74 +53,60 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             return Role(KEY)
         return Role(BATCH if jnp.shape(leaf) else REPLICATED)
 
-    found = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    roles = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
     if specs is None or not args:
-        return found
-    said = _roles_by_specs(args[0], specs, tuple(axes))
-    return [given or role for given, role in itertools.zip_longest(said, found)]
-
-
-def _roles_by_specs(batch: PyTree, specs: PyTree, axes: tuple[str, ...]) -> list[Role | None]:
-    """Returns the role that a tree prefix of specs gives each leaf of the batch, or None."""
+        return roles
 
     def is_leaf(spec: object) -> bool:
         return spec is None or isinstance(spec, PartitionSpec)
 
     try:
-        given = jax.tree.broadcast(specs, batch, is_leaf=is_leaf)
+        specs = jax.tree.leaves(jax.tree.broadcast(specs, args[0], is_leaf=is_leaf), is_leaf)
     except ValueError:
         raise ValueError(
-            f"batch_specs= does not fit the batch, which is {jax.tree.structure(batch)}. Give one "
-            "PartitionSpec for all of it, or a tree that begins as the batch does."
+            f"batch_specs= does not fit the batch, which is {jax.tree.structure(args[0])}. Give "
+            "one PartitionSpec for all of it, or a tree that begins as the batch does."
         ) from None
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    pairs = zip(leaves, jax.tree.leaves(given, is_leaf=is_leaf), strict=True)
-    return [_role_by_spec(path, value, spec, axes) for (path, value), spec in pairs]
+    leaves = jax.tree_util.tree_leaves_with_path(args[0])
+    for i, ((path, value), spec) in enumerate(zip(leaves, specs, strict=True)):
+        if spec is not None:
+            roles[i] = _role_by_spec(path, value, spec, tuple(axes))
+    return roles
 
 
-def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role | None:
-    if spec is None:
-        return None
-    entries = tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
-    named = [(dim, entry) for dim, entry in enumerate(entries) if entry]
-    if not named and isinstance(spec, PartitionSpec):
-        return Role(REPLICATED)
-    dim, entry = named[0] if named else (0, spec)
-    over = axes[0] if len(axes) == 1 else axes
-    fits = isinstance(spec, PartitionSpec) and entry in (axes, over)
-    if len(named) > 1 or not fits or dim >= len(jnp.shape(value)):
-        name = path_name(path)
-        raise ValueError(
-            f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
-            f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
-            f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
-            "P() for what is replicated."
-        )
-    return Role(BATCH, dim)
-
-
-def split(value: Array, dim: int, count: int) -> Array:
-    """Splits `value` into so many parts along `dim`; a new first dimension counts them."""
-    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
-    return jnp.moveaxis(value.reshape(shape), dim, 0)
+def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role:
+    over, name = axes[0] if len(axes) == 1 else axes, path_name(path)
+    if isinstance(spec, PartitionSpec):
+        dims = [dim for dim, entry in enumerate(spec) if entry]
+        if not dims:
+            return Role(REPLICATED)
+        if len(dims) == 1 and dims[0] < len(jnp.shape(value)) and spec[dims[0]] in (axes, over):
+            return Role(BATCH, dims[0])
+    raise ValueError(
+        f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
+        f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
+        f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
+        "P() for what is replicated."
+    )
 
 
 def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
     """Raises for an old-style key that may as well be two rows of the batch."""
-    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     pairs = zip(leaves, roles(args, specs, axes), strict=True)
     lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
     for path, value in leaves:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
             raise ValueError(
-                f"{_name(path)} is uint32[2] beside no longer batch: an old-style key, or two "
-                "rows? Make keys with jax.random.key (or jax.random.wrap_key_data), and put data "
-                "into the first argument after the parameters or into another dtype."
+                f"{_name(path)} is uint32[2] where no other leaf tells whether that is an "
+                "old-style key or two rows. Make keys with jax.random.key (or "
+                "jax.random.wrap_key_data). Pass data as the first argument after the parameters, "
+                "or in another dtype."
             )
 
 
 class Counted(NamedTuple):
-    """The first leaf that has examples, by name, and how many it has along `dim`."""
+    """The first leaf that has examples: its name, and how many examples it has along `dim`."""
 
     name: str
     rows: int
@@ -127,27 +116,31 @@ class Counted(NamedTuple):
 
 def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
     """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
-    leaves = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
-    found = [
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
+    having = [
         Counted(_name(path), jnp.shape(value)[role.dim], role.dim, path[0].idx)
         for (path, value), role in zip(leaves, roles, strict=True)
         if role.kind == BATCH
     ]
-    for leaf in (leaf for leaf in found if leaf.rows != found[0].rows):
-        more = WHOLE if leaf.argument else ""
-        raise ValueError(
-            f"batch leaves disagree on their {_dim_name(max(leaf.dim, found[0].dim))}: "
-            f"{found[0].name} has {found[0].rows} and {leaf.name} has {leaf.rows}. Give every "
-            "leaf one row for each example; say with batch_specs= which have none, or have "
-            f"them along another dimension, and make keys with jax.random.key.{more}"
+    for leaf in (leaf for leaf in having if leaf.rows != having[0].rows):
+        more = (
+            " batch_specs= applies only to the first argument. Close over what all devices need "
+            "whole, such as batch statistics: lambda params, batch: loss_fn(params, batch, stats)."
         )
-    return found[0] if found else None
+        raise ValueError(
+            f"batch leaves disagree on their {_dim_name(max(leaf.dim, having[0].dim))}: "
+            f"{having[0].name} has {having[0].rows} and {leaf.name} has {leaf.rows}. Give every "
+            "leaf one row for each example. Say in batch_specs= which leaves have none, or have "
+            "them along another dimension, and make keys with jax.random.key."
+            + (more if leaf.argument else "")
+        )
+    return having[0] if having else None
 
 
 def check(
     args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1
 ) -> Counted | None:
-    """Returns `counted`; raises where the batch cannot be split over devices and microbatches."""
+    """Returns what `counted` does; raises where devices and microbatches do not divide that."""
     leaf, ways = counted(args, roles), size * accumulate
     if leaf is not None and (leaf.rows == 0 or leaf.rows % ways):
         below, above = leaf.rows // ways * ways, (leaf.rows // ways + 1) * ways
@@ -173,7 +166,7 @@ def check_accumulate(accumulate: object) -> object:
 
 
 def parts_text(size: int, accumulate: int) -> str:
-    """Returns, for a message, what a batch is split over."""
+    """Says what a batch is split over."""
     return f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
 
 
@@ -181,34 +174,50 @@ def _dim_name(dim: int) -> str:
     return f"dimension {dim}" if dim else "leading dimension"
 
 
+def _name(path: tuple) -> str:
+    argument, *inside = path
+    name = path_name(tuple(inside))
+    if argument.idx == 0:
+        return f"batch leaf {name}" if name else "the batch"
+    of = f"leaf {name} of " if name else ""
+    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
+
+
+def _is_raw_key(value: Argument) -> bool:
+    return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32
+
+
+# -- parts of a batch
+
+
+def split(value: Array, dim: int, count: int) -> Array:
+    """Splits `value` into `count` parts along `dim`; a new first dimension counts the parts."""
+    shape = (*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
+    return jnp.moveaxis(value.reshape(shape), dim, 0)
+
+
 def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf that a loss sees when the batch is split so many ways."""
+    """Returns the shape that a loss sees of a leaf, where the batch is split `ways` ways."""
     shape = list(jnp.shape(value))
     if role.kind == BATCH:
         shape[role.dim] //= ways
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
 
-def rows(values: Sequence[Argument], roles: Sequence[Role]) -> int:
-    """Returns the number of examples in the batch; 0 without one."""
-    pairs = zip(values, roles, strict=True)
-    found = [jnp.shape(v)[role.dim] for v, role in pairs if role.kind == BATCH]
-    return found[0] if found else 0
-
-
 def per_example(
     aux: PyTree,
-    rows: int,
+    leaf: Counted | None,
     ways: int,
     aux_of_batch: Callable[[], PyTree],
     mutable: Sequence[str] = (),
 ) -> PyTree:
-    """Returns which aux leaves have a row for each example, in the structure of `aux`.
+    """Returns, in the structure of `aux`, which of its leaves have a row for each example.
 
-    Those whose first dimension is as long as a part of the batch are suspects. The loss is traced
-    again, by `aux_of_batch`, on the batch of all devices, and the true ones are as long as that.
-    Without suspects nothing is traced. Fields in `mutable` have no rows.
+    A leaf is a suspect where its first dimension is as long as a part of the batch, whose examples
+    `leaf` counts. `aux_of_batch` then traces the loss again on the batch of all devices, and a
+    suspect that grows with it has rows. Fields in `mutable` have none.
     """
+    rows = leaf.rows if leaf else 0
 
     def suspect(path: tuple, leaf: jax.ShapeDtypeStruct) -> bool:
         if not rows or not leaf.shape or _fields.is_field(path, mutable):
@@ -221,6 +230,75 @@ def per_example(
     return jax.tree.map(lambda s, leaf: s and leaf.shape[0] == rows, suspects, aux_of_batch())
 
 
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """The `count` microbatches of a device, and how arguments with these roles reach each."""
+
+    roles: Sequence[Role]
+    count: int
+
+    def prepared(
+        self, args: Sequence[Array], axes: tuple[str, ...], compute: DTypeLike | None
+    ) -> list[Array]:
+        """Returns a device's arguments: floats in the dtype to compute in, keys with the device's
+        index folded in."""
+        device = lax.axis_index(axes)
+        pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
+        return [
+            jax.random.fold_in(value, device) if role.kind == KEY else value
+            for value, role in pairs
+        ]
+
+    def stacked(self, args: Sequence[Array]) -> list[Array]:
+        """Returns the arguments of all microbatches, stacked where they differ.
+
+        A single microbatch has them as they are, keys too: it draws what a step without
+        microbatches draws.
+        """
+        if self.count == 1:
+            return list(args)
+
+        def fold(key: Array) -> Array:
+            return lax.map(lambda i: jax.random.fold_in(key, i), jnp.arange(self.count))
+
+        return self._with(args, self._parts(args), fold)
+
+    def summed(
+        self, of_one: Callable[[list[Array]], Sums], args: Sequence[Array], like: PyTree
+    ) -> Sums:
+        """Scans `of_one(args) -> (to sum, to stack)` over the microbatches.
+
+        The sums have the shapes and dtypes of `like`.
+        """
+
+        def body(total: PyTree, at: tuple[Array, list[Array]]) -> Sums:
+            index, parts = at
+            own = self._with(args, parts, lambda key: jax.random.fold_in(key, index))
+            one, to_stack = of_one(own)
+            # In the dtype of the sum, which may be wider than that of one microbatch's gradients.
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one), to_stack
+
+        parts = self._parts(args)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.scan(body, zeros, (jnp.arange(self.count), parts))
+
+    def _parts(self, args: Sequence[Array]) -> list[Array]:
+        """Splits a device's part of the batch, for which nothing moves between devices."""
+        pairs = zip(args, self.roles, strict=True)
+        return [split(value, role.dim, self.count) for value, role in pairs if role.kind == BATCH]
+
+    def _with(
+        self, args: Sequence[Array], parts: Sequence[Array], fold: Callable[[Array], Array]
+    ) -> list[Array]:
+        """Returns the arguments, with `parts` in place of the batch and the keys folded."""
+        rest = iter(parts)
+        of = {BATCH: lambda _: next(rest), KEY: fold, REPLICATED: lambda value: value}
+        return [of[role.kind](value) for value, role in zip(args, self.roles, strict=True)]
+
+
+# -- batches that a user loads
+
+
 def shard_batch(
     batch: PyTree,
     mesh: Mesh | None = None,
@@ -231,12 +309,12 @@ def shard_batch(
 ) -> PyTree:
     """Puts a host batch on the devices, split along its first dimension, or as `batch_specs` says.
 
-    `train_step` takes host batches too; placing the next batch early overlaps its transfer
-    with the running step. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it
-    placed, says which mesh and axes: for every mesh of several axes the surest way.
+    `train_step` takes host batches too; a batch that you place early travels while the step before
+    it runs. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it placed, has the
+    mesh and the axes: pass it wherever a mesh has several axes.
 
-    In several processes each gives its own rows, as `zerojax.run.process_slice` counts them, and
-    all of them together are the batch.
+    Where there are several processes, each passes its own rows, as `zerojax.run.process_slice`
+    counts them, and all of these together are the batch.
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
@@ -245,32 +323,34 @@ def shard_batch(
     """
     _refusals.check_values(batch, "batch")
     mesh, axes = mesh_and_axes(mesh, axis, plan)
-    found = roles((batch,), batch_specs, axes)
-    check((batch,), found, len(local_parts(mesh, axes)))
+    batch_roles = roles((batch,), batch_specs, axes)
+    check((batch,), batch_roles, len(local_parts(mesh, axes)))
     leaves, treedef = jax.tree.flatten(batch)
     if mesh.is_multi_process:
         _agree_on_rows(_fingerprint.of_shapes(batch), mesh)
 
     def placed(value: ArrayLike, role: Role) -> Array:
         sharding = NamedSharding(mesh, spec(role, axes))
-        move = _from_this_process if role.kind == BATCH else _move.moved
-        return move(value, sharding)
+        if role.kind != BATCH:
+            return _move.moved(value, sharding)
+        value = _move.own(value, sharding.device_set)
+        if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(value))
 
-    return treedef.unflatten(map(placed, leaves, found))
+    return treedef.unflatten(map(placed, leaves, batch_roles))
 
 
 def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
     """Returns how a leaf is split over the axes of a mesh."""
-    if role.kind != BATCH:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * role.dim, tuple(axes))
+    return PartitionSpec(*[None] * role.dim, tuple(axes)) if role.kind == BATCH else PartitionSpec()
 
 
 @_compat.device_cache
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
-    """Raises where processes have different rows: each infers the batch from its own.
+    """Raises where processes have different numbers of rows: each infers the batch from its own.
 
-    It asks once for each shape of a batch.
+    They compare once for each shape of a batch.
     """
     _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
 
@@ -282,7 +362,7 @@ def process_slice(
     axis: str | Sequence[str] | None = None,
     plan: PyTree = None,
 ) -> slice:
-    """Returns which of the `rows` of a batch over all processes this one is to load.
+    """Returns which rows this process loads, of a batch of `rows` rows over all processes.
 
     The mesh, axes or plan are those of `zerojax.shard_batch`.
 
@@ -302,8 +382,8 @@ def process_slice(
     first, last = min(parts), max(parts)
     if last - first + 1 != len(parts):
         raise ValueError(
-            f"this process has the parts {sorted(parts)} of the batch, which are not one slice. "
-            "Order the mesh so that a process's devices follow one another along the ZeRO axis."
+            f"the devices of this process have the parts {sorted(parts)} of the batch, which are "
+            "not one slice. Order the mesh so that they follow one another along the ZeRO axis."
         )
     return slice(first * rows // size, (last + 1) * rows // size)
 
@@ -318,8 +398,8 @@ def mesh_and_axes(
         return _mesh.resolve(mesh, axis)
     if mesh is not None or axis is not None:
         raise ValueError("plan= brings its own mesh and axes. Leave the mesh and axis= out.")
-    found = plan if isinstance(plan, Plan) else find_plan(plan)
-    return found.mesh, found.batch_axes
+    plan = plan if isinstance(plan, Plan) else find_plan(plan)
+    return plan.mesh, plan.batch_axes
 
 
 def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
@@ -328,23 +408,3 @@ def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
     split = NamedSharding(mesh, PartitionSpec(axes))
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}
-
-
-def _from_this_process(value: ArrayLike, split: NamedSharding) -> Array:
-    value = _move.own(value, split.device_set)
-    if split.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
-        return jax.device_put(value, split)
-    return jax.make_array_from_process_local_data(split, np.asarray(value))
-
-
-def _name(path: tuple) -> str:
-    argument, *inside = path
-    name = path_name(tuple(inside))
-    if argument.idx == 0:
-        return f"batch leaf {name}" if name else "the batch"
-    of = f"leaf {name} of " if name else ""
-    return f"{of}argument {argument.idx + 2} of the loss"  # which takes parameters and batch first
-
-
-def _is_raw_key(value: Argument) -> bool:
-    return jnp.shape(value) == (2,) and jnp.result_type(value) == jnp.uint32

@@ -1,9 +1,14 @@
-"""The exact mean over the global batch without its padding, from code that sees one shard of it."""
+"""The exact mean over the global batch without its padding, in code that sees one shard of it.
 
-import contextlib
+A loss needs it where devices or microbatches have different numbers of true elements: the mean over
+each of them, averaged, would weigh all of them alike. It costs 195 lines of code and, for each
+mean, two sums of one number over the devices.
+"""
+
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +18,26 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from zerojax import _compat
-from zerojax._kernel.device import exact_share as exact_share
-from zerojax._kernel.jaxprs import Atom, is_var, type_of
+from zerojax._kernel.jaxprs import Inliner, alive, inferred, is_call, primitives, reads, type_of
 from zerojax._plan.precision import wide
 
-# The names of the calls below, which accumulation looks for, and `check_gradients`.
+# The names of the calls below, by which `hoist_counts` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
 
 # The axes of the loss that is being traced, which may see no mesh to read them from.
-_axes: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
-
-
-@contextlib.contextmanager
-def over(axes: tuple[str, ...]) -> Iterator[None]:
-    """Has means be over these axes, inside a `with`, where no mesh says over which."""
-    token = _axes.set(axes)
-    try:
-        yield
-    finally:
-        _axes.reset(token)
+AXES: ContextVar[tuple[str, ...]] = ContextVar("axes", default=())
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Returns the mean of `values` over the global batch; with a mask, over its true elements.
 
     Inside a zerojax step this is the number that one device would get from the global batch, even
-    where shards have different numbers of true elements. With `accumulate=` it is exact too; there
-    it must enter the loss and the aux linearly, and anything else is an error. A gradient of it
-    that the loss takes itself is that of the device's own part, and an error until
-    `jax.lax.pmean` has averaged it over the devices. Outside of a step
-    it is `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes
-    the mask for a batch that the devices do not divide.
+    where shards have different numbers of true elements. It is exact with `accumulate=` too, where
+    it must enter the loss and the aux linearly; anything else is an error. Where the loss itself
+    differentiates it, each device gets the gradient of its own part, and must average that by
+    `jax.lax.pmean` before the loss uses it. Outside of a step it is
+    `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes the mask
+    for a batch that the devices do not divide.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
@@ -63,7 +57,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
             f"zerojax.mean(values, where=mask): the mask is of dtype {mask.dtype}, and where= "
             "takes no weights. Pass weights > 0, and weigh the values yourself."
         )
-    axes = _compat.bound_axes() or _axes.get()
+    axes = _compat.bound_axes() or AXES.get()
 
     def zerojax_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
         dtype = wide(values.dtype)
@@ -81,19 +75,120 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def zerojax_sum(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `total` over all devices, in one dimension more: by that, `_is_transposed` knows
+    """Returns `total` over all devices, with one dimension more, by which `_is_transposed` tells
     this call from its transpose."""
     return lax.psum(total, axes)[None]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `count` over all devices, from a call whose name lets accumulation find it.
+    """Returns `count` over all devices.
 
-    Each microbatch must divide by the mean count of all microbatches, which the loss cannot know;
-    `_step/accumulate.py` puts that in place of this call's result.
+    A microbatch must divide by the mean count of all microbatches, which the loss cannot know:
+    `hoist_counts` puts an input in place of this call's result.
     """
     return lax.psum(count, axes)
+
+
+def _calls(eqn: JaxprEqn, name: str) -> bool:
+    return is_call(eqn) and eqn.params.get("name") == name
+
+
+# -- counts of all microbatches
+
+
+class HoistedCounts(NamedTuple):
+    """A loss that takes its counts over the batch as inputs.
+
+    `counter` maps the loss's inputs and `constants` to the counts of one microbatch on one device.
+    `loss` takes the same and then the counts to divide by.
+    """
+
+    counter: Jaxpr
+    loss: Jaxpr
+    constants: list[ArrayLike]
+
+
+# [Note: counts before microbatches]
+# A mean over microbatches is exact if each microbatch divides its sum by the count of all of them.
+# That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
+# and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
+# enters it linearly.
+def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
+    """Takes the calls that count over the devices out of a loss, whose first `params` inputs are
+    parameters. Returns None where the loss has no such call."""
+    if not _has_counts(jaxpr):
+        return None
+    inliner, means = Inliner(), set[Var]()
+
+    def expands(eqn: JaxprEqn) -> bool:
+        if _calls(eqn, MEAN):
+            means.update(eqn.outvars)
+        opens = is_call(eqn) and not _calls(eqn, COUNT)
+        return opens and any(map(_has_counts, _compat.inner_jaxprs(eqn)))
+
+    eqns = list(inliner.flat(jaxpr.eqns, expands))
+    counts = [eqn for eqn in eqns if _calls(eqn, COUNT)]
+    kept = [eqn for eqn in eqns if not _calls(eqn, COUNT)]
+    for eqn in kept:
+        if any(map(_has_counts, _compat.inner_jaxprs(eqn))):
+            raise ValueError(
+                f"zerojax.mean inside {eqn.primitive.name} cannot be made exact through "
+                "accumulate=: its count is needed before the microbatches run. Call it outside "
+                "of loops and jax.checkpoint, or use accumulate=1."
+            )
+    inputs, wanted = [*jaxpr.invars, *inliner.constants], [eqn.invars[0] for eqn in counts]
+    outvars = [inliner.named(v) for v in jaxpr.outvars]
+    loss = _compat.make_jaxpr(kept, [*inputs, *(eqn.outvars[0] for eqn in counts)], outvars)
+    degrees = inferred(loss, [0] * len(loss.invars), 0, functools.partial(_degrees, means))
+    if max(degrees, default=0) > 1:
+        raise ValueError(
+            "zerojax.mean enters the loss or the aux in a way that is not linear (exp, a square, a "
+            "quotient of two means, a mean of a mean, ...), so microbatches cannot be averaged "
+            "exactly. Apply it to the metrics outside of the loss, or use accumulate=1."
+        )
+    needed = alive(kept, wanted, reads)
+    if not {v for eqn in needed for v in reads(eqn)}.isdisjoint(jaxpr.invars[:params]):
+        raise ValueError(
+            "zerojax.mean(values, where=mask): the mask depends on parameters, so its count "
+            "cannot be known before the microbatches run. Compute the mask from the batch, or "
+            "use accumulate=1."
+        )
+    counter = _compat.make_jaxpr(needed, inputs, wanted)
+    return HoistedCounts(counter, loss, list(inliner.constants.values()))
+
+
+def _has_counts(jaxpr: Jaxpr) -> bool:
+    return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
+
+
+# Primitives that are linear in one operand, or in all of several.
+KEEP = primitives("""
+add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims neg
+optimization_barrier pcast psum psum_invariant pvary reduce_sum reshape rev slice squeeze stack
+stop_gradient sub transpose
+""")
+NOT_LINEAR = 2  # a degree: 0 does not depend on a mean, 1 depends linearly
+
+
+def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+    """Returns the degree of each output in the `means`, from those of the inputs."""
+    if not any(inputs):  # it depends on no mean, or is the last of a mean's own
+        return [int(v in means) for v in eqn.outvars]
+    name, degree = eqn.primitive.name, NOT_LINEAR
+    if name in KEEP or (name == "select_n" and not inputs[0]):
+        degree = max(inputs)
+    elif name in ("dynamic_slice", "gather", "div") and not any(inputs[1:]):
+        degree = inputs[0]
+    elif name in ("mul", "dot_general"):  # degrees add up, as in a product of polynomials
+        degree = min(sum(inputs), NOT_LINEAR)
+    outputs = [degree] * len(eqn.outvars)
+    if is_call(eqn):
+        inner, _ = _compat.inner_jaxpr(eqn)
+        outputs = inferred(inner, inputs, 0, functools.partial(_degrees, means))
+    # A mean of what depends on a mean is one of two numbers that differ by microbatch.
+    pairs = zip(eqn.outvars, outputs, strict=True)
+    return [NOT_LINEAR if v in means else degree for v, degree in pairs]
 
 
 # -- gradients of a mean that a loss takes itself
@@ -106,22 +201,19 @@ def zerojax_count(count: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 # differentiated, so the loss, once traced, is searched for such gradients. Until they are averaged,
 # all that is computed of them must be linear, as what backward does on its way to a gradient is.
 
-Left = frozenset[str]  # the mesh axes that a gradient of a mean is not averaged over yet
+# The mesh axes that a gradient of a mean is not averaged over yet. USED is among them where the
+# loss computed something with it before: no average mends that.
+Left = frozenset[str]
 NONE: Left = frozenset()
+USED: Left = frozenset({"used"})
 
-_AVERAGES = ("psum", "all_gather")  # how the names of primitives begin
-_PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
-_CURVED = {"abs", "sign", "square", "sqrt", "rsqrt", "cbrt", "integer_pow", "pow", "max", "min"}
-_CURVED |= {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan"}
-_CURVED |= {"asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "rem"}
-_CURVED |= {"erf", "erfc", "erf_inv", "lgamma", "digamma", "floor", "ceil", "round", "clamp"}
-_CURVED |= {"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sort", "top_k", "argmax", "argmin"}
-_CURVED |= {"reduce_max", "reduce_min", "reduce_prod", "cummax", "cummin", "cumprod"}
-_CURVED |= {"cumlogsumexp", "reduce_window_max", "reduce_window_min", "cholesky", "eigh", "svd"}
-
-
-class UnaveragedError(Exception):
-    """A gradient is used before it is averaged."""
+_CURVED = primitives("""
+abs acos acosh argmax argmin asin asinh atan atan2 atanh cbrt ceil cholesky clamp cos cosh
+cumlogsumexp cummax cummin cumprod digamma eigh eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+integer_pow is_finite le lgamma log log1p logistic lt max min ne pow reduce_max reduce_min
+reduce_prod reduce_window_max reduce_window_min rem round rsqrt sign sin sinh sort sqrt square svd
+tan tanh top_k
+""")
 
 
 def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
@@ -129,118 +221,86 @@ def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
     axes = [axis for axis in batch_axes if mesh.shape[axis] > 1]
     if not axes or not any(map(_is_transposed, _compat.every_eqn(loss))):
         return
-    try:
-        left, *_ = _outputs(loss, [NONE] * len(loss.invars), frozenset(axes))
-    except UnaveragedError:
-        left = frozenset(axes)
+    rule = functools.partial(_left, frozenset(axes))
+    left = NONE.union(*inferred(loss, [NONE] * len(loss.invars), NONE, rule))
     if left:
         name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
-            "the loss takes a gradient of zerojax.mean itself (jax.grad), on each device that of "
-            "its own part of the batch. With respect to parameters, average it before you use it: "
-            f"jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, take that of a "
-            "sum, jnp.sum."
+            "the loss differentiates zerojax.mean itself (jax.grad), which gives each device the "
+            "gradient of its own part of the batch. With respect to parameters, average it before "
+            f"you use it: jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, "
+            "differentiate a sum, jnp.sum."
         )
 
 
 def takes_gradients(loss: Jaxpr) -> bool:
-    """Whether a traced loss has equations of a derivative that it takes itself."""
+    """Whether a traced loss differentiates something itself."""
     return any("transpose(" in _compat.scope_of(eqn) for eqn in _compat.every_eqn(loss))
 
 
-def _is_sum(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _compat.CALLS and eqn.params.get("name") == SUM
-
-
 def _is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the transpose of a sum, which has a dimension more than its terms."""
-    return _is_sum(eqn) and any(
+    """Whether an equation is the transpose of `zerojax_sum`, whose result has a dimension less."""
+    return _calls(eqn, SUM) and any(
         type_of(new).ndim < type_of(old).ndim
         for old, new in zip(eqn.invars, eqn.outvars, strict=False)
     )
 
 
-def _outputs(jaxpr: Jaxpr, inputs: Sequence[Left], axes: Left) -> list[Left]:
-    """Returns the axes that each output is not averaged over, as these inputs are not."""
-    found: dict[Var, Left] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
+    """Returns the axes that each output is not averaged over yet, from those of the inputs."""
+    name, inner, left = eqn.primitive.name, _compat.inner_jaxprs(eqn), NONE.union(*inputs)
 
-    def of(atom: Atom) -> Left:
-        return found.get(atom, NONE) if is_var(atom) else NONE
+    def run(jaxpr: Jaxpr, inputs: list[Left]) -> list[Left]:
+        return inferred(jaxpr, inputs, NONE, functools.partial(_left, axes))
 
-    for eqn in jaxpr.eqns:
-        outs = _of_eqn(eqn, list(map(of, eqn.invars)), axes)
-        found.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(of, jaxpr.outvars))
-
-
-def _of_eqn(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
-    name, inner = eqn.primitive.name, _compat.inner_jaxprs(eqn)
-    left = NONE.union(*inputs)
-    if _is_sum(eqn):
-        return [axes if _is_transposed(eqn) else NONE] * len(eqn.outvars)
-    if name.startswith(_AVERAGES):
-        return [left - _crossed(eqn)] * len(eqn.outvars)
-    if name == "while":
-        return _of_while(eqn, inputs, axes)
-    if name == "cond":
-        which, *operands = inputs
-        _check(not which)
-        branches = [_outputs(branch, operands, axes) for branch in inner]
-        return [NONE.union(*outs) for outs in zip(*branches, strict=True)]
-    if len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
+    if _calls(eqn, SUM):
+        left = left & USED | (axes if _is_transposed(eqn) else NONE)
+    elif name.startswith(("psum", "all_gather")):
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.params.get("axis_index_groups") is None:  # it crosses them from end to end
+            left -= {*names} if isinstance(names, tuple) else {names}
+    elif name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
+        body, _ = _compat.opened(eqn.params["body_jaxpr"])
+        num_carry = len(inputs) - first - second
+        outs = _of_loop(functools.partial(run, body), inputs[first:], second, num_carry)
+        decides = any(run(cond, [*inputs[:first], *outs]))
+        return [out | USED for out in outs] if decides else outs
+    elif name == "cond":
+        branches = zip(*(run(branch, inputs[1:]) for branch in inner), strict=True)
+        return [NONE.union(USED if inputs[0] else NONE, *outs) for outs in branches]
+    elif len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
         counts = _compat.scan_counts(eqn.params) if name == "scan" else (0, 0)
-        return _of_loop(inner[0], inputs, *counts, axes)
-    _check_linear(eqn, inputs)
+        return _of_loop(functools.partial(run, inner[0]), inputs, *counts)
+    elif left and not _is_linear(eqn, inputs):
+        left |= USED
     return [left] * len(eqn.outvars)
 
 
-def _crossed(collective: JaxprEqn) -> set[str]:
-    """Returns the mesh axes that a collective crosses from end to end."""
-    if collective.params.get("axis_index_groups") is not None:
-        return set()
-    names = collective.params.get("axes", collective.params.get("axis_name", ()))
-    return set(names) if isinstance(names, tuple) else {names}
-
-
-def _of_while(eqn: JaxprEqn, inputs: list[Left], axes: Left) -> list[Left]:
-    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
-    body, _ = _compat.opened(eqn.params["body_jaxpr"])
-    outs = _of_loop(body, inputs[first:], second, len(inputs) - first - second, axes)
-    _check(not any(_outputs(cond, [*inputs[:first], *outs], axes)))
-    return outs
-
-
 def _of_loop(
-    body: Jaxpr, inputs: list[Left], num_consts: int, num_carry: int, axes: Left
+    body: Callable[[list[Left]], list[Left]], inputs: list[Left], num_consts: int, num_carry: int
 ) -> list[Left]:
-    """Returns the outputs of a loop; of a body without a carry, which runs once, the same."""
+    """Returns what holds for a loop's outputs after any number of iterations. A body without a
+    carry runs once."""
+    carry = slice(num_consts, num_consts + num_carry)
     while True:
-        outs = _outputs(body, inputs, axes)
-        carry = slice(num_consts, num_consts + num_carry)
+        outs = body(inputs)
         grown = [a | b for a, b in zip(inputs[carry], outs[:num_carry], strict=True)]
         if grown == inputs[carry]:
             return [*grown, *outs[num_carry:]]
         inputs = [*inputs[: carry.start], *grown, *inputs[carry.stop :]]
 
 
-def _check_linear(eqn: JaxprEqn, inputs: list[Left]) -> None:
-    """Raises for an equation that is known not to be linear in what is not averaged yet."""
-    if not any(inputs):
-        return
+def _is_linear(eqn: JaxprEqn, inputs: list[Left]) -> bool:
+    """Whether an equation is not known to be other than linear in what is not averaged yet."""
     name, (first, *others) = eqn.primitive.name, inputs
-    if name in _PRODUCTS:
-        _check(not (first and others[0]))
-    elif name == "div":
-        _check(not others[0])
-    elif name == "select_n":
-        _check(not first)
-    elif name == "convert_element_type":
-        _check(type_of(eqn.outvars[0]).dtype.kind not in "biu")
-    else:
-        _check(name not in _CURVED)
-
-
-def _check(is_linear: bool) -> None:
-    if not is_linear:
-        raise UnaveragedError
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return not (first and others[0])
+    if name == "div":
+        return not others[0]
+    if name == "select_n":
+        return not first
+    if name == "convert_element_type":
+        return type_of(eqn.outvars[0]).dtype.kind not in "biu"
+    return name not in _CURVED

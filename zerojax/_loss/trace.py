@@ -1,23 +1,46 @@
-"""Traces a user's loss once, with the shapes that one device sees, and checks what it returns."""
+"""Traces a user's loss with the shapes that one device sees, and checks its results.
+
+[Note: the mesh that a loss sees]
+A model may ask which mesh is set, and constrain arrays over its axes; Flax does so for every
+annotated weight. No single mesh suits all models, so `trace_loss` tries three:
+
+1. The mesh of one device's code, which a loss is: the axes that the batch is split over are manual.
+   A constraint over one of those is an error, because nothing is left to split.
+2. The mesh of all devices' code, whose axes are all automatic. It also has the axes that
+   annotations name and the user's mesh lacks, with size 1: what is sharded over them is whole.
+3. No mesh, where Flax constrains nothing, as in a program that sets none. A constraint may fit no
+   mesh: `nn.DenseGeneral` constrains a flattened kernel by the names of all its dimensions. The
+   plan has read the annotations of the state anyway.
+
+`Dropper` rewrites a jaxpr of 2 or 3 for one device: at any depth, it drops axes that are no longer
+there from every constraint, and makes the axes of the batch manual in every type.
+"""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from zerojax import _compat
-from zerojax._loss import constraints as _constraints, fields as _fields
+from zerojax._kernel.jaxprs import Atom, is_var, unclosed
+from zerojax._kernel.travel import names_in
+from zerojax._loss import fields as _fields, mean as _mean
 from zerojax._plan import mesh as _mesh
+from zerojax._state.hints import axes_of_rules
 from zerojax._types import PyTree, is_key
 
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
+NO_MESH = AbstractMesh((), ())
 
 
 class TracedLoss(NamedTuple):
@@ -40,45 +63,58 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn(*args)` as code of one device of the mesh. `args` are shapes.
 
-    Annotations may name the axes in `absent`, which the mesh lacks: what is over them is whole.
-
-    With `has_aux=None` the result tells whether there is any. What the loss closes over, tracers
-    included, becomes an input, so that `shard_map` never sees a closure.
+    Annotations may name the axes in `absent`, which the mesh lacks: what is sharded over them is
+    whole. Where `has_aux` is None, a pair is taken for a loss and its aux. What the loss closes
+    over, tracers included, becomes an input, so that `shard_map` never sees a closure.
     """
-    captured, with_captured = _captured(loss_fn)
+    # If the loss closed over the arrays of a `jax.tree_util.Partial`, they would keep the types
+    # that they have outside of `shard_map`.
+    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
+    captured = [leaf for leaf in leaves if isinstance(leaf, Array)]
 
     def checked(args: Sequence[PyTree], captured: Sequence[Array]) -> tuple[Array, PyTree]:
-        loss, aux = split_aux(_called(with_captured(captured), args, axes), has_aux)
+        arrays = iter(captured)
+        loss_fn = treedef.unflatten([next(arrays) if isinstance(x, Array) else x for x in leaves])
+        loss, aux = split_aux(_call(loss_fn, args, axes), has_aux)
         _check_scalar(loss)
         _check_aux(aux, mutable)
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
-    def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
-        inputs = typed(args, mesh), typed(captured, mesh)
-        closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
-        return closed, aux
-
     def opened() -> TracedLoss:
-        closed, aux = _constraints.without_constraints(traced, axes, absent)
-        jaxpr, consts = closed.jaxpr, [*captured, *closed.consts]
-        invars = [*jaxpr.invars, *jaxpr.constvars]
-        jaxpr = _compat.make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars)
+        here = jax.sharding.get_abstract_mesh()
+        outer = here.update_axis_types(dict.fromkeys(here.manual_axes, AxisType.Auto))
+
+        def traced(mesh: AbstractMesh) -> tuple[ClosedJaxpr, PyTree]:
+            inputs = typed(args, mesh), typed(captured, mesh)
+            closed, (_, aux) = jax.make_jaxpr(checked, return_shape=True)(*inputs)
+            if mesh is here and _has_more(closed, here, axes):
+                # JAX traces such a constraint, and cannot run it.
+                raise ValueError(f"with_sharding_constraint over one of {axes}")
+            return closed, aux
+
+        meshes = [here, with_absent(outer, absent), NO_MESH]
+        (closed, aux), seen, failed = traced_where_it_can_be(traced, meshes, axes)
+        if seen is not here:
+            if not any(map(_is_of_mesh, failed)) and not _has_more(closed, here, axes):
+                raise failed[0]  # for another reason than a constraint
+            closed = Dropper(axes, outer, seen).jaxpr(closed)
         # nnx.scan returns the weights it was given, layer by layer; what is not read goes first.
-        return TracedLoss(_compat.without_unread(jaxpr), consts, aux, closed.consts)
+        jaxpr = _compat.without_unread(unclosed(closed)[0])
+        return TracedLoss(jaxpr, [*captured, *closed.consts], aux, closed.consts)
 
     return as_one_device(opened, mesh, axes)
 
 
 @contextlib.contextmanager
-def explained_dtypes(given: DTypeLike | None) -> Iterator[None]:
-    """Says of loops and branches that disagree on a dtype where it comes from: `precision=`."""
+def explained_dtypes(narrow: DTypeLike | None) -> Iterator[None]:
+    """Adds to an error of a loop or branch whose dtypes differ that one comes from `precision=`."""
     try:
         yield
     except TypeError as error:
         differ = re.search(r"must have equal (output )?types.*\bfloat(32|64)\b", str(error), re.S)
-        if given is not None and differ and str(jnp.dtype(given)) in str(error):
+        if narrow is not None and differ and str(jnp.dtype(narrow)) in str(error):
             error.add_note(
-                f"precision= gives the loss its parameters in {jnp.dtype(given)} (with compute=, "
+                f"precision= gives the loss its parameters in {jnp.dtype(narrow)} (with compute=, "
                 "the batch too), and what the loss makes itself, such as the first carry of a "
                 "loop, is float32. Make it in the dtype of what it meets, jnp.zeros(shape, "
                 "x.dtype), or cast what a turn of the loop returns, new.astype(carry.dtype)."
@@ -87,29 +123,24 @@ def explained_dtypes(given: DTypeLike | None) -> Iterator[None]:
 
 
 def as_one_device(code: Callable[[], T], mesh: Mesh, axes: tuple[str, ...]) -> T:
-    """Calls `code` where JAX traces the code of one device, inside `shard_map` over `axes`."""
-    found: list[T] = []
+    """Returns `code()`, called where JAX traces the code of one device, in a `shard_map` over
+    `axes`."""
+    results: list[T] = []
 
     def per_device() -> Array:
-        found.append(code())
+        results.append(code())
         return jnp.zeros(())
 
+    specs = {"in_specs": (), "out_specs": PartitionSpec()}
     with _mesh.seen_as(mesh.abstract_mesh):
         jax.eval_shape(
-            jax.shard_map(
-                per_device,
-                mesh=mesh,
-                in_specs=(),
-                out_specs=PartitionSpec(),
-                axis_names=set(axes),
-                check_vma=False,
-            )
+            jax.shard_map(per_device, mesh=mesh, **specs, axis_names={*axes}, check_vma=False)
         )
-    return found[0]
+    return results[0]
 
 
 def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
-    """Returns shapes of the type that values computed on `mesh` have: libraries compare the two."""
+    """Returns shapes with the types of values computed on `mesh`: libraries compare the two."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def typed(v: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -119,26 +150,8 @@ def typed(values: PyTree, mesh: AbstractMesh) -> PyTree:
     return jax.tree.map(typed, values)
 
 
-def _captured(
-    loss_fn: Callable[..., PyTree],
-) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., PyTree]]]:
-    """Returns the arrays of a `jax.tree_util.Partial`, and a function that puts others there.
-
-    Closed over, they would keep the type that they have outside of the mesh's devices.
-    """
-    leaves, treedef = jax.tree.flatten(loss_fn)  # a plain function is one leaf
-
-    def with_arrays(arrays: Sequence[Array]) -> Callable[..., PyTree]:
-        found = iter(arrays)
-        return treedef.unflatten([next(found) if isinstance(x, Array) else x for x in leaves])
-
-    return [leaf for leaf in leaves if isinstance(leaf, Array)], with_arrays
-
-
-def _called(
-    loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]
-) -> PyTree:
-    """Returns `loss_fn(*args)`; names the mesh axes that it may name where it names another."""
+def _call(loss_fn: Callable[..., PyTree], args: Sequence[PyTree], axes: tuple[str, ...]) -> PyTree:
+    """Returns `loss_fn(*args)`. Where that names another mesh axis, the error says which it may."""
     try:
         return loss_fn(*args)
     except NameError as error:
@@ -154,7 +167,7 @@ def _called(
 
 
 def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
-    """Returns what a loss returned as the loss and its aux, None without any."""
+    """Takes a loss's result apart into the loss and its aux, which is None where it has none."""
     if isinstance(result, tuple) and len(result) == 2 and has_aux is not False:
         return result
     if has_aux:
@@ -167,15 +180,11 @@ def split_aux(result: PyTree, has_aux: bool | None) -> tuple[PyTree, PyTree]:
 
 def _check_scalar(loss: PyTree) -> None:
     """Raises where a loss is not a scalar of a float dtype."""
-    if isinstance(loss, tuple):
-        raise TypeError(
-            f"the loss returned a tuple of {len(loss)}. Return a scalar, or (loss, aux) with "
-            "everything else in aux (value_and_grad then needs has_aux=True)."
-        )
     if not hasattr(loss, "shape") and not isinstance(loss, int | float):
+        kind = f"a tuple of {len(loss)}" if isinstance(loss, tuple) else type(loss).__name__
         raise TypeError(
-            f"the loss must be a scalar array, got {type(loss).__name__}. Return a scalar, or "
-            "(loss, aux) with everything else in aux."
+            f"the loss must be a scalar array, got {kind}. Return a scalar, or (loss, aux) with "
+            "everything else in aux (value_and_grad then needs has_aux=True)."
         )
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
@@ -191,7 +200,7 @@ def _check_scalar(loss: PyTree) -> None:
 
 def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
     """Raises for leaves of aux that have no mean; fields in `mutable` may be keys."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(aux)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         dtype = getattr(leaf, "dtype", None)
         numeric = dtype is not None and (not is_key(leaf) or _fields.is_field(path, mutable))
         if not numeric and not isinstance(leaf, int | float | complex):
@@ -200,3 +209,181 @@ def _check_aux(aux: PyTree, mutable: Sequence[str]) -> None:
                 f"aux{name} is a {type(leaf).__name__}{f' of {dtype}' if dtype else ''}, not a "
                 "numeric array: aux is averaged over the devices. Leave it out of aux."
             )
+
+
+# -- sharding constraints of the loss
+
+
+def traced_where_it_can_be(
+    trace: Callable[[AbstractMesh], T], meshes: Sequence[AbstractMesh], axes: tuple[str, ...]
+) -> tuple[T, AbstractMesh, list[Exception]]:
+    """Returns `trace(mesh)` for the first mesh where it raises nothing, that mesh, and the errors.
+
+    The code that is traced sees the mesh. The second mesh is tried after any error that a
+    constraint may lead to, the third after an error that speaks of a mesh. Where all fail, the
+    error that says most is raised.
+    """
+    failed: list[Exception] = []
+    for mesh in meshes:
+        try:
+            with seeing(mesh, axes):
+                return trace(mesh), mesh, failed
+        except Exception as error:
+            if not failed and not isinstance(error, TypeError | ValueError):
+                raise
+            failed.append(error)
+            if len(failed) > 1 and not _is_of_mesh(error):
+                break
+    # Errors of a mesh that is not the user's say little, and that of no mesh nothing.
+    errors = [error for error in failed if not _is_of_mesh(error)] or failed[:2][-1:]
+    raise _explained(errors[0], meshes[0]) from errors[0].__cause__
+
+
+def _is_of_mesh(error: Exception) -> bool:
+    return re.search(r"\bmesh\b|sharding", str(error)) is not None
+
+
+def _explained(error: Exception, mesh: AbstractMesh) -> Exception:
+    """Returns an error with a remedy for that of a constraint over an axis that the mesh lacks."""
+    unknown = re.search(r"Resource axis: (\S+) of (.*) is not found in mesh", str(error))
+    if unknown is None:
+        return error
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return ValueError(
+        f"the loss constrains an array to {unknown[2]}, and the mesh ({sizes}) has no axis "
+        f"{unknown[1]!r}. Correct the name, or place the state on a mesh that has it, if only with "
+        f"size 1: mesh=zerojax.mesh({sizes}, {unknown[1]}=1)."
+    )
+
+
+@contextlib.contextmanager
+def seeing(mesh: AbstractMesh, axes: tuple[str, ...]) -> Iterator[None]:
+    """Sets the mesh that a loss sees; `axes` are those that its batch is split over."""
+    token = _mean.AXES.set(axes)
+    try:
+        with _mesh.seen_as(mesh):
+            yield
+    finally:
+        _mean.AXES.reset(token)
+
+
+def with_absent(mesh: AbstractMesh, absent: Iterable[str]) -> AbstractMesh:
+    """Returns a mesh of Auto axes, with those in `absent` and in Flax's rules in force added with
+    size 1."""
+    added = sorted({*absent, *axes_of_rules()} - {*mesh.axis_names})
+    sizes = {**mesh.shape, **dict.fromkeys(added, 1)}
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types) if added else mesh
+
+
+def _has_more(closed: ClosedJaxpr, mesh: AbstractMesh, axes: tuple[str, ...]) -> bool:
+    """Whether a constraint, at any depth, names one of the axes, or one that the mesh lacks."""
+    constraints = filter(is_constraint, _compat.every_eqn(closed.jaxpr))
+    named = set().union(*(named_axes(eqn.params["sharding"].spec) for eqn in constraints))
+    return not named <= {*mesh.axis_names} - {*axes}
+
+
+def named_axes(spec: PartitionSpec) -> set[str]:
+    return names_in(e for e in spec if e is not PartitionSpec.UNCONSTRAINED)
+
+
+def is_constraint(eqn: JaxprEqn) -> bool:
+    by_spec = isinstance(eqn.params.get("sharding"), NamedSharding)
+    return eqn.primitive.name == "sharding_constraint" and by_spec
+
+
+class Dropper:
+    """Rewrites jaxprs that were traced under the mesh `seen` as jaxprs of one device.
+
+    There, the `axes` of the mesh are manual. Each method returns its argument without them, and
+    without axes that the mesh lacks.
+    """
+
+    def __init__(self, axes: tuple[str, ...], mesh: AbstractMesh, seen: AbstractMesh) -> None:
+        self.axes, self.all, self.seen = axes, mesh, seen
+        self.jaxprs: dict[AnyJaxpr, AnyJaxpr] = {}  # the rewritten by the original
+
+    def jaxpr(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
+        """Rewrites a jaxpr; always to the same object, because JAX caches by identity."""
+        if jaxpr in self.jaxprs:
+            return self.jaxprs[jaxpr]
+        inner, consts = _compat.opened(jaxpr)
+        names: dict[Var, Atom] = {}
+
+        def declared(var: Var) -> Var:
+            if isinstance(var, DropVar):
+                return var
+            names[var] = new = _compat.fresh(var, self.aval(var.aval))
+            return new
+
+        def named(atom: Atom) -> Atom:
+            if is_var(atom):
+                return names[atom]
+            # JAX's arrays for constants keep the mesh that they were made under, and their copies
+            # do not.
+            value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
+            return Literal(value, self.aval(atom.aval))
+
+        constvars = list(map(declared, inner.constvars))
+        invars = list(map(declared, inner.invars))
+        eqns = []
+        for eqn in inner.eqns:
+            operands = list(map(named, eqn.invars))
+            if is_constraint(eqn) and self.says_nothing(**eqn.params):
+                names[eqn.outvars[0]] = operands[0]
+                continue
+            params = {name: self.param(name, value) for name, value in eqn.params.items()}
+            outvars = list(map(declared, eqn.outvars))
+            ctx = _compat.context_on(eqn, self.mesh)
+            eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, ctx=ctx))
+        outvars = list(map(named, inner.outvars))
+        new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+        is_open = inner is jaxpr and not consts
+        self.jaxprs[jaxpr] = new if is_open else ClosedJaxpr(new, consts)
+        return self.jaxprs[jaxpr]
+
+    def says_nothing(self, sharding: NamedSharding, layout: object, **_: object) -> bool:
+        """Whether no axis is left that a constraint could name."""
+        return layout is None and not self.mesh(sharding.mesh.abstract_mesh).auto_axes
+
+    def mesh(self, mesh: AbstractMesh) -> AbstractMesh:
+        """Returns the step's mesh, whatever the loss saw in its place."""
+        manual = [axis for axis in mesh.manual_axes if axis in self.all.axis_names]
+        return self.all.update_axis_types(dict.fromkeys([*manual, *self.axes], AxisType.Manual))
+
+    def aval(self, aval: AbstractValue) -> AbstractValue:
+        sharding = getattr(aval, "sharding", None)
+        return aval if sharding is None else aval.update(sharding=self.sharding(sharding))
+
+    def sharding(self, sharding: NamedSharding) -> NamedSharding:
+        free = {*self.all.axis_names} - {*self.axes}
+
+        def kept(entry: PyTree) -> PyTree:
+            if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+                return entry
+            names = entry if isinstance(entry, tuple) else (entry,)
+            return tuple(name for name in names if name in free) or None
+
+        mesh = self.mesh(sharding.mesh.abstract_mesh)
+        return NamedSharding(mesh, PartitionSpec(*map(kept, sharding.spec)))
+
+    def param(self, name: str, value: PyTree) -> PyTree:
+        if name in _compat.THUNKS:
+            return _compat.Thunk(value, self.traced_later)
+        match value:
+            case AbstractMesh():
+                return self.mesh(value)
+            case NamedSharding():
+                return self.sharding(value)
+            case tuple() | list():
+                values = [self.param("", v) for v in value]
+                return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+            case _ if hasattr(value, "eqns"):
+                return self.jaxpr(value)
+        return value
+
+    def traced_later(self, trace: Callable[[], PyTree]) -> tuple:
+        """Traces a derivative that a user defined, and rewrites its jaxpr, the first of a tuple."""
+        with seeing(self.seen, self.axes):
+            jaxpr, *others = trace()
+        return (self.jaxpr(jaxpr), *others)

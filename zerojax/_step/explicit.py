@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
-from zerojax import _compat
 from zerojax._kernel.arrays import Value
 from zerojax._kernel.body import How
 from zerojax._kernel.engine import SplitLoss
+from zerojax._kernel.jaxprs import unclosed
 from zerojax._kernel.pieces import InputKind
 from zerojax._kernel.places import Axes, LeafPlan, beyond, slow
 from zerojax._kernel.travel import Cut, Held, Route, names_in, obtain
@@ -246,10 +246,8 @@ def _run(
     # the loop in the jaxpr. What the body closes over becomes inputs.
     shapes = [leaf.full if _is_sharded(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
-    jaxpr = _compat.make_jaxpr(
-        closed.jaxpr.eqns, [*closed.jaxpr.invars, *closed.jaxpr.constvars], closed.jaxpr.outvars
-    )
-    values = [*jax.tree.leaves(init), *leaves, *closed.consts]
+    jaxpr, consts = unclosed(closed)
+    values = [*jax.tree.leaves(init), *leaves, *consts]
     # A cast by `jax.tree.map` changed the data of a `Sharded` and not its cut.
     inputs: list[Value] = [Held(x.data) if _is_sharded(x) else x for x in values]
     kinds: list[InputKind] = [

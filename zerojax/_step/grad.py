@@ -171,8 +171,8 @@ def _program(
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
         _warn_of_whole(traced, roles, plan, trace)
-    rows = _batch.rows(arg_values, roles)
-    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
+    leaf = _batch.counted(args, roles)
+    per_example = _batch.per_example(traced.aux, leaf, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
 

@@ -18,7 +18,7 @@ from zerojax._features import (
 )
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import plan_of
-from zerojax._loss.constraints import named_axes
+from zerojax._loss.trace import named_axes
 from zerojax._plan import move as _move
 from zerojax._plan.plan import Plan, fingerprint
 from zerojax._run import agreement as _agreement

@@ -16,16 +16,13 @@ from zerojax import _compat
 from zerojax._features import activations as _activations, rows as _rows
 from zerojax._features.host_state import are_found
 from zerojax._features.in_backward import InBackward, LayerUpdate, NoGradientError
+from zerojax._features.layered import layered
 from zerojax._kernel.body import How
 from zerojax._kernel.device import DeviceStep, exact_share, wide
 from zerojax._kernel.jaxprs import type_of
-from zerojax._kernel.pieces import CONST, WEIGHT
-from zerojax._loss import batch as _batch, fields as _fields, layered as _layered
-from zerojax._loss.microbatches import Microbatches
+from zerojax._loss import batch as _batch, fields as _fields, mean as _mean
 from zerojax._loss.trace import TracedLoss
 from zerojax._plan.plan import Plan
-from zerojax._step import accumulate as _accumulate
-from zerojax._step.accumulate import HoistedCounts
 from zerojax._step.parameter import StepParam
 from zerojax._step.step_options import LossOptions, how_on, precision_of
 from zerojax._types import PyTree
@@ -45,9 +42,10 @@ class Program(DeviceStep[StepParam]):
         backward: InBackward | None = None,
     ) -> None:
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
-        self.microbatches = Microbatches(roles, options.accumulate)
+        self.microbatches = _batch.Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        self.hoisted = self.hoisted_counts()
+        many, loss = options.accumulate > 1, traced.jaxpr
+        self.hoisted = _mean.hoist_counts(loss, len(plan.params)) if many else None
         self.jaxpr, self.constants = self.as_it_runs()
         accumulates, loops = options.rounds > 1, bool(options.activations)
         params = [
@@ -179,14 +177,6 @@ class Program(DeviceStep[StepParam]):
             for p, value, dtype in zip(self.params, values, dtypes, strict=False)
         ]
 
-    def hoisted_counts(self) -> HoistedCounts | None:
-        """Returns the loss with counts over the batch as inputs, where it has some."""
-        jaxpr = self.traced.jaxpr
-        if self.options.accumulate == 1 or not _accumulate.has_counts(jaxpr):
-            return None
-        known = [i >= len(self.plan.params) for i in range(len(jaxpr.invars))]
-        return _accumulate.hoist_counts(jaxpr, known)
-
     def as_it_runs(self) -> tuple[Jaxpr, Sequence[ArrayLike]]:
         """Returns the loss of a microbatch, or of all in layers, and its constants. Counts over the
         batch are among its inputs if they are known before."""
@@ -194,11 +184,8 @@ class Program(DeviceStep[StepParam]):
         jaxpr = self.traced.jaxpr if hoisted is None else hoisted.loss
         if not self.options.is_layered:
             return jaxpr, ()
-        args = [_layered.MICROBATCH if each else CONST for each in self.microbatches.differ]
-        kinds = [WEIGHT] * len(self.plan.params) + args
-        kinds += [CONST] * (len(jaxpr.invars) - len(kinds))
-        count, axes = self.options.accumulate, self.plan.batch_axes
-        return _layered.layered(jaxpr, kinds, count, self.plan.mesh, axes)
+        over = self.plan.mesh, self.plan.batch_axes
+        return layered(jaxpr, len(self.plan.params), self.microbatches, *over)
 
     def over_microbatches(
         self,
@@ -221,19 +208,14 @@ class Program(DeviceStep[StepParam]):
         # One microbatch needs no scan and no accumulators: the numbers are those of a loop that
         # never heard of microbatches. All at once sum their gradients layer by layer.
         if self.options.rounds == 1:
-            sums, aux = value(self.microbatches.args_of_all(args))
+            sums, aux = value(self.microbatches.stacked(args))
             return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
         trained = [p for p in self.params if p.is_varied]
         pairs = zip(trained, floats, strict=True)
         grads = [jax.ShapeDtypeStruct(v.shape, p.grad_dtype) for p, v in pairs]
         loss = jax.ShapeDtypeStruct((), self.loss_dtype)
         like = loss, grads if self.options.differentiates else []
-
-        def microbatch(index: Array, parts: list[Array]) -> tuple[PyTree, PyTree]:
-            return value(self.microbatches.args_of(args, parts, index))
-
-        parts = self.microbatches.parts(args)
-        return _accumulate.summed(microbatch, parts, self.options.accumulate, like)
+        return self.microbatches.summed(value, args, like)
 
     @property
     def loss_dtype(self) -> DTypeLike:
@@ -256,15 +238,13 @@ class Program(DeviceStep[StepParam]):
             return []
         unread = [jnp.zeros(())] * len(self.params)  # a count depends on no weight
 
-        def count(index: Array, parts: list[Array]) -> tuple[list[Array], None]:
-            loss_args = self.microbatches.args_of(args, parts, index)
+        def count(loss_args: list[Array]) -> tuple[list[Array], None]:
             inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
             return _compat.run_jaxpr(hoisted.counter, inputs), None
 
         like = list(map(type_of, hoisted.counter.outvars))
+        totals, _ = self.microbatches.summed(count, args, like)
         times = self.options.accumulate
-        parts = self.microbatches.parts(args)
-        totals, _ = _accumulate.summed(count, parts, times, like)
         return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
 
     # -- results

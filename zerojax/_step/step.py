@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax._declared import takes
-from zerojax._features import host_state as _host_state, in_backward as _in_backward
+from zerojax._features import (
+    finite as _finite,
+    host_state as _host_state,
+    in_backward as _in_backward,
+)
 from zerojax._loss import arguments as _arguments
 from zerojax._loss.arguments import find_plan
 from zerojax._loss.fields import split_fields, with_fields
@@ -15,7 +19,6 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.optimizer import Guard, next_state, update_of
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
-from zerojax._step import finite as _finite
 from zerojax._step.grad import grad_norm, loss_and_grads
 from zerojax._step.jitted import Step
 from zerojax._step.parameter import StepParam

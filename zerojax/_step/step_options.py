@@ -15,7 +15,6 @@ from zerojax._features import xla_options as _xla_options
 from zerojax._kernel.body import How
 from zerojax._kernel.places import slow
 from zerojax._loss import arguments as _arguments, batch as _batch
-from zerojax._loss.layered import LAYERS, MICROBATCHES, ORDERS
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import TX
@@ -25,6 +24,7 @@ from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Blocks
 
+ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
 WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
 
 

@@ -15,7 +15,6 @@ from jax.extend.core import Jaxpr
 
 from zerojax import _compat, aot
 from zerojax._kernel.jaxprs import nbytes
-from zerojax._loss.layered import LAYERS
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -23,6 +22,7 @@ from zerojax._plan.precision import Precision
 from zerojax._progress import working
 from zerojax._state.state import PARAMS
 from zerojax._step.step import Step
+from zerojax._step.step_options import LAYERS
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax._update import offload as _offload

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from zerojax import aot
 from zerojax._declared import Options, option, takes
-from zerojax._loss import layered as _layered
 from zerojax._plan import planner as _planner
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.plan import Plan
@@ -23,7 +22,7 @@ from zerojax._plan.show import groups_text
 from zerojax._progress import hinting, progress
 from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
-from zerojax._step.step_options import TrainOptions
+from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
 from zerojax._types import PyTree
 from zerojax._wire.codecs import Blocks
 from zerojax.tools._audit import audit as _audit
@@ -84,9 +83,9 @@ class ForecastOptions(WorkOptions):
         1, "microbatches of a step, one number or several.", flag={"type": int}
     )
     order: Sequence[str] | str = option(  # type: ignore[reportIncompatibleVariableOverride]
-        _layered.MICROBATCHES,
+        MICROBATCHES,
         "of the microbatches, one or several, as for `zerojax.train_step`.",
-        flag={"choices": _layered.ORDERS},
+        flag={"choices": ORDERS},
     )
 
     def __post_init__(self) -> None:
@@ -295,7 +294,7 @@ class Workload:
         loss: Loss,
         stage: int = 3,
         accumulate: int = 1,
-        order: str = _layered.MICROBATCHES,
+        order: str = MICROBATCHES,
     ) -> Case:
         """Compiles the step at a stage, and describes what it costs."""
         plan = self.plan_at(stage)

@@ -7,8 +7,8 @@ from jax.sharding import AbstractMesh
 
 from zerojax import _compat
 from zerojax._loss.arguments import find_plan
-from zerojax._loss.constraints import NO_MESH, traced_where_it_can_be, with_absent
 from zerojax._loss.fields import with_fields
+from zerojax._loss.trace import NO_MESH, traced_where_it_can_be, with_absent
 from zerojax._plan.plan import Plan
 from zerojax._state import state as _state
 from zerojax._step.step import Step

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerojax._loss.layered import LAYERS, MICROBATCHES
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, PARAMS
+from zerojax._step.step_options import LAYERS, MICROBATCHES
 from zerojax.tools._forecast.forecast import LEVELS, STAGES, WorkOptions, names_levels
 
 CODED = {None: 1.0, "int8": (1 + 4 / 256) / 2, "int4": (0.5 + 4 / 256) / 2}  # with scales

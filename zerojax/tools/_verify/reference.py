@@ -16,16 +16,16 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
 from zerojax import _compat
+from zerojax._features import finite as _finite
+from zerojax._kernel.device import exact_share
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
-from zerojax._loss.mean import exact_share
 from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host, padded_shapes
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import state as _state
-from zerojax._step import finite as _finite
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
