@@ -23,7 +23,7 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Blocks", "Checkpoints", "LeafPlan", "ModuleState", "Offload",
+    "Quantized", "Checkpoints", "LeafPlan", "ModuleState", "Offload",
     "Plan", "Precision", "audit", "eval_step",
     "forecast", "full_params", "gather",
     "initialize", "master_weights", "mean", "mesh", "narrow_moments", "pad_batch",

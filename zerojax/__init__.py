@@ -41,7 +41,7 @@ if typing.TYPE_CHECKING:
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._update.offload import Offload as Offload
-    from zerojax._wire.codecs import Blocks as Blocks
+    from zerojax._wire.codecs import Quantized as Quantized
     from zerojax.tools._audit.audit import audit as audit
     from zerojax.tools._forecast.forecast import forecast as forecast
     from zerojax.tools._verify.verify import verify as verify
@@ -54,7 +54,7 @@ _EXPORTS = {
     "tools._audit.audit": ["audit"],
     "_checkpoint.loop": ["Checkpoints"],
     "_checkpoint.save": ["restore", "save"],
-    "_wire.codecs": ["Blocks"],
+    "_wire.codecs": ["Quantized"],
     "tools._forecast.forecast": ["forecast"],
     "_loss.batch": ["shard_batch"],
     "_loss.mean": ["mean"],

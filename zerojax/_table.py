@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 Row = tuple[str, ...]
-LEFT = str | bool  # what is aligned at the left
-Cell = LEFT | float | None  # numbers have a format; None is printed as "-"
+TEXT = str | bool  # what is aligned at the left
+Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
 LEAST_WIDTH = 18  # characters that a flexible column keeps, if it has as many
 
@@ -130,7 +130,7 @@ class Table:
     def __str__(self) -> str:
         at = {title: column for column, title in enumerate(self.header)}
         named = zip(self.header, self._columns(), strict=True)
-        numbers = {name for name, column in named if not all(isinstance(c, LEFT) for c in column)}
+        numbers = {name for name, column in named if not all(isinstance(c, TEXT) for c in column)}
         flexible = self.header[:1] if self.flexible is None else self.flexible
         text = text_table(
             [tuple(self.header), *self._texts()],

@@ -22,7 +22,7 @@ from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
 WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
@@ -315,7 +315,7 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 
 def _check_codes(plan: Plan, precision: Precision) -> None:
     """Raises where gradients cross hosts and the devices of each in one hop, or as they are."""
-    axes = plan.groups.opt_state if isinstance(precision.reduce, Blocks) else ()
+    axes = plan.groups.opt_state if isinstance(precision.reduce, Quantized) else ()
     between = slow(axes, plan.batch_axes)
     if axes and not between:
         raise ValueError(

@@ -3,7 +3,7 @@
 [Note: codes of few bits]
 A block is a run of elements along the last dimension. Its scale is its largest absolute value over
 the largest code, so codes use their whole range, an error is at most half a code's distance, and
-zeros stay zeros. Blocks never cross a shard: the codes and scales of a shard are shards of the
+zeros stay zeros. Quantized never cross a shard: the codes and scales of a shard are shards of the
 codes and scales of the whole array, which is why a gather may move them in its place. A block with
 an infinity or a NaN has no finite scale, and all of it comes out as NaN: nothing is hidden from a
 step that skips such gradients.
@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from zerojax._kernel.travel import Parts
 from zerojax._wire import rounding as _rounding
 
-LARGEST_CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 NOISE = {"int8": 7e-3, "int4": 0.13, "float8_e4m3fn": 0.027, "float8_e5m2": 0.053}
 ENCODING = "as_codes"  # of what encodes, in a compiled program
 MESSAGES_SCOPE = "gradients_as_codes"  # of the all-to-alls in a compiled program
@@ -42,7 +42,7 @@ LEAST_BLOCK = 32  # with fewer elements a scale, scales are more than an eighth 
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Quantized:
     """Codes of few bits, with a float32 scale for each block of elements.
 
     Arguments:
@@ -52,9 +52,9 @@ class Blocks:
         stochastic: round to either neighbour, and on average to the number; integer codes only.
 
     Example:
-        >>> precision = zerojax.Precision(gather="int8", reduce=zerojax.Blocks("int8", block=128))
+        >>> precision = zerojax.Precision(gather="int8", reduce=zerojax.Quantized("int8", block=128))
         >>> print(precision.gather)
-        Blocks(dtype='int8', block=256, stochastic=False)
+        Quantized(dtype='int8', block=256, stochastic=False)
     """
 
     adds = False
@@ -63,9 +63,9 @@ class Blocks:
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in LARGEST_CODES:
-            known = ", ".join(map(repr, LARGEST_CODES))
-            raise ValueError(f"Blocks({self.dtype!r}): there are no such codes. Use {known}.")
+        if self.dtype not in CODES:
+            known = ", ".join(map(repr, CODES))
+            raise ValueError(f"Quantized({self.dtype!r}): there are no such codes. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2
         if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
             raise ValueError(
@@ -74,7 +74,7 @@ class Blocks:
             )
         if self.stochastic and not self.is_integer:
             raise ValueError(
-                f"Blocks({self.dtype!r}, stochastic=True): only integer codes can be rounded so. "
+                f"Quantized({self.dtype!r}, stochastic=True): only integer codes can be rounded so. "
                 "Use 'int8', or leave stochastic= out."
             )
 
@@ -87,7 +87,7 @@ class Blocks:
         """The root mean square of errors in normal numbers of size 1, in blocks of 256."""
         return NOISE[self.dtype] * (2**0.5 if self.stochastic else 1)
 
-    def fitted(self, length: int) -> "Blocks | None":
+    def fitted(self, length: int) -> "Quantized | None":
         """Returns the codec for arrays whose shards have this last dimension, None if no block
         divides it."""
         sizes = (n for n in range(self.block, LEAST_BLOCK - 1, -1) if length % n == 0)
@@ -104,8 +104,8 @@ class Blocks:
         sizes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
         largest = jnp.max(sizes, axis=-1, keepdims=True)
         # What no scale is small enough for becomes zeros.
-        least = LARGEST_CODES[self.dtype] * float(jnp.finfo(jnp.float32).tiny)
-        scale = jnp.where(largest < least, 1, largest / LARGEST_CODES[self.dtype])
+        least = CODES[self.dtype] * float(jnp.finfo(jnp.float32).tiny)
+        scale = jnp.where(largest < least, 1, largest / CODES[self.dtype])
         codes = self._rounded(blocks / scale).reshape(*array.shape[:-1], -1)
         return codes, scale[..., 0]
 
@@ -113,7 +113,7 @@ class Blocks:
         self,
         grads: Sequence[Array],
         cuts: Sequence[Any],
-        codecs: Sequence["Blocks"],
+        codecs: Sequence["Quantized"],
         axes: tuple[str, ...],
     ) -> list[Array]:
         """Returns this device's part, along the dimension of its cut, of the sum of each gradient.
@@ -145,7 +145,7 @@ class Blocks:
             return blocks.astype(self.dtype)
         if self.stochastic:
             blocks = jnp.floor(blocks + _rounding.noise(blocks))
-        largest = LARGEST_CODES[self.dtype]
+        largest = CODES[self.dtype]
         codes = jnp.clip(jnp.round(blocks), -largest, largest).astype(jnp.int8)
         if self.dtype == "int4":
             low, high = jnp.split(codes, 2, axis=-1)
@@ -153,7 +153,7 @@ class Blocks:
         return codes
 
 
-Way = DTypeLike | Blocks | None  # what a parameter travels as
+Way = DTypeLike | Quantized | None  # what a parameter travels as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,19 +216,19 @@ def codec_for(value: Any, field: str) -> Way:
             "Precision(gather='int4'): 15 levels are too few for weights, which each step reads "
             "anew. Use 'int8' or 'float8_e4m3fn'; gradients can travel so, reduce='int4'."
         )
-    if value is None or isinstance(value, Blocks):
+    if value is None or isinstance(value, Quantized):
         return value
-    if isinstance(value, str) and value in LARGEST_CODES:
-        return Blocks(value)
+    if isinstance(value, str) and value in CODES:
+        return Quantized(value)
     dtype = float_dtype(value)
     if dtype is None:
         raise ValueError(
             f"Precision({field}={value!r}): neither a float dtype nor codes. Use one such as "
             "'bfloat16', or 'int8', 'float8_e4m3fn', 'float8_e5m2', "
-            "zerojax.Blocks('int8', block=128)."
+            "zerojax.Quantized('int8', block=128)."
         )
-    if dtype.name in LARGEST_CODES:
-        return Blocks(dtype.name)
+    if dtype.name in CODES:
+        return Quantized(dtype.name)
     if dtype.itemsize < 2:
         raise ValueError(
             f"Precision({field}={value!r}): numbers of {jnp.finfo(dtype).bits} bits travel as "
@@ -251,7 +251,7 @@ def float_dtype(value: Any) -> np.dtype | None:
 
 
 def summed_messages(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Blocks], axes: Sequence[str]
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axes: Sequence[str]
 ) -> list[Array]:
     """Returns this device's part, along its dimension, of the sum of each array over the axes."""
     sums = list(arrays)
@@ -262,7 +262,7 @@ def summed_messages(
 
 
 def _hop(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Blocks], axis: str
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axis: str
 ) -> list[Array]:
     size = lax.axis_size(axis)
     split = [_split(array, dim, size) for array, dim in zip(arrays, dims, strict=True)]

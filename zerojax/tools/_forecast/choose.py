@@ -26,7 +26,7 @@ from zerojax._step.step_options import LAYERS
 from zerojax._table import Printed, Table, human_bytes, human_time
 from zerojax._types import PyTree
 from zerojax._update import offload as _offload
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._forecast.case import CASE_COLUMNS, Case, matmuls_of
 from zerojax.tools._forecast.forecast import Workload, WorkOptions, check, gpu_of
@@ -223,8 +223,8 @@ def _shown_precision(precision: Precision) -> str:
 
 
 def _named(value: object) -> str:
-    if isinstance(value, Blocks):
-        return f'"{value.dtype}"' if value == Blocks(value.dtype) else f"zerojax.{value}"
+    if isinstance(value, Quantized):
+        return f'"{value.dtype}"' if value == Quantized(value.dtype) else f"zerojax.{value}"
     try:
         return f'"{jnp.dtype(value).name}"'  # type: ignore[arg-type]
     except TypeError:

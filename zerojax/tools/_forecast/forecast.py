@@ -24,7 +24,7 @@ from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._step.step_options import MICROBATCHES, ORDERS, TrainOptions
 from zerojax._types import PyTree
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import cache as _cache
@@ -173,7 +173,7 @@ def _settings(gpu: Gpu, options: WorkOptions) -> tuple[str, ...]:
     changed, names = changed_options(options), ("regather", "update", "activations", "offload")
     shown = [f"{name}={changed[name]!r}" for name in names if name in changed]
     codes = {name: getattr(options.precision, name, None) for name in ("gather", "reduce")}
-    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Blocks)]
+    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Quantized)]
     speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
     return (*shown, *([speed] if gpu.given_rates else []))
 
@@ -206,7 +206,7 @@ def gpu_of(gpus: str, rates: Rates | None) -> Gpu:
 
 def names_levels(options: WorkOptions) -> bool:
     """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
-    codes = isinstance(getattr(options.precision, "reduce", None), Blocks)
+    codes = isinstance(getattr(options.precision, "reduce", None), Quantized)
     return codes or options.groups is not None or not isinstance(options.regather, bool)
 
 
