@@ -21,7 +21,7 @@ from collections import Counter
 ROOT = pathlib.Path(__file__).parents[1]
 # Each package may import those of the lines above its own, and within itself without circles.
 RANKS = (
-    "_wire _collectives _compat _declared _figures _fingerprint _jaxpr _progress _text _types "
+    "_wire _collectives _compat _declared _figures _fingerprint _jaxpr _progress _table _types "
     "_warn",
     "_run _state tools._hlo _update",
     "_plan _engine",

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from zerojax import _text
+from zerojax import _table
 
 
 def titles(text):
@@ -20,7 +20,7 @@ def long_lines(text, columns=80):
 
 def fitted(result):
     """A result as the command line prints it on 80 columns."""
-    with pytest.MonkeyPatch.context() as patch, _text.fitted():
+    with pytest.MonkeyPatch.context() as patch, _table.fitted():
         patch.setenv("COLUMNS", "80")
         text = str(result)
     assert not long_lines(text)

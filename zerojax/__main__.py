@@ -23,7 +23,7 @@ from zerojax import _figures
 from zerojax._loss.layered import ORDERS
 from zerojax._plan.precision import Precision
 from zerojax._progress import hinting, working
-from zerojax._text import fitted, paragraphs, text_table
+from zerojax._table import Table, fitted, paragraphs
 from zerojax.tools._audit.report import check_limits
 from zerojax.tools._forecast import (
     cache as _cache,
@@ -277,10 +277,11 @@ def _hlo_text(path: pathlib.Path) -> str:
 
 def doctor(arguments: argparse.Namespace) -> int:
     checks = _doctor.doctor()
-    rows = [("", "", ""), *((check.status, check.name, check.text) for check in checks)]
-    body = "\n".join(text_table(rows, flexible=(2,), whole=(2,)).splitlines()[2:])
+    header = "status", "name", "text"
+    rows = [(check.status, check.name, check.text) for check in checks]
+    body = str(Table(header, rows, flexible=header[2:], whole=header[2:]))
     found = [vars(check) for check in checks]
-    _show(arguments, found, body)
+    _show(arguments, found, "\n".join(body.splitlines()[2:]))
     return NOT_OK if any(check.status == "fail" for check in checks) else OK
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from etils import epath
 
-from zerojax import _text
+from zerojax import _table
 from zerojax._checkpoint import checkpoint as _checkpoint, files as _files
 from zerojax._warn import warn
 
@@ -118,20 +118,20 @@ class Goodput:
         return {name: float(value) for name, value in (self._times() | counts).items()}
 
     def __str__(self) -> str:
-        table = _text.text_table(self._rows(), right=(1, 2), flexible=(3,))
+        table = _table.text_table(self._rows(), right=(1, 2), flexible=(3,))
         return f"{self._summary()}\n\n{table}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _text.html_table([self._summary()], self._rows())
+        return _table.html_table([self._summary()], self._rows())
 
     def _summary(self) -> str:
         starts = "1 start" if self.starts == 1 else f"{self.starts} starts"
         total = _duration(self.seconds)
         return f"goodput {self.goodput:.1%}: {self.steps} steps in {total}, {starts}"
 
-    def _rows(self) -> list[_text.Row]:
+    def _rows(self) -> list[_table.Row]:
         total = self.seconds or 1.0
         times = self._times().items()
         rows = [(name, _duration(t), f"{t / total:.1%}", MEANING[name]) for name, t in times]

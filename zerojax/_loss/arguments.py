@@ -17,7 +17,7 @@ from zerojax._plan.plan import Plan
 from zerojax._plan.show import TITLES
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf
-from zerojax._text import human_bytes
+from zerojax._table import human_bytes
 from zerojax._types import PyTree
 
 LEAVES_NAMED = 3  # leaves to name where memory is out

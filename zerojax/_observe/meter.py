@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat
 
 import jax
 
-from zerojax import _compat, _text
+from zerojax import _compat, _table
 from zerojax._state import state as _state
 from zerojax._types import Device, PyTree
 from zerojax.tools._forecast.mfu import peak_flops
@@ -199,9 +199,9 @@ def _shown(values: Mapping[str, float], between: str) -> str:
         if name == "mfu":
             return "MFU", f"{value:.1%}"
         if name.endswith("_bytes"):
-            return name.removesuffix("_bytes"), _text.human_bytes(value)
+            return name.removesuffix("_bytes"), _table.human_bytes(value)
         if name.endswith("_seconds"):
-            return name.removesuffix("_seconds"), _text.human_time(value)
+            return name.removesuffix("_seconds"), _table.human_time(value)
         if name.endswith(RATE):
             return f"{name.removesuffix(RATE)}/s", f"{value:,.0f}"
         return name.replace("_", " "), f"{value:.4g}"

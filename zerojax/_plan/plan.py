@@ -276,10 +276,10 @@ class Plan(Layout):
         return f"<Plan of {len(self.leaves)} leaves: {_show.plan_title(self)}>"
 
     def __str__(self) -> str:
-        return _show.plan_text(self)
+        return str(_show.plan_table(self))
 
     def _repr_html_(self) -> str:
-        return _show.plan_html(self)
+        return _show.plan_table(self)._repr_html_()
 
 
 def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> None:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zerojax import _figures
@@ -13,7 +13,7 @@ from zerojax._plan.layout import Layout, LeafPlan
 from zerojax._plan.placement import Groups
 from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
-from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table, told_apart
+from zerojax._table import Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
 from zerojax._wire.codecs import Blocks, Ways, each_of
 
@@ -35,7 +35,7 @@ TITLES = {
     OTHER: "other",
 }
 
-REASON = "why not sharded"  # the column that is wrapped first
+REASON, SIZES = "why not sharded", ("size", "per device")
 LEAST_ALIKE = 3  # leaves that share a row of the table
 LEAVES, DEVICES = 16, 8  # drawn; a line says how many more there are
 LONGEST_PATH = 34  # unless it takes more to tell two apart
@@ -199,34 +199,46 @@ def groups_text(groups: Groups) -> str:
     return ", ".join(f"{kind} over {axes}" for kind, axes in over.items())
 
 
-def plan_text(plan: Layout) -> str:
-    rows = [*_rows(plan), *_total_rows(plan)]
-    reason = rows[0].index(REASON)
-    flexible = (0, *range(reason, len(rows[0])))
-    table = text_table(rows, right=(reason - 2, reason - 1), flexible=flexible)
-    return f"{paragraphs([plan_title(plan)])}\n{table}"
-
-
-def plan_html(plan: Layout) -> str:
-    return html_table([plan_title(plan)], _rows(plan), _total_rows(plan))
-
-
-def _rows(plan: Layout) -> list[Row]:
-    """Makes the rows of the leaves; only plans that pad some, have some in host memory, send some
-    as codes or have annotations over other axes have columns for that."""
+def plan_table(plan: Layout) -> Table:
+    """Makes a row for each leaf, or for leaves of layers that are planned alike; only plans that
+    pad some, have some in host memory, send some as codes or have annotations over other axes have
+    columns for that."""
     pads, tail = _rests_padded(plan), _notes(plan)
-    head = ("padded to",) * pads
-    rows: list[Row] = [("leaf", "shape", *head, "spec", "size", "per device", REASON, *tail)]
-    for path, why, leaves in _alike(plan):
-        leaf, count = leaves[0], len(leaves)
-        shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
-        shape = f"{count} x {shape}" if count > 1 else shape
-        padded = (str(list(leaf.padded_shape)) if leaf.rest.padding else "",) * pads
-        nbytes = leaf.nbytes, leaf.bytes_per_device(plan.mesh)
-        sizes = [human_bytes(count * each) for each in nbytes]
-        notes = (note(leaf) for note in tail.values())
-        rows.append((path, shape, *padded, f"({spec})", *sizes, why, *notes))
-    return rows
+    before = "leaf", "shape", *("padded to",) * pads, "spec"
+    rows = [_row(plan, *same, pads, tail) for same in _alike(plan)]
+    blank, after = [""] * (len(before) - 1), [""] * (1 + len(tail))
+    return Table(
+        (*before, *SIZES, REASON, *tail),
+        rows,
+        [plan_title(plan)],
+        totals=[(name, *blank, *sizes, *after) for name, *sizes in _totals(plan)],
+        formats=dict.fromkeys(SIZES, human_bytes),
+        flexible=("leaf", REASON, *tail),
+    )
+
+
+def _row(
+    plan: Layout,
+    path: str,
+    why: str,
+    leaves: list[LeafPlan],
+    pads: bool,
+    notes: Mapping[str, Callable[[LeafPlan], str]],
+) -> list[Cell]:
+    leaf, count = leaves[0], len(leaves)
+    shape, spec = f"{leaf.dtype}{list(leaf.shape)}", ", ".join(str(e or "·") for e in leaf.spec)
+    padded = [str(list(leaf.padded_shape)) if leaf.rest.padding else ""] * pads
+    sizes = [count * each for each in (leaf.nbytes, leaf.bytes_per_device(plan.mesh))]
+    shape = f"{count} x {shape}" if count > 1 else shape
+    return [
+        path,
+        shape,
+        *padded,
+        f"({spec})",
+        *sizes,
+        why,
+        *(note(leaf) for note in notes.values()),
+    ]
 
 
 def _notes(plan: Layout) -> dict[str, Callable[[LeafPlan], str]]:
@@ -310,7 +322,8 @@ def _rests_padded(plan: Layout) -> bool:
     return any(leaf.rest.padding for leaf in plan.leaves)
 
 
-def _total_rows(plan: Layout) -> list[Row]:
+def _totals(plan: Layout) -> list[tuple[str, int, int]]:
+    """Returns the bytes of each kind of state, in all and of each device."""
     now, on_host = plan.bytes_per_device(), plan.host_bytes_per_device()
     full, full_on_host = dict.fromkeys(now, 0), dict.fromkeys(now, 0)
     for leaf in plan.leaves:
@@ -323,8 +336,4 @@ def _total_rows(plan: Layout) -> list[Row]:
     for kind in now:
         if on_host[kind]:
             sums.append((f"{TITLES[kind]} in host memory", full_on_host[kind], on_host[kind]))
-    before = ("",) * (2 + _rests_padded(plan))
-    after = ("",) * (1 + len(_notes(plan)))
-    return [
-        (name, *before, human_bytes(size), human_bytes(part), *after) for name, size, part in sums
-    ]
+    return sums

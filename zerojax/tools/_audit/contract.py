@@ -13,7 +13,7 @@ from zerojax._plan import mesh as _mesh
 from zerojax._plan.placement import Axes, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER
-from zerojax._text import human_bytes
+from zerojax._table import human_bytes
 from zerojax._wire import messages as _messages, rows as _rows
 from zerojax.tools._audit import transfers as _transfers
 from zerojax.tools._audit.measured import Measured, Part, Traffic

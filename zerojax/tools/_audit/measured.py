@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from zerojax._plan.plan import Plan
-from zerojax._text import human_bytes, shortened
+from zerojax._table import human_bytes, shortened
 from zerojax.tools._hlo.gpus import IN_FULL, Gpu
 from zerojax.tools._hlo.module import Module
 from zerojax.tools._hlo.schedule import Replay

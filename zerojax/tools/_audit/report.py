@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zerojax._figures import Figure
 from zerojax._plan.show import groups_text
-from zerojax._text import Row, html_table, human_bytes, human_time, paragraphs, text_table
+from zerojax._table import Row, html_table, human_bytes, human_time, paragraphs, text_table
 from zerojax._update import offload as _offload
 from zerojax.tools._audit import contract as _contract, timeline as _timeline, trace as _trace
 from zerojax.tools._audit.measured import Measured, Traffic

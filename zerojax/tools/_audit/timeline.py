@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
-from zerojax._text import human_time
+from zerojax._table import human_time
 from zerojax.tools._audit.measured import Measured
 from zerojax.tools._hlo.schedule import Span
 from zerojax.tools._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST

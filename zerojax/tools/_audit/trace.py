@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from zerojax._text import Row, html_table, human_time, text_table
+from zerojax._table import Row, html_table, human_time, text_table
 from zerojax.tools._audit.measured import Measured
 from zerojax.tools._hlo.module import Instruction, Module
 from zerojax.tools._hlo.schedule import collective_kind

@@ -4,7 +4,7 @@ each use, what waits for backward once both ways, all of it by the copy engines.
 from collections.abc import Iterator
 
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._text import human_bytes
+from zerojax._table import human_bytes
 from zerojax.tools._audit.measured import Measured
 from zerojax.tools._hlo.transfers import IN_HOST, TO_DEVICE, TO_HOST, Transfer
 

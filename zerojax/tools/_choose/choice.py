@@ -9,15 +9,7 @@ import jax.numpy as jnp
 from zerojax._plan import mesh as _mesh
 from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.precision import Precision
-from zerojax._text import (
-    Row,
-    html_table,
-    human_bytes,
-    human_time,
-    paragraphs,
-    text_table,
-    with_times,
-)
+from zerojax._table import Cell, Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
 from zerojax._wire.codecs import Blocks
 from zerojax.tools._choose.ways import Way, shown
@@ -28,7 +20,8 @@ from zerojax.tools._hlo.gpus import Gpu
 SPEEDS = ("tokens/s", "MFU")  # as a forecast has them
 FASTER = 0.99  # codes must pay for what they change
 MADE = "state = zerojax.shard_train_state(make_state"
-HEADER = ("", "by the formula", "compiled", "exposed", *SPEEDS, "peak", "fits", "numbers")
+TIMES = ("by the formula", "compiled", "exposed")
+HEADER = ("", *TIMES, *SPEEDS, "peak", "fits", "numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Compiled(Tried):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Choice:
+class Choice(Printed):
     """The result of `zerojax.choose`: print it. `best` is the fastest that fits with exact numbers,
     `best_with_codes` one with codes, where that is faster; None where there is none."""
 
@@ -132,14 +125,17 @@ class Choice:
             "best": list(map(self.python, best)),
         }
 
-    def __str__(self) -> str:
-        table = text_table(self._rows(), right=range(1, 7), flexible=(0,), optional=(4, 5))
-        return "\n".join([paragraphs([self._title()]), table, *self._advice()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table([self._title()], self._rows(), below=list(self._advice()))
+    def table(self) -> Table:
+        return Table(
+            HEADER,
+            list(map(_row, self.compiled)),
+            [self._title()],
+            list(self._advice()),
+            formats={title: COLUMNS[title].form or str for title in SPEEDS}
+            | dict.fromkeys(TIMES, human_time)
+            | {"peak": human_bytes},
+            optional=SPEEDS,
+        )
 
     def _title(self) -> str:
         usable = human_bytes(self.gpu.usable)
@@ -157,15 +153,12 @@ class Choice:
             ]
         )
 
-    def _rows(self) -> list[Row]:
-        return with_times([HEADER, *map(_row, self.compiled)])
-
     def _advice(self) -> Iterator[str]:
         best, coded = self.best, self.best_with_codes
         if best is None and coded is None:
             least = human_bytes(min(one.peak for one in self.tried))
             how = "use more GPUs or a smaller batch"
-            yield paragraphs([f"Nothing fits. The least is {least} by the formula: {how}."])
+            yield f"Nothing fits. The least is {least} by the formula: {how}."
         if best is not None:
             yield f"\nFastest with exact numbers, {_costs(best)}:"
             yield f"\n{self.python(best.way)}"
@@ -174,7 +167,7 @@ class Choice:
             yield f"\n{how} with codes, {_costs(coded)}:"
             yield f"\n{self.python(coded.way)}"
         told = self._told([one.case for one in (best, coded) if one])
-        yield from (f"\n{paragraphs([line])}" for line in told)
+        yield from (one for line in told for one in ("", line))
 
     def _told(self, cases: Sequence[Case]) -> Iterator[str]:
         """Says what these ways need of the hosts."""
@@ -183,16 +176,16 @@ class Choice:
         yield from _offload.told_of_pool(max((case.pinned for case in cases), default=0))
 
 
-def _row(one: Compiled) -> tuple[str | float, ...]:
+def _row(one: Compiled) -> tuple[Cell, ...]:
     case = one.case
     return (
         str(one.way),
         one.estimate,
         case.step_seconds,
         case.exposed_seconds + case.waited_seconds,
-        *(COLUMNS[title][0](case) for title in SPEEDS),
-        human_bytes(case.peak),
-        "yes" if case.fits else "no",
+        *(COLUMNS[title].value(case) for title in SPEEDS),
+        case.peak,
+        case.fits,
         "exact" if one.way.is_exact else "codes",
     )
 
@@ -201,7 +194,7 @@ def _costs(one: Compiled) -> str:
     """Returns what is chosen by, and for how many microbatches."""
     case, count = one.case, one.way.accumulate
     known = SPEEDS if case.tokens_per_second is not None else SPEEDS[1:]
-    speeds = (f"{COLUMNS[title][0](case)} {title}" for title in known)
+    speeds = (f"{COLUMNS[title].form(COLUMNS[title].value(case))} {title}" for title in known)
     parts = f"{count} microbatch{'es' * (count > 1)}"
     return ", ".join([human_time(case.step_seconds), *speeds, parts])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import zerojax
 from zerojax import aot
 from zerojax._loss.layered import ORDERS
-from zerojax._text import explained
+from zerojax._table import explained
 from zerojax.tools._audit import report as _report
 from zerojax.tools._forecast import (
     memory_table as _memory_table,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from zerojax._plan.placement import groups_of
-from zerojax._text import Row, html_table, text_table
+from zerojax._table import Printed, Table
 
 STAGES = (0, 1, 2, 3)
 SHARDED = (
@@ -30,7 +30,7 @@ _case = operator.itemgetter("params", "devices")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryTable:
+class MemoryTable(Printed):
     """Rows of `params`, `devices`, `stage` and `bytes_per_device`; print it to see them."""
 
     rows: tuple[dict[str, float], ...]
@@ -44,23 +44,16 @@ class MemoryTable:
     def to_dict(self) -> list[dict[str, float]]:
         return [dict(row) for row in self.rows]
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        return text_table(rows, right=range(len(rows[0])), keys=2)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table([], self._rows())
-
-    def _rows(self) -> list[Row]:
+    def table(self) -> Table:
         """Makes a row for each size and device count, in GB (1e9 bytes) as the paper prints."""
         stages = dict.fromkeys(row["stage"] for row in self.rows)
-        rows = [("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))]
-        for (count, size), group in itertools.groupby(self.rows, _case):
-            cells = (f"{row['bytes_per_device'] / 1e9:,.2f}" for row in group)
-            rows.append((f"{count / 1e9:g}B", str(size), *cells))
-        return rows
+        header = ("parameters", "devices", *(f"stage {stage}, GB" for stage in stages))
+        rows = [
+            [f"{count / 1e9:g}B", size, *(row["bytes_per_device"] / 1e9 for row in group)]
+            for (count, size), group in itertools.groupby(self.rows, _case)
+        ]
+        formats = dict.fromkeys(header[2:], "{:,.2f}".format)
+        return Table(header, rows, formats=formats, right=header[:1], keys=2)
 
 
 def memory_table(

@@ -3,21 +3,14 @@
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from zerojax import _figures
 from zerojax._figures import Axes, Figure
 from zerojax._loss.layered import LAYERS
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
-from zerojax._text import (
-    Row,
-    html_table,
-    human_bytes,
-    human_time,
-    paragraphs,
-    text_table,
-    with_times,
-)
+from zerojax._table import Cell, Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import network as _network
@@ -74,84 +67,111 @@ class Case:
         return self.link_bytes + self.network_bytes
 
 
-def _bytes_of(field: str) -> Callable[[Case], str]:
-    return lambda case: human_bytes(getattr(case, field))
+def _of(field: str) -> Callable[[Case], Cell]:
+    return lambda case: getattr(case, field)
 
 
 def _in_layers(case: Case) -> str:
     return ", layers" if case.order == LAYERS and case.accumulate > 1 else ""
 
 
-def _tokens_text(case: Case) -> str:
-    return "-" if case.tokens_per_second is None else f"{case.tokens_per_second:,.0f}"
+class Column(NamedTuple):
+    """What a case has in a column, a sentence about it, and how a number is printed."""
+
+    value: Callable[[Case], Cell]
+    about: str
+    form: Callable[[float], str] | None = None
 
 
-# What a case has there, text or seconds, and a sentence about it.
-Column = tuple[Callable[[Case], str | float], str]
 ON_HOST, HOST_WAIT = "on the host", "waits for it"  # columns of what is offloaded
-COLUMNS: dict[str, Column] = {
-    "stage": (
-        lambda case: str(case.stage),
+COLUMNS = {
+    "stage": Column(
+        _of("stage"),
         "The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also "
         "parameters.",
     ),
-    "accumulate": (
+    "accumulate": Column(
         lambda case: f"{case.accumulate}{_in_layers(case)}",
         "Microbatches of a step; 'layers' where all of them pass a layer before the next one.",
     ),
-    "remat": (
+    "remat": Column(
         lambda case: case.variant or "-",
         "What backward computes again (of a preset: full, dots or none), or the name of the loss.",
     ),
-    "params": (_bytes_of("parameters"), "Memory of the parameters between steps."),
-    "optimizer": (_bytes_of("optimizer"), "Memory of the optimizer state between steps."),
-    "grads": (_bytes_of("gradients"), "Gradients that are in memory when the step is at its peak."),
-    "activations": (
-        _bytes_of("activations"),
-        "What else is in memory at the peak for a while: activations and gathered weights.",
+    "params": Column(_of("parameters"), "Memory of the parameters between steps.", human_bytes),
+    "optimizer": Column(
+        _of("optimizer"), "Memory of the optimizer state between steps.", human_bytes
     ),
-    "formula": (
-        _bytes_of("formula"),
+    "grads": Column(
+        _of("gradients"),
+        "Gradients that are in memory when the step is at its peak.",
+        human_bytes,
+    ),
+    "activations": Column(
+        _of("activations"),
+        "What else is in memory at the peak for a while: activations and gathered weights.",
+        human_bytes,
+    ),
+    "formula": Column(
+        _of("formula"),
         "The state and its gradients by the plan alone, as the ZeRO paper counts, without "
         "activations.",
+        human_bytes,
     ),
-    "peak": (_bytes_of("peak"), "The most memory that the step needs at a time, by the compiler."),
-    "fits": (
+    "peak": Column(
+        _of("peak"),
+        "The most memory that the step needs at a time, by the compiler.",
+        human_bytes,
+    ),
+    "fits": Column(
         lambda case: "yes" if case.fits else "no",
         "Whether the peak is within the memory that is usable.",
     ),
-    "spare": (_bytes_of("spare"), "The usable memory that is left at the peak."),
-    ON_HOST: (
-        _bytes_of("on_host"),
+    "spare": Column(_of("spare"), "The usable memory that is left at the peak.", human_bytes),
+    ON_HOST: Column(
+        _of("on_host"),
         "What is in the memory of the host: state that rests there, activations that wait there.",
+        human_bytes,
     ),
-    "sent, host": (_bytes_of("link_bytes"), "What a GPU sends in a step to others of its host."),
-    "sent, network": (_bytes_of("network_bytes"), "What a GPU sends in a step to other hosts."),
-    "step": (
-        lambda case: case.step_seconds,
+    "sent, host": Column(
+        _of("link_bytes"), "What a GPU sends in a step to others of its host.", human_bytes
+    ),
+    "sent, network": Column(
+        _of("network_bytes"), "What a GPU sends in a step to other hosts.", human_bytes
+    ),
+    "step": Column(
+        _of("step_seconds"),
         "The time of a step, modelled by replaying the compiler's schedule at the GPU's rates.",
+        human_time,
     ),
-    "exposed": (
-        lambda case: case.exposed_seconds,
+    "exposed": Column(
+        _of("exposed_seconds"),
         "The part of the step in which the GPU waits for communication; in the table of --choose "
         "also for copies from and to the host's memory.",
+        human_time,
     ),
-    HOST_WAIT: (
-        lambda case: case.waited_seconds,
+    HOST_WAIT: Column(
+        _of("waited_seconds"),
         "The part of the step in which the GPU waits for copies from and to the host's memory.",
+        human_time,
     ),
-    "tokens/s": (_tokens_text, "The tokens that all GPUs together train on in a second."),
-    "MFU": (
-        lambda case: f"{case.mfu:.1%}",
+    "tokens/s": Column(
+        _of("tokens_per_second"),
+        "The tokens that all GPUs together train on in a second.",
+        "{:,.0f}".format,
+    ),
+    "MFU": Column(
+        _of("mfu"),
         "Model FLOPs utilization: the FLOPs that the model needs, without what is computed again, "
         "of those that the GPUs could do in the step.",
+        "{:.1%}".format,
     ),
 }
-EXPLAINED = {title: sentence for title, (_, sentence) in COLUMNS.items()}
+EXPLAINED = {title: column.about for title, column in COLUMNS.items()}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Forecast:
+class Forecast(Printed):
     """The result of `zerojax.forecast`: print or `plot` it. `best` is the fastest case that fits,
     or None. `settings` are what all cases have in common and is no default."""
 
@@ -193,16 +213,19 @@ class Forecast:
         _figures.titled(figure, title, 4)
         return _figures.finished(figure, path)
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        right = [at for at, title in enumerate(rows[0]) if title not in ("remat", "fits")]
-        table = text_table(rows, right, flexible=(2,), keys=3)
-        return f"{paragraphs([self._title()])}\n{table}\n{paragraphs([self._advice()])}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table([self._title()], self._rows(), below=[self._advice()])
+    def table(self) -> Table:
+        offloads = any(case.on_host for case in self.cases)
+        shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
+        return Table(
+            list(shown),
+            [[column.value(case) for column in shown.values()] for case in self.cases],
+            [self._title()],
+            [self._advice()],
+            formats={title: column.form for title, column in shown.items() if column.form},
+            right=("stage", "accumulate"),
+            flexible=("remat",),
+            keys=3,
+        )
 
     def _title(self) -> str:
         usable = human_bytes(self.gpu.usable)
@@ -220,12 +243,6 @@ class Forecast:
 
     def _groups(self) -> list[str]:
         return list(dict.fromkeys(case.groups for case in self.cases if case.groups))
-
-    def _rows(self) -> list[Row]:
-        offloads = any(case.on_host for case in self.cases)
-        shown = {k: v for k, v in COLUMNS.items() if offloads or k not in (ON_HOST, HOST_WAIT)}
-        rows = ([cell(case) for cell, _ in shown.values()] for case in self.cases)
-        return with_times([list(shown), *rows])
 
     def _advice(self) -> str:
         best = self.best

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zerojax._figures import Figure
-from zerojax._text import Row, html_table, human_bytes, paragraphs, text_table
+from zerojax._table import Printed, Row, Table, human_bytes
 from zerojax.tools._study import picture as _picture
 from zerojax.tools._study.cell import LARGEST, Cell, Figures
 
@@ -70,7 +70,7 @@ class Growth:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Study:
+class Study(Printed):
     """The result of `zerojax.study`: print or `plot` it. `cells` are in the order that was asked
     for: by model, then by GPUs, stages and rows."""
 
@@ -102,16 +102,18 @@ class Study:
         saves the figure to `path`. It is narrow, to be read on a phone."""
         return _picture.draw(self.cells, path)
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        right = range(2, len(rows[0]))
-        table = text_table(rows, right, optional=(len(rows[0]) - 1,), keys=4)
-        return "\n".join([paragraphs([self._title()]), table, paragraphs(list(self._advice()))])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table([self._title()], self._rows(), below=list(self._advice()))
+    def table(self) -> Table:
+        header = ("model", "GPUs", "stage", "rows", *COLUMNS)
+        rows = list(map(_row, self.cells))
+        return Table(
+            header,
+            rows,
+            [self._title()],
+            list(self._advice()),
+            right=header[2:],
+            optional=header[-1:],
+            keys=4,
+        )
 
     def _title(self) -> str:
         settings = dict.fromkeys(cell.settings for cell in self.cells if cell.settings)
@@ -119,10 +121,6 @@ class Study:
         figures = (cell.figures for cell in self.cells if cell.figures)
         wide = next((one.wide_matmuls for one in figures if one.wide_matmuls), "")
         return "; ".join([*about, *settings, *([f"matmuls: {wide}"] if wide else [])])
-
-    def _rows(self) -> list[Row]:
-        head = ("model", "GPUs", "stage", "rows", *COLUMNS)
-        return [head, *map(_row, self.cells)]
 
     def _advice(self) -> Iterator[str]:
         yield from (f"Failed: {cell}: {cell.failed}" for cell in self.cells if cell.failed)

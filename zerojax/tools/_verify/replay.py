@@ -20,7 +20,7 @@ from zerojax._loss.trace import TracedLoss, trace_loss
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, wide
 from zerojax._state.state import zero_gradient
-from zerojax._text import human_bytes
+from zerojax._table import human_bytes
 from zerojax._types import Device, PyTree, is_key
 
 MICROBATCHES = "zerojax_microbatches"

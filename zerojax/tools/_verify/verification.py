@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from zerojax import _text
+from zerojax import _table
 from zerojax.tools._verify.compare import NOT_FINITE, UNSEEN, Check
 
 ROWS_SHOWN = 12
@@ -48,13 +48,13 @@ class Verification:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        table = _text.text_table(self._rows(), frozenset({2, 3, 4}))
+        table = _table.text_table(self._rows(), frozenset({2, 3, 4}))
         return "\n".join([*self._summary(), table, *self._left_out()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _text.html_table(self._summary(), self._rows(), below=self._left_out())
+        return _table.html_table(self._summary(), self._rows(), below=self._left_out())
 
     def _summary(self) -> list[str]:
         unseen = sum(check.verdict == UNSEEN for check in self.checks)

@@ -1,12 +1,14 @@
 """Tables in full where they are read by programs, fitted where they are read on a terminal."""
 
+import json
+import re
 import sys
 
 import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax import _text
+from zerojax import _table
 
 HEAD = ("leaf", "bytes", "axes", "why")
 LEAF = "params/encoder/layers/attention/kernel"
@@ -21,7 +23,8 @@ def drawn(monkeypatch):
     def draw(columns, rows=ROWS, **options):
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: columns is not None, raising=False)
-        return _text.text_table(rows, (1,), **{"flexible": (0, 3), **options}).split("\n")
+        options = {"right": ("bytes",), "flexible": ("leaf", "why"), **options}
+        return str(_table.Table(rows[0], rows[1:], **options)).split("\n")
 
     return draw
 
@@ -42,9 +45,9 @@ def test_a_terminal_gets_no_longer_lines_than_it_has_columns(drawn, columns):
 
 def test_what_does_not_fit_is_shortened_left_out_or_continued_below(drawn):
     assert "…" in drawn(70)[2] and "n/kernel " in drawn(70)[2]
-    assert LEAF in drawn(70, whole=(0,))[2], "words to be copied stay whole"
+    assert LEAF in drawn(70, whole=("leaf",))[2], "words to be copied stay whole"
     for columns, left in ((54, [*HEAD]), (53, ["leaf", "bytes", "why"]), (42, ["leaf", "why"])):
-        assert drawn(columns, optional=(2, 1))[0].split() == left
+        assert drawn(columns, optional=("axes", "bytes"))[0].split() == left
     first, second = "\n".join(drawn(42)).split("\n\n")
     assert first.split("\n")[0].split() == ["leaf", "bytes", "axes"]
     header, _, *rows = second.split("\n")
@@ -61,7 +64,7 @@ def test_commands_fit_what_they_print_without_a_terminal(drawn, monkeypatch):
     plan = zerojax.plan({"params": {"bias": jnp.ones(3), **layers}}, stage=3)
     longest = lambda printed: max(map(len, str(printed).split("\n")[1:]))
     assert longest(plan) > 80
-    with _text.fitted():
+    with _table.fitted():
         assert longest(plan) <= 80
         assert longest(zerojax.memory_table(7.5e9, 64)) <= 80
     assert longest(plan) > 80
@@ -78,31 +81,98 @@ SHORTENED = [
 
 def test_shortened_words_keep_their_ends_and_stay_different():
     for words, width, short in SHORTENED:
-        assert _text.shortened(words, width) == short and max(map(len, short)) <= width
-    assert _text.told_apart(["a/1/b", "a/2/b"], 3) == ["…1/b", "…2/b"], "as long as it takes"
-    assert _text.told_apart([], 4) == []
+        assert _table.shortened(words, width) == short and max(map(len, short)) <= width
+    assert _table.told_apart(["a/1/b", "a/2/b"], 3) == ["…1/b", "…2/b"], "as long as it takes"
+    assert _table.told_apart([], 4) == []
 
 
 def test_text_wraps_where_it_has_to_fit(drawn, monkeypatch):
     line = "all-gather moves params/a_long_name_of_a-module/kernel, twice the bytes"
     drawn(None)
-    assert _text.paragraphs([line, line]) == f"{line}\n{line}"
+    assert _table.paragraphs([line, line]) == f"{line}\n{line}"
     drawn(40)
-    lines = _text.paragraphs([line]).split("\n")
+    lines = _table.paragraphs([line]).split("\n")
     assert len(lines) > 1 and all(one.startswith("  ") for one in lines[1:])
     assert " ".join(" ".join(lines).split()) == line, "no word is broken"
-    labelled = _text.paragraphs([f"sent in a step  {line}", "", "short"]).split("\n")
+    labelled = _table.paragraphs([f"sent in a step  {line}", "", "short"]).split("\n")
     assert labelled[-2:] == ["", "short"]
     beside = [one for one in labelled[1:-2] if one.startswith(" " * len("sent in a step  "))]
     assert len(beside) == len(labelled) - 3 > 1, "its label"
 
 
 def test_the_times_of_a_column_are_in_one_unit():
-    rows = [("a", "step", "exposed"), ("b", 1.2345, 0.0), ("c", 0.98, 3e-6), ("d", "-", 0.02)]
-    columns = list(zip(*_text.with_times(rows), strict=True))
-    assert columns[1:] == [
-        ("step", "1,234.5 ms", "980.0 ms", "-"),
-        ("exposed", "0.0 ms", "0.0 ms", "20.0 ms"),
+    formats = dict.fromkeys(("step", "exposed"), _table.human_time)
+
+    def columns(*rows):
+        lines = str(_table.Table(("", "step", "exposed"), rows, formats=formats)).split("\n")[2:]
+        return list(zip(*(line.split("  ") for line in map(_squeezed, lines)), strict=True))
+
+    assert columns(("b", 1.2345, 0.0), ("c", 0.98, 3e-6), ("d", None, 0.02))[1:] == [
+        ("1,234.5 ms", "980.0 ms", "-"),
+        ("0.0 ms", "0.0 ms", "20.0 ms"),
     ]
-    assert _text.with_times([("x", 2.0), ("y", 75.0)]) == [("x", "2.0 s"), ("y", "75.0 s")]
-    assert _text.with_times([(2e-6,), (0.0,)]) == [("2.0 µs",), ("0 µs",)]
+    assert columns(("x", 2.0, 2e-6), ("y", 75.0, 0.0))[1:] == [
+        ("2.0 s", "75.0 s"),
+        ("2.0 µs", "0 µs"),
+    ]
+
+
+def _squeezed(line):
+    return re.sub("   +", "  ", line)
+
+
+CODE = "\nstate = shard(make_state)\nstep = train_step(loss)"
+MIXED = _table.Table(
+    ("leaf", "size", "fits", "rows"),
+    [("w<1>", 2048, True, "max 4"), ("b", None, False, "2")],
+    ["two leaves"],
+    ["Use more.", CODE],
+    totals=[("in all", 2048, "", "")],
+    formats={"size": _table.human_bytes},
+    right=("rows",),
+)
+
+
+def test_a_table_prints_its_title_numbers_totals_and_notes():
+    assert (
+        f"{MIXED}"
+        == repr(MIXED)
+        == (
+            "two leaves\n"
+            "leaf       size  fits   rows\n"
+            "------  -------  ----  -----\n"
+            "w<1>    2.0 KiB  yes   max 4\n"
+            "b             -  no        2\n"
+            "in all  2.0 KiB\n"
+            f"Use more.\n{CODE}"
+        )
+    )
+
+
+def test_code_below_a_table_does_not_wrap(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    with _table.fitted():
+        text = str(MIXED)
+    assert text.endswith(CODE) and "two leaves\n" in text
+
+
+def test_a_table_is_html_with_its_totals_at_the_foot():
+    html = MIXED._repr_html_()
+    assert html.startswith("<p>two leaves</p><table><thead><tr><th>leaf</th>")
+    assert "<td>w&lt;1&gt;</td><td>2.0 KiB</td><td>yes</td>" in html
+    assert "<tfoot><tr><th>in all</th><th>2.0 KiB</th>" in html
+    assert html.endswith(f"<p>Use more.<br><pre>{CODE.strip()}</pre></p>")
+    assert "<p>" not in _table.Table(("a",), [("b",)])._repr_html_()
+
+
+def test_a_table_is_json_with_numbers_as_they_are():
+    told = json.loads(json.dumps(MIXED.to_dict()))
+    assert told == {
+        "title": ["two leaves"],
+        "rows": [
+            {"leaf": "w<1>", "size": 2048, "fits": True, "rows": "max 4"},
+            {"leaf": "b", "size": None, "fits": False, "rows": "2"},
+        ],
+        "totals": [{"leaf": "in all", "size": 2048, "fits": "", "rows": ""}],
+        "notes": ["Use more.", CODE],
+    }

@@ -1,4 +1,4 @@
-"""Bytes, times and tables as text; tables as HTML for notebooks.
+"""Tables, as text, as HTML for notebooks and as JSON; bytes and times as text.
 
 Tables are drawn here and not with `rich`: a table that is redirected to a log is drawn in full, one
 on a terminal drops and repeats columns until it fits, and both must be the same text, without
@@ -7,6 +7,7 @@ colours or boxes. With all of its own features off, `rich` did no more than wrap
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import html
 import itertools
@@ -14,9 +15,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 Row = tuple[str, ...]
+TEXT = str | bool  # what is aligned at the left
+Cell = TEXT | float | None  # numbers have a format; None is printed as "-"
 GAP = 2  # spaces between columns
 NARROW = 18  # characters that a flexible column keeps, if it has as many
 
@@ -40,17 +44,6 @@ def human_time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.{1 if seconds / size < 1000 else 0}f} {unit}"
     return f"{seconds * 1e6:.1f} µs" if seconds else "0 µs"
-
-
-def with_times(rows: Iterable[Sequence[str | float]]) -> list[Row]:
-    """Returns the rows of a table in which numbers are seconds, those of a column in one unit."""
-    return list(zip(*map(_in_one_unit, zip(*rows, strict=True)), strict=True))
-
-
-def _in_one_unit(column: Sequence[str | float]) -> list[str]:
-    units = {human_time(cell).split()[-1] for cell in column if not isinstance(cell, str)}
-    time = human_time if len(units) == 1 else lambda seconds: f"{seconds * 1e3:,.1f} ms"
-    return [cell if isinstance(cell, str) else time(cell) for cell in column]
 
 
 def shortened(words: Sequence[str], width: int) -> list[str]:
@@ -105,9 +98,109 @@ def _hanging(line: str, room: int) -> str:
     return "\n".join(_wrap(line, room, subsequent_indent=" " * indent))
 
 
-def explained(columns: Mapping[str, str]) -> str:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Table:
+    """Rows below a header: prints on a terminal, in a log and in a notebook; `to_dict` is for JSON.
+
+    Columns are named by their titles. Those of numbers are aligned at their right, as are those of
+    `right`.
+
+    - `title`: lines of text above, `notes`: paragraphs below. A note of several lines is code: it
+      does not wrap, so that it can be copied.
+    - `formats`: makes text of the numbers of a column, `human_bytes` for example. `human_time` has
+      all of a column in one unit.
+    - `flexible`, the first by default: columns that may become narrow. Text wraps, and long words
+      lose their middle, unless the column is `whole`.
+    - `optional`: columns that a narrow table leaves out, in this order.
+    - `keys`: the first columns, repeated where a table is still too wide and continues below.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    totals: Sequence[Sequence[Cell]] = ()
+    formats: Mapping[str, Callable[[Any], str]] = dataclasses.field(default_factory=dict)
+    right: Collection[str] = ()
+    flexible: Collection[str] | None = None
+    whole: Collection[str] = ()
+    optional: Sequence[str] = ()
+    keys: int = 1
+
+    def __str__(self) -> str:
+        at = {title: column for column, title in enumerate(self.header)}
+        named = zip(self.header, self._columns(), strict=True)
+        numbers = {name for name, column in named if not all(isinstance(c, TEXT) for c in column)}
+        flexible = self.header[:1] if self.flexible is None else self.flexible
+        text = text_table(
+            [tuple(self.header), *self._texts()],
+            right=[at[name] for name in (*numbers, *self.right) if name in at],
+            flexible=[at[name] for name in flexible if name in at],
+            whole=[at[name] for name in self.whole],
+            optional=[at[name] for name in self.optional if name in at],
+            keys=self.keys,
+        )
+        notes = [note if "\n" in note else paragraphs([note]) for note in self.notes]
+        return "\n".join([*([paragraphs(self.title)] if self.title else []), text, *notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        texts = [tuple(self.header), *self._texts()]
+        end = len(texts) - len(self.totals)
+        return html_table(self.title, texts[:end], texts[end:], self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the rows as dicts by column, with numbers as they are."""
+        named = [dict(zip(self.header, row, strict=True)) for row in (*self.rows, *self.totals)]
+        count = len(self.rows)
+        parts = {"title": self.title, "rows": named[:count], "totals": named[count:]}
+        return {name: list(part) for name, part in (parts | {"notes": self.notes}).items() if part}
+
+    def _columns(self) -> list[list[Cell]]:
+        every = (*self.rows, *self.totals)
+        return [[row[at] for row in every] for at in range(len(self.header))]
+
+    def _texts(self) -> list[Row]:
+        """Returns the rows, with the total rows below, as text."""
+        texts = (
+            _formatted(cells, self.formats.get(name, _plain))
+            for name, cells in zip(self.header, self._columns(), strict=True)
+        )
+        return list(zip(*texts, strict=True))
+
+
+def _formatted(column: Sequence[Cell], form: Callable[[Any], str]) -> list[str]:
+    numbers = [cell for cell in column if not isinstance(cell, str | None)]
+    if form is human_time and len({human_time(seconds).split()[-1] for seconds in numbers}) > 1:
+        form = "{:,.1f} ms".format
+        column = [cell if isinstance(cell, str | None) else cell * 1e3 for cell in column]
+    return ["-" if c is None else c if isinstance(c, str) else form(c) for c in column]
+
+
+def _plain(cell: Cell) -> str:
+    return ("no", "yes")[cell] if isinstance(cell, bool) else str(cell)
+
+
+class Printed:
+    """A result that prints, also in a notebook, as its `table()`."""
+
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def explained(columns: Mapping[str, str]) -> Table:
     """Lists the columns of a table, with a sentence about each."""
-    return text_table([("column", "what it says"), *columns.items()], flexible=(1,))
+    header = "column", "what it says"
+    return Table(header, list(columns.items()), flexible=header[1:])
 
 
 def text_table(
@@ -212,7 +305,9 @@ def html_table(
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
     def text(lines: Sequence[str]) -> str:
-        return f"<p>{'<br>'.join(map(html.escape, lines))}</p>" if lines else ""
+        parts = [html.escape(line) for line in lines if line]
+        parts = [f"<pre>{part.strip()}</pre>" if "\n" in part else part for part in parts]
+        return f"<p>{'<br>'.join(parts)}</p>" if parts else ""
 
     body = "".join(map(row, rows[1:]))
     foot = f"<tfoot>{''.join(row(cells, 'th') for cells in totals)}</tfoot>" if totals else ""
