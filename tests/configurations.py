@@ -221,8 +221,8 @@ ROWS = {
     ),
     "codes, some": Row("gpt", dict(groups={"params": "gpu"}) | NODES, dict(
         precision=lambda: zerojax.Precision(
-            gather={"qkv": zerojax.Blocks("float8_e4m3fn", block=64), "up": "bfloat16"},
-            reduce=zerojax.Blocks("int4", stochastic=True),
+            gather={"qkv": zerojax.Quantized("float8_e4m3fn", block=64), "up": "bfloat16"},
+            reduce=zerojax.Quantized("int4", stochastic=True),
         )
     )),
     "codes, slow axis": Row(

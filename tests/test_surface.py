@@ -23,8 +23,9 @@ from tests import house
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 PUBLIC = {
-    "Blocks", "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
-    "Plan", "Precision", "Preempted", "Rates", "Report", "Verification", "Watchdog", "audit",
+    "Checkpoints", "Extras", "Goodput", "LeafPlan", "Meter", "ModuleState", "Offload",
+    "Plan", "Precision", "Preempted", "Quantized", "Rates", "Report", "Verification", "Watchdog",
+    "audit",
     "choose", "elastic", "eval_step", "export_safetensors", "forecast", "full_params", "gather",
     "import_safetensors", "initialize", "log", "master_weights", "mean", "memory_table", "mesh",
     "narrow_moments", "pad_batch", "param_specs", "peak_flops", "plan", "process_slice", "rates_of",

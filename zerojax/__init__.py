@@ -53,7 +53,7 @@ if typing.TYPE_CHECKING:
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._update.offload import Offload as Offload
-    from zerojax._wire.codecs import Blocks as Blocks
+    from zerojax._wire.codecs import Quantized as Quantized
     from zerojax.tools._audit.audit import audit as audit
     from zerojax.tools._audit.report import Report as Report
     from zerojax.tools._choose.choose import choose as choose
@@ -79,7 +79,7 @@ _EXPORTS = {
     "_checkpoint.loop": ["Checkpoints", "Preempted"],
     "_checkpoint.safetensors": ["export_safetensors", "import_safetensors"],
     "tools._choose.choose": ["choose"],
-    "_wire.codecs": ["Blocks"],
+    "_wire.codecs": ["Quantized"],
     "_run.elastic": ["elastic"],
     "tools._forecast.forecast": ["forecast"],
     "tools._forecast.memory_table": ["memory_table"],

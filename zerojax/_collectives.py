@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._wire import messages as _messages, rows as _rows
-from zerojax._wire.codecs import Blocks, Exact, Parts
+from zerojax._wire.codecs import Exact, Parts, Quantized
 from zerojax._wire.routes import EXACT, Cut, Entry, Hop, Route, named, names_in
 from zerojax._wire.rows import Rows
 
@@ -223,10 +223,10 @@ def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
 def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]) -> list[Array]:
     """Sums gradients over the devices of their routes, hop by hop and then over replicas. Each
     device keeps its shard of a sum, or all of it if the parameter is replicated."""
-    found, alike = list(grads), defaultdict[tuple[Hop, ...], list[tuple[int, Cut, Blocks]]](list)
+    found, alike = list(grads), defaultdict[tuple[Hop, ...], list[tuple[int, Cut, Quantized]]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
         found[at] = with_padding(grad, cut.dim, route.padding)
-        if isinstance(route.codec, Blocks):
+        if isinstance(route.codec, Quantized):
             alike[route.hops].append((at, cut, route.codec))
         else:
             found[at] = _exact_sum(found[at], cut, route)
@@ -259,7 +259,7 @@ def _over_replicas(grad: Array, cut: Cut, route: Route) -> Array:
 
 
 def _sums_of_codes(
-    grads: list[Array], cuts: Sequence[Cut], codecs: Sequence[Blocks], axes: tuple[str, ...]
+    grads: list[Array], cuts: Sequence[Cut], codecs: Sequence[Quantized], axes: tuple[str, ...]
 ) -> list[Array]:
     dims = [cut.dim for cut in cuts if cut.dim is not None]
     names = names_in(entry for cut in cuts for entry in cut.others)

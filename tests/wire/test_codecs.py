@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax import Blocks
+from zerojax import Quantized
 
 ROWS, COLUMNS = 32, 1024
 NORMAL = jax.random.normal(jax.random.key(0), (ROWS, COLUMNS))
 CODECS = [
-    *map(Blocks, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
-    Blocks("int8", stochastic=True),
-    Blocks("int4", block=64),
+    *map(Quantized, ("int8", "int4", "float8_e4m3fn", "float8_e5m2")),
+    Quantized("int8", stochastic=True),
+    Quantized("int4", block=64),
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 
@@ -70,8 +70,8 @@ def test_stochastic_rounding_is_right_on_average():
     array = jnp.stack([tiny / (3 * 127), jnp.zeros(4096)], axis=-1).reshape(-1, 256)
     array = array.at[:, 1].set(1.0)
     small = array[:, ::2].ravel()
-    nearest = there_and_back(Blocks("int8"), array)[:, ::2].ravel()
-    drawn = there_and_back(Blocks("int8", stochastic=True), array)[:, ::2].ravel()
+    nearest = there_and_back(Quantized("int8"), array)[:, ::2].ravel()
+    drawn = there_and_back(Quantized("int8", stochastic=True), array)[:, ::2].ravel()
     assert float(nearest.mean()) == 0
     assert float(drawn.mean()) == pytest.approx(float(small.mean()), rel=0.05)
     assert set(np.unique(np.round(drawn * 127))) == {0, 1}
@@ -82,35 +82,37 @@ def test_stochastic_rounding_is_right_on_average():
     [(1600, 256, 200), (100, 256, 100), (50257, 256, None), (31, 256, None), (96, 64, 48)],
 )
 def test_blocks_are_the_largest_that_divide(length, block, fitted):
-    codec = Blocks("int8", block=block).fitted(length)
+    codec = Quantized("int8", block=block).fitted(length)
     assert (codec and codec.block) == fitted
 
 
 def test_int4_packs_two_codes_in_a_byte():
     array = jnp.concatenate([jnp.arange(-7.0, 8.0), jnp.zeros(17)])[None]
-    codes, scales = Blocks("int4", block=32).encode(array)
+    codes, scales = Quantized("int4", block=32).encode(array)
     assert codes.shape == (1, 16) and float(scales[0, 0]) == 1
-    np.testing.assert_array_equal(there_and_back(Blocks("int4", block=32), array), array)
+    np.testing.assert_array_equal(there_and_back(Quantized("int4", block=32), array), array)
 
 
 def test_dtypes_and_names_of_codes_say_the_same():
     precision = zerojax.Precision(gather="int8", reduce=jnp.float8_e4m3fn)
-    assert precision == zerojax.Precision(gather=Blocks(), reduce=Blocks("float8_e4m3fn"))
+    assert precision == zerojax.Precision(gather=Quantized(), reduce=Quantized("float8_e4m3fn"))
     by_path = zerojax.Precision(gather={"mlp/up": None, "mlp": "int8", "^embed": jnp.bfloat16})
-    ways = "{'mlp/up': None, 'mlp': Blocks(dtype='int8', block=256, stochastic=False), '^embed': "
+    ways = (
+        "{'mlp/up': None, 'mlp': Quantized(dtype='int8', block=256, stochastic=False), '^embed': "
+    )
     assert str(by_path.gather).startswith(ways)
     assert by_path != precision and hash(by_path) == hash(dataclasses.replace(by_path))
 
 
 BLOCKS = [
-    ({"dtype": "int3"}, r"Blocks\('int3'\): there are no such codes\. Use 'int8', 'int4'"),
+    ({"dtype": "int3"}, r"Quantized\('int3'\): there are no such codes\. Use 'int8', 'int4'"),
     ({"block": 16}, r"block=16 must be a number of elements, 32 or more"),
     ({"dtype": "int4", "block": 33}, r"Of int4, two are a byte: an even number"),
     ({"dtype": "float8_e5m2", "stochastic": True}, r"only integer codes can be rounded so"),
 ]
 PRECISION = [
     ({"gather": "int4"}, r"gather='int4'\): 15 levels are too few"),
-    ({"gather": {"embed": Blocks("int4")}}, r"gather='int4'\): 15 levels are too few"),
+    ({"gather": {"embed": Quantized("int4")}}, r"gather='int4'\): 15 levels are too few"),
     ({"reduce": "float8_e4m3"}, r"'float8_e4m3'\): numbers of 8 bits .* codes.*Use 'float8_e4m3fn"),
     ({"reduce": "int7"}, r"Precision\(reduce='int7'\): neither a float"),
     ({"reduce": {"embed": "int8"}}, r"\(reduce=\{'embed': 'int8'\}\): only gather=.*Give one way"),
@@ -122,6 +124,6 @@ PRECISION = [
 
 @pytest.mark.parametrize(("options", "says"), BLOCKS + PRECISION)
 def test_what_is_refused(options, says):
-    make = zerojax.Precision if options.keys() & {"gather", "reduce"} else Blocks
+    make = zerojax.Precision if options.keys() & {"gather", "reduce"} else Quantized
     with pytest.raises(ValueError, match=says):
         make(**options)

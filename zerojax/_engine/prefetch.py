@@ -27,7 +27,7 @@ from zerojax._update.in_loop import (
     resting_layer_of,
     with_layer,
 )
-from zerojax._wire.codecs import Blocks, Parts
+from zerojax._wire.codecs import Parts, Quantized
 
 # [Note: the prefetch schedule] For layers 0 to L-1, with g(i) the all-gather of layer i's weights,
 # f(i) and b(i) its compute, and r(i) the reduce-scatter of its gradients:
@@ -154,7 +154,7 @@ class _Backward:
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
         # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
-        coded = any(isinstance(cut.wire.reduce.codec, Blocks) for cut in cuts)
+        coded = any(isinstance(cut.wire.reduce.codec, Quantized) for cut in cuts)
         in_pieces = nbytes([*layers.loop.split.gathers]) > LARGEST_COLLECTIVE
         self.in_turn = layers.how.in_turn and in_pieces and not coded
 

@@ -15,7 +15,7 @@ from zerojax._plan.placement import Axes, Groups, Placement, beyond
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
-from zerojax._wire.codecs import Blocks, Exact, Ways, way_of
+from zerojax._wire.codecs import Exact, Quantized, Ways, way_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LeafPlan:
         """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
         return (self.rest if self.rest.padding else self.update).on_device
 
-    def fitted(self, codec: Blocks, mesh: Mesh) -> Blocks | None:
+    def fitted(self, codec: Quantized, mesh: Mesh) -> Quantized | None:
         """Returns how its shards are written in blocks; None where they travel as they are."""
         is_matrix = len(self.shape) - self.stacked >= 2
         if self.update.dim is None or not is_matrix or not _is_float(self.dtype):
@@ -84,17 +84,18 @@ class LeafPlan:
         place = self.update.on_device
         return codec.fitted(place.sharding(mesh).shard_shape(place.padded(self.shape))[-1])
 
-    def codec(self, ways: Ways, mesh: Mesh) -> Blocks | Exact:
+    def codec(self, ways: Ways, mesh: Mesh) -> Quantized | Exact:
         """Returns the codec of what `Precision` says of a way: exact, where it fits no blocks."""
         way = way_of(self.path, ways)
-        if isinstance(way, Blocks):
+        if isinstance(way, Quantized):
             return self.fitted(way, mesh) or Exact()
         return Exact(way)
 
-    def sum_codec(self, ways: Ways, mesh: Mesh, axes: Axes) -> Blocks | Exact:
+    def sum_codec(self, ways: Ways, mesh: Mesh, axes: Axes) -> Quantized | Exact:
         """Returns the codec of gradients that are summed over the batch's axes."""
         codec = self.codec(ways, mesh)
-        if isinstance(codec, Blocks) or not _is_float(self.dtype) or _mesh.sums_narrow(mesh, axes):
+        is_float_sum = isinstance(codec, Exact) and _is_float(self.dtype)
+        if not is_float_sum or _mesh.sums_narrow(mesh, axes):
             return codec
         return Exact(jnp.promote_types(codec.dtype or self.dtype, jnp.float32))
 

@@ -14,7 +14,7 @@ from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs, rounding as _rounding
-from zerojax._wire.codecs import Blocks, Ways
+from zerojax._wire.codecs import Quantized, Ways
 
 NARROW = jnp.dtype(jnp.bfloat16)  # of moments
 
@@ -27,13 +27,13 @@ class Precision(_refusals.KnownDtypes):
         compute: floating parameters and batch leaves are cast to it before the loss sees them.
             Weights are cast as shards, so it is also the dtype they are gathered in.
         gather: what sharded weights are gathered as, where that is not `compute`: a float dtype,
-            or "int8", "float8_e4m3fn", a `zerojax.Blocks`: codes with a scale for each block,
+            or "int8", "float8_e4m3fn", a `zerojax.Quantized`: codes with a scale for each block,
             which are decoded where a weight is used. Gradients do not notice. Vectors, and leaves
             whose shards no block divides, travel as they are: `print(plan)` says which. A dict
             `{path regex: any of these or None}` says it of some: of patterns that match a path
             the first counts, and what none matches travels as `compute`.
         reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
-            With "int8", "int4" or a `zerojax.Blocks` they travel as codes, one axis of the mesh
+            With "int8", "int4" or a `zerojax.Quantized` they travel as codes, one axis of the mesh
             after the other, and are summed in float32.
         param: the dtype that parameters are stored in, from where the state is placed.
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
@@ -56,7 +56,7 @@ class Precision(_refusals.KnownDtypes):
     """
 
     compute: DTypeLike | None = None
-    reduce: DTypeLike | Blocks | None = None
+    reduce: DTypeLike | Quantized | None = None
     param: DTypeLike | None = None
     master: DTypeLike | None = None
     moments: DTypeLike | None = None
@@ -84,7 +84,7 @@ class Precision(_refusals.KnownDtypes):
     @property
     def sums(self) -> DTypeLike | None:
         """The dtype of the sums of gradients."""
-        return "float32" if isinstance(self.reduce, Blocks) else self.reduce
+        return "float32" if isinstance(self.reduce, Quantized) else self.reduce
 
     @property
     def stores(self) -> bool:

@@ -15,7 +15,7 @@ from zerojax._state.hints import NUMBER
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS, paths_like
 from zerojax._table import Cell, Table, human_bytes, told_apart
 from zerojax._types import Device
-from zerojax._wire.codecs import Blocks, Ways, each_of
+from zerojax._wire.codecs import Quantized, Ways, each_of
 
 GRADS, ACTIVATIONS = "grads", "activations"
 
@@ -303,7 +303,7 @@ def _codecs(plan: Layout) -> dict[str, Ways]:
     return {
         name: ways
         for name, ways in (given or {}).items()
-        if any(isinstance(way, Blocks) for way in each_of(ways))
+        if any(isinstance(way, Quantized) for way in each_of(ways))
     }
 
 

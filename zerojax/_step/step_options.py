@@ -17,7 +17,7 @@ from zerojax._plan.precision import Precision, check_precision
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 from zerojax._wire import codecs as _codecs
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 
 WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
 
@@ -299,7 +299,7 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 
 def _check_codes(plan: Plan, precision: Precision) -> None:
     """Raises where gradients cross hosts and the devices of each in one hop, or as they are."""
-    axes = plan.groups.opt_state if isinstance(precision.reduce, Blocks) else ()
+    axes = plan.groups.opt_state if isinstance(precision.reduce, Quantized) else ()
     if axes and not plan.slow(axes):
         raise ValueError(
             f"reduce={precision.reduce} is for gradients between nodes, and groups= shards nothing "

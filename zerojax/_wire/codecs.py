@@ -56,7 +56,7 @@ class Exact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Quantized:
     """Codes of few bits, with a float32 scale for each block of elements.
 
     Arguments:
@@ -66,9 +66,10 @@ class Blocks:
         stochastic: round to either neighbour, and on average to the number; integer codes only.
 
     Example:
-        >>> precision = zerojax.Precision(gather="int8", reduce=zerojax.Blocks("int8", block=128))
+        >>> fine = zerojax.Quantized("int8", block=128)
+        >>> precision = zerojax.Precision(gather="int8", reduce=fine)
         >>> print(precision.gather)
-        Blocks(dtype='int8', block=256, stochastic=False)
+        Quantized(dtype='int8', block=256, stochastic=False)
     """
 
     dtype: str = "int8"
@@ -78,7 +79,7 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.dtype not in CODES:
             known = ", ".join(map(repr, CODES))
-            raise ValueError(f"Blocks({self.dtype!r}): there are no such codes. Use {known}.")
+            raise ValueError(f"Quantized({self.dtype!r}): there are no such codes. Use {known}.")
         is_odd = self.dtype == "int4" and self.block % 2
         if type(self.block) is not int or self.block < LEAST_BLOCK or is_odd:
             raise ValueError(
@@ -87,8 +88,8 @@ class Blocks:
             )
         if self.stochastic and not self.is_integer:
             raise ValueError(
-                f"Blocks({self.dtype!r}, stochastic=True): only integer codes can be rounded so. "
-                "Use 'int8', or leave stochastic= out."
+                f"Quantized({self.dtype!r}, stochastic=True): only integer codes can be rounded "
+                "so. Use 'int8', or leave stochastic= out."
             )
 
     @property
@@ -100,7 +101,7 @@ class Blocks:
         """The root mean square of errors in normal numbers of size 1, in blocks of 256."""
         return NOISE[self.dtype] * (2**0.5 if self.stochastic else 1)
 
-    def fitted(self, length: int) -> "Blocks | None":
+    def fitted(self, length: int) -> "Quantized | None":
         """Returns the codec for arrays whose shards have this last dimension, None if no block
         divides it."""
         sizes = (n for n in range(self.block, LEAST_BLOCK - 1, -1) if length % n == 0)
@@ -144,7 +145,7 @@ class Blocks:
         return codes
 
 
-Way = DTypeLike | Blocks | None  # what a parameter travels as
+Way = DTypeLike | Quantized | None  # what a parameter travels as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,19 +208,19 @@ def codec_for(value: Any, field: str) -> Way:
             "Precision(gather='int4'): 15 levels are too few for weights, which each step reads "
             "anew. Use 'int8' or 'float8_e4m3fn'; gradients can travel so, reduce='int4'."
         )
-    if value is None or isinstance(value, Blocks):
+    if value is None or isinstance(value, Quantized):
         return value
     if isinstance(value, str) and value in CODES:
-        return Blocks(value)
+        return Quantized(value)
     dtype = float_dtype(value)
     if dtype is None:
         raise ValueError(
             f"Precision({field}={value!r}): neither a float dtype nor codes. Use one such as "
             "'bfloat16', or 'int8', 'float8_e4m3fn', 'float8_e5m2', "
-            "zerojax.Blocks('int8', block=128)."
+            "zerojax.Quantized('int8', block=128)."
         )
     if dtype.name in CODES:
-        return Blocks(dtype.name)
+        return Quantized(dtype.name)
     if dtype.itemsize < 2:
         raise ValueError(
             f"Precision({field}={value!r}): numbers of {jnp.finfo(dtype).bits} bits travel as "

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zerojax._wire.codecs import Blocks, Parts
+from zerojax._wire.codecs import Parts, Quantized
 
 MESSAGES_SCOPE = "gradients_as_codes"  # the scope of the all-to-alls in a compiled program
 
 
 def summed(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Blocks], axes: Sequence[str]
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axes: Sequence[str]
 ) -> list[Array]:
     """Returns this device's part, along its dimension, of the sum of each array over the axes."""
     found = list(arrays)
@@ -33,7 +33,7 @@ def summed(
 
 
 def _hop(
-    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Blocks], axis: str
+    arrays: Sequence[Array], dims: Sequence[int], codecs: Sequence[Quantized], axis: str
 ) -> list[Array]:
     size = lax.axis_size(axis)
     split = [_split(array, dim, size) for array, dim in zip(arrays, dims, strict=True)]

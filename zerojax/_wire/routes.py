@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from zerojax._wire.codecs import Blocks, Codec, Exact
+from zerojax._wire.codecs import Codec, Exact, Quantized
 
 EXACT = Exact()
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
@@ -54,7 +54,7 @@ class Route:
 
     def coded_over(self, axes: tuple[str, ...]) -> "Route":
         """Returns the route of a gradient that goes as codes over these of its axes alone."""
-        if not isinstance(self.codec, Blocks):
+        if not isinstance(self.codec, Quantized):
             return self
         return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
 

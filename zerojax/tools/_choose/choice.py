@@ -11,7 +11,7 @@ from zerojax._plan.mesh import DEFAULT_AXIS
 from zerojax._plan.precision import Precision
 from zerojax._table import Cell, Printed, Table, human_bytes, human_time
 from zerojax._update import offload as _offload
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 from zerojax.tools._choose.ways import Way, shown
 from zerojax.tools._forecast import network as _network
 from zerojax.tools._forecast.result import COLUMNS, Case, matmuls_of
@@ -206,8 +206,8 @@ def _shown_precision(precision: Precision) -> str:
 
 
 def _named(value: object) -> str:
-    if isinstance(value, Blocks):
-        return f'"{value.dtype}"' if value == Blocks(value.dtype) else f"zerojax.{value}"
+    if isinstance(value, Quantized):
+        return f'"{value.dtype}"' if value == Quantized(value.dtype) else f"zerojax.{value}"
     try:
         return f'"{jnp.dtype(value).name}"'  # type: ignore[arg-type]
     except TypeError:

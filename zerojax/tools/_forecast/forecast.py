@@ -24,7 +24,7 @@ from zerojax._state import hints as _hints, refusals as _refusals
 from zerojax._step.step import Step, train_step
 from zerojax._types import PyTree
 from zerojax._update.offload import Offload
-from zerojax._wire.codecs import Blocks
+from zerojax._wire.codecs import Quantized
 from zerojax.tools._audit import audit as _audit
 from zerojax.tools._audit.report import Report
 from zerojax.tools._forecast import cache as _cache
@@ -125,7 +125,7 @@ def _settings(gpu: Gpu, options: Mapping[str, Any]) -> tuple[str, ...]:
     found = {name: options.get(name) for name in ("regather", "update", "activations", "offload")}
     shown = [f"{k}={v!r}" for k, v in found.items() if v not in (None, True, "auto", ())]
     codes = {name: getattr(options.get("precision"), name, None) for name in ("gather", "reduce")}
-    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Blocks)]
+    shown += [f"{name} {code.dtype}" for name, code in codes.items() if isinstance(code, Quantized)]
     speed = f"network cards of {gpu.rates.network / 1e9:g} GB/s"
     return (*shown, *([speed] if gpu.given_rates else []))
 
@@ -160,7 +160,7 @@ def gpu_of(gpus: str, rates: object) -> Gpu:
 
 def names_levels(options: Mapping[str, Any]) -> bool:
     """Whether a step needs hosts and their GPUs as axes: it names one, or sends codes over both."""
-    codes = isinstance(getattr(options.get("precision"), "reduce", None), Blocks)
+    codes = isinstance(getattr(options.get("precision"), "reduce", None), Quantized)
     regathers = options.get("regather") or True  # False and None name no axes
     return codes or options.get("groups") is not None or not isinstance(regathers, bool)
 

@@ -21,7 +21,7 @@ from zerojax._step import finite as _finite
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._types import Device, PyTree, is_key
-from zerojax._wire.codecs import Blocks, each_of
+from zerojax._wire.codecs import Quantized, each_of
 from zerojax.tools._verify import compare as _compare, draws as _draws, replay as _replay
 from zerojax.tools._verify.compare import Check
 from zerojax.tools._verify.replay import BatchSplit, Replayed, on_one_device
@@ -147,8 +147,8 @@ class Reference:
         devices, and to the dtypes of the parameters, which their gradients have."""
         given = (self.precision.gather, WEIGHTS_NOISE), (self.precision.reduce, GRADIENTS_NOISE)
         ways = [(way, factor) for ways, factor in given for way in each_of(ways)]
-        noise = [factor * way.noise for way, factor in ways if isinstance(way, Blocks)]
-        sent = [way for way, _ in ways if way is not None and not isinstance(way, Blocks)]
+        noise = [factor * way.noise for way, factor in ways if isinstance(way, Quantized)]
+        sent = [way for way, _ in ways if way is not None and not isinstance(way, Quantized)]
         params = [p.dtype for p in self.plan.params if jnp.issubdtype(p.dtype, jnp.floating)]
         dtypes = [replayed.dtype, *sent, *params]
         return max([_compare.tolerance_for(dtypes, self.device.platform), *noise])
