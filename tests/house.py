@@ -27,7 +27,7 @@ RANKS = (
     "_plan _engine",
     "_loss",
     "_step",
-    "_checkpoint tools._audit aot",
+    "_checkpoint tools._audit aot manual",
     "tools._verify tools._forecast nnx",
     "tools._choose _observe tools._study",
     "__main__",

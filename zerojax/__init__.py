@@ -10,7 +10,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from zerojax import aot as aot, nnx as nnx
+    from zerojax import aot as aot, manual as manual, nnx as nnx
     from zerojax._checkpoint.checkpoint import (
         read_extras as read_extras,
         restore as restore,
@@ -27,7 +27,6 @@ if typing.TYPE_CHECKING:
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
     from zerojax._observe.meter import Meter as Meter
-    from zerojax._plan.layout import LeafPlan as LeafPlan
     from zerojax._plan.mesh import mesh as mesh
     from zerojax._plan.place import (
         full_params as full_params,
@@ -36,20 +35,9 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import plan as plan
-    from zerojax._plan.precision import (
-        Precision as Precision,
-        master_weights as master_weights,
-        narrow_moments as narrow_moments,
-    )
+    from zerojax._plan.precision import Precision as Precision
     from zerojax._run.elastic import elastic as elastic
     from zerojax._run.processes import Watchdog as Watchdog, initialize as initialize, log as log
-    from zerojax._state.module_state import ModuleState as ModuleState
-    from zerojax._step.explicit import (
-        gather as gather,
-        param_specs as param_specs,
-        scan as scan,
-        shards as shards,
-    )
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._update.offload import Offload as Offload
@@ -92,13 +80,10 @@ _EXPORTS = {
     "_observe.meter": ["Meter"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["full_params", "shard_train_state", "unpad"],
-    "_plan.layout": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
-    "_plan.precision": ["Precision", "master_weights", "narrow_moments"],
+    "_plan.precision": ["Precision"],
     "_run.processes": ["Watchdog", "initialize", "log"],
-    "_state.module_state": ["ModuleState"],
-    "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
     "tools._study.study": ["study"],
@@ -107,7 +92,7 @@ _EXPORTS = {
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES |= {"aot": "aot", "nnx": "nnx"}
+_MODULES |= {name: name for name in ("aot", "manual", "nnx")}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -26,7 +26,8 @@ class Plan(Layout):
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` gives
     the same state as shapes with shardings, for lowering without any array. `plot` draws what each
-    device has, `show` prints it for one leaf.
+    device has, `show` prints it for one leaf. `leaves` has the `path`, `shape` and `dtype` of each
+    leaf, its `spec`, and the `dim` that is sharded or the `reason` why none is.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}

@@ -177,7 +177,7 @@ def master_weights(
     copies, rounded. Works with any optax optimizer, with or without zerojax.
 
     Example:
-        >>> tx = zerojax.master_weights(optax.adamw(1e-3))
+        >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
         >>> params = {"w": jnp.ones((4,), jnp.bfloat16)}
         >>> print(tx.init(params).master["w"].dtype)
         float32
@@ -255,7 +255,7 @@ def narrow_moments(
     inside them: `master_weights(narrow_moments(tx))`.
 
     Example:
-        >>> tx = zerojax.narrow_moments(optax.adamw(1e-3))
+        >>> tx = zerojax.manual.narrow_moments(optax.adamw(1e-3))
         >>> print(tx.init({"w": jnp.ones((4,))}).inner[0].nu["w"].dtype)
         bfloat16
     """
@@ -330,9 +330,9 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if tx is None or not hasattr(state, "replace"):
         raise ValueError(
             f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
-            "not carry it. Build the state with tx = zerojax.master_weights(tx), cast its "
+            "not carry it. Build the state with tx = zerojax.manual.master_weights(tx), cast its "
             "parameters yourself, and leave param= and master= out; for moments=, build it "
-            "with zerojax.narrow_moments(tx)."
+            "with zerojax.manual.narrow_moments(tx)."
         )
     params = state.params
     stored = storing(tx, opt_state, precision)
