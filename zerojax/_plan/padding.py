@@ -10,7 +10,7 @@ depend on them.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -77,63 +77,61 @@ def cleared_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
     return padded_leaves(logical_leaves(values, plan), plan)
 
 
-def cleared_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
-    """Puts zeros into the padding of what `logical_part` takes."""
-    long = _padded_among(tree, plan, kind)
-    return _with(tree, plan, kind, cleared_leaves(long, plan)) if long else tree
-
-
-def logical_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
+def logical_part(plan: Layout, tree: PyTree, kind: str) -> PyTree:
     """Drops the padding of parameters, of their gradients, or of an optimizer state.
 
     `kind` says of which. The leaves of `tree` may be some of the plan's, which are found by their
     paths. What is not padded stays as it is.
     """
-    long = _padded_among(tree, plan, kind)
-    return _with(tree, plan, kind, logical_leaves(long, plan)) if long else tree
+    return _changed(plan, tree, kind, logical_leaves, _is_padded)
 
 
-def padded_part(tree: PyTree, plan: Layout, kind: str, like: PyTree = None) -> PyTree:
+def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
     """Pads what `logical_part` takes; with `like`, the leaves that are padded there."""
-    among = _known(tree if like is None else like, plan, kind)
-    short = {
-        i: value
-        for i, value in _known(tree, plan, kind).items()
-        if value.shape == plan.leaves[i].shape
-        and plan.leaves[i].padded_place.padding
-        and (like is None or (i in among and is_padded(among[i], plan, i)))
-    }
-    return _with(tree, plan, kind, padded_leaves(short, plan)) if short else tree
+    there = _known(plan, like, kind).items()
+    long = {plan.leaves[i].path for i, value in there if _is_padded(plan.leaves[i], value)}
+
+    def is_short(leaf: LeafPlan, value: Array) -> bool:
+        is_meant = leaf.path in long if like is not None else leaf.padded_place.padding > 0
+        return is_meant and value.shape == leaf.shape
+
+    return _changed(plan, tree, kind, padded_leaves, is_short)
 
 
-def _padded_among(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
-    return {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+def cleared(plan: Layout, grads: PyTree) -> PyTree:
+    """Puts zeros into the padding of gradients."""
+    return _changed(plan, grads, _state.PARAMS, cleared_leaves, _is_padded)
 
 
-def is_padded(value: Array, plan: Layout, position: int) -> bool:
+def _is_padded(leaf: LeafPlan, value: Array) -> bool:
     """Whether `value` has the padded shape of a leaf, and that is another than its own."""
-    leaf = plan.leaves[position]
     return value.shape != leaf.shape and value.shape == leaf.padded_place.padded(leaf.shape)
 
 
-def _known(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
+def _known(plan: Layout, tree: PyTree, kind: str) -> dict[int, Array]:
     """Returns the leaves of `tree` that have the path of a leaf of the plan, by its position."""
     at = plan.positions[kind]
+    arrays = (x for x in _state.leaves_with_paths(tree) if isinstance(x.value, Array | np.ndarray))
+    return {at[leaf.name]: leaf.value for leaf in arrays if leaf.name in at}
+
+
+def _changed(
+    plan: Layout,
+    tree: PyTree,
+    kind: str,
+    change: Callable[[dict[int, Array], Layout], dict[int, Array]],
+    is_meant: Callable[[LeafPlan, Array], bool],
+) -> PyTree:
+    """Returns `tree` with a change to those leaves of the plan that are meant."""
+    known = _known(plan, tree, kind) if plan.pads else {}
+    meant = {i: value for i, value in known.items() if is_meant(plan.leaves[i], value)}
+    if not meant:
+        return tree
+    new, at = change(meant, plan), plan.positions[kind]
     leaves = _state.leaves_with_paths(tree)
-    return {at[leaf.name]: leaf.value for leaf in leaves if leaf.name in at and _is_array(leaf)}
-
-
-def _is_array(leaf: _state.Leaf) -> bool:
-    return isinstance(leaf.value, jax.Array | np.ndarray)
-
-
-def _with(tree: PyTree, plan: Layout, kind: str, found: Mapping[int, Array]) -> PyTree:
-    """Returns `tree` with the leaves in `found` in their places."""
-    at = plan.positions[kind]
-    leaves, treedef = jax.tree.flatten(tree)
-    names = [leaf.name for leaf in _state.leaves_with_paths(tree)]
-    pairs = zip(names, leaves, strict=True)
-    return treedef.unflatten(found.get(at.get(name, -1), value) for name, value in pairs)
+    return jax.tree.structure(tree).unflatten(
+        new.get(at.get(leaf.name, -1), leaf.value) for leaf in leaves
+    )
 
 
 def tell_of_padding(state: PyTree, plan: Layout) -> None:
@@ -144,13 +142,10 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     """
     # A state's own copies of parameters, such as a target network's, rest padded from stage 1 on.
     copies = [leaf for leaf in plan.leaves if leaf.kind != _state.OPT_STATE and leaf.rest.padding]
-    longer = sorted(copies, key=lambda leaf: -leaf.nbytes)
-    if not longer:
+    if not copies or _carried.hides_padding(state) or _WARNED:
         return
-    if _carried.hides_padding(state) or _WARNED:
-        return
-    _WARNED.append(longer[0].path)
-    leaf, more = longer[0], len(longer) - 1
+    leaf, more = max(copies, key=lambda leaf: leaf.nbytes), len(copies) - 1
+    _WARNED.append(leaf.path)
     others = f"{more} more array{'s' * (more > 1)}"
     given = "state" if _carried.carried_plan(state) is not None else "state, plan"
     warn(
@@ -170,15 +165,14 @@ def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
     """
     if plan is not None and not _has_plan(tree):
         plan.check_structure(tree)
-        return _padded(_state.leaves_with_paths(tree), _planned(plan.leaves))
-    found: dict[str, Shape] = {}
+        return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
+    shapes: dict[str, Shape] = {}
     for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_plan)[0]:
         if _has_plan(part):
-            planned = _planned(_carried.carried_plan(part).leaves)
-            named = _padded(_state.leaves_with_paths(part), planned)
+            leaves = {leaf.path: leaf for leaf in _carried.carried_plan(part).leaves}
             prefix = f"{_state.path_name(path)}/" if path else ""
-            found |= {prefix + name: shape for name, shape in named.items()}
-    return found
+            shapes |= {prefix + name: shape for name, shape in _padded(part, leaves).items()}
+    return shapes
 
 
 def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict[str, Shape]:
@@ -190,40 +184,34 @@ def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict
     if layout is None and plan is not None:
         plan.check_params(params)
         layout = plan
-    if layout is None:
-        return {}
-    planned = {name.partition("/")[2]: leaf for name, leaf in _planned(layout.params).items()}
-    return _padded(_state.leaves_with_paths(params), planned)
+    leaves = [] if layout is None else layout.params
+    return _padded(params, {leaf.path.partition("/")[2]: leaf for leaf in leaves})
 
 
 def _has_plan(node: object) -> bool:
     return _carried.carried_plan(node) is not None
 
 
-def _planned(leaves: Iterable[LeafPlan]) -> dict[str, LeafPlan]:
-    """Returns, by name, the leaves that rest padded."""
-    return {leaf.path: leaf for leaf in leaves if leaf.rest.padding}
-
-
-def _padded(leaves: list[_state.Leaf], planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
-    """Returns the logical shapes of leaves that a plan pads.
+def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
+    """Returns the logical shapes of the leaves of a tree that rest padded, by their names there.
 
     A state may carry its plan and have other leaves by now, or leaves without their padding.
     """
-    pairs = ((leaf, planned.get(leaf.name)) for leaf in leaves)
+    padded = {name: leaf for name, leaf in planned.items() if leaf.rest.padding}
     return {
-        leaf.name: plan.shape
-        for leaf, plan in pairs
-        if plan is not None and np.shape(leaf.value) == plan.padded_shape
+        leaf.name: padded[leaf.name].shape
+        for leaf in (_state.leaves_with_paths(tree) if padded else ())
+        if leaf.name in padded and np.shape(leaf.value) == padded[leaf.name].padded_shape
     }
 
 
-def on_host(tree: PyTree, shapes: Mapping[str, Shape]) -> PyTree:
-    """Returns a tree whose padded leaves are on the host, in these logical shapes."""
-    leaves = _state.leaves_with_paths(tree)
-    return jax.tree.structure(tree).unflatten(
-        unpadded(_move.to_host(leaf.value), shapes[leaf.name])
-        if leaf.name in shapes and not isinstance(leaf.value, jax.ShapeDtypeStruct)
-        else leaf.value
-        for leaf in leaves
-    )
+def on_host(tree: PyTree, plan: Any = None) -> PyTree:
+    """Returns a tree whose padded leaves are on the host, in their logical shapes."""
+    shapes = padded_shapes(tree, plan)
+
+    def logical(leaf: _state.Leaf) -> PyTree:
+        if leaf.name not in shapes or isinstance(leaf.value, jax.ShapeDtypeStruct):
+            return leaf.value
+        return unpadded(_move.to_host(leaf.value), shapes[leaf.name])
+
+    return jax.tree.structure(tree).unflatten(map(logical, _state.leaves_with_paths(tree)))

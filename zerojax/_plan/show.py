@@ -184,7 +184,9 @@ def plan_table(plan: Layout) -> Table:
     rows = [_cells(plan, alike) for alike in _alike(plan)]
     # Few plans pad leaves, keep some in host memory, quantize some or have axes that are absent.
     header = [name for name in rows[0] if name not in RARE or any(row[name] for row in rows)]
-    totals = [dict(zip(("leaf", *SIZES), total, strict=True)) for total in _totals(plan)]
+    totals: list[dict[str, Cell]] = [
+        {"leaf": name, "size": full, "per device": part} for name, full, part in _totals(plan)
+    ]
     return Table(
         header,
         [list(map(row.__getitem__, header)) for row in rows],
@@ -289,4 +291,4 @@ def _totals(plan: Layout) -> list[tuple[str, int, int]]:
     if kept := plan.kept_bytes():
         params = sum(leaf.nbytes for leaf in plan.params if not leaf.is_on_host)
         here.append(("parameters that a step keeps", params, kept))
-    return here + [(f"{title} in host memory", *sizes) for title, *sizes in there]
+    return here + [(f"{title} in host memory", full, part) for title, full, part in there]

@@ -13,7 +13,7 @@ import numpy as np
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._plan.optimizer import apply_gradients
-from zerojax._plan.padding import on_host, padded_shapes
+from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import wide
 from zerojax._state import state as _state
@@ -48,7 +48,7 @@ class Reference:
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
         _replay.check_fits(plan, self.device)
-        self.state = on_one_device(on_host(state, padded_shapes(state, plan)), self.device)
+        self.state = on_one_device(on_host(state, plan), self.device)
         self.args = on_one_device(tuple(args), self.device)
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
