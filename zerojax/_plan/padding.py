@@ -50,25 +50,25 @@ def unpadded(value: T, shape: Shape) -> T:
 @functools.partial(jax.jit, static_argnums=1)
 def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
     """Drops the padding of the leaves at some positions in a state of `plan`."""
-    found: dict[int, Array] = {}
-    for i, value in values.items():
-        leaf = plan.leaves[i]
+
+    def logical(leaf: LeafPlan, value: Array) -> Array:
         sharding = leaf.padded_place.sharding(plan.mesh)
         value = jax.lax.with_sharding_constraint(_compat.fetched(value), sharding)
-        value = unpadded(value, leaf.shape)
-        found[i] = _compat.constrained(value, sharding)
-    return found
+        return _compat.constrained(unpadded(value, leaf.shape), sharding)
+
+    return {i: logical(plan.leaves[i], value) for i, value in values.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
     """Pads the leaves at some positions in a state of `plan`."""
-    found: dict[int, Array] = {}
-    for i, value in values.items():
-        place = plan.leaves[i].padded_place
-        value = padded(_compat.fetched(value), place.padded(plan.leaves[i].shape))
-        found[i] = jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
-    return found
+
+    def long(leaf: LeafPlan, value: Array) -> Array:
+        place = leaf.padded_place
+        value = padded(_compat.fetched(value), place.padded(leaf.shape))
+        return jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
+
+    return {i: long(plan.leaves[i], value) for i, value in values.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -147,13 +147,13 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     leaf, more = max(copies, key=lambda leaf: leaf.nbytes), len(copies) - 1
     _WARNED.append(leaf.path)
     others = f"{more} more array{'s' * (more > 1)}"
-    given = "state" if _carried.carried_plan(state) is not None else "state, plan"
+    arguments = "state" if _has_plan(state) else "state, plan"
     warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
         f"{plan.size} devices do not divide it"
         + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
         + "Steps, checkpoints and full_params show the first shape. Where you apply the model "
-        f"yourself, take the parameters from zerojax.unpad({given}), or place the state with "
+        f"yourself, take the parameters from zerojax.unpad({arguments}), or place the state with "
         "pad=False."
     )
 

@@ -60,7 +60,7 @@ class Quantized:
     """Codes of few bits, with a float32 scale for each block of elements.
 
     Arguments:
-        dtype: of the codes: "int8", "int4" (gradients alone), "float8_e4m3fn", "float8_e5m2".
+        dtype: of the codes: "int8", "int4" (only gradients), "float8_e4m3fn", "float8_e5m2".
         block: at most so many neighbours along the last dimension share a scale. Where this does
             not divide a leaf, its largest divisor down to 32 that does is taken.
         stochastic: round to either neighbour, and on average to the number; integer codes only.
