@@ -229,8 +229,8 @@ def files(page):
 def known_options():
     # Two of Flax's, a field of a user's state, two of JAX's, an axis of a mesh
     known = {"axis_name", "initial_carry", "batch_stats", "policy", "implementation", "node"}
-    for name in dir(zerojax):
-        value = getattr(zerojax, name)
+    modules = (zerojax, zerojax.manual)
+    for value in (getattr(module, name) for module in modules for name in dir(module)):
         for function in (value, *vars(value).values()) if inspect.isclass(value) else (value,):
             if inspect.isfunction(function) or inspect.isclass(function):
                 known |= set(inspect.signature(function).parameters)

@@ -207,11 +207,21 @@ def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
 
 def on_host(tree: PyTree, plan: Any = None) -> PyTree:
     """Returns a tree whose padded leaves are on the host, in their logical shapes."""
-    shapes = padded_shapes(tree, plan)
 
-    def logical(leaf: _state.Leaf) -> PyTree:
-        if leaf.name not in shapes or isinstance(leaf.value, jax.ShapeDtypeStruct):
-            return leaf.value
-        return unpadded(_move.to_host(leaf.value), shapes[leaf.name])
+    def logical(value: PyTree, shape: Shape) -> PyTree:
+        is_shape = isinstance(value, jax.ShapeDtypeStruct)
+        return value if is_shape else unpadded(_move.to_host(value), shape)
 
-    return jax.tree.structure(tree).unflatten(map(logical, _state.leaves_with_paths(tree)))
+    return replaced(tree, padded_shapes(tree, plan), logical)
+
+
+def replaced(
+    tree: PyTree, shapes: Mapping[str, Shape], logical: Callable[[PyTree, Shape], PyTree]
+) -> PyTree:
+    """Returns a tree with `logical(value, shape)` in place of the leaves of these names."""
+    if not shapes:
+        return tree
+    return jax.tree.structure(tree).unflatten(
+        logical(leaf.value, shapes[leaf.name]) if leaf.name in shapes else leaf.value
+        for leaf in _state.leaves_with_paths(tree)
+    )

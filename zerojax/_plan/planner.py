@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax._declared import takes
 from zerojax._plan import dimension as _dimension, mesh as _mesh, optimizer as _optimizer
 from zerojax._plan.layout import LeafPlan, by_layer
-from zerojax._plan.padding import padded_shapes
+from zerojax._plan.padding import padded_shapes, replaced
 from zerojax._plan.placement import Axes, Groups, Placement, chosen_groups
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
@@ -109,7 +109,7 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
         state = jax.eval_shape(functools.partial(state_of, state_or_fn))
         _refusals.check_functional(state)
     else:
-        state = _logical_shapes(state_or_fn)
+        state = replaced(state_or_fn, padded_shapes(state_or_fn), _struct)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.stores:
         if precision.param and not precision.master and jnp.finfo(precision.param).bits < 32:
@@ -119,16 +119,6 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     if not any(leaf.kind == PARAMS for leaf in leaves):
         raise _state.no_parameters(state)
     return _carried.without_plan(state), leaves
-
-
-def _logical_shapes(state: PyTree) -> PyTree:
-    """Returns a state with shapes in place of the leaves that its plan has padded."""
-    if not (shapes := padded_shapes(state)):
-        return state
-    return jax.tree.structure(state).unflatten(
-        _struct(leaf.value, shapes[leaf.name]) if leaf.name in shapes else leaf.value
-        for leaf in _state.leaves_with_paths(state)
-    )
 
 
 def _struct(value: PyTree, shape: Shape | None = None) -> jax.ShapeDtypeStruct:
