@@ -28,7 +28,7 @@ def argument_bytes(params, count, stage):
 
     def make_state():
         tree = {"w": jnp.zeros(shape, jnp.bfloat16)}
-        tx = zerojax.master_weights(optax.adam(1e-3), "float32")
+        tx = zerojax.manual.master_weights(optax.adam(1e-3), "float32")
         return TrainState.create(apply_fn=None, params=tree, tx=tx)
 
     plan = zerojax.plan(make_state, stage=stage, mesh=mesh, precision=precision)

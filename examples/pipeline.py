@@ -7,9 +7,9 @@ Along `pipe` each device has some of the layers, a stage. Microbatches pass thro
 after another, as in GPipe: in each tick a stage runs its layers and hands on what comes out. From
 M microbatches and S stages come M + S - 1 ticks, and in S - 1 of them a stage has nothing to do.
 
-All of it is one `jax.shard_map` over both axes. `zerojax.shards` marks what a device has of the
-parameters, ZeRO-3 over `data`; `zerojax.gather` gathers a stage's weights once, for all ticks, and
-backward reduce-scatters their gradients once.
+All of it is one `jax.shard_map` over both axes. `zerojax.manual.shards` marks what a device has of
+the parameters, ZeRO-3 over `data`; `zerojax.manual.gather` gathers a stage's weights once, for all
+ticks, and backward reduce-scatters their gradients once.
 
 With the defaults the validation loss ends below 2.4 nats per byte, as in tensor_parallel.py, which
 takes the same steps.
@@ -83,17 +83,17 @@ def main():
     mesh = zerojax.mesh(data=-1, pipe=args.pipe)
     plan = zerojax.plan(make_state, stage=3, mesh=mesh, overrides=OVERRIDES)
     state = plan.place(make_state)
-    specs = zerojax.param_specs(plan, mesh.axis_names)
+    specs = zerojax.manual.param_specs(plan, mesh.axis_names)
 
     def device_gradients(params, text):
         def loss(parts):  # this device's share of the mean over `data`
-            return pipelined_loss(zerojax.gather(parts), text, args.accumulate) / plan.size
+            return pipelined_loss(zerojax.manual.gather(parts), text, args.accumulate) / plan.size
 
-        value, grads = gradients_of(loss, zerojax.shards(params, plan), specs)
+        value, grads = gradients_of(loss, zerojax.manual.shards(params, plan), specs)
         return jax.lax.psum(value, mesh.axis_names), grads
 
     def device_loss(params, text):
-        params = zerojax.gather(zerojax.shards(params, plan))
+        params = zerojax.manual.gather(zerojax.manual.shards(params, plan))
         loss = pipelined_loss(params, text, args.accumulate) / plan.size
         return jax.lax.psum(loss, mesh.axis_names)
 

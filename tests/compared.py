@@ -36,7 +36,7 @@ class State(TrainState):
 
 
 @struct.dataclass
-class Modules(zerojax.ModuleState):
+class Modules(zerojax.manual.ModuleState):
     stats: Any = None
 
 

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 import zerojax
 from tests import lowering, nnx_models
 from tests.models import MODELS, OPTIMIZERS, Model, gpt_loss, gpt_params, label_params, odd_gpt
+from zerojax import manual
 
 REFUSED = "refused, "  # what the text of a row begins with that raises an error
 
@@ -88,7 +89,7 @@ OWN_OPTIMIZERS = {
     "frozen": lambda: optax.multi_transform(
         {"matrix": optax.adam(1e-3), "vector": optax.set_to_zero()}, label_params
     ),
-    "wrapped": lambda: zerojax.narrow_moments(zerojax.master_weights(optax.adam(1e-3))),
+    "wrapped": lambda: manual.narrow_moments(manual.master_weights(optax.adam(1e-3))),
 }
 
 
@@ -122,7 +123,7 @@ class Row:
         if "tx" in self.plan:  # a state that does not carry it
             return (model.params, tx.init(model.params)), model
         if isinstance(model.params, equinox.Module):
-            return zerojax.ModuleState.create(model.params, tx), model
+            return manual.ModuleState.create(model.params, tx), model
         return State.create(apply_fn=None, params=model.params, tx=tx, **model.fields), model
 
     def nnx(self) -> tuple[Any, Any]:

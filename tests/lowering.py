@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests import nnx_models
+from zerojax import manual
 
 
 def parts(row: Any) -> tuple:
@@ -58,18 +59,18 @@ def grads(row: Any) -> str:
 
 
 def by_hand(row: Any) -> str:
-    """In a `shard_map` of the user's own; the options are those of `zerojax.scan`."""
+    """In a `shard_map` of the user's own; the options are those of `zerojax.manual.scan`."""
     _, plan, (state, tokens) = parts(row)
-    specs, axes = zerojax.param_specs(plan), plan.batch_axes
+    specs, axes = manual.param_specs(plan), plan.batch_axes
 
     def run(params: Any, tokens: Any) -> Any:
         def loss(params: Any) -> Any:
-            x = zerojax.gather(params["embed"], jnp.bfloat16)[tokens].astype(jnp.float32)
+            x = manual.gather(params["embed"], jnp.bfloat16)[tokens].astype(jnp.float32)
             layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
-            x, _ = zerojax.scan(layer, x, params["blocks"], **row.options(row.step, plan))
+            x, _ = manual.scan(layer, x, params["blocks"], **row.options(row.step, plan))
             return jnp.mean(x**2)
 
-        value, found = jax.value_and_grad(loss)(zerojax.shards(params, plan))
+        value, found = jax.value_and_grad(loss)(manual.shards(params, plan))
         grads = jax.tree.structure(params).unflatten(jax.tree.leaves(found))
         return jax.lax.psum(value, axes), grads
 

@@ -8,6 +8,7 @@ import pytest
 import zerojax
 from tests.linear import BATCH, STEP, loss, made, placed
 from tests.stored import stored
+from zerojax import manual
 
 PLAN = zerojax.plan(made())
 SHAPES = PLAN.abstract()
@@ -92,10 +93,10 @@ SAID = [
     (case(zerojax.run.Watchdog, float("inf")), r"inf\): give a positive number"),
     (case(zerojax.mean, None), r"takes an array, got a NoneType. Pass one array"),
     (case(zerojax.mean, {"a": BATCH}), r"takes an array, got a dict. Pass one"),
-    (case(zerojax.shards, {}, 3), r"takes a plan, got 3. Make one"),
-    (case(zerojax.shards, PLAN, {}), r"takes a plan, got a dict. Make one"),
-    (case(zerojax.master_weights, optax.adam, "float32"), r"tx= is adam.*adam\(1e-3\)"),
-    (case(zerojax.master_weights, optax.adam(1e-3), "int8"), r"not a float dtype. Use one such"),
+    (case(manual.shards, {}, 3), r"takes a plan, got 3. Make one"),
+    (case(manual.shards, PLAN, {}), r"takes a plan, got a dict. Make one"),
+    (case(manual.master_weights, optax.adam, "float32"), r"tx= is adam.*adam\(1e-3\)"),
+    (case(manual.master_weights, optax.adam(1e-3), "int8"), r"not a float dtype. Use one such"),
     (lambda: zerojax.unpad(placed(), 3), r"takes a plan, got 3"),
     (lambda: zerojax.verify(STEP, BATCH, placed()), r"in the other order. Call"),
     (verify(whole_batch=3), r"whole_batch=3 must be True or False"),

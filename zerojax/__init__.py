@@ -10,10 +10,16 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from zerojax import aot as aot, checkpoint as checkpoint, nnx as nnx, run as run, tools as tools
+    from zerojax import (
+        aot as aot,
+        checkpoint as checkpoint,
+        manual as manual,
+        nnx as nnx,
+        run as run,
+        tools as tools,
+    )
     from zerojax._checkpoint.loop import Checkpoints as Checkpoints
     from zerojax._checkpoint.save import restore as restore, save as save
-    from zerojax._kernel.places import LeafPlan as LeafPlan
     from zerojax._loss.batch import shard_batch as shard_batch
     from zerojax._loss.mean import mean as mean
     from zerojax._loss.pad_batch import pad_batch as pad_batch
@@ -25,19 +31,8 @@ if typing.TYPE_CHECKING:
     )
     from zerojax._plan.plan import Plan as Plan
     from zerojax._plan.planner import plan as plan
-    from zerojax._plan.precision import (
-        Precision as Precision,
-        master_weights as master_weights,
-        narrow_moments as narrow_moments,
-    )
+    from zerojax._plan.precision import Precision as Precision
     from zerojax._run.processes import initialize as initialize
-    from zerojax._state.module_state import ModuleState as ModuleState
-    from zerojax._step.explicit import (
-        gather as gather,
-        param_specs as param_specs,
-        scan as scan,
-        shards as shards,
-    )
     from zerojax._step.grad import value_and_grad as value_and_grad
     from zerojax._step.step import eval_step as eval_step, train_step as train_step
     from zerojax._update.offload import Offload as Offload
@@ -61,20 +56,17 @@ _EXPORTS = {
     "_loss.pad_batch": ["pad_batch"],
     "_plan.mesh": ["mesh"],
     "_plan.place": ["full_params", "shard_train_state", "unpad"],
-    "_kernel.places": ["LeafPlan"],
     "_plan.plan": ["Plan"],
     "_plan.planner": ["plan"],
-    "_plan.precision": ["Precision", "master_weights", "narrow_moments"],
+    "_plan.precision": ["Precision"],
     "_run.processes": ["initialize"],
-    "_state.module_state": ["ModuleState"],
-    "_step.explicit": ["gather", "param_specs", "scan", "shards"],
     "_step.grad": ["value_and_grad"],
     "_step.step": ["eval_step", "train_step"],
     "_update.offload": ["Offload"],
     "tools._verify.verify": ["verify"],
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES |= {name: name for name in ("aot", "checkpoint", "nnx", "run", "tools")}
+_MODULES |= {name: name for name in ("aot", "checkpoint", "manual", "nnx", "run", "tools")}
 
 
 def __getattr__(name: str) -> typing.Any:

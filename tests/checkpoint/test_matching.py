@@ -19,7 +19,7 @@ OTHER = "Most leaves differ, as those of another model do: give this run a dir.*
 ADAM = {"params": {"w": ONES}, "opt_state": optax.adam(1e-3).init({"w": ONES})}
 INSIDE = {
     **ADAM,
-    "opt_state": zerojax.master_weights(optax.adam(1e-3), "float32").init({"w": ONES}),
+    "opt_state": zerojax.manual.master_weights(optax.adam(1e-3), "float32").init({"w": ONES}),
 }
 
 # What is saved, what like= is, its options, and what is said.

@@ -32,7 +32,7 @@ alike = lambda rows: np.tile(rows, (8, *[1] * (rows.ndim - 1)))  # to each devic
 
 
 @struct.dataclass
-class ExtraModuleState(zerojax.ModuleState):
+class ExtraModuleState(zerojax.manual.ModuleState):
     extra: Any = None
 
 
@@ -60,7 +60,7 @@ def equinox_gru() -> Program:
         return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
 
     batch = {"x": normal(ROWS, 6, 8), "y": (normal(ROWS) > 0).astype(np.float32)}
-    return Program(lambda: zerojax.ModuleState.create(Model(KEY), TX), loss, batch)
+    return Program(lambda: zerojax.manual.ModuleState.create(Model(KEY), TX), loss, batch)
 
 
 # -- transformers
@@ -237,7 +237,7 @@ def diffrax_ode(adjoint: str) -> Program:
 
     def make():
         mlp = eqx.nn.MLP(8, 8, 32, 1, jnp.tanh, key=KEY)
-        return zerojax.ModuleState.create(Field(mlp), TX)
+        return zerojax.manual.ModuleState.create(Field(mlp), TX)
 
     return Program(make, loss, normal(ROWS, 8))
 
@@ -255,7 +255,7 @@ def flowjax_flow() -> Program:
             KEY, base_dist=distributions.Normal(jnp.zeros(4)), flow_layers=2,
             nn_width=32,
         )  # fmt: skip
-        return zerojax.ModuleState.create(flow, TX)
+        return zerojax.manual.ModuleState.create(flow, TX)
 
     # Masks all layers' weights at once, before the scan over them.
     loss = lambda flow, x: -paramax.unwrap(flow).log_prob(x).mean()

@@ -62,7 +62,7 @@ def test_a_target_network_has_its_logical_shape():
 
 
 @struct.dataclass
-class Taught(zerojax.ModuleState):
+class Taught(zerojax.manual.ModuleState):
     teacher: Any = None
 
 

@@ -117,7 +117,7 @@ def layers(loss):
 
     def state():
         params = {"w": jnp.ones((4, 64, 64))}
-        return zerojax.shard_train_state(zerojax.ModuleState.create(params, optax.sgd(0.1)))
+        return zerojax.shard_train_state(zerojax.manual.ModuleState.create(params, optax.sgd(0.1)))
 
     batch = np.ones((64, 64), np.float32)
     return train(loss, batch, state=state, accumulate=2, order="layers")

@@ -116,12 +116,12 @@ def several():
             optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3),
             {"base_optimizer_state/0/mu/w", "base_optimizer_state/0/nu/w"},
         ),
-        (zerojax.master_weights(optax.adamw(1e-3)), {"inner/0/mu/w", "inner/0/nu/w"}),
+        (zerojax.manual.master_weights(optax.adamw(1e-3)), {"inner/0/mu/w", "inner/0/nu/w"}),
     ],
 )
 def test_moments_are_what_follows_a_parameter_and_does_not_start_as_it(tx, names):
     params = {"w": shape(16, 24), "scale": shape()}
-    narrow = dtypes(jax.eval_shape(zerojax.narrow_moments(tx).init, params).inner)
+    narrow = dtypes(jax.eval_shape(zerojax.manual.narrow_moments(tx).init, params).inner)
     assert {name for name, dtype in narrow.items() if dtype == "bfloat16"} == names
 
 
@@ -133,7 +133,7 @@ def test_the_optimizer_sees_float32():
         return grads, jax.tree.map(lambda m: 0.9 * m + 1, state)
 
     tx = optax.GradientTransformation(lambda p: {"m": jax.tree.map(jnp.zeros_like, p)}, update)
-    tx, params = zerojax.narrow_moments(tx), {"w": jnp.ones(16, jnp.bfloat16)}
+    tx, params = zerojax.manual.narrow_moments(tx), {"w": jnp.ones(16, jnp.bfloat16)}
     updates, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert seen == [{"w": "float32", "m/w": "float32"}] and updates["w"].dtype == jnp.float32
     assert state.inner["m"]["w"].dtype == jnp.bfloat16 and int(state.count) == 1
@@ -142,7 +142,7 @@ def test_the_optimizer_sees_float32():
 def test_second_moments_follow_their_gradients():
     """Gradients of one size: rounded to the nearest, the mean of squares would stand at 1."""
     params = {"w": np.ones((16, 16), "f")}
-    tx = zerojax.narrow_moments(optax.adam(1e-3))
+    tx = zerojax.manual.narrow_moments(optax.adam(1e-3))
     state = tx.init(params)
     start = {"w": jnp.ones((16, 16), jnp.bfloat16)}
     adam = state.inner[0]._replace(nu=start, count=jnp.int32(2000))
@@ -188,7 +188,7 @@ def linear(params, batch):
     ],
 )
 def test_sharding_changes_no_bit_of_what_is_rounded_at_random(stage, dim, placed, options):
-    wanted = stacks(dim, zerojax.narrow_moments(HALVED))
+    wanted = stacks(dim, zerojax.manual.narrow_moments(HALVED))
     one = jax.jit(lambda s, batch: s.apply_gradients(grads=jax.grad(linear)(s.params, batch)))
     state = zerojax.shard_train_state(stacks(dim), stage, precision=MOMENTS, mesh=TWO, **placed)
     step = zerojax.train_step(linear, **options)

@@ -159,7 +159,10 @@ def stepped(placed, **asked):
     return lambda: step(zerojax.shard_train_state(made(), precision=placed), BATCH)
 
 
-NO_OPTIMIZER = r"tuple does not carry it.*zerojax.master_weights\(tx\).*zerojax.narrow_moments\(tx"
+NO_OPTIMIZER = (
+    r"tuple does not carry it.*zerojax.manual.master_weights\(tx\)."
+    r"*zerojax.manual.narrow_moments\(tx"
+)
 NO_PRECISION = r"precision must be a zerojax.Precision, got 'bfloat16'. Pass for example"
 AT_REST = r"how the state is stored.*placed without it. Place it with.*precision=\.\.\."
 ONLY = r"moments can rest in bfloat16.*Pass 'bfloat16', or leave it out"
@@ -178,7 +181,7 @@ ONLY = r"moments can rest in bfloat16.*Pass 'bfloat16', or leave it out"
         ),
         (precision(moments="float16"), rf"moments='float16': {ONLY}"),
         (precision(moments="float8_e4m3fn"), rf"moments='float8_e4m3fn': {ONLY}"),
-        (lambda: zerojax.narrow_moments(ADAM, "float32"), rf"moments='float32': {ONLY}"),
+        (lambda: zerojax.manual.narrow_moments(ADAM, "float32"), rf"moments='float32': {ONLY}"),
         (lambda: zerojax.plan(PAIR, precision=BF16), NO_OPTIMIZER),
         (lambda: zerojax.plan(PAIR, precision=MOMENTS), NO_OPTIMIZER),
         (lambda: zerojax.shard_train_state(PAIR, precision=BF16), NO_OPTIMIZER),
@@ -194,7 +197,7 @@ ONLY = r"moments can rest in bfloat16.*Pass 'bfloat16', or leave it out"
         (stepped(None, moments="bfloat16"), AT_REST),
         (stepped(BF16, compute="float16"), r"Leave precision= out of the step, or place"),
         (
-            lambda: zerojax.master_weights(ADAM).update(PAIR[0], None),
+            lambda: zerojax.manual.master_weights(ADAM).update(PAIR[0], None),
             r"call update\(grads, state, params\)",
         ),
     ],
@@ -206,8 +209,8 @@ def test_precision(call, remedy):
 
 def test_a_pair_whose_optimizer_stores_as_the_precision_says_is_planned():
     for wrapped, asked in (
-        (zerojax.master_weights(ADAM), BF16),
-        (zerojax.narrow_moments(ADAM), MOMENTS),
+        (zerojax.manual.master_weights(ADAM), BF16),
+        (zerojax.manual.narrow_moments(ADAM), MOMENTS),
     ):
         params = jax.tree.map(lambda x: shape(*x.shape, dtype=asked.param or "float32"), PAIR[0])
         opt_state = jax.eval_shape(wrapped.init, params)

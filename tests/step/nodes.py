@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.collectives import collectives
+from zerojax import manual
 
 LAYERS, DIM = 4, 64
 AXES = ("node", "gpu")
@@ -67,11 +68,11 @@ def by_hand(plan, **options):
 
     def grads(params, batch):
         def total(parts):
-            return jnp.mean(zerojax.scan(layer, batch, parts, **options)[0] ** 2) / plan.size
+            return jnp.mean(manual.scan(layer, batch, parts, **options)[0] ** 2) / plan.size
 
-        parts = jax.grad(total)(zerojax.shards(params, plan))
+        parts = jax.grad(total)(manual.shards(params, plan))
         return {name: part.data for name, part in parts.items()}
 
-    specs = zerojax.param_specs(plan)
+    specs = manual.param_specs(plan)
     options_of_map = {"in_specs": (specs, P(plan.batch_axes)), "out_specs": specs}
     return jax.jit(jax.shard_map(grads, mesh=plan.mesh, check_vma=False, **options_of_map))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.collectives import collectives
 from tests.conftest import make_mesh
+from zerojax import manual
 
 LAYERS, DIM = 4, 16
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -41,9 +42,9 @@ def placed(devices):
 
 def mapped(plan, function, out_specs):
     """A function of the parameters' shards, and of a batch if it takes one."""
-    specs = zerojax.param_specs(plan)
+    specs = manual.param_specs(plan)
     return lambda *args: jax.shard_map(
-        lambda params, *batch: function(zerojax.shards(params, plan), *batch),
+        lambda params, *batch: function(manual.shards(params, plan), *batch),
         mesh=plan.mesh,
         in_specs=(specs, P("data"))[: len(args)],
         out_specs=out_specs,
@@ -54,7 +55,7 @@ def mapped(plan, function, out_specs):
 def grad_by_hand(plan, **options):
     def run(parts, tokens):
         def loss(parts):
-            return whole_loss(parts, tokens, zerojax.scan, zerojax.gather, **options) / plan.size
+            return whole_loss(parts, tokens, manual.scan, manual.gather, **options) / plan.size
 
         value, grads = jax.value_and_grad(loss, allow_int=True)(parts)
         grads["layers"]["odd"] = jax.lax.psum(grads["layers"]["odd"], "data")
@@ -63,7 +64,7 @@ def grad_by_hand(plan, **options):
         plain = jax.tree.map(lambda g: g.data if marked(g) else g, grads, is_leaf=marked)
         return jax.lax.psum(value, "data"), plain
 
-    return jax.jit(mapped(plan, run, (P(), zerojax.param_specs(plan))))
+    return jax.jit(mapped(plan, run, (P(), manual.param_specs(plan))))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_each_layer_is_gathered_and_reduced_in_its_iteration(devices):
 
 def test_gathered_parameters_have_another_dtype_and_no_padding():
     plan, params = placed(3)
-    run = mapped(plan, lambda parts: zerojax.gather(parts, jnp.bfloat16), P())
+    run = mapped(plan, lambda parts: manual.gather(parts, jnp.bfloat16), P())
     whole = jax.jit(run)(params)
     narrow = lambda x: x.astype("bfloat16") if x.dtype == jnp.float32 else x
     jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(narrow, PARAMS))
@@ -118,6 +119,6 @@ def test_gathered_parameters_have_another_dtype_and_no_padding():
 
 
 def test_plain_arrays_pass():
-    x, ys = zerojax.scan(lambda c, x: (c + x, c), 0, jnp.arange(4), reverse=True)
+    x, ys = manual.scan(lambda c, x: (c + x, c), 0, jnp.arange(4), reverse=True)
     assert int(x) == 6 and ys.tolist() == [6, 5, 3, 0]
-    assert zerojax.gather({"a": 1}) == {"a": 1}
+    assert manual.gather({"a": 1}) == {"a": 1}

@@ -13,6 +13,7 @@ import zerojax
 from tests import linear
 from tests.conftest import make_mesh
 from tests.linear import BATCH
+from zerojax import manual
 
 PARAMS = {"w": np.ones((64, 16), np.float32)}
 MESH = make_mesh(2)
@@ -57,7 +58,7 @@ def by_hand_over_layers():
     plan = zerojax.plan({"params": PARAMS}, overrides=spec, mesh=MESH)
 
     def run(params):
-        return zerojax.scan(lambda c, p: (c, p["w"]), 0.0, zerojax.shards(params, plan))[1]
+        return manual.scan(lambda c, p: (c, p["w"]), 0.0, manual.shards(params, plan))[1]
 
     jax.shard_map(run, mesh=MESH, in_specs=(spec,), out_specs=P(), check_vma=False)(PARAMS)
 
@@ -80,7 +81,7 @@ ROWS = [
     (lambda: step(plan=3), f"plan= {NO_PLAN.format(3)}"),
     (lambda: zerojax.eval_step(linear.loss, plan=3), f"plan= {NO_PLAN.format(3)}"),
     (lambda: zerojax.value_and_grad(linear.loss, 3), NO_PLAN.format(3)),
-    (lambda: zerojax.param_specs(fields()), NO_PLAN.format("a Fields")),
+    (lambda: manual.param_specs(fields()), NO_PLAN.format("a Fields")),
     (lambda: grad(linear.loss, {"v": PARAMS["w"]}, BATCH), r"params/w is missing.*zerojax.plan"),
     (
         lambda: grad(linear.loss, nnx.Linear(64, 16, rngs=nnx.Rngs(0)), BATCH),
@@ -114,24 +115,24 @@ ROWS = [
     ),
     # by hand
     (
-        lambda: zerojax.shards(PARAMS, zerojax.plan({"params": PARAMS}, stage=2)),
+        lambda: manual.shards(PARAMS, zerojax.plan({"params": PARAMS}, stage=2)),
         r"zerojax.plan\(state, stage=3\)",
     ),
     (
-        lambda: zerojax.shards(PARAMS, PADDED),
+        lambda: manual.shards(PARAMS, PADDED),
         r"\(64, 16\) here, and a device's part of it is \(22, 16\)",
     ),
     (
-        lambda: zerojax.gather(zerojax.shards(PARAMS, PLAN)),  # whole, outside of shard_map
-        r"in_specs=zerojax.param_specs\(plan\)",
+        lambda: manual.gather(manual.shards(PARAMS, PLAN)),  # whole, outside of shard_map
+        r"in_specs=zerojax.manual.param_specs\(plan\)",
     ),
     (
-        lambda: zerojax.shards({"other": jnp.ones(8)}, PLAN),
+        lambda: manual.shards({"other": jnp.ones(8)}, PLAN),
         r"not those of the plan.*Make a plan for",
     ),
     (by_hand_over_layers, "sharded along its layers.*Pass stacked= with its path to zerojax.plan"),
     (
-        lambda: zerojax.param_specs(PLAN, ["pipe"]),
+        lambda: manual.param_specs(PLAN, ["pipe"]),
         r"names 'pipe', .* \('data',\)\. Name some of",
     ),
 ]

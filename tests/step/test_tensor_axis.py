@@ -123,11 +123,11 @@ def grads_by_hand(layer, manual, specs_over=(), copies=1):
         mesh = Mesh(devices, ("data", "tensor", "other"), axis_types=(AxisType.Auto,) * 3)
     state = placed(mesh, 3)
     plan = zerojax.plan(state, mesh=mesh)
-    specs = zerojax.param_specs(plan, specs_over)
+    specs = zerojax.manual.param_specs(plan, specs_over)
 
     def grads(params, x):
-        loss = lambda parts: jnp.mean(zerojax.scan(layer, x, parts)[0] ** 2) / (2 * copies)
-        parts = jax.grad(loss)(zerojax.shards(params, plan))
+        loss = lambda parts: jnp.mean(zerojax.manual.scan(layer, x, parts)[0] ** 2) / (2 * copies)
+        parts = jax.grad(loss)(zerojax.manual.shards(params, plan))
         return {name: grad.data for name, grad in parts.items()}
 
     run = jax.shard_map(

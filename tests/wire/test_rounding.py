@@ -20,7 +20,7 @@ LAST = optax.GradientTransformation(
 @functools.partial(jax.jit, static_argnames="place")
 def rounded(values, count=0, place=0):
     """The moment of the leaf number `place`, after the step number `count`."""
-    tx = zerojax.narrow_moments(LAST)
+    tx = zerojax.manual.narrow_moments(LAST)
     leaves = [jnp.asarray(values)] * (place + 1)
     state = tx.init(leaves)._replace(count=jnp.int32(count))
     return tx.update(leaves, state)[1].inner[place]

@@ -19,7 +19,7 @@ from zerojax._warn import warn
 DEFAULT_AXIS = "data"
 
 
-def default_mesh() -> Mesh:
+def _default_mesh() -> Mesh:
     """Returns a mesh of all devices on one axis, `data`, in an order that suits their links.
 
     The fastest links are within a slice: a host of GPUs (or several that NVLink joins), or a slice
@@ -30,11 +30,9 @@ def default_mesh() -> Mesh:
     for device in jax.devices():
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
     names, types = (DEFAULT_AXIS,), (AxisType.Auto,)
-    rings = [
-        jax.make_mesh((len(ring),), names, axis_types=types, devices=ring).devices
-        for _, ring in sorted(slices.items())
-    ]
-    return Mesh(np.concatenate(rings), names, axis_types=types)
+    rings = [slices[index] for index in sorted(slices)]
+    meshes = [jax.make_mesh((len(r),), names, axis_types=types, devices=r) for r in rings]
+    return Mesh(np.concatenate([mesh.devices for mesh in meshes]), names, axis_types=types)
 
 
 def mesh(**sizes: int) -> Mesh:
@@ -66,9 +64,7 @@ def mesh(**sizes: int) -> Mesh:
 def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, tuple[str, ...]]:
     """Returns the mesh and the ZeRO axes that `mesh=` and `axis=` stand for."""
     _processes.warn_if_not_joined()
-    mesh = default_mesh() if mesh is None else mesh
-    if not isinstance(mesh, Mesh):
-        raise _no_mesh(mesh)
+    mesh = _default_mesh() if mesh is None else mesh
     _check_devices(mesh)
     axes = _axes(mesh, axis)
     _check_auto(mesh)
@@ -76,15 +72,25 @@ def resolve(mesh: Mesh | None, axis: str | Sequence[str] | None) -> tuple[Mesh, 
     return mesh, tuple(name for name in mesh.axis_names if name in axes)
 
 
-def _no_mesh(given: object) -> TypeError:
-    """Makes the error for what is not a mesh, such as a number of devices or a list of them."""
-    count, options = given if isinstance(given, int) else jax.device_count(), ""
-    if isinstance(given, list | tuple | np.ndarray):
-        count, options = np.size(given), ", devices=devices"
-    return TypeError(
-        f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}. Make one with "
-        f"{call_for(count, options)}."
-    )
+def _check_devices(mesh: object) -> None:
+    """Raises for what is not a mesh, such as a list of devices; and for one that has no devices,
+    or has some twice."""
+    if not isinstance(mesh, Mesh):
+        count, options = mesh if isinstance(mesh, int) else jax.device_count(), ""
+        if isinstance(mesh, list | tuple | np.ndarray):
+            count, options = np.size(mesh), ", devices=devices"
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make one with "
+            f"{call_for(count, options)}."
+        )
+    count = mesh.devices.size
+    twice = count - len(set(mesh.devices.flat))
+    if twice or not count:
+        what = f"names {twice} of its {count} devices again" if twice else "has no devices"
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
+            f"{call_for(jax.device_count())}."
+        )
 
 
 def call_for(count: int, options: str = "", axis: str = DEFAULT_AXIS) -> str:
@@ -100,7 +106,7 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
         raise ValueError(
             f"the mesh has the axes {names} and none is called {DEFAULT_AXIS!r}, the default: pass "
             f"{each} or {'both' if len(names) == 2 else 'several'}, axis={names}. "
-            f"Parameters, gradients and optimizer state sharded over {names[-1]!r} alone (HSDP) "
+            f"Parameters, gradients and optimizer state sharded over {names[-1]!r} only (HSDP) "
             f"are, in the call that places the state, "
             f"groups=dict.fromkeys(('params', 'grads', 'opt_state'), {names[-1]!r})."
         )
@@ -113,35 +119,22 @@ def _axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
             f"axis={axis!r} must name one mesh axis or several different ones; the mesh has "
             f"{names}. Pass one of them, or leave axis= out."
         )
-    for name in axes:
-        if name not in names:
-            raise ValueError(
-                f"mesh has no axis {name!r}; its axes are {names}. Pass axis=... with one of them, "
-                "or with several."
-            )
+    if unknown := [name for name in axes if name not in names]:
+        raise ValueError(
+            f"mesh has no axis {unknown[0]!r}; its axes are {names}. Pass axis=... with one of "
+            "them, or with several."
+        )
     return tuple(axes)
 
 
 def _check_auto(mesh: Mesh) -> None:
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    wrong = [name for name in mesh.axis_names if types[name] != AxisType.Auto]
-    if wrong:
-        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(types))
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if wrong := {name: kind for name, kind in types if kind != AxisType.Auto}:
+        autos = ", ".join(["jax.sharding.AxisType.Auto"] * len(mesh.axis_names))
         raise ValueError(
-            f"mesh axes {wrong} are {types[wrong[0]]}, and zerojax needs Auto axes "
-            "(jax.make_mesh makes Explicit ones by default). Pass "
+            f"mesh axes {list(wrong)} are {next(iter(wrong.values()))}, and zerojax needs Auto "
+            "axes (jax.make_mesh makes Explicit ones by default). Pass "
             f"jax.make_mesh(..., axis_types=({autos},))."
-        )
-
-
-def _check_devices(mesh: Mesh) -> None:
-    count = mesh.devices.size
-    twice = count - len(set(mesh.devices.flat))
-    if twice or not count:
-        what = f"names {twice} of its {count} devices again" if twice else "has no devices"
-        raise ValueError(
-            f"the mesh {dict(mesh.shape)} {what}. Make it of different ones, for example "
-            f"{call_for(jax.device_count())}."
         )
 
 

@@ -10,7 +10,7 @@ depend on them.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -51,25 +51,25 @@ def unpadded(value: T, shape: Shape) -> T:
 @functools.partial(jax.jit, static_argnums=1)
 def logical_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
     """Drops the padding of the leaves at some positions in a state of `plan`."""
-    found: dict[int, Array] = {}
-    for i, value in values.items():
-        leaf = plan.leaves[i]
+
+    def logical(leaf: LeafPlan, value: Array) -> Array:
         sharding = leaf.padded_place.sharding(plan.mesh)
         value = jax.lax.with_sharding_constraint(_compat.fetched(value), sharding)
-        value = unpadded(value, leaf.shape)
-        found[i] = _compat.constrained(value, sharding)
-    return found
+        return _compat.constrained(unpadded(value, leaf.shape), sharding)
+
+    return {i: logical(plan.leaves[i], value) for i, value in values.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def padded_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array]:
     """Pads the leaves at some positions in a state of `plan`."""
-    found: dict[int, Array] = {}
-    for i, value in values.items():
-        place = plan.leaves[i].padded_place
-        value = padded(_compat.fetched(value), place.padded(plan.leaves[i].shape))
-        found[i] = jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
-    return found
+
+    def long(leaf: LeafPlan, value: Array) -> Array:
+        place = leaf.padded_place
+        value = padded(_compat.fetched(value), place.padded(leaf.shape))
+        return jax.lax.with_sharding_constraint(value, place.sharding(plan.mesh))
+
+    return {i: long(plan.leaves[i], value) for i, value in values.items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -78,63 +78,61 @@ def cleared_leaves(values: Mapping[int, Array], plan: Layout) -> dict[int, Array
     return padded_leaves(logical_leaves(values, plan), plan)
 
 
-def cleared_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
-    """Puts zeros into the padding of what `logical_part` takes."""
-    long = _padded_among(tree, plan, kind)
-    return _with(tree, plan, kind, cleared_leaves(long, plan)) if long else tree
-
-
-def logical_part(tree: PyTree, plan: Layout, kind: str) -> PyTree:
+def logical_part(plan: Layout, tree: PyTree, kind: str) -> PyTree:
     """Drops the padding of parameters, of their gradients, or of an optimizer state.
 
     `kind` says of which. The leaves of `tree` may be some of the plan's, which are found by their
     paths. What is not padded stays as it is.
     """
-    long = _padded_among(tree, plan, kind)
-    return _with(tree, plan, kind, logical_leaves(long, plan)) if long else tree
+    return _changed(plan, tree, kind, logical_leaves, _is_padded)
 
 
-def padded_part(tree: PyTree, plan: Layout, kind: str, like: PyTree = None) -> PyTree:
+def padded_part(plan: Layout, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
     """Pads what `logical_part` takes; with `like`, the leaves that are padded there."""
-    among = _known(tree if like is None else like, plan, kind)
-    short = {
-        i: value
-        for i, value in _known(tree, plan, kind).items()
-        if value.shape == plan.leaves[i].shape
-        and plan.leaves[i].padded_place.padding
-        and (like is None or (i in among and is_padded(among[i], plan, i)))
-    }
-    return _with(tree, plan, kind, padded_leaves(short, plan)) if short else tree
+    there = _known(plan, like, kind).items()
+    long = {plan.leaves[i].path for i, value in there if _is_padded(plan.leaves[i], value)}
+
+    def is_short(leaf: LeafPlan, value: Array) -> bool:
+        is_meant = leaf.path in long if like is not None else leaf.padded_place.padding > 0
+        return is_meant and value.shape == leaf.shape
+
+    return _changed(plan, tree, kind, padded_leaves, is_short)
 
 
-def _padded_among(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
-    return {i: value for i, value in _known(tree, plan, kind).items() if is_padded(value, plan, i)}
+def cleared(plan: Layout, grads: PyTree) -> PyTree:
+    """Puts zeros into the padding of gradients."""
+    return _changed(plan, grads, _state.PARAMS, cleared_leaves, _is_padded)
 
 
-def is_padded(value: Array, plan: Layout, position: int) -> bool:
+def _is_padded(leaf: LeafPlan, value: Array) -> bool:
     """Whether `value` has the padded shape of a leaf, and that is another than its own."""
-    leaf = plan.leaves[position]
     return value.shape != leaf.shape and value.shape == leaf.padded_place.padded(leaf.shape)
 
 
-def _known(tree: PyTree, plan: Layout, kind: str) -> dict[int, Array]:
+def _known(plan: Layout, tree: PyTree, kind: str) -> dict[int, Array]:
     """Returns the leaves of `tree` that have the path of a leaf of the plan, by its position."""
     at = plan.positions[kind]
+    arrays = (x for x in _state.leaves_with_paths(tree) if isinstance(x.value, Array | np.ndarray))
+    return {at[leaf.name]: leaf.value for leaf in arrays if leaf.name in at}
+
+
+def _changed(
+    plan: Layout,
+    tree: PyTree,
+    kind: str,
+    change: Callable[[dict[int, Array], Layout], dict[int, Array]],
+    is_meant: Callable[[LeafPlan, Array], bool],
+) -> PyTree:
+    """Returns `tree` with a change to those leaves of the plan that are meant."""
+    known = _known(plan, tree, kind) if plan.pads else {}
+    meant = {i: value for i, value in known.items() if is_meant(plan.leaves[i], value)}
+    if not meant:
+        return tree
+    new, at = change(meant, plan), plan.positions[kind]
     leaves = _state.leaves_with_paths(tree)
-    return {at[leaf.name]: leaf.value for leaf in leaves if leaf.name in at and _is_array(leaf)}
-
-
-def _is_array(leaf: _state.Leaf) -> bool:
-    return isinstance(leaf.value, jax.Array | np.ndarray)
-
-
-def _with(tree: PyTree, plan: Layout, kind: str, found: Mapping[int, Array]) -> PyTree:
-    """Returns `tree` with the leaves in `found` in their places."""
-    at = plan.positions[kind]
-    leaves, treedef = jax.tree.flatten(tree)
-    names = [leaf.name for leaf in _state.leaves_with_paths(tree)]
-    pairs = zip(names, leaves, strict=True)
-    return treedef.unflatten(found.get(at.get(name, -1), value) for name, value in pairs)
+    return jax.tree.structure(tree).unflatten(
+        new.get(at.get(leaf.name, -1), leaf.value) for leaf in leaves
+    )
 
 
 def tell_of_padding(state: PyTree, plan: Layout) -> None:
@@ -145,21 +143,18 @@ def tell_of_padding(state: PyTree, plan: Layout) -> None:
     """
     # A state's own copies of parameters, such as a target network's, rest padded from stage 1 on.
     copies = [leaf for leaf in plan.leaves if leaf.kind != _state.OPT_STATE and leaf.rest.padding]
-    longer = sorted(copies, key=lambda leaf: -leaf.nbytes)
-    if not longer:
+    if not copies or _carried.hides_padding(state) or _WARNED:
         return
-    if _carried.hides_padding(state) or _WARNED:
-        return
-    _WARNED.append(longer[0].path)
-    leaf, more = longer[0], len(longer) - 1
+    leaf, more = max(copies, key=lambda leaf: leaf.nbytes), len(copies) - 1
+    _WARNED.append(leaf.path)
     others = f"{more} more array{'s' * (more > 1)}"
-    given = "state" if _carried.carried_plan(state) is not None else "state, plan"
+    arguments = "state" if _has_plan(state) else "state, plan"
     warn(
         f"{leaf.path} has the shape {leaf.shape} and rests padded as {leaf.padded_shape}, because "
         f"{plan.size} devices do not divide it"
         + (f"; so {'do' if more > 1 else 'does'} {others}. " if more else ". ")
         + "Steps, checkpoints and full_params show the first shape. Where you apply the model "
-        f"yourself, take the parameters from zerojax.unpad({given}), or place the state with "
+        f"yourself, take the parameters from zerojax.unpad({arguments}), or place the state with "
         "pad=False."
     )
 
@@ -171,15 +166,14 @@ def padded_shapes(tree: PyTree, plan: Any = None) -> dict[str, Shape]:
     """
     if plan is not None and not _has_plan(tree):
         plan.check_structure(tree)
-        return _padded(_state.leaves_with_paths(tree), _planned(plan.leaves))
-    found: dict[str, Shape] = {}
+        return _padded(tree, {leaf.path: leaf for leaf in plan.leaves})
+    shapes: dict[str, Shape] = {}
     for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_plan)[0]:
         if _has_plan(part):
-            planned = _planned(_carried.carried_plan(part).leaves)
-            named = _padded(_state.leaves_with_paths(part), planned)
+            leaves = {leaf.path: leaf for leaf in _carried.carried_plan(part).leaves}
             prefix = f"{_state.path_name(path)}/" if path else ""
-            found |= {prefix + name: shape for name, shape in named.items()}
-    return found
+            shapes |= {prefix + name: shape for name, shape in _padded(part, leaves).items()}
+    return shapes
 
 
 def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict[str, Shape]:
@@ -191,40 +185,44 @@ def padded_param_shapes(params: PyTree, state: PyTree, plan: Any = None) -> dict
     if layout is None and plan is not None:
         plan.check_params(params)
         layout = plan
-    if layout is None:
-        return {}
-    planned = {name.partition("/")[2]: leaf for name, leaf in _planned(layout.params).items()}
-    return _padded(_state.leaves_with_paths(params), planned)
+    leaves = [] if layout is None else layout.params
+    return _padded(params, {leaf.path.partition("/")[2]: leaf for leaf in leaves})
 
 
 def _has_plan(node: object) -> bool:
     return _carried.carried_plan(node) is not None
 
 
-def _planned(leaves: Iterable[LeafPlan]) -> dict[str, LeafPlan]:
-    """Returns, by name, the leaves that rest padded."""
-    return {leaf.path: leaf for leaf in leaves if leaf.rest.padding}
-
-
-def _padded(leaves: list[_state.Leaf], planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
-    """Returns the logical shapes of leaves that a plan pads.
+def _padded(tree: PyTree, planned: Mapping[str, LeafPlan]) -> dict[str, Shape]:
+    """Returns the logical shapes of the leaves of a tree that rest padded, by their names there.
 
     A state may carry its plan and have other leaves by now, or leaves without their padding.
     """
-    pairs = ((leaf, planned.get(leaf.name)) for leaf in leaves)
+    padded = {name: leaf for name, leaf in planned.items() if leaf.rest.padding}
     return {
-        leaf.name: plan.shape
-        for leaf, plan in pairs
-        if plan is not None and np.shape(leaf.value) == plan.padded_shape
+        leaf.name: padded[leaf.name].shape
+        for leaf in (_state.leaves_with_paths(tree) if padded else ())
+        if leaf.name in padded and np.shape(leaf.value) == padded[leaf.name].padded_shape
     }
 
 
-def on_host(tree: PyTree, shapes: Mapping[str, Shape]) -> PyTree:
-    """Returns a tree whose padded leaves are on the host, in these logical shapes."""
-    leaves = _state.leaves_with_paths(tree)
+def on_host(tree: PyTree, plan: Any = None) -> PyTree:
+    """Returns a tree whose padded leaves are on the host, in their logical shapes."""
+
+    def logical(value: PyTree, shape: Shape) -> PyTree:
+        is_shape = isinstance(value, jax.ShapeDtypeStruct)
+        return value if is_shape else unpadded(_move.to_host(value), shape)
+
+    return replaced(tree, padded_shapes(tree, plan), logical)
+
+
+def replaced(
+    tree: PyTree, shapes: Mapping[str, Shape], logical: Callable[[PyTree, Shape], PyTree]
+) -> PyTree:
+    """Returns a tree with `logical(value, shape)` in place of the leaves of these names."""
+    if not shapes:
+        return tree
     return jax.tree.structure(tree).unflatten(
-        unpadded(_move.to_host(leaf.value), shapes[leaf.name])
-        if leaf.name in shapes and not isinstance(leaf.value, jax.ShapeDtypeStruct)
-        else leaf.value
-        for leaf in leaves
+        logical(leaf.value, shapes[leaf.name]) if leaf.name in shapes else leaf.value
+        for leaf in _state.leaves_with_paths(tree)
     )

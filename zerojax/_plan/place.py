@@ -4,11 +4,7 @@ import jax
 import numpy as np
 
 from zerojax._declared import takes
-from zerojax._plan import (
-    move as _move,
-    padding as _padding,
-    planner as _planner,
-)
+from zerojax._plan import move as _move, padding as _padding, planner as _planner
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._plan.plan_options import StateOptions
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
@@ -61,13 +57,13 @@ def unpad(state: PyTree, plan: Plan | None = None) -> PyTree:
     _refusals.check_alive(state)
     if plan is not None:
         check_plan(plan, "plan=")
-    found = _carried.carried_plan(state) or plan
-    if found is None:
+    plan = _carried.carried_plan(state) or plan
+    if plan is None:
         raise ValueError(
             f"a state of type {type(state).__name__} does not carry the plan that it was placed "
             "by. Pass it: zerojax.unpad(state, plan)."
         )
-    return found.unpad(state)
+    return plan.unpad(state)
 
 
 def full_params(state: PyTree, plan: Plan | None = None) -> PyTree:

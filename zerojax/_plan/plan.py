@@ -26,7 +26,8 @@ class Plan(Layout):
 
     `place` moves a state there, `constrain` keeps it there inside `jax.jit`, `abstract` gives
     the same state as shapes with shardings, for lowering without any array. `plot` draws what each
-    device has, `show` prints it for one leaf.
+    device has, `show` prints it for one leaf. `leaves` has the `path`, `shape` and `dtype` of each
+    leaf, its `spec`, and the `dim` that is sharded or the `reason` why none is.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((1024, 8), "float32"), "b": jnp.zeros(8)}
@@ -66,7 +67,7 @@ class Plan(Layout):
             _padding.tell_of_padding(born, self)
             return born
         _refusals.check_alive(state)
-        state = stored_with(_moved_off(state), self.precision)
+        state = stored_with(_carried.without_plan(on_host(state)), self.precision)
         leaves, treedef = jax.tree.flatten(state)
         self.check_structure(state)
         values = list(map(_as_array, leaves, self.leaves))
@@ -148,17 +149,9 @@ class Plan(Layout):
         pairs = zip(leaves, self.params, strict=True)
         return treedef.unflatten(padded(v, leaf.padded_shape) for v, leaf in pairs)
 
-    def logical_part(self, tree: PyTree, kind: str) -> PyTree:
-        """As `padding.logical_part`, for packages that this one builds upon."""
-        return _padding.logical_part(tree, self, kind) if self.pads else tree
-
-    def cleared(self, grads: PyTree) -> PyTree:
-        """Puts zeros into the padding of gradients."""
-        return _padding.cleared_part(grads, self, _state.PARAMS) if self.pads else grads
-
-    def padded_part(self, tree: PyTree, kind: str, like: PyTree = None) -> PyTree:
-        """As `padding.padded_part`."""
-        return _padding.padded_part(tree, self, kind, like) if self.pads else tree
+    # Methods, for packages that this one builds upon.
+    logical_part, padded_part = _padding.logical_part, _padding.padded_part
+    cleared = _padding.cleared
 
     def scatter(self, state: PyTree) -> PyTree:
         """Constrains a state, inside `jax.jit`, to where the optimizer updates it.
@@ -242,12 +235,6 @@ def _check_same(have: Mapping[str, PyTree], want: Mapping[str, LeafPlan]) -> Non
                 f"{leaf.dtype}{list(leaf.shape)}. {remedy} Of a leaf that rests padded, pass what "
                 "zerojax.unpad(state) has."
             )
-
-
-def _moved_off(state: PyTree) -> PyTree:
-    """Returns a state without the padding of another plan, and without that plan."""
-    shapes = padded_shapes(state)
-    return on_host(_carried.without_plan(state), shapes) if shapes else state
 
 
 def _as_array(value: PyTree, leaf: LeafPlan) -> Array | np.ndarray:

@@ -23,14 +23,14 @@ from zerojax._kernel.places import (
 )
 from zerojax._kernel.travel import names_in
 from zerojax._plan import mesh as _mesh, optimizer as _optimizer
-from zerojax._plan.padding import padded_shapes
+from zerojax._plan.padding import padded_shapes, replaced
 from zerojax._plan.plan import Plan
 from zerojax._plan.plan_options import PlanOptions, StateOptions
 from zerojax._plan.precision import Precision, stored_with
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._state.hints import is_stack, layer_dims, own_axes
 from zerojax._state.state import OPT_STATE, PARAMS, Leaf, state_of
-from zerojax._types import PyTree, is_key
+from zerojax._types import PyTree, Shape, is_key
 from zerojax._update import offload as _offload
 from zerojax._update.offload import PINNED, Offload, as_offload
 from zerojax._warn import warn
@@ -40,7 +40,7 @@ from zerojax._wire import codecs as _codecs
 REPLICATED_SHARE, REPLICATED_BYTES = 0.02, 2**20
 FROZEN = "frozen: nothing updates it"
 
-Found = tuple[PartitionSpec, str | None]  # the spec that a leaf can have, or why it has none
+Reasoned = tuple[PartitionSpec, str | None]  # the spec that a leaf can have, or why it has none
 
 
 @takes(StateOptions)
@@ -61,42 +61,45 @@ def plan(state_or_fn: PyTree, options: StateOptions) -> Plan:
         >>> print(plan.leaves[0].path, "is sharded along dimension", plan.leaves[0].dim)
         params/w is sharded along dimension 0
     """
-    tx, precision = options.tx, options.precision
+    precision = options.precision
     mesh, axes = _devices(options)
-    chosen = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
+    groups = chosen_groups(options.stage, axes, {} if options.groups is None else options.groups)
     patterns = {} if options.overrides is None else options.overrides
-    least = options.min_shard_size
-    rule = _places.Rule(mesh, chosen.opt_state or axes, patterns, least, options.pad)
+    widest, least = groups.opt_state or axes, options.min_shard_size
+    rule = _places.Rule(mesh, widest, patterns, least, options.pad)
     state, leaves = _as_stored(state_or_fn, precision)
-    tx = _state.get_tx(state) if tx is None else tx
-    over = chosen if rule.size > 1 else Groups()
+    tx = _state.get_tx(state) if options.tx is None else options.tx
     stacks = layer_dims(_state.get_params(state), options.stacked)
-    _check_patterns(leaves, rule, precision)
+    names = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
+    _state.check_patterns(rule.overrides, names, "overrides=")
+    gathered = _codecs.patterns_of(precision and precision.gather)
+    _state.check_patterns(gathered, names, "Precision(gather=)")
     own = own_axes(state, axes, mesh.axis_names)
-    found = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
+    specs = _shard_specs(state, leaves, [spec for spec, _ in own], rule, stacks, tx)
     has_update = tx is not None or hasattr(state, "apply_gradients")
     update = _optimizer.update_of(state, tx) if has_update else None
     params = [leaf.path for leaf in leaves if leaf.kind == PARAMS]
     are_frozen = [False] if update is None else _optimizer.frozen_params(state, update)
     frozen = set(itertools.compress(params, are_frozen))
+    over = groups if rule.size > 1 else Groups()
     planned = [
-        _leaf_plan(leaf, found[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
+        _leaf_plan(leaf, specs[leaf.path], over, rule, leaf.path in frozen, stacks, absent)
         for leaf, (_, absent) in zip(leaves, own, strict=True)
     ]
     placed = tuple(_offloaded(planned, as_offload(options.offload), mesh))
     treedef = jax.tree.structure(state)
-    made = Plan(chosen.stage, mesh, axes, over, placed, treedef, precision, update)
-    _check_worth(made)
-    return made
+    result = Plan(groups.stage, mesh, axes, over, placed, treedef, precision, update)
+    _check_worth(result)
+    return result
 
 
 def _devices(options: PlanOptions) -> tuple[Mesh, Axes]:
     """Returns the mesh, and the axes that the batch is split over: with groups, all of them."""
-    given, axis = options.mesh, options.axis
-    if options.groups is not None and given is not None and axis is None:
-        axis = given.axis_names
-    mesh, axes = _mesh.resolve(given, axis)
-    if given is None and options.stage >= 1 and mesh.devices.size == 1:
+    axis = options.axis
+    if options.groups is not None and options.mesh is not None and axis is None:
+        axis = options.mesh.axis_names
+    mesh, axes = _mesh.resolve(options.mesh, axis)
+    if options.mesh is None and options.stage >= 1 and mesh.devices.size == 1:
         _mesh.say_alone(mesh.devices.flat[0].platform)
     return mesh, axes
 
@@ -108,10 +111,11 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     """
     _refusals.check_functional(state_or_fn)
     _refusals.check_state_function(state_or_fn)
-    born = _state.is_state_function(state_or_fn)
-    make = functools.partial(state_of, state_or_fn)
-    state = jax.eval_shape(make) if born else _logical_shapes(state_or_fn)
-    _refusals.check_functional(state)
+    if _state.is_state_function(state_or_fn):
+        state = jax.eval_shape(functools.partial(state_of, state_or_fn))
+        _refusals.check_functional(state)
+    else:
+        state = replaced(state_or_fn, padded_shapes(state_or_fn), _struct)
     leaves = _state.leaves_of(state)
     if precision is not None and precision.stores:
         if precision.param and not precision.master and jnp.finfo(precision.param).bits < 32:
@@ -123,36 +127,23 @@ def _as_stored(state_or_fn: PyTree, precision: Precision | None) -> tuple[PyTree
     return _carried.without_plan(state), leaves
 
 
-def _logical_shapes(state: PyTree) -> PyTree:
-    """Returns a state with shapes in place of the leaves that its plan has padded."""
-    shapes = padded_shapes(state)
-
-    def logical(leaf: Leaf) -> PyTree:
-        if leaf.name not in shapes:
-            return leaf.value
-        dtype, sharding = leaf.value.dtype, getattr(leaf.value, "sharding", None)
-        return jax.ShapeDtypeStruct(shapes[leaf.name], dtype, sharding=sharding)
-
-    leaves = _state.leaves_with_paths(state) if shapes else []
-    return jax.tree.structure(state).unflatten(map(logical, leaves)) if shapes else state
-
-
-def _struct(value: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf, with its sharding."""
+def _struct(value: PyTree, shape: Shape | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf, or another one, with its sharding."""
     struct, sharding = _state.shape_dtype(value), getattr(value, "sharding", None)
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+    shape = struct.shape if shape is None else shape
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=sharding)
 
 
 def _leaf_plan(
     leaf: Leaf,
-    found: Found,
+    spec_and_reason: Reasoned,
     groups: Groups,
     rule: _places.Rule,
     frozen: bool,
     stacks: Mapping[tuple, int],
     absent: Axes,
 ) -> LeafPlan:
-    spec, reason = found
+    spec, reason = spec_and_reason
     if frozen and not groups.params:  # no optimizer state to follow, no gradient to shard
         groups, reason = Groups(), FROZEN
 
@@ -197,14 +188,6 @@ def _may_leave(leaf: LeafPlan) -> bool:
     return bool(leaf.shape) and (leaf.kind != PARAMS or jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def _check_patterns(leaves: list[Leaf], rule: _places.Rule, precision: Precision | None) -> None:
-    """Raises where a path pattern finds no parameter."""
-    names = [leaf.name for leaf in leaves if leaf.kind == PARAMS]
-    _state.check_patterns(rule.overrides, names, "overrides=")
-    gathered = _codecs.patterns_of(precision and precision.gather)
-    _state.check_patterns(gathered, names, "Precision(gather=)")
-
-
 def _shard_specs(
     state: PyTree,
     leaves: list[Leaf],
@@ -212,38 +195,39 @@ def _shard_specs(
     rule: _places.Rule,
     stacks: Mapping[tuple, int],
     tx: optax.GradientTransformation | None,
-) -> dict[tuple, Found]:
+) -> dict[tuple, Reasoned]:
     """Returns how each leaf can be sharded: parameters by the rule, optimizer state with them.
 
     `bases` have the axes that leaves are sharded over beside ZeRO's.
     """
     pairs = list(zip(leaves, bases, strict=True))
-    found: dict[tuple, Found] = {}
+    specs: dict[tuple, Reasoned] = {}
     for leaf, base in pairs:
         if leaf.kind == PARAMS:
             shape, layers = _state.shape_dtype(leaf.value).shape, stacks.get(leaf.path[1:], 0)
             key = (base, "a PRNG key") if is_key(leaf.value) else None
-            found[leaf.path] = key or rule(leaf.name, shape, base, layers)
-    params = [(leaf, found[leaf.path][0]) for leaf in leaves if leaf.kind == PARAMS]
+            specs[leaf.path] = key or rule(leaf.name, shape, base, layers)
+    params = [(leaf, specs[leaf.path][0]) for leaf in leaves if leaf.kind == PARAMS]
     typed, why = _optimizer.typed_state(state, tx, [spec for _, spec in params], rule)
     inferred = iter(jax.tree.leaves(typed))
     for leaf, base in pairs:
-        spec_and_reason = None
-        if leaf.kind == OPT_STATE and typed is not None:
+        if leaf.kind == PARAMS:
+            continue
+        is_state, from_types = leaf.kind == OPT_STATE, None
+        if is_state and typed is not None:
             followed = _optimizer.followed(leaf, params)
-            spec_and_reason = _typed_spec(leaf, next(inferred), followed, rule)
-        if spec_and_reason is None and leaf.kind != PARAMS:
-            fallback = rule if leaf.kind == OPT_STATE else None
+            from_types = _typed_spec(leaf, next(inferred), followed, rule)
+        if from_types is None:
+            fallback = rule if is_state else None
             spec, reason = _optimizer.from_matching_shapes(leaf, params, fallback, why)
-            spec_and_reason = spec if tuple(spec) else base, reason
-        if spec_and_reason is not None:
-            found[leaf.path] = spec_and_reason
-    return found
+            from_types = spec if tuple(spec) else base, reason
+        specs[leaf.path] = from_types
+    return specs
 
 
 def _typed_spec(
-    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Found | None, rule: _places.Rule
-) -> Found | None:
+    leaf: Leaf, struct: jax.ShapeDtypeStruct, followed: Reasoned | None, rule: _places.Rule
+) -> Reasoned | None:
     """Returns the spec that JAX inferred for a leaf; where it has none, the parameter tells why.
 
     Returns None where the padding of a parameter changed more than the sharded dimension: Adafactor
@@ -270,22 +254,19 @@ def _say_rounded(dtype: str) -> None:
     )
 
 
-def _check_worth(made: Plan) -> None:
+def _check_worth(plan: Plan) -> None:
     """Warns where much of the state cannot be sharded as the stage asks."""
-    params = [leaf for leaf in made.params if leaf.shape]
-    total = sum(leaf.nbytes for leaf in params)
-    if made.stage == 0 or made.size == 1 or not total:
-        return
+    params = [leaf for leaf in plan.params if leaf.shape]
     chosen = ("overrides=", FROZEN)
     unwanted = (leaf for leaf in params if leaf.dim is None and leaf.reason not in chosen)
     replicated = sorted(unwanted, key=lambda leaf: -leaf.nbytes)
-    nbytes = sum(leaf.nbytes for leaf in replicated)
-    share = nbytes / total
-    if share <= REPLICATED_SHARE or nbytes < REPLICATED_BYTES:
+    nbytes, total = (sum(leaf.nbytes for leaf in leaves) for leaves in (replicated, params))
+    is_little = nbytes < REPLICATED_BYTES or nbytes <= REPLICATED_SHARE * total
+    if plan.stage == 0 or plan.size == 1 or is_little:
         return
     named = "; ".join(f"{x.path} {x.shape}: {x.reason}" for x in replicated[:3])
     more = f"; and {len(replicated) - 3} more" if len(replicated) > 3 else ""
     warn(
-        f"{share:.0%} of the parameter bytes are replicated on every device ({named}{more}). "
-        "Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=."
+        f"{nbytes / total:.0%} of the parameter bytes are replicated on every device ({named}"
+        f"{more}). Allow padding (pad=True), lower min_shard_size=, or accept them with overrides=."
     )

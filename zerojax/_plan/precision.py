@@ -28,13 +28,13 @@ class Precision(_refusals.KnownDtypes):
         compute: floating parameters and batch leaves are cast to it before the loss sees them.
             Weights are cast as shards, so it is also the dtype they are gathered in.
         gather: what sharded weights are gathered as, where that is not `compute`: a float dtype,
-            or "int8", "float8_e4m3fn", a `zerojax.Quantized`: codes with a scale for each block,
-            which are decoded where a weight is used. Gradients do not notice. Vectors, and leaves
-            whose shards no block divides, travel as they are: `print(plan)` says which. A dict
-            `{path regex: any of these or None}` says it of some: of patterns that match a path
+            or "int8", "float8_e4m3fn" or a `zerojax.Quantized`. Quantized weights have a scale for
+            each block, and are decoded where they are used. Gradients do not notice. Vectors, and
+            leaves whose shards no block divides, travel as they are: `print(plan)` says which. A
+            dict `{path regex: any of these or None}` says it of some: of patterns that match a path
             the first counts, and what none matches travels as `compute`.
         reduce: the dtype gradients are summed over devices in; default, the dtype they come in.
-            With "int8", "int4" or a `zerojax.Quantized` they travel as codes, one axis of the mesh
+            With "int8", "int4" or a `zerojax.Quantized` they travel quantized, one axis of the mesh
             after the other, and are summed in float32.
         param: the dtype that parameters are stored in, from where the state is placed.
         master: the dtype of the copies the optimizer updates, kept among its (sharded) state;
@@ -67,9 +67,9 @@ class Precision(_refusals.KnownDtypes):
         for name in ("gather", "reduce"):
             object.__setattr__(self, name, _codecs.ways_for(getattr(self, name), name))
         for name in ("compute", "param", "master", "moments"):
-            value = getattr(self, name)
-            dtype = None if value is None else _codecs.float_dtype(value)
-            if value is not None and dtype is None:
+            if (value := getattr(self, name)) is None:
+                continue
+            if (dtype := _codecs.float_dtype(value)) is None:
                 raise ValueError(
                     f"Precision({name}={value!r}): not a float dtype. Use one such as "
                     "'bfloat16', 'float16' or 'float32'."
@@ -80,7 +80,19 @@ class Precision(_refusals.KnownDtypes):
                 "Precision(master=...) keeps copies of parameters that are stored narrower. "
                 "Give param=... as well, for example param='bfloat16'."
             )
-        self._check_moments()
+        if self.moments not in (None, NARROW):
+            raise ValueError(
+                f"moments={str(self.moments)!r}: moments can rest in bfloat16, which has the "
+                "range of float32 (second moments leave that of float16), or as they are. Pass "
+                "'bfloat16', or leave it out."
+            )
+        adds_as_stored = self.moments is not None and self.param and not self.master
+        if adds_as_stored and _is_8_bit_float(jnp.dtype(self.param)):
+            raise ValueError(
+                f"Precision(param={str(self.param)!r}, moments=...): updates with narrow moments "
+                "are computed in float32, which JAX adds to no float of 8 bits. Give "
+                "master='float32' as well."
+            )
 
     @property
     def sums(self) -> DTypeLike | None:
@@ -91,22 +103,6 @@ class Precision(_refusals.KnownDtypes):
     def stores(self) -> bool:
         """Whether a state is stored otherwise than it is given."""
         return self.param is not None or self.moments is not None
-
-    def _check_moments(self) -> None:
-        if self.moments is None:
-            return
-        if self.moments != NARROW:
-            raise ValueError(
-                f"moments={str(self.moments)!r}: moments can rest in bfloat16, which has the "
-                "range of float32 (second moments leave that of float16), or as they are. Pass "
-                "'bfloat16', or leave it out."
-            )
-        if self.param and not self.master and _is_8_bit_float(jnp.dtype(self.param)):
-            raise ValueError(
-                f"Precision(param={str(self.param)!r}, moments=...): updates with narrow moments "
-                "are computed in float32, which JAX adds to no float of 8 bits. Give "
-                "master='float32' as well."
-            )
 
 
 def promoted(one: DTypeLike, other: DTypeLike) -> np.dtype:
@@ -127,17 +123,14 @@ def cast_floats(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts the floating leaves of `tree`, be they arrays or shapes."""
     if dtype is None:
         return tree
-
-    def cast(leaf: PyTree) -> PyTree:
-        is_float = jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
-        return _cast(leaf, dtype) if is_float else leaf
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, dtype) if _is_float(leaf) else leaf, tree)
 
 
-def _cast(
-    leaf: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike
-) -> jax.Array | jax.ShapeDtypeStruct:
+def _is_float(leaf: PyTree) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
+
+
+def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     return leaf.astype(dtype)
@@ -168,7 +161,7 @@ def master_weights(
     copies, rounded. Works with any optax optimizer, with or without zerojax.
 
     Example:
-        >>> tx = zerojax.master_weights(optax.adamw(1e-3))
+        >>> tx = zerojax.manual.master_weights(optax.adamw(1e-3))
         >>> params = {"w": jnp.ones((4,), jnp.bfloat16)}
         >>> print(tx.init(params).master["w"].dtype)
         float32
@@ -178,7 +171,7 @@ def master_weights(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> MasterState:
-        return with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
+        return _with_masters(tx, params, tx.init(cast_floats(params, dtype)), dtype)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
@@ -218,7 +211,7 @@ def _step_onto(new: jax.Array, old: jax.Array) -> jax.Array:
     return new - old.astype(new.dtype)
 
 
-def with_masters(
+def _with_masters(
     tx: optax.GradientTransformation, params: PyTree, inner: PyTree, dtype: DTypeLike | None
 ) -> MasterState:
     """Returns the state of `master_weights` from that of `tx`, with copies of what `tx` updates."""
@@ -248,7 +241,7 @@ def narrow_moments(
     inside them: `master_weights(narrow_moments(tx))`.
 
     Example:
-        >>> tx = zerojax.narrow_moments(optax.adamw(1e-3))
+        >>> tx = zerojax.manual.narrow_moments(optax.adamw(1e-3))
         >>> print(tx.init({"w": jnp.ones((4,))}).inner[0].nu["w"].dtype)
         bfloat16
     """
@@ -277,16 +270,14 @@ def narrow_moments(
 
 
 def _widened(value: jax.Array) -> jax.Array:
-    is_float = jnp.issubdtype(value.dtype, jnp.floating)
-    return value.astype(wide(value.dtype)) if is_float else value
+    return value.astype(wide(value.dtype)) if _is_float(value) else value
 
 
 def _with_narrow(tx: optax.GradientTransformation, params: PyTree, inner: PyTree) -> NarrowState:
     """Returns the state of `narrow_moments` from that of `tx`."""
-    leaves, treedef = jax.tree.flatten(inner)
-    found = zip(leaves, _optimizer.moments(tx, params, inner), strict=True)
-    narrow = [_cast(x, NARROW) if is_moment else x for x, is_moment in found]
-    return NarrowState(jnp.zeros((), jnp.int32), treedef.unflatten(narrow))
+    are_moments = jax.tree.structure(inner).unflatten(_optimizer.moments(tx, params, inner))
+    narrow = jax.tree.map(lambda x, narrows: _cast(x, NARROW) if narrows else x, inner, are_moments)
+    return NarrowState(jnp.zeros((), jnp.int32), narrow)
 
 
 def storing(
@@ -323,12 +314,11 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
     if tx is None or not hasattr(state, "replace"):
         raise ValueError(
             f"precision= changes the optimizer, and a state of type {type(state).__name__} does "
-            "not carry it. Build the state with tx = zerojax.master_weights(tx), cast its "
+            "not carry it. Build the state with tx = zerojax.manual.master_weights(tx), cast its "
             "parameters yourself, and leave param= and master= out; for moments=, build it "
-            "with zerojax.narrow_moments(tx)."
+            "with zerojax.manual.narrow_moments(tx)."
         )
-    params = state.params
-    stored = storing(tx, opt_state, precision)
+    params, stored = state.params, storing(tx, opt_state, precision)
     if narrows:
         opt_state = _with_narrow(tx, params, opt_state)
         tx = narrow_moments(tx)
@@ -339,5 +329,5 @@ def stored_with(state: PyTree, precision: Precision | None) -> PyTree:
             opt_state = jax.tree.map(lambda x, w: _cast(x, w.dtype), opt_state, wanted)
         else:
             # Made from the parameters as given: copies of rounded ones would start out wrong.
-            opt_state = with_masters(tx, state.params, opt_state, precision.master)
+            opt_state = _with_masters(tx, state.params, opt_state, precision.master)
     return state.replace(params=params, tx=stored, opt_state=opt_state)

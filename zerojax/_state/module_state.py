@@ -27,7 +27,7 @@ class ModuleState:
 
     Example:
         >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((64, 16)))
-        >>> state = zerojax.ModuleState.create(model, optax.adam(1e-3))
+        >>> state = zerojax.manual.ModuleState.create(model, optax.adam(1e-3))
         >>> state = zerojax.shard_train_state(state, stage=3)
         >>> step = zerojax.train_step(lambda model, x: jnp.mean(model(x) ** 2))
         >>> state, metrics = step(state, np.ones((8, 64), np.float32))

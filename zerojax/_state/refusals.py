@@ -80,7 +80,7 @@ def check_stored(tree: PyTree, name: str = "the state") -> None:
             remedy = (
                 "Of an Equinox model, pass equinox.filter(model, equinox.is_array), here and as "
                 "like=, and put what is read back by equinox.combine(read, model). One that trains "
-                "has a state: zerojax.ModuleState.create(model, tx)."
+                "has a state: zerojax.manual.ModuleState.create(model, tx)."
             )
         elif callable(leaf.value):
             remedy = (

@@ -64,11 +64,11 @@ def param_specs(plan: Plan, axis_names: Collection[str] = ()) -> PyTree:
     Gradients of these come out padded too; inside `jax.jit`, `plan.logical_grads` drops that.
 
     With `axis_names`, mesh axes of your own, a device gets its part over these too, such as the
-    layers of a pipeline's stage; `zerojax.gather` still gathers over ZeRO's axes alone.
+    layers of a pipeline's stage; `zerojax.manual.gather` still gathers over ZeRO's axes alone.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> print(zerojax.param_specs(plan))
+        >>> print(zerojax.manual.param_specs(plan))
         {'w': P('data',)}
     """
     check_plan(plan, "param_specs(plan)")
@@ -91,10 +91,10 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
         >>> P = jax.sharding.PartitionSpec
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
         >>> def grad_of_w(params, x):
-        ...     loss = lambda parts: jnp.sum(x @ zerojax.gather(parts)["w"])
-        ...     return jax.grad(loss)(zerojax.shards(params, plan))["w"].data
+        ...     loss = lambda parts: jnp.sum(x @ zerojax.manual.gather(parts)["w"])
+        ...     return jax.grad(loss)(zerojax.manual.shards(params, plan))["w"].data
         >>> run = jax.shard_map(
-        ...     grad_of_w, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan), P("data")),
+        ...     grad_of_w, mesh=plan.mesh, in_specs=(zerojax.manual.param_specs(plan), P("data")),
         ...     out_specs=P("data"), check_vma=False)
         >>> print(run({"w": jnp.ones((64, 16))}, jnp.ones((8, 64)))[0, 0])  # of all 8 rows
         8.0
@@ -102,13 +102,13 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
     check_plan(plan, "shards(params, plan)")
     if not plan.groups.params:
         raise ValueError(
-            f"zerojax.shards needs a plan of stage 3 over several devices, this one is of stage "
-            f"{plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
+            "zerojax.manual.shards needs a plan of stage 3 over several devices, this one is of "
+            f"stage {plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
     if any(leaf.is_on_host for leaf in plan.params):
         raise ValueError(
-            "zerojax.shards takes parameters that are on the devices, and this plan has some in "
-            "host memory. Leave 'params' out of offload=, or use zerojax.train_step."
+            "zerojax.manual.shards takes parameters that are on the devices, and this plan has "
+            "some in host memory. Leave 'params' out of offload=, or use zerojax.train_step."
         )
     how = how_on(plan.mesh, regather=True, prefetch="auto")
     by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
@@ -135,15 +135,16 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
 
 
 def gather(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Gathers the full parameters from what `zerojax.shards` returns; other arrays stay.
+    """Gathers the full parameters from what `zerojax.manual.shards` returns; other arrays stay.
 
     Backward reduce-scatters their gradients. With `dtype`, floats are gathered in it, and stay so.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
-        >>> full = lambda params: zerojax.gather(zerojax.shards(params, plan), jnp.bfloat16)
+        >>> def full(params):
+        ...     return zerojax.manual.gather(zerojax.manual.shards(params, plan), jnp.bfloat16)
         >>> run = jax.shard_map(
-        ...     full, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan),),
+        ...     full, mesh=plan.mesh, in_specs=(zerojax.manual.param_specs(plan),),
         ...     out_specs=jax.sharding.PartitionSpec(), check_vma=False)
         >>> print(run({"w": jnp.ones((64, 16))})["w"].aval)
         bfloat16[64,16]
@@ -186,9 +187,9 @@ def scan(
         >>> plan = zerojax.plan({"params": layers}, stage=3)
         >>> def apply(params, x):
         ...     layer = lambda x, w: (x @ w["w"], None)
-        ...     return zerojax.scan(layer, x, zerojax.shards(params, plan))[0]
+        ...     return zerojax.manual.scan(layer, x, zerojax.manual.shards(params, plan))[0]
         >>> run = jax.jit(jax.shard_map(
-        ...     apply, mesh=plan.mesh, in_specs=(zerojax.param_specs(plan), P("data")),
+        ...     apply, mesh=plan.mesh, in_specs=(zerojax.manual.param_specs(plan), P("data")),
         ...     out_specs=P("data"), check_vma=False))
         >>> print(run(layers, jnp.ones((8, 64))).shape, run(layers, jnp.ones((8, 64)))[0, 0])
         (8, 64) 1.0
@@ -271,7 +272,8 @@ def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
         if value.shape not in parts:
             raise ValueError(
                 f"{leaf.path} is {value.shape} here, and a device's part of it is {parts[0]}. Call "
-                "zerojax.shards inside jax.shard_map, with in_specs=zerojax.param_specs(plan)."
+                "zerojax.manual.shards inside jax.shard_map, with "
+                "in_specs=zerojax.manual.param_specs(plan)."
             )
 
 

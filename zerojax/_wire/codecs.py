@@ -52,7 +52,8 @@ class Quantized:
         stochastic: round to either neighbour, and on average to the number; integer codes only.
 
     Example:
-        >>> precision = zerojax.Precision(gather="int8", reduce=zerojax.Quantized("int8", block=128))
+        >>> sums = zerojax.Quantized("int8", block=128)
+        >>> precision = zerojax.Precision(gather="int8", reduce=sums)
         >>> print(precision.gather)
         Quantized(dtype='int8', block=256, stochastic=False)
     """
@@ -74,8 +75,8 @@ class Quantized:
             )
         if self.stochastic and not self.is_integer:
             raise ValueError(
-                f"Quantized({self.dtype!r}, stochastic=True): only integer codes can be rounded so. "
-                "Use 'int8', or leave stochastic= out."
+                f"Quantized({self.dtype!r}, stochastic=True): only integers can be rounded so. Use "
+                "'int8', or leave stochastic= out."
             )
 
     @property

@@ -22,7 +22,7 @@ from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
-from zerojax._plan.padding import on_host, padded_shapes
+from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
 from zerojax._plan.precision import cast_floats, wide
 from zerojax._state import state as _state
@@ -87,7 +87,7 @@ class Reference:
         self.roles = _batch.roles(args, recipe.options.batch_specs, plan.batch_axes)
         _batch.check(args, self.roles, plan.size, recipe.options.accumulate)
         _check_fits(plan, self.device)
-        self.state = self.moved(on_host(state, padded_shapes(state, plan)))
+        self.state = self.moved(on_host(state, plan))
         self.args = self.moved(tuple(args))
         self.precision = precision_of(plan, recipe.options.precision)
         # Axes of the user's own have size 1 here, so that a loss may name them.
