@@ -188,7 +188,7 @@ class Run:
 
 
 def run(row: Row) -> Run:
-    with mock.patch("zerojax._kernel.body.LEAST_MOVED", 0):  # what layers keep is small here
+    with mock.patch("zerojax._features.activations.LEAST_MOVED", 0):  # what layers keep is small here
         training, first = started(row, trajectory(row))
         found = Run(training, first)
         for step in range(first, STEPS):
@@ -225,7 +225,7 @@ def check(row: Row, verified: bool = False) -> None:
     if row.skip:
         check_skips(row, found.training)
     if verified:
-        with mock.patch("zerojax._kernel.body.LEAST_MOVED", 0):
+        with mock.patch("zerojax._features.activations.LEAST_MOVED", 0):
             step, *args = found.training.call(batch_of(row), *keys_of(row, 0))
             zerojax.verify(step, *args, whole_batch=row.model != "convnet").check()
     assert found.training.compiled._cache_size() == 1, "compiled more than once"

@@ -7,7 +7,7 @@ import pytest
 
 import zerojax
 from tests.conftest import make_mesh
-from zerojax._engine import body as _body
+from zerojax._kernel import body as _body
 
 DIM = 16
 PARAMS = {"w": np.ones((DIM, DIM), "f") / DIM, "v": np.ones((3, DIM, DIM), "f") / DIM}

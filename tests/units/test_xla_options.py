@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from tests import audits
 from tests.conftest import make_mesh
-from zerojax._engine import xla_options as xla
+from zerojax._features import xla_options as xla
 
 LAYER = np.ones((64, 64), "f")
 

@@ -108,7 +108,7 @@ BLOCKS = [
     ({"dtype": "int3"}, r"Quantized\('int3'\): there are no such codes\. Use 'int8', 'int4'"),
     ({"block": 16}, r"block=16 must be a number of elements, 32 or more"),
     ({"dtype": "int4", "block": 33}, r"Of int4, two are a byte: an even number"),
-    ({"dtype": "float8_e5m2", "stochastic": True}, r"only integer codes can be rounded so"),
+    ({"dtype": "float8_e5m2", "stochastic": True}, r"only integers can be rounded so"),
 ]
 PRECISION = [
     ({"gather": "int4"}, r"gather='int4'\): 15 levels are too few"),
