@@ -188,7 +188,8 @@ class Run:
 
 
 def run(row: Row) -> Run:
-    with mock.patch("zerojax._features.activations.LEAST_MOVED", 0):  # what layers keep is small here
+    # What layers keep is small here.
+    with mock.patch("zerojax._features.activations.LEAST_MOVED", 0):
         training, first = started(row, trajectory(row))
         found = Run(training, first)
         for step in range(first, STEPS):
