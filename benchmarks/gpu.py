@@ -1,8 +1,8 @@
 """Measures one real GPU against a loop written with optax alone, and with state in host memory.
 
-    python benchmarks/gpu.py                                 # prints a table, in under 8 minutes
+    python benchmarks/gpu.py                                 # prints a table, in under 10 minutes
     python benchmarks/gpu.py --json benchmarks/gpu_h200.json # and keeps it
-    python benchmarks/gpu.py --host --json benchmarks/gpu_h200.json # adds host memory, under 6
+    python benchmarks/gpu.py --host --json benchmarks/gpu_h200.json # adds host memory, under 9
 
 Each case runs in a process of its own, which gives it a peak memory of its own. In it the two
 programs alternate. Without a GPU, the benchmark says so and exits with 0.
@@ -43,7 +43,7 @@ MODELS = {
     "1.5b": (_presets.preset("1.5b"), 8),
 }
 CASES = ("tests", "124m", "1.5b", "search", "largest")
-SECONDS = {"tests": 100, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 8 minutes
+SECONDS = {"tests": 180, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 10 minutes
 BOTH = ("opt_state", "params")
 ON_HOST = {  # what of the 1.5B is in host memory: `offload=`, `activations=`
     "host: nothing": (None, None),
@@ -52,7 +52,7 @@ ON_HOST = {  # what of the 1.5B is in host memory: `offload=`, `activations=`
     "host: all three": (BOTH, "host"),
 }
 HOST_CASES = ("copies", *ON_HOST)
-SECONDS |= dict.fromkeys(HOST_CASES, 70)  # under 6 minutes
+SECONDS |= dict.fromkeys(HOST_CASES, 150)  # under 9 minutes
 
 
 # ---- the two programs
