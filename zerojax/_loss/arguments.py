@@ -61,6 +61,12 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
+    if "external reference" in str(error):  # what XLA says of donated memory that numpy reads
+        error.add_note(
+            "An array of the state is still read by numpy: of state in host memory, jax.device_get "
+            "and np.asarray return the memory itself, which the step reuses. Copy it, "
+            "jax.tree.map(np.array, state.params), or pass donate=False."
+        )
     if isinstance(error, flax.errors.ScopeParamShapeError):
         error.add_note(
             "Where print(plan) shows that zerojax pads this parameter, so that the devices divide "

@@ -44,7 +44,8 @@ def findings(report: Measurement) -> list[str]:
     plan = report.plan
     if plan is None:
         return [*general, *_all_reduces(report, {})]
-    if not report.memory.parameters and plan.params:
+    # Those in host memory take no memory of the device, whatever their names.
+    if not report.memory.parameters and any(not leaf.is_on_host for leaf in plan.params):
         return [UNNAMED, *general]
     leaves = {leaf.path: leaf for leaf in plan.params if leaf.update.dim is not None}
     return [
