@@ -116,6 +116,7 @@ def measured(text: str) -> tuple[Counter[str], list[int]]:
     counts["comments"] = sum(token.line.lstrip().startswith("#") for token in comments)
     counts["trailing"] = len(comments) - counts["comments"]  # comments after code
     counts["code"] = len(code_lines(formatted(text)))
+    counts["classes"] = sum(isinstance(node, ast.ClassDef) for node in nodes)
     return counts, [length(n) - docstrings[n] for n in nodes if isinstance(n, FUNCTIONS)]
 
 
@@ -148,7 +149,7 @@ def row(modules: list[str]) -> dict[str, object]:
     found = [measured(text) for text in modules]
     counts = sum((counts for counts, _ in found), Counter())
     functions = sorted(itertools.chain.from_iterable(lengths for _, lengths in found)) or [0]
-    cells = {name: counts[name] for name in ("files", "lines", "code")}
+    cells = {name: counts[name] for name in ("files", "lines", "code", "classes")}
     cells |= {"longest": max(c["lines"] for c, _ in found), "functions": len(functions)}
     for title, share in (("p50", 0.5), ("p90", 0.9), ("max", 1)):
         cells[title] = functions[round(share * (len(functions) - 1))]
@@ -162,12 +163,16 @@ def main() -> None:
     folders = {name: name.rpartition(".")[0] or "top level" for name in modules}
     filed = {package_of(name) for name in modules} <= RANK.keys() | {"__init__", "tools.__init__"}
     up = [folders[name] for name, _ in upward(modules)] if filed else []
-    print(" " * 12, *row(list(modules.values())), "imports up", sep="  ")
+    print(" " * 16, *row(list(modules.values())), "imports up", sep="  ")
     for folder in [*sorted(set(folders.values())), "all"]:
         inside = [modules[name] for name in modules if folder in (folders[name], "all")]
         count = len(up) if folder == "all" else up.count(folder)
         cells = row(inside) | {"imports up": count if filed else "-"}
-        print(f"{folder:12}", *(f"{c:>{len(title)}}" for title, c in cells.items()), sep="  ")
+        print(f"{folder:16}", *(f"{c:>{len(title)}}" for title, c in cells.items()), sep="  ")
+    kernel = [name for name in modules if name.startswith("_kernel.")]
+    if kernel:
+        beneath = row([modules[name] for name in sorted(BENEATH_KERNEL)])["code"]
+        print(f"the kernel stands on {beneath} lines of code in {', '.join(sorted(BENEATH_KERNEL))}")
 
 
 if __name__ == "__main__":

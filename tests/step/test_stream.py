@@ -164,3 +164,9 @@ def test_on_gpus_state_travels_beside_the_compute(gpus, stage, update, offload):
     else:
         assert all(one.by_engine for one in in_loops)
         report.check()
+
+
+@pytest.mark.gpu_code
+def test_an_audit_knows_parameters_of_which_none_is_on_the_device():
+    report = on_gpus("1xH100", 3, "after", zerojax.Offload(params=True, min_bytes=0))[2]
+    assert report.memory.parameters == 0 < report.memory.on_host and report.check()
