@@ -172,7 +172,9 @@ def main() -> None:
     kernel = [name for name in modules if name.startswith("_kernel.")]
     if kernel:
         beneath = row([modules[name] for name in sorted(BENEATH_KERNEL)])["code"]
-        print(f"the kernel stands on {beneath} lines of code in {', '.join(sorted(BENEATH_KERNEL))}")
+        print(
+            f"the kernel stands on {beneath} lines of code in {', '.join(sorted(BENEATH_KERNEL))}"
+        )
 
 
 if __name__ == "__main__":

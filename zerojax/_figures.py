@@ -5,9 +5,9 @@ import textwrap
 from typing import Any, TypeAlias
 
 Figure: TypeAlias = Any  # of matplotlib, which is not a dependency
-Axes: TypeAlias = Any
+PlotAxes: TypeAlias = Any
 
-WIDTH = 8.0  # inches: notebooks show this without scaling
+INCHES = 8.0  # inches: notebooks show this without scaling
 PHONE = 4.2  # inches: at the 390 pixels of a phone, text of 10 points is 13 pixels high
 EXPOSED = "#8b1a1a"  # the time that a step waits for communication
 SMALL = 8  # points
@@ -39,14 +39,14 @@ def panels(height: float, *widths: float) -> tuple[Figure, Any]:
     """Makes a figure of panels that share their rows, and these widths; of one by default."""
     return pyplot().subplots(
         ncols=len(widths) or 1,
-        figsize=(WIDTH, height),
+        figsize=(INCHES, height),
         width_ratios=widths or None,
         sharey=True,
         layout="constrained",
     )
 
 
-def column(count: int, height: float) -> tuple[Figure, list[Axes]]:
+def column(count: int, height: float) -> tuple[Figure, list[PlotAxes]]:
     """Makes a figure as wide as a phone, of panels below each other."""
     size = PHONE, height * count + 1
     figure, axes = pyplot().subplots(count, figsize=size, squeeze=False, layout="constrained")
@@ -55,7 +55,7 @@ def column(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 def titled(figure: Figure, title: str, columns: int, **legend: Any) -> None:
     """Adds a title above, and a legend of so many columns below."""
-    room = int(LONGEST_LINE * figure.get_figwidth() / WIDTH)
+    room = int(LONGEST_LINE * figure.get_figwidth() / INCHES)
     figure.suptitle(textwrap.fill(title, room), fontsize=10)
     style = {"loc": "outside lower center", "frameon": False, "fontsize": SMALL}
     figure.legend(ncols=columns, **style | legend)

@@ -55,7 +55,7 @@ def style(ink: str) -> dict[str, object]:
 
 def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> None:
     with plt.rc_context(style(ink)):
-        figure, axes = plt.subplots(figsize=(_figures.WIDTH, 2.9), layout="constrained")
+        figure, axes = plt.subplots(figsize=(_figures.INCHES, 2.9), layout="constrained")
         _case.draw_memory(axes, forecast.cases, forecast.gpu.usable, colours, ink)
         axes.set_yticks(range(4), [NAMES[case.stage] for case in forecast.cases], fontsize=9)
         axes.invert_yaxis()
@@ -70,7 +70,7 @@ def draw_groups(name: str, ink: str, colours: dict[str, str]) -> None:
     """Draws the part of each array that each of 2 x 4 devices has, a panel for each grouping."""
     mesh = zerojax.mesh(node=2, gpu=4)
     with plt.rc_context(style(ink)):
-        figure, panels = plt.subplots(3, figsize=(_figures.WIDTH, 4.9), layout="constrained")
+        figure, panels = plt.subplots(3, figsize=(_figures.INCHES, 4.9), layout="constrained")
         for axes, (title, groups) in zip(panels, GROUPS.items(), strict=True):
             axes.set_title(title, fontsize=9.5, loc="left")
             shares = [draw_row(axes, mesh, *row, ink, colours) for row in enumerate(groups)]

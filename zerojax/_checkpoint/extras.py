@@ -15,7 +15,9 @@ from jax.experimental import multihost_utils
 
 from zerojax._types import PyTree, is_key
 
-KEY = "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
+EXTRAS_TAG = (
+    "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
+)
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
@@ -45,15 +47,17 @@ def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[
             "rng=, data= or metadata= is nested too deeply, or holds itself. Make it flat."
         ) from None
     step = None if step is None else step_number(step)
-    return {KEY: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}}
+    return {
+        EXTRAS_TAG: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}
+    }
 
 
 def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:
     """Reads Orbax's custom metadata, which has nothing where zerojax did not write it."""
-    if KEY not in custom_metadata:
+    if EXTRAS_TAG not in custom_metadata:
         return Extras()
     try:
-        saved = custom_metadata[KEY]
+        saved = custom_metadata[EXTRAS_TAG]
         step = None if saved["step"] is None else step_number(saved["step"])
         rng, metadata = decode(saved["rng"]), decode(saved["metadata"])
         parts = [decode(part) for part in saved["data"]] if data else []
@@ -89,19 +93,24 @@ def encode(value: object, where: str) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
-        return {KEY: "bytes", "value": base64.b64encode(value).decode()}
+        return {EXTRAS_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{where}/{i}") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {KEY: "tuple", "value": items}
-    if isinstance(value, dict) and all(isinstance(key, str) and key != KEY for key in value):
+        return items if isinstance(value, list) else {EXTRAS_TAG: "tuple", "value": items}
+    if isinstance(value, dict) and all(isinstance(key, str) and key != EXTRAS_TAG for key in value):
         return {key: encode(item, f"{where}/{key}") for key, item in value.items()}
     if isinstance(value, jax.Array) and is_key(value):
         data = encode(np.asarray(jax.random.key_data(value)), where)
-        return {KEY: "key", "impl": str(jax.random.key_impl(value)), "value": data}
+        return {EXTRAS_TAG: "key", "impl": str(jax.random.key_impl(value)), "value": data}
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         text = base64.b64encode(array.tobytes()).decode()
-        return {KEY: "array", "dtype": array.dtype.str, "shape": list(array.shape), "value": text}
+        return {
+            EXTRAS_TAG: "array",
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+            "value": text,
+        }
     keys = f" with the keys {list(value)[:3]}" if isinstance(value, dict) else ""
     raise TypeError(
         f"{where} is a {type(value).__name__}{keys}, which a checkpoint cannot store as data. Make "
@@ -115,9 +124,9 @@ def decode(value: PyTree) -> PyTree:
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if KEY not in value:
+    if EXTRAS_TAG not in value:
         return {key: decode(item) for key, item in value.items()}
-    kind, content = value[KEY], value["value"]
+    kind, content = value[EXTRAS_TAG], value["value"]
     if kind == "tuple":
         return tuple(decode(content))
     if kind == "key":

@@ -19,8 +19,8 @@ from zerojax._state import state as _state
 from zerojax._state.state import Leaf
 from zerojax._types import PyTree, is_key
 
-SHOWN = 5  # paths that a message names before it counts the rest
-KEEP = "keep=<path regex> keeps like='s own value"
+PATHS_SHOWN = 5  # paths that a message names before it counts the rest
+HOW_TO_KEEP = "keep=<path regex> keeps like='s own value"
 PADDED = (
     "; or padding makes the difference, and a tuple or dict does not carry its plan: pass that as "
     "like=, and to what saved it as plan="
@@ -30,7 +30,7 @@ WRAPPED = (
     "what is restored by shard_train_state(state, precision=)"
 )
 CAST = "cast=True casts floats to like='s"
-OTHER = (
+OTHER_PARTS = (
     "Most leaves differ, as those of another model do: give this run a directory of its own; "
     "weights of one come over by zerojax.checkpoint.export_safetensors and "
     "import_safetensors(names=)."
@@ -42,7 +42,7 @@ OF_NNX = (
 BARE = "; or it was saved with Precision(master=) or Precision(moments=): place like= with the same"
 
 
-class Saved(NamedTuple):
+class SavedLeaf(NamedTuple):
     """A leaf of a checkpoint."""
 
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Saved(NamedTuple):
     scalar: bool  # a Python number, which has no width of its own
 
 
-def saved_leaves(tree: PyTree) -> dict[str, Saved]:
+def saved_leaves(tree: PyTree) -> dict[str, SavedLeaf]:
     """Returns the leaves of a checkpoint's tree by the names that `zerojax.plan` shows."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)[0]
     return {
-        _state.path_name(path): Saved(
+        _state.path_name(path): SavedLeaf(
             tuple(getattr(leaf, "shape", ())),
             leaf.dtype,
             isinstance(leaf, ocp.metadata.ScalarMetadata),
@@ -65,7 +65,7 @@ def saved_leaves(tree: PyTree) -> dict[str, Saved]:
 
 def match(
     leaves: list[Leaf],
-    saved: dict[str, Saved],
+    saved: dict[str, SavedLeaf],
     path: object,
     shapes: Mapping[str, Shape],
     *,
@@ -102,11 +102,11 @@ def match(
     is_other = 2 * len(missing + reshaped) > len(wanted) and not (wrapped or bare or of_nnx)
     missing = [f"{n} (as {theirs[n]})" if theirs and n in theirs else n for n in missing]
     problems = [
-        _problem(missing, "not in the checkpoint", KEEP + WRAPPED * wrapped + BARE * bare),
+        _problem(missing, "not in the checkpoint", HOW_TO_KEEP + WRAPPED * wrapped + BARE * bare),
         _problem(extra, "only in the checkpoint", "ignore=<path regex> leaves them behind"),
-        _problem(reshaped, "of another shape", KEEP + PADDED * is_padded),
+        _problem(reshaped, "of another shape", HOW_TO_KEEP + PADDED * is_padded),
         _problem(retyped, "of another dtype", CAST),
-        OTHER * is_other,
+        OTHER_PARTS * is_other,
         OF_NNX * of_nnx,
     ]
     if any(problems):
@@ -202,7 +202,7 @@ def nbytes(value: PyTree) -> int:
     return struct.size * struct.dtype.itemsize
 
 
-def _same_type(saved: Saved, dtype: np.dtype, cast: bool) -> bool:
+def _same_type(saved: SavedLeaf, dtype: np.dtype, cast: bool) -> bool:
     if saved.dtype == dtype:
         return True
     if saved.scalar:
@@ -213,8 +213,8 @@ def _same_type(saved: Saved, dtype: np.dtype, cast: bool) -> bool:
 def _problem(names: list[str], what: str, remedy: str) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"Leaves {what}: {'; '.join(names[:SHOWN])}{more} ({remedy})."
+    more = f" and {len(names) - PATHS_SHOWN} more" if len(names) > PATHS_SHOWN else ""
+    return f"Leaves {what}: {'; '.join(names[:PATHS_SHOWN])}{more} ({remedy})."
 
 
 def finds(pattern: str | None, name: str, option: str) -> bool:

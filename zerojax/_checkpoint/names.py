@@ -22,13 +22,13 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from zerojax._checkpoint.matching import Saved
+from zerojax._checkpoint.matching import SavedLeaf
 from zerojax._checkpoint.tensor_files import FileTensor, some
 from zerojax._types import Shape
 
 Names: TypeAlias = Mapping[str, str | tuple[str, str]]
 # A tensor's part as a parameter: what it is, and what reads a slice of it.
-Stored: TypeAlias = tuple[Saved, Callable[[tuple[slice, ...]], np.ndarray]]
+Stored: TypeAlias = tuple[SavedLeaf, Callable[[tuple[slice, ...]], np.ndarray]]
 
 AXIS = re.compile(r"[A-Za-z_]\w*|1|(\d+)/([1-9]\d*)")  # a name, a dimension of 1, one of parts
 GROUP = re.compile(r"\(([^()]+)\)|([^\s()]+)")  # the axes of one dimension
@@ -219,7 +219,7 @@ def _stored(layers: Mapping[tuple[int, ...], np.ndarray]) -> Stored:
             return np.empty([0] * len(index), first.dtype)
         return np.stack(parts).reshape([*map(len, numbers), *parts[0].shape])
 
-    return Saved((*counts, *first.shape), first.dtype, False), read
+    return SavedLeaf((*counts, *first.shape), first.dtype, False), read
 
 
 def first_names(by_tensor: Mapping[str, list[Source]]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from zerojax import _figures
-from zerojax._figures import Axes, Figure
+from zerojax._figures import Figure, PlotAxes
 from zerojax._kernel.places import Groups, LeafPlan
 from zerojax._plan.codes import codec_of
 from zerojax._plan.layout import Layout
@@ -91,7 +91,7 @@ def plot(plan: Layout, title: str, path: str | None) -> Figure:
     return _figures.finished(figure, path)
 
 
-def _draw_box(axes: Axes, column: int, row: int, leaf: LeafPlan, held: Bounds) -> None:
+def _draw_box(axes: PlotAxes, column: int, row: int, leaf: LeafPlan, held: Bounds) -> None:
     """Draws a leaf's outline, and in it the shard of one device; two sharded dimensions at most."""
     from matplotlib.patches import Rectangle
 

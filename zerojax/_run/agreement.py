@@ -19,14 +19,14 @@ from jax.sharding import Mesh
 from zerojax import _compat
 
 PATIENCE = 30  # seconds after which a process says what it waits for
-SHOWN = 5  # differences; the rest are counted
-WIDTH = 160  # characters of each
+MOST_SHOWN = 5  # differences; the rest are counted
+MOST_CHARACTERS = 160  # characters of each
 
 BEATS = "zerojax/alive/"  # by process, where the run goes on without those that are lost
 LOST = 60  # seconds without a beat
 GONE = "lost"
 PROGRAM = "the program"  # of which one equation a line is compared
-NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
+DECIMAL = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
 
 _meetings: collections.Counter[str] = collections.Counter()  # so far, by channel
 
@@ -153,8 +153,8 @@ def _message(call: str, a: int, b: int, ours: dict[str, str], theirs: dict[str, 
     words = [name for name in differ if "\n" not in ours.get(name, "") + theirs.get(name, "")]
     names = words or differ
     lines = [_difference(name, ours.get(name), theirs.get(name), a, b) for name in names]
-    rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    shown = "".join(f"\n  {line}" for line in [*lines[:SHOWN], *rest])
+    rest = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    shown = "".join(f"\n  {line}" for line in [*lines[:MOST_SHOWN], *rest])
     return (
         f"{call}: the processes disagree, and would compute wrong numbers or wait for each other "
         f"without end. Processes {a} and {b} differ in{shown}\n"
@@ -167,8 +167,8 @@ def _difference(name: str, ours: str | None, theirs: str | None, a: int, b: int)
     pairs = zip_longest((ours or "nothing").split("\n"), (theirs or "nothing").split("\n"))
     pair = next((x or "nothing", y or "nothing") for x, y in pairs if x != y)
     first = next(i for i, (x, y) in enumerate(zip_longest(*pair)) if x != y)
-    alike = max(0, first - WIDTH // 2)
-    x, y = ("..." * (alike > 0) + text[alike : alike + WIDTH].strip() for text in pair)
+    alike = max(0, first - MOST_CHARACTERS // 2)
+    x, y = ("..." * (alike > 0) + text[alike : alike + MOST_CHARACTERS].strip() for text in pair)
     if name == PROGRAM and pair[0].lstrip().startswith("optimizer ") and (rates := _numbers(*pair)):
         name, (x, y) = "a number in the optimizer's update, such as the learning rate", rates
     return f"{name}: {x} in process {a}, {y} in process {b}"
@@ -178,6 +178,6 @@ def _numbers(ours: str, theirs: str) -> tuple[str, str] | None:
     """Returns the numbers of two lines, without their signs, if they differ in nothing else."""
     pairs = zip_longest(ours.split(), theirs.split(), fillvalue="")
     differ = [pair for pair in pairs if pair[0] != pair[1]]
-    if len(differ) != 1 or not all(map(NUMBER.fullmatch, differ[0])):
+    if len(differ) != 1 or not all(map(DECIMAL.fullmatch, differ[0])):
         return None
     return differ[0][0].lstrip("-"), differ[0][1].lstrip("-")  # updates subtract: -0.01 is 0.01

@@ -14,7 +14,7 @@ from zerojax import _compat
 from zerojax._run import processes as _processes
 
 Result = TypeVar("Result")
-FAILED, DONE = "failed", "done"
+RAISED, DONE = "failed", "done"
 MEETING = 60_000  # milliseconds for the first to say where
 COLLECTIONS = 4  # as often as JAX itself: what one frees lets the next free more
 
@@ -65,7 +65,7 @@ def elastic(train: Callable[[], Result], *, at_least: int = 1) -> Result:
             for error in _processes.chain(failure):
                 traceback.clear_frames(error.__traceback__)
             forget_devices(clients)
-        left, one_failed = _meet(FAILED if failure else DONE)
+        left, one_failed = _meet(RAISED if failure else DONE)
         # None is lost, or none was needed any more, or one ended with an error of its own.
         if len(left) == run.num_processes or not one_failed or _processes.told():
             return _ended(failure, result)
@@ -115,7 +115,7 @@ def _meet(how: str) -> tuple[list[int], bool]:
     run, key = _compat.run_of_processes(), "zerojax/elastic/{}".format
     run.client.key_value_set(key(run.process_id), how, allow_overwrite=True)
     left = sorted(run.client.get_live_nodes(list(range(run.num_processes))))
-    return left, any(run.client.key_value_try_get(key(number)) == FAILED for number in left)
+    return left, any(run.client.key_value_try_get(key(number)) == RAISED for number in left)
 
 
 def _join_again(left: list[int], start: int, clients: list[weakref.ref]) -> None:

@@ -15,7 +15,7 @@ from zerojax._state.state import Leaf
 from zerojax._types import PyTree
 
 # What losses call the random key that they take: key, rngs, dropout_key.
-KEY = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
+KEY_NAMES = re.compile(r"(^|_)(p?rng|key|seed)s?(_|$)")
 
 
 def _loaded(module: str, kind: str) -> Any:
@@ -218,7 +218,7 @@ def called(
             raise  # the error comes from within the loss
         passed = ", ".join([model, "batch", "rng"][: len(args)] + [f"{name}=" for name in fields])
         names = _missing(error)
-        others = [name for name in names if not KEY.search(name)]
+        others = [name for name in names if not KEY_NAMES.search(name)]
         if len(args) > 2 and _takes(loss_fn, args[:2], fields):
             step = "step(state, batch)" if model == "params" else "step(model, optimizer, batch)"
             raise TypeError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerojax import _figures
-from zerojax._figures import Axes, Figure
+from zerojax._figures import Figure, PlotAxes
 from zerojax._plan.show import ACTIVATIONS, COLOURS, GRADS, TITLES
 from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._step.step_options import LAYERS, MICROBATCHES
@@ -305,7 +305,7 @@ def matmuls_of(cases: Sequence[Case]) -> list[str]:
 
 
 def draw_memory(
-    axes: Axes,
+    axes: PlotAxes,
     cases: Sequence[Case],
     usable: int,
     colours: Mapping[str, str] = COLOURS,
@@ -338,7 +338,7 @@ def draw_memory(
         axes.set_xlabel(f"GiB per GPU at the peak, of {usable / GIB:.0f} usable")
 
 
-def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
+def _draw_times(axes: PlotAxes, cases: Sequence[Case]) -> None:
     compute = [case.compute_seconds / MS for case in cases]
     exposed = [case.exposed_seconds / MS for case in cases]
     rows = range(len(cases))
@@ -355,7 +355,7 @@ def _draw_times(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_xlabel("ms per step, modelled")
 
 
-def _write(axes: Axes, end: float, row: int, text: str) -> None:
+def _write(axes: PlotAxes, end: float, row: int, text: str) -> None:
     """Writes beside a bar that ends there."""
     axes.text(end, row, f" {text}", va="center", fontsize=_figures.SMALL)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zerojax import _figures
-from zerojax._figures import Axes, Figure
+from zerojax._figures import Figure, PlotAxes
 from zerojax.tools._forecast.case import Case
 
 LARGEST = "largest"  # as many rows as fit
@@ -42,7 +42,9 @@ def draw(cases: Sequence[Case], path: str | None) -> Figure:
     return _figures.finished(figure, path)
 
 
-def _draw_panel(axes: Axes, cases: Sequence[Case], what: str, asked: Sequence[int | str]) -> None:
+def _draw_panel(
+    axes: PlotAxes, cases: Sequence[Case], what: str, asked: Sequence[int | str]
+) -> None:
     """Draws a line for each stage and rows, and marks at the bottom where a step does not fit."""
     lines: dict[tuple[int, int | str], list[Case]] = {}
     for case in sorted(cases, key=lambda case: case.count):
@@ -72,7 +74,7 @@ def _value(case: Case, what: str) -> float:
     return {EACH: case.tflops, ALL: case.tflops * case.count / 1e3, MOST_ROWS: case.rows}[what]
 
 
-def _scale(axes: Axes, counts: Sequence[int]) -> None:
+def _scale(axes: PlotAxes, counts: Sequence[int]) -> None:
     """Counts GPUs in powers, and names those that there are."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, list(map(str, counts)))
