@@ -15,9 +15,7 @@ from jax.experimental import multihost_utils
 
 from zerojax._types import PyTree, is_key
 
-EXTRAS_TAG = (
-    "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
-)
+OUR_KEY = "zerojax"  # in Orbax's custom metadata, and the tag of a value that JSON has no word for
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
@@ -47,17 +45,15 @@ def pack(step: int | None, rng: object, data: object, metadata: object) -> dict[
             "rng=, data= or metadata= is nested too deeply, or holds itself. Make it flat."
         ) from None
     step = None if step is None else step_number(step)
-    return {
-        EXTRAS_TAG: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}
-    }
+    return {OUR_KEY: {"step": step, "data": [json.loads(text) for text in _gathered(mine)], **rest}}
 
 
 def unpack(custom_metadata: dict[str, PyTree], path: object, *, data: bool = True) -> Extras:
     """Reads Orbax's custom metadata, which has nothing where zerojax did not write it."""
-    if EXTRAS_TAG not in custom_metadata:
+    if OUR_KEY not in custom_metadata:
         return Extras()
     try:
-        saved = custom_metadata[EXTRAS_TAG]
+        saved = custom_metadata[OUR_KEY]
         step = None if saved["step"] is None else step_number(saved["step"])
         rng, metadata = decode(saved["rng"]), decode(saved["metadata"])
         parts = [decode(part) for part in saved["data"]] if data else []
@@ -93,20 +89,20 @@ def encode(value: object, where: str) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
-        return {EXTRAS_TAG: "bytes", "value": base64.b64encode(value).decode()}
+        return {OUR_KEY: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{where}/{i}") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {EXTRAS_TAG: "tuple", "value": items}
-    if isinstance(value, dict) and all(isinstance(key, str) and key != EXTRAS_TAG for key in value):
+        return items if isinstance(value, list) else {OUR_KEY: "tuple", "value": items}
+    if isinstance(value, dict) and all(isinstance(key, str) and key != OUR_KEY for key in value):
         return {key: encode(item, f"{where}/{key}") for key, item in value.items()}
     if isinstance(value, jax.Array) and is_key(value):
         data = encode(np.asarray(jax.random.key_data(value)), where)
-        return {EXTRAS_TAG: "key", "impl": str(jax.random.key_impl(value)), "value": data}
+        return {OUR_KEY: "key", "impl": str(jax.random.key_impl(value)), "value": data}
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         text = base64.b64encode(array.tobytes()).decode()
         return {
-            EXTRAS_TAG: "array",
+            OUR_KEY: "array",
             "dtype": array.dtype.str,
             "shape": list(array.shape),
             "value": text,
@@ -124,9 +120,9 @@ def decode(value: PyTree) -> PyTree:
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if EXTRAS_TAG not in value:
+    if OUR_KEY not in value:
         return {key: decode(item) for key, item in value.items()}
-    kind, content = value[EXTRAS_TAG], value["value"]
+    kind, content = value[OUR_KEY], value["value"]
     if kind == "tuple":
         return tuple(decode(content))
     if kind == "key":

@@ -195,7 +195,7 @@ def _opened(
         raise ValueError(_files.nothing_at(given))
     _files.check_regular(directory)
     listed = (directory / _files.CHECKSUMS).exists()
-    if listed or _extras.EXTRAS_TAG in _metadata(directory)[1]:
+    if listed or _extras.OUR_KEY in _metadata(directory)[1]:
         _files.check_files(directory, only)
     return directory, *_metadata(directory)
 
