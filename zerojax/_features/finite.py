@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
 
-from zerojax._plan.precision import wide
+from zerojax._kernel.device import wide
 from zerojax._state import state as _state
 from zerojax._types import PyTree
 

@@ -24,6 +24,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat
+from zerojax._kernel.device import wide
 from zerojax._kernel.jaxprs import (
     Atom,
     Inliner,
@@ -38,7 +39,6 @@ from zerojax._kernel.jaxprs import (
 from zerojax._kernel.pieces import CONST, WEIGHT
 from zerojax._loss.batch import REPLICATED, Microbatches
 from zerojax._loss.trace import as_one_device, typed
-from zerojax._plan.precision import wide
 
 # [Note: layered accumulation]
 # Microbatches that run one after another gather each layer's weights once each. Here a loss is

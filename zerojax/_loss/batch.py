@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from zerojax import _compat, _fingerprint
+from zerojax._kernel.places import axes_size
 from zerojax._loss import fields as _fields
 from zerojax._loss.arguments import find_plan
 from zerojax._plan import mesh as _mesh, move as _move
@@ -371,7 +372,7 @@ def process_slice(
         slice(0, 32, None)
     """
     mesh, axes = mesh_and_axes(mesh, axis, plan)
-    size = _mesh.axes_size(mesh, axes)
+    size = axes_size(mesh, axes)
     if not isinstance(rows, int | np.integer) or rows < 1 or rows % size:
         raise ValueError(
             f"a batch of {rows!r} rows does not divide over {size} devices. Use a multiple of "
@@ -404,7 +405,7 @@ def mesh_and_axes(
 
 def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
     """Returns which parts of a batch that is split over the axes are on this process's devices."""
-    size = _mesh.axes_size(mesh, axes)
+    size = axes_size(mesh, axes)
     split = NamedSharding(mesh, PartitionSpec(axes))
     slices = split.addressable_devices_indices_map((size,)).values()
     return {index[0].indices(size)[0] for index in slices if index is not None}

@@ -7,8 +7,7 @@ from typing import Self
 
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax._kernel.places import Axes, Groups, LeafPlan, beyond, by_layer
-from zerojax._plan import mesh as _mesh
+from zerojax._kernel.places import Axes, Groups, LeafPlan, axes_size, beyond, by_layer
 from zerojax._plan.precision import Precision
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._types import TreeDef
@@ -47,7 +46,7 @@ class Layout:
     @property
     def size(self) -> int:
         """The number of devices that the batch is split over."""
-        return _mesh.axes_size(self.mesh, self.batch_axes)
+        return axes_size(self.mesh, self.batch_axes)
 
     @property
     def sharded(self) -> dict[str, bool]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax import _compat
-from zerojax._kernel.places import axes_size as axes_size
+from zerojax._kernel.places import axes_size
 from zerojax._run import processes as _processes
 from zerojax._types import Device
 from zerojax._warn import warn

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from zerojax._kernel.jaxprs import Atom, is_var
 from zerojax._kernel.places import Rule
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
-from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype, zero_gradient
-from zerojax._types import PyTree, is_key
+from zerojax._state.state import Leaf, leaves_with_paths, shape_dtype
+from zerojax._types import PyTree, is_key, zero_gradient
 from zerojax._update.update import Update, on_no_mesh
 
 Guard = Callable[[Array, PyTree, PyTree], PyTree]

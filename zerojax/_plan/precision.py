@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from zerojax._kernel.device import wide as wide
+from zerojax._kernel.device import wide
 from zerojax._plan import optimizer as _optimizer
 from zerojax._state import carried as _carried, refusals as _refusals, state as _state
 from zerojax._types import PyTree

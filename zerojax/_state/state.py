@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from zerojax._state import patches as _patches
-from zerojax._types import PyTree, is_key, zero_gradient as zero_gradient
+from zerojax._types import PyTree, is_key
 
 PARAMS, OPT_STATE, OTHER = "params", "opt_state", "other"
 

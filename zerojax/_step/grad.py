@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr
 from zerojax import _compat
 from zerojax._declared import takes
 from zerojax._features.in_backward import InBackward, NoGradientError
+from zerojax._kernel.device import wide
 from zerojax._kernel.jaxprs import is_var, reads, type_of
 from zerojax._loss import (
     arguments as _arguments,
@@ -24,7 +25,7 @@ from zerojax._loss import (
 from zerojax._loss.trace import TracedLoss, explained_dtypes, trace_loss
 from zerojax._plan import mesh as _mesh, move as _move
 from zerojax._plan.plan import Plan, check_plan
-from zerojax._plan.precision import cast_floats, wide
+from zerojax._plan.precision import cast_floats
 from zerojax._state import refusals as _refusals
 from zerojax._step.program import Program
 from zerojax._step.step_options import LossOptions, ValueOptions, precision_of

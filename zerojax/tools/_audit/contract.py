@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator
 
 from zerojax._features import rows as _rows
-from zerojax._kernel.places import Axes, beyond
-from zerojax._plan import mesh as _mesh
+from zerojax._kernel.places import Axes, axes_size, beyond
 from zerojax._plan.plan import LeafPlan, Plan
 from zerojax._state.state import OPT_STATE, OTHER, PARAMS
 from zerojax._table import human_bytes
@@ -136,7 +135,7 @@ def _gathers(report: Measurement, plan: Plan, leaves: Leaves) -> Iterator[str]:
                 gathered = part.elements * one.group
                 far = beyond(leaf.update.axes, leaf.near.axes)
                 far = far if _is_within(one, far) else ()
-                near = _mesh.axes_size(plan.mesh, leaf.near.axes) if far else 1
+                near = axes_size(plan.mesh, leaf.near.axes) if far else 1
                 sent[leaf.path, far] += gathered * one.trips * near / _sent(leaf)
                 if leaf.stacked and leaf.rest.dim is not None and gathered >= _sent(leaf):
                     yield (
@@ -342,7 +341,7 @@ def _most_reduced(part: Operand, plan: Plan | None) -> float:
     replicated = [leaf for leaf in plan.leaves if leaf.dim is None]
     joined = FEW_BYTES + sum(leaf.nbytes for leaf in replicated if leaf.path in part.paths)
     for leaf in plan.params:
-        shards = _mesh.axes_size(plan.mesh, leaf.update.axes)
+        shards = axes_size(plan.mesh, leaf.update.axes)
         # Further devices update the same shard: its gradient is summed over them.
         if leaf.path in part.paths and 1 < shards < plan.size:
             joined += _sent(leaf) * max(4, leaf.dtype.itemsize) / shards

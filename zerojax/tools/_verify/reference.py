@@ -17,19 +17,19 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import finite as _finite
-from zerojax._kernel.device import exact_share
+from zerojax._kernel.device import exact_share, wide
 from zerojax._loss import batch as _batch
 from zerojax._loss.fields import has_no_mean, split_fields, with_fields
 from zerojax._loss.trace import trace_loss
 from zerojax._plan.optimizer import apply_gradients
 from zerojax._plan.padding import on_host
 from zerojax._plan.plan import Plan
-from zerojax._plan.precision import cast_floats, wide
+from zerojax._plan.precision import cast_floats
 from zerojax._state import state as _state
 from zerojax._step.step import Recipe, grad_norm
 from zerojax._step.step_options import precision_of
 from zerojax._table import human_bytes
-from zerojax._types import Device, PyTree, is_key
+from zerojax._types import Device, PyTree, is_key, zero_gradient
 from zerojax._wire.codecs import Quantized, each_of
 from zerojax.tools._verify import compare as _compare, draws as _draws
 from zerojax.tools._verify.compare import WRONG, Check
@@ -209,7 +209,7 @@ class Reference:
         if grads is not None:
             trained = {i: i in grads and not leaf.frozen for i, leaf in enumerate(self.plan.params)}
             grads = paramdef.unflatten(
-                grads[i] * factor if trained[i] else _state.zero_gradient(value)
+                grads[i] * factor if trained[i] else zero_gradient(value)
                 for i, value in enumerate(values)
             )
         aux = jax.tree.structure(traced.aux).unflatten(aux)
