@@ -23,8 +23,8 @@ def vary(
 ) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
     """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
-    Of a `Held`, that is the shard, or what backward updates; of the others, the wanted ones of a
-    float dtype.
+    For a `Held`, that is its shard, or what backward updates. Other values are differentiated by
+    only if they are wanted and of a float dtype.
     """
     leaves, treedef = jax.tree.flatten(list(values))
     mask = _varies(values, wanted)
@@ -186,7 +186,7 @@ def with_layer(stacks: PyTree, layer: PyTree, i: Index) -> PyTree:
 
 
 def empty_stacks(layer: PyTree, length: int) -> PyTree:
-    """Returns stacks of zeros for so many layers."""
+    """Returns stacks of zeros for `length` layers."""
     return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), layer)
 
 
@@ -250,7 +250,7 @@ class Unchanged:
         return list(xs)
 
     def read_first(self, read: Any, stacks: list) -> tuple[Any, list]:
-        """Has what is read of the stacks be read before they are written."""
+        """Orders reads of the stacks before writes to them."""
         return read, stacks
 
     def fetched(self, stacks: list, at: Layer) -> list:

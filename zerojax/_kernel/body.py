@@ -170,7 +170,7 @@ def _is_countable(array: Array) -> bool:
 # JAX keeps for backward whatever the derivative needs, full weights among it: with plain
 # differentiation a gathered weight would stay alive from its use in forward to its use in
 # backward, and stage 3 would save nothing. So every scope that gathers is differentiated by hand,
-# the same way: run the prefix (gathers and whatever comes from weights alone), take `jax.vjp` of
+# the same way: run the prefix (gathers and whatever comes from weights only), take `jax.vjp` of
 # the main part, and drop from the residuals every array that the prefix made or that came in as an
 # input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
 # last stays: backward wants it first. Of a weight whose route has a far hop, what that returned
@@ -258,12 +258,12 @@ class Body:
         ]
 
     def _travellers(self, weights: Sequence[Value | None]) -> Iterator[tuple[Held, Cut]]:
-        """Yields what is gathered, each view taken when its turn has come."""
+        """Yields the weights to gather. Each takes its view when its turn comes."""
         held = self._by_var(weights)
         return ((shard.of(held[shard.root]), shard.cut) for shard in self.split.gathers.values())
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
-        """Returns the frontier: gathered weights, and what comes from weights alone."""
+        """Returns the frontier: gathered weights, and what is computed from weights only."""
         env: Env = {**self.split.constants, **self._by_var(weights)}
         write(env, [*self.split.gathers], gathered)
         for eqn in self.split.prefix:
@@ -358,7 +358,7 @@ class Body:
         saved: Saved,
         cts: Sequence[Array | None],
     ) -> list[Gradient]:
-        """Returns the gradients of the inputs, None where there is none.
+        """Returns the gradients of the inputs, None for inputs without one.
 
         Lost inputs come as their types. `cts` has None where an output is of no float dtype.
         """
@@ -427,7 +427,7 @@ class Body:
                 totals[shard.root] = dataclasses.replace(total, shard=add(total.shard, grad))
         return merge(self.is_weight, list(totals.values()), self.plain_of(grads))
 
-    # -- what is differentiated
+    # -- the inputs to differentiate by
 
     def _rest_inputs(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[list, list]:
         values = [*self.roots_of(inputs), *self.plain_of(inputs)]

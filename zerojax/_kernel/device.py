@@ -257,7 +257,7 @@ class DeviceStep(Generic[P]):
         return _compat.run_jaxpr(self.jaxpr, inputs)
 
     def floats(self, varied: Sequence[PyTree]) -> list[PyTree]:
-        """Returns what is differentiated by: integers, keys and frozen parameters are not."""
+        """Returns the values to differentiate by: no integers, keys or frozen parameters."""
         return [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
 
     def with_floats(self, varied: Sequence[PyTree], floats: Sequence[PyTree]) -> list[PyTree]:

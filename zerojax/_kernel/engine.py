@@ -85,8 +85,8 @@ class SplitLoss:
 
     @property
     def scanned_alone(self) -> list[bool]:
-        """Whether one loop scans each input as it is and nothing else reads it: then the loop has
-        all of a layer's gradient."""
+        """Whether one loop scans each input, unchanged, and nothing else reads it. That loop then
+        has all of a layer's gradient."""
         shards = [*self.scope.gathers.values(), *shards_read(self.scope.main)]
         reads = Counter(shard.root for shard in shards)
         scanned = set()
@@ -155,7 +155,7 @@ def _in_turn(before: Op | None, op: Op, env: Env) -> None:
 
 
 def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:
-    """Whether a scope does no more than compute, from what is on the devices."""
+    """Whether a scope only computes, and from values that are on the devices."""
     updates = any(isinstance(x, Held) and x.updating is not None for x in inputs)
     on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
     return not (updates or on_host or _compat.has_side_effects(scope))
@@ -165,7 +165,7 @@ class ScopeCode:
     """A scope as code, whose weights are gathered again in backward, but for those `kept`.
 
     See the note in `body.py`. Where it `repeats`, it runs for several scopes that are alike, and
-    is jitted, so that JAX traces and lowers the first of them alone.
+    is jitted, so that JAX traces and lowers only the first of them.
     """
 
     def __init__(

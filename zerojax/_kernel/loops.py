@@ -50,7 +50,8 @@ class Layers:
         # Backward has constants and scanned inputs again, but not what the carry was.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
-        # Whole layers alone; and of a reversed loop, whose writes older XLA does not find, none.
+        # Residuals leave the devices only as whole layers. Older XLA cannot match a reversed loop's
+        # writes to host memory, so there they stay.
         unfound = how.keeping.host and loop.reverse and not how.counted()
         self.keeping = AS_IT_IS if how.in_loop or unfound else how.keeping
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
@@ -78,7 +79,7 @@ class Layers:
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Returns the outputs, and what `backward` needs that is not among the inputs: what it
+        """Returns the outputs, and what `backward` needs besides the inputs: what this forward
         saved, with full weights that are kept, and what weights are gathered from after their far
         hops."""
         consts, carry, xs = self.parts(inputs)
@@ -297,7 +298,7 @@ class PrefetchedLayers(Layers):
 
     def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
-        # Only shards are gathered; the others stand in their places.
+        # Only shards are gathered; None stands for each other input.
         return fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
 
 

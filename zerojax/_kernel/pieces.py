@@ -30,8 +30,8 @@ class View:
 
 
 # The kind of a variable that is no `Shard`; None: a value of the main part.
-WEIGHT = "weight"  # computed from weights and constants alone
-CONST = "const"  # computed from constants alone
+WEIGHT = "weight"  # computed from weights and constants only
+CONST = "const"  # computed from constants only
 
 _RESHAPES = ("transpose", "reshape", "squeeze")
 
@@ -368,7 +368,7 @@ class Readers:
         return [Shard(kind.root, kind.cut.moved(view.dims), (*kind.views, view)) for view in found]
 
     def _is_gathered_too(self, eqn: JaxprEqn, kind: Shard, stops: bool) -> bool:
-        """Whether the operand is also read as it is, or both frozen and not."""
+        """Whether the operand is also read without a view, or both frozen and not."""
         readers = self.of(eqn.invars[0])
         if stops and len(readers) > 1:
             return True

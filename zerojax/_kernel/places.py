@@ -70,7 +70,7 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
     """Returns the groups that a user asks for, with the stage's where nothing is given.
 
     Their axes are in the order in which they shard a dimension: those of the parameters first, so
-    that each device's part contains its shards of what is sharded further.
+    that each device's part contains its shards of the kinds that are sharded further.
     """
     row = groups_of(stage, axes)
     if not isinstance(given, Mapping):
@@ -151,7 +151,7 @@ class Placement:
 
     @property
     def local(self) -> PartitionSpec:
-        """The spec for a `shard_map` over ZeRO's axes: the others are left out."""
+        """The spec for a `shard_map` over ZeRO's axes, without other axes."""
         return self.within(self.axes)
 
     def within(self, axes: Collection[str]) -> PartitionSpec:
@@ -443,7 +443,7 @@ def leaf_at(whole: Placement, groups: Groups, *, is_param: bool, **others: Any) 
     near = whole.over(groups.params if is_param else groups.opt_state)
     frozen = others.get("frozen", False)
     update = near if frozen else whole.over(groups.opt_state)
-    # See the note in `placement.py`: what is updated stays where it is.
+    # See the note above: a parameter rests where it is updated.
     rest = update if near.axes else near
     grad = whole.over(groups.grads) if is_param and not frozen else None
     return LeafPlan(rest=rest, near=near, grad=grad, update=update, **others)

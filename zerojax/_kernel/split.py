@@ -1,4 +1,4 @@
-"""Splits a jaxpr in two: what comes from weights alone, and its *main* part.
+"""Splits a jaxpr in two: what is computed from weights only, and its *main* part.
 
 The first, the *prefix*, gathers shards and computes whatever needs nothing but weights
 (casts, transposes, weight normalisation). It is cheap to repeat, and its results are as large as
@@ -180,11 +180,11 @@ class Splitter:
             self.prefix.append(eqn)
             for var in eqn.outvars:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
-            # [Note: constants under checkpoint] What comes from constants alone, a mask made of
-            # iotas say, goes into the prefix, because weights may be computed with it, and into
-            # the main part too where that runs under jax.checkpoint. Nothing is kept for backward
-            # there anyway. As part of the frontier the mask would be an input of the checkpoint,
-            # behind its barrier: an array in memory instead of part of a fusion.
+            # [Note: constants under checkpoint] What is computed from constants only, such as a
+            # mask made of iotas, goes into the prefix, because weights may be computed with it.
+            # Under jax.checkpoint it goes into the main part too, which keeps nothing for backward
+            # anyway. As part of the frontier the mask would be an input of the checkpoint, behind
+            # its barrier: an array in memory instead of part of a fusion.
             if self.checkpointed and WEIGHT not in kinds:
                 main.append(eqn)
         else:
@@ -227,7 +227,7 @@ class Splitter:
 
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
-        # Its equations are visited as if the loop body had them. Those of weights alone join the
+        # Its equations are visited as if the loop body had them. Those of weights only join the
         # body's prefix, where the loop gathers; the others become the main part of the remat.
         ops: list[Op] = []
         outside, self.checkpointed = self.checkpointed, True
@@ -311,7 +311,7 @@ def _inner_kind(kind: Kind) -> InputKind:
 
 
 def _alike(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> Hashable:
-    """Returns what kinds of inputs are, less their paths: messages about loops alone name these."""
+    """Returns the kinds of inputs without their paths, which only messages about loops name."""
     loops = any(eqn.primitive.name == "scan" for eqn in _compat.every_eqn(jaxpr))
     named = [dataclasses.replace(k, path="") if isinstance(k, Cut) else k for k in kinds]
     return tuple(kinds if loops else named)

@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Sends floats in `dtype` (None: their own), everything else as it is."""
+    """Sends floats in `dtype` (None: their own), everything else unchanged."""
 
     adds = True
     dtype: DTypeLike | None = None
@@ -67,8 +67,8 @@ class Route:
     and summed over `replicas`. In the spec of what is sharded `near` is major and `far` minor, so
     gathering over `far` first leaves each device a contiguous block for `near`. The sharded
     dimension has `padding` elements more than the parameter: they are dropped after the gather, and
-    added before the reduction. A gradient travels as codes over the axes in `coded` alone: inside a
-    node, a reduce-scatter hides as it is, and leaves a fraction to encode where it comes first.
+    added before the reduction. A gradient is quantized over the axes in `coded` only: inside a node, an
+    exact reduce-scatter hides by itself, and what it leaves to encode is a fraction.
     (Codes all the way cost 20 ms of compute, 7.5B on 8 nodes of 8 H100s with int8, this way 2.)
     """
 
@@ -96,7 +96,7 @@ class Route:
         return tuple((tuple(axes), is_coded) for is_coded, axes in runs)
 
     def coded_over(self, axes: tuple[str, ...]) -> "Route":
-        """Returns the route of a gradient that goes as codes over these of its axes alone."""
+        """Returns the route of a gradient that is quantized over these of its axes only."""
         if self.codec.adds:
             return self
         return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
@@ -116,10 +116,10 @@ class Cut:
 
     dim: int | None  # None: replicated, and so is its gradient, all-reduced
     rank: int
-    dtype: DTypeLike  # of what is sent
+    dtype: DTypeLike  # in which it is sent
     gather: Route = NOWHERE
     reduce: Route = NOWHERE
-    use_dtype: DTypeLike | None = None  # of the weight as it is used, where that is wider
+    use_dtype: DTypeLike | None = None  # in which the loss uses it, where that is wider
     others: tuple[Entry, ...] = ()
     path: str = "a parameter"
 
@@ -134,7 +134,7 @@ class Cut:
 
     @property
     def fixed(self) -> int:
-        """The first dimension that a view must leave as it is, like all after it.
+        """The first dimension that a view must not change, nor any after it.
 
         [Note: stacks of replicated layers] A replicated parameter has no sharded dimension, but a
         loop over a stack of them reduces each layer's gradient as soon as it exists. For that the
@@ -261,7 +261,7 @@ def arrive(held: Held, cut: Cut, crossed: Transit = ()) -> Transit:
 
 
 def full(arrived: Transit, cut: Cut) -> Array:
-    """Returns the weight as it is used: decoded, without padding, in its dtype."""
+    """Returns the weight as the loss uses it: decoded, without padding, in its dtype."""
     return _open(arrived, cut).astype(cut.final_dtype)
 
 
@@ -307,7 +307,7 @@ def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]
     """Sums gradients over the devices of their routes, hop by hop and then over replicas. Each
     device keeps its shard of a sum, or all of it if the parameter is replicated.
 
-    What a reduce-scatter cannot add, as its codec writes it, goes in one message with the others.
+    A reduce-scatter cannot add what some codecs write: such gradients travel in one message.
     """
     sums, together = list(grads), defaultdict[tuple[Hop, ...], list[int]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
@@ -383,7 +383,7 @@ def _hop(
     if not axes:
         return array
     dim = cut.dim
-    assert dim is not None, "only what is sharded can be all-gathered or reduce-scattered"
+    assert dim is not None, "only a sharded array can be all-gathered or reduce-scattered"
     with named([cut]):
         return _each_part(lambda x: collective(x, dim), array, cut.others)
 
@@ -391,7 +391,7 @@ def _hop(
 def _each_part(
     collective: Callable[[Array], Array], array: Array, others: tuple[Entry, ...]
 ) -> Array:
-    """Runs a collective over the ZeRO axes on each part of what is sharded over other axes too.
+    """Runs a collective over the ZeRO axes on each part of an array that is sharded over other axes too.
 
     XLA forgets, at collectives written by hand, how their operands are sharded over other axes,
     and would put the parts together first: twice the bytes for a `tensor` axis of two.
