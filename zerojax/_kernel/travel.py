@@ -67,9 +67,9 @@ class Route:
     and summed over `replicas`. In the spec of what is sharded `near` is major and `far` minor, so
     gathering over `far` first leaves each device a contiguous block for `near`. The sharded
     dimension has `padding` elements more than the parameter: they are dropped after the gather, and
-    added before the reduction. A gradient is quantized over the axes in `coded` only: inside a node, an
-    exact reduce-scatter hides by itself, and what it leaves to encode is a fraction.
-    (Codes all the way cost 20 ms of compute, 7.5B on 8 nodes of 8 H100s with int8, this way 2.)
+    added before the reduction. A gradient is quantized over the axes in `coded` only: inside a
+    node, an exact reduce-scatter hides by itself, and leaves a fraction to encode. (Quantizing all
+    the way costs 20 ms of compute, 7.5B on 8 nodes of 8 H100s with int8, this way 2.)
     """
 
     near: tuple[str, ...] = ()
@@ -391,7 +391,7 @@ def _hop(
 def _each_part(
     collective: Callable[[Array], Array], array: Array, others: tuple[Entry, ...]
 ) -> Array:
-    """Runs a collective over the ZeRO axes on each part of an array that is sharded over other axes too.
+    """Runs a collective over the ZeRO axes on each part of an array that other axes shard too.
 
     XLA forgets, at collectives written by hand, how their operands are sharded over other axes,
     and would put the parts together first: twice the bytes for a `tensor` axis of two.
