@@ -171,11 +171,11 @@ def test_on_gpus_updated_weights_are_gathered_in_the_loop():
     size = 4 * 512**2  # of one layer, float32
 
     def gathers(report):
-        return [one for one in report.replay.collectives if one.instruction.base == "all-gather"
-                and one.wire >= size * 7 / 8]  # fmt: skip
+        return [one for one in report.replay.collectives
+                if one.kind == "all-gather" and one.wire_bytes >= size * 7 / 8]  # fmt: skip
 
     ours, others = (gathers(compiled("8xH100", 2)[2]) for compiled in (in_backward, after))
     in_loop = [one for one in ours if one.trips > 1]
     assert in_loop and all(one.asynchronous and one.between for one in in_loop)
-    sent, wanted = (sum(one.wire * one.trips for one in each) for each in (ours, others))
+    sent, wanted = (sum(one.wire_bytes * one.trips for one in each) for each in (ours, others))
     assert sent == pytest.approx(wanted, rel=0.01)
