@@ -9,19 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 Say = Callable[[str, int, threading.Event], None]
 ON_A_TERMINAL, IN_A_LOG = 1.0, 10.0  # seconds that need no explanation
 WIPE = "\r\x1b[K"
 
 
-def progress(items: Sequence[T], doing: Callable[[T], str]) -> Iterator[T]:
-    """Yields items; a line says what is done to each, and how long the rest may take."""
-    started = time.monotonic()
+def progress(items: Sequence[T], doing: Callable[[T], str], run: Callable[[T], R]) -> list[R]:
+    """Runs each item; a line says what is done to it, and how long the rest may take.
+
+    No generator: one left by an error would stay open as long as the traceback, and count on.
+    """
+    started, results = time.monotonic(), []
     for number, item in enumerate(items, start=1):
         left = (time.monotonic() - started) / max(number - 1, 1) * (len(items) - number + 1)
         rest = f", about {left:.0f} s left" if number > 1 else ""
         with working(doing(item) + (f" ({number}/{len(items)}{rest})" if len(items) > 1 else "")):
-            yield item
+            results.append(run(item))
+    return results
 
 
 @contextlib.contextmanager

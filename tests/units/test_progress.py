@@ -27,12 +27,16 @@ def said(capfd, monkeypatch):
 
 
 def going_through(items, seconds):
-    for _ in _progress.progress(items, lambda item: f"doing {item}"):
+    def compiling(item):
         kept = os.dup(2)
         os.close(2)  # what the compiler says meanwhile goes elsewhere
         time.sleep(seconds)
         os.dup2(kept, 2)
         os.close(kept)
+        return item.upper()
+
+    results = _progress.progress(items, lambda item: f"doing {item}", compiling)
+    assert results == list(items.upper())
 
 
 def test_on_a_terminal_a_line_counts_and_is_wiped(said):
@@ -58,6 +62,20 @@ def test_what_takes_long_gets_one_hint_and_what_is_quick_needs_no_line(said, mon
     for name in ("ON_A_TERMINAL", "IN_A_LOG"):
         monkeypatch.setattr(_progress, name, 60)
     assert said(hinted) == said(hinted, is_terminal=True) == ""
+
+
+def test_an_error_ends_the_line(said):
+    """Its traceback keeps frames alive: a program could not exit, a shell counted on."""
+    failed = []
+
+    def failing():
+        try:
+            _progress.progress("a", lambda item: f"doing {item}", lambda item: 1 / 0)
+        except ZeroDivisionError as error:
+            failed.append(error)
+        time.sleep(0.1)
+
+    assert said(failing, is_terminal=True) == "" and failed
 
 
 def test_a_notebook_that_replaced_stderr_gets_none(capfd, monkeypatch):

@@ -153,9 +153,12 @@ def forecast(
         options = dataclasses.replace(options, accumulate=how.accumulate, order=how.order)
     choices = _choices(losses, options)
     work = Workload(make_state, batch, rng, gpus, gpu, options)
-    doing = progress(choices, lambda choice: f"compiling stage {choice[1][0]} for {gpus}")
-    cases = tuple(work.case(*loss, *how) for loss, how in doing)
-    return Forecast(gpus, gpu, cases, _settings(gpu, options))
+    cases = progress(
+        choices,
+        lambda choice: f"compiling stage {choice[1][0]} for {gpus}",
+        lambda choice: work.case(*choice[0], *choice[1]),
+    )
+    return Forecast(gpus, gpu, tuple(cases), _settings(gpu, options))
 
 
 def changed_options(options: Any) -> dict[str, Any]:

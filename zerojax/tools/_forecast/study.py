@@ -263,12 +263,15 @@ def study(models: str | Sequence[str] | Mapping[str, Given], options: StudyOptio
     missing = [case for case in asked if not _is_done(case, kept)]
     if missing:
         aot.check_packages()
+
+    def compiled(case: Case) -> None:
+        kept.pop(_place(case), None)  # the newest are last
+        kept[_place(case)] = run.compiled(case)
+        if path is not None:
+            _write(path, kept.values())
+
     with _cache.kept(_cache.folder() if options.cache else None):
-        for case in progress(missing, lambda case: f"compiling {_named(case)}"):
-            kept.pop(_place(case), None)  # the newest are last
-            kept[_place(case)] = run.compiled(case)
-            if path is not None:
-                _write(path, kept.values())
+        progress(missing, lambda case: f"compiling {_named(case)}", compiled)
     return Study(tuple(kept[_place(case)] for case in asked))
 
 
