@@ -7,7 +7,6 @@
 # can run layer by layer (`_update/rules.py`, `_update/update.py`).
 
 import dataclasses
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +41,7 @@ _ADDRESS = re.compile(r'byte_offset":"(\d+)","byte_stride":"([1-9]\d*)"')
 _LOOPED, _LOOP_WIDTH = 9, 1024  # of the loop that is looked at
 
 
-@functools.cache
+@_compat.device_cache
 def are_found(device: Device) -> bool:
     """Whether XLA finds the next layer's slice, and those of loops that it doubled.
 

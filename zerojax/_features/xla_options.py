@@ -1,7 +1,6 @@
 """The XLA options that a program needs, on GPU backends only, and only those XLA knows."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -225,7 +224,7 @@ def _is_layer(call: JaxprEqn) -> bool:
     return {"all_gather", "reduce_scatter"} <= names
 
 
-@functools.cache
+@_compat.device_cache
 def is_known(name: str, value: int | bool | str, device: Device) -> bool:
     """Whether the installed XLA takes an option: names come and go with its versions."""
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
