@@ -116,7 +116,9 @@ def test_a_damaged_file_is_compiled_again(audit, tmp_path, compiled):
     for count, other in enumerate(damaged, start=2):
         file.write_bytes(other)
         assert audit() == whole and len(compiled) == count, other
-        assert files(tmp_path / "cache") == [file] and file.read_bytes() == data, other
+        # Not its bytes: XLA's text of one program differs, rarely, from compile to compile.
+        assert files(tmp_path / "cache") == [file] and audit() == whole, other
+        assert len(compiled) == count, f"{other!r} was not replaced by a program"
     with pipe_for(file):
         assert audit() == whole and len(compiled) == count + 1, "a pipe is not waited for"
 
