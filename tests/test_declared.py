@@ -10,8 +10,8 @@ from tests.processes import ROOT, python
 DUMMY = """    {name}: int = option(7, "the dummy of {kind}.", flag={{"type": int}})
 """
 FIELDS = {  # the class, its file, and the field above which the dummy goes
-    "placed": ("PlanOptions", "_plan/plan_options.py", "    mesh: Mesh | None = option("),
-    "stepped": ("StepOptions", "_step/step_options.py", "    skip_nonfinite: bool = option("),
+    "placed_dummy": ("PlanOptions", "_plan/plan_options.py", "    mesh: Mesh | None = option("),
+    "stepped_dummy": ("StepOptions", "_step/step_options.py", "    skip_nonfinite: bool = option("),
 }
 PROGRAM = """
 import contextlib, inspect, io, json, sys
@@ -22,14 +22,14 @@ import zerojax.nnx
 from zerojax.__main__ import main
 
 FUNCTIONS = {
-    "placed": [zerojax.plan, zerojax.shard_train_state, zerojax.nnx.shard],
-    "stepped": [zerojax.train_step, zerojax.nnx.train_step],
+    "placed_dummy": [zerojax.plan, zerojax.shard_train_state, zerojax.nnx.shard],
+    "stepped_dummy": [zerojax.train_step, zerojax.nnx.train_step],
 }
 BOTH = [zerojax.forecast, zerojax.tools.study]
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
     main(["forecast", "--help"])
-found = {"flags": [name for name in FUNCTIONS if f"--{name}" in printed.getvalue()]}
+found = {"flags": [name for name in FUNCTIONS if f"--{name.replace('_', '-')}" in printed.getvalue()]}
 for name, functions in FUNCTIONS.items():
     for function in functions + BOTH:
         parameter = inspect.signature(function).parameters.get(name)
@@ -62,7 +62,7 @@ def test_signatures_have_it(found):
 
 
 def test_the_command_line_has_it(found):
-    assert found["flags"] == ["placed", "stepped"]
+    assert found["flags"] == ["placed_dummy", "stepped_dummy"]
 
 
 def test_docstrings_have_it(found):

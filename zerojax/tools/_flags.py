@@ -134,8 +134,9 @@ STEP_FLAGS += ("reduce",)
 for _field in dataclasses.fields(WorkOptions):  # those whose declaration has a flag
     if _field.init and (_keywords := _field.metadata["flag"]):
         _text = _field.metadata["text"].partition(". ")[0]
-        FLAGS[_field.name] = _flag(_text, metavar=_field.name.upper(), **_keywords)
-        STEP_FLAGS += (_field.name,)
+        _name = _field.name.replace("_", "-")
+        FLAGS[_name] = _flag(_text, metavar=_field.name.upper(), **_keywords)
+        STEP_FLAGS += (_name,)
 HOST_FLAGS = ("rows", "nodes", "groups")
 
 
