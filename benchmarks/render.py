@@ -179,6 +179,7 @@ HPZ = '`regather="gpu"`'
 WIRES = {
     "exact": "exact, gathered again over all GPUs",
     "exact, kept in the node": f"exact, {HPZ}",
+    "exact, 16 of 36 layers kept": "exact, `keep_layers=16` of 36",
     "weights int8": "weights int8",
     "weights int8, kept in the node": f"weights int8, {HPZ}",
     "weights int8, gradients int8, kept in the node": f"weights and gradients int8, {HPZ}",

@@ -24,6 +24,7 @@ HPZ = {"regather": "gpu"}
 WAYS = {
     "exact": ({}, {}),
     "exact, kept in the node": ({}, HPZ),
+    "exact, 16 of 36 layers kept": ({}, {"keep_layers": 16}),
     "weights float8_e4m3fn": ({"gather": "float8_e4m3fn"}, {}),
     "weights int8": ({"gather": "int8"}, {}),
     "weights int8, kept in the node": ({"gather": "int8"}, HPZ),

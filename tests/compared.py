@@ -69,7 +69,7 @@ def placing(row: Row) -> dict[str, Any]:
 
 def stepping(row: Row) -> dict[str, Any]:
     """What `train_step` is given."""
-    names = ("accumulate", "order", "prefetch", "update", "activations", "donate")
+    names = ("accumulate", "order", "prefetch", "keep_layers", "update", "activations", "donate")
     options = {name: getattr(row, name) for name in names}
     near = [axis for axis, kinds in row.kinds.items() if kinds == 3] or list(row.sizes)
     return options | {

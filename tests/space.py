@@ -37,6 +37,7 @@ class Row:
     order: str = "microbatches"
     regather: bool | str = True
     prefetch: int = 0
+    keep_layers: int = 1
     offload: tuple[str, ...] = ()
     update: str = "auto"
     activations: str | None = None
@@ -107,6 +108,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "order": ("microbatches", "layers"),
     "regather": (True, False, "near"),
     "prefetch": (0, 1),
+    "keep_layers": (1,),
     "offload": ((), ("opt_state",), BOTH),
     "update": ("auto", "backward"),
     "activations": (None, "host"),
@@ -164,6 +166,7 @@ REFUSED = (
 )
 
 EXACT = {"precision": "", "codes": ""}
+KEPT = {"model": "gpt", "stage": 3, "prefetch": 1}
 # What has failed, though no pair of it had; and what FACTORS does not have.
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"codes": "reduce=int8", "layout": "node=2/3 gpu=2/1", "stage": 2},
@@ -180,6 +183,8 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"masked": True, "layout": REPLICATED, "accumulate": 2},
     {"fields": True, "order": "layers", "accumulate": 2},
     {"regather": False, "activations": "host", "prefetch": 1},
+    {**KEPT, "keep_layers": 2, "activations": "host", "codes": "gather=int8"},
+    {**KEPT, "keep_layers": 9, "update": "backward", "regather": "near", "layout": "node=2 gpu=2"},
     {"skip": True, "codes": "reduce=int8", "offload": ("opt_state",)},
     {"layout": "node=2/2 gpu=2/3", "codes": "gather=int8", "prefetch": 1},
     {"layout": "data=1", "optimizer": "lion", **EXACT},
@@ -280,6 +285,8 @@ def walk(seed: int, number: int) -> Row:
         name: rng.choice(of + others.get(name, ())) if rng.random() < 0.4 else of[0]
         for name, of in FACTORS.items()
     }
+    if levels["prefetch"]:
+        levels["keep_layers"] = rng.choice((1, 2, 9))
     if number < len(CHAINS):
         levels |= {"layout": CHAINS[number], "codes": "reduce=int8"}
     return Row(**levels)

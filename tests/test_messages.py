@@ -54,6 +54,8 @@ SAID = [
     (train(mutable=3), r"mutable=3 does not name fields.*batch_stats"),
     (train(mutable="params"), r"names 'params', which the optimizer updates"),
     (train(regather=0), r"regather=0 must be True or False, or name the mesh axes"),
+    (train(keep_layers=0), r"keep_layers=0 must be 1 or more: the number of last layers"),
+    (train(keep_layers=2, prefetch=0), r"keep_layers=2 is for .*prefetch=0 turns that off. Leave"),
     (train(donate=None), r"donate=None must be True or False"),
     (train(skip_nonfinite=3), r"skip_nonfinite=3 must be True or False"),
     (train(compiler_options=[]), r"compiler_options=\[\] must be a dict of XLA's"),

@@ -81,7 +81,7 @@ def test_adafactor_where_padding_would_have_it_factor_another_matrix(stage):
     moments = {leaf.path: leaf for leaf in placed.tx.plan.leaves if leaf.kind == "opt_state"}
     for name in ("w", "wide", "stack"):
         leaf = next(leaf for path, leaf in moments.items() if path.endswith(f"/v/{name}"))
-        assert leaf.shape == shapes[name] and any(leaf.shard_spec)
+        assert leaf.shape == shapes[name] and any(leaf.update.spec)
     one = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)))(state, x)
     new = zerojax.unpad(zerojax.train_step(loss)(placed, x)[0])
     assert_close([new.params, new.opt_state], [one.params, one.opt_state])

@@ -1,4 +1,4 @@
-"""`regather=` by axis: backward gathers within a node what forward brought there."""
+"""What backward gathers again: `regather=` by axis, within a node; `keep_layers=`, fewer layers."""
 
 import pytest
 
@@ -14,6 +14,29 @@ LAST = 2  # prefetching, backward has the last layer of both weights from forwar
 
 def gathers(regather, **options):
     return nodes.gathers(nodes.traced(PLAN, regather=regather, **options))
+
+
+@pytest.mark.parametrize(
+    ("count", "regather", "times"),
+    [
+        (2, True, {LEVELS: 2 * (2 * LAYERS - 2)}),
+        (LAYERS, True, {LEVELS: 2 * LAYERS}),
+        (99, True, {LEVELS: 2 * LAYERS}),
+        (3, "gpu", {NODE: 2 * LAYERS + LAST, GPU: 2 * (2 * LAYERS - 3)}),
+    ],
+)
+def test_backward_gathers_fewer_layers_where_weights_stay(count, regather, times):
+    assert gathers(regather, keep_layers=count) == times
+
+
+def test_only_the_last_layers_stay():
+    """Of two weights, in the stacks that forward's second loop returns."""
+    jaxpr = nodes.traced(PLAN, keep_layers=3)
+    lengths = [scan.params["length"] for scan in scans_of(jaxpr)]
+    assert lengths == [1, 2, 2, 0]  # the last layer runs in no loop, and neither does the first
+    _, forward, *_ = scans_of(jaxpr)
+    full = [v.aval.shape for v in forward.outvars if v.aval.shape[1:] == (nodes.DIM, nodes.DIM)]
+    assert full == [(2, nodes.DIM, nodes.DIM)] * 2
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from zerojax._kernel.travel import (
     Held,
     Route,
     as_sent,
-    is_inexact,
+    is_float,
     over_replicas,
 )
 
@@ -78,7 +78,7 @@ def looked_up(held: Held, indices: Array, cut: Cut, rows: Rows) -> Array:
     shard. They travel exactly, whatever the codec of the table."""
     with jax.named_scope(scope_of(cut.path)):
         source = _compat.fetched(held.source)
-        if not is_inexact(held.shard):
+        if not is_float(held.shard):
             return _read(source, _of_readers(indices, cut.gather), cut, rows)
         return _looked_up(source, indices, held.shard, cut, rows)
 
@@ -124,11 +124,11 @@ def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
     route = cut.gather
     if not route.axes:
         own = rows.look_up(source, indices)
-        return own.astype(cut.dtype).astype(cut.final_dtype) if is_inexact(own) else own
+        return own.astype(cut.dtype).astype(cut.final_dtype) if is_float(own) else own
     (shard,) = _exact(route).encode(as_sent(Held(source), cut))
     columns = to_columns(shard, cut, rows, route.axes)
     own = rows.read(columns, indices, route.axes)
-    return own.astype(cut.final_dtype) if is_inexact(own) else own
+    return own.astype(cut.final_dtype) if is_float(own) else own
 
 
 def _exact(route: Route) -> Exact:

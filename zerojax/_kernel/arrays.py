@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from zerojax import _compat
-from zerojax._kernel.travel import Held
+from zerojax._kernel.travel import Held, is_float
 from zerojax._types import PyTree
 
 Value = Array | Held  # an input of a scope
@@ -121,10 +121,6 @@ def float_cotangents(cts: Sequence[Any], outs: Sequence[Any]) -> list[Array | No
         return ct.astype(out.dtype)
 
     return [array(ct, x) if is_float(x) else None for ct, x in zip(cts, outs, strict=True)]
-
-
-def is_float(value: Any) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, np.inexact)
 
 
 def add(a: Array | None, b: Array | None) -> Any:

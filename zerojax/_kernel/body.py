@@ -187,16 +187,18 @@ class How:
     """When the collectives of a loss run.
 
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
-    all-gather one layer ahead (1) or none (0). `in_turn_above`: in backward of layers of more
-    bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`: data
-    dependences, not barriers, keep collectives in order. `in_loop`: what runs is the body of a loop
-    over layers. `keeping`: where a loop over layers keeps what backward needs. `updates`: what
+    all-gather one layer ahead (1) or none (0). `keep_layers`: the number of last layers, one at
+    least, whose weights a loop that prefetches keeps. `in_turn_above`: in backward of layers of
+    more bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`:
+    data dependences, not barriers, keep collectives in order. `in_loop`: what runs is the body of a
+    loop over layers. `keeping`: where a loop over layers keeps what backward needs. `updates`: what
     backward updates of the stacks that a loop scans. `counted`: whether XLA finds any layer in host
     memory by a loop's counter; asked where there is one.
     """
 
     regather: bool
     prefetch: int
+    keep_layers: int = 1
     in_turn_above: float = math.inf
     by_data: bool = False
     in_loop: bool = False

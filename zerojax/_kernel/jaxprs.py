@@ -31,10 +31,6 @@ def is_var(atom: Atom | None) -> "TypeIs[Var]":
     return atom is not None and not isinstance(atom, Literal)
 
 
-def primitives(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 def type_of(atom: Atom) -> ShapedArray:
     """Returns the type of an array; JAX declares only that it has some type."""
     aval: Any = atom.aval

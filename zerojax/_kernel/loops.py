@@ -7,6 +7,7 @@ layer with it. See the note in `body.py`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -208,6 +209,9 @@ def as_read(inputs: Sequence[Value]) -> list[Value]:
 # The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
 # the weights that f(L-1) ended with.
 #
+# Where the weights of the last K layers stay, these layers have a loop of their own. In backward it
+# comes first and gathers nothing: g(L-K-1), with which the loop after it begins, is beside b(L-1).
+#
 # Where a gather has a far hop h(i), forward makes that one layer earlier still:
 #
 #     forward     h(0) h(1) g(0) | h(2) g(1) f(0) | h(3) g(2) f(1) | ...
@@ -230,13 +234,24 @@ LayerSource = tuple[list[Value | None], list[Transit]]
 
 
 class PrefetchedLayers(Layers):
-    """A loop of at least two iterations that gathers one layer ahead."""
+    """A loop of at least two iterations that gathers one layer ahead.
+
+    Backward gathers the first `again` layers again. The weights of the others stay: those of the
+    last, and of as many before it as `How.keep_layers` says, which run in a loop of their own.
+    """
+
+    def __init__(self, loop: Loop, how: How, run: Run) -> None:
+        super().__init__(loop, how, run)
+        last = loop.length - 1
+        # Within an outer loop, weights kept here would be kept for each of its iterations.
+        self.again = last if how.in_loop else max(0, min(last, loop.length - how.keep_layers))
+        self.turns = [turns for turns in (range(self.again), range(self.again, last)) if turns]
 
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Returns the outputs, and what to keep: the residuals of all layers but the last, those of
-        the last and its weights; and what far hops returned for each layer."""
+        """Returns the outputs, and what to keep: of each loop, the residuals of its layers and the
+        weights that stay; those of the last layer; and what far hops returned for each layer."""
         consts, carry, xs = self.parts(inputs)
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
@@ -246,9 +261,11 @@ class PrefetchedLayers(Layers):
             outs, saved = self.body.forward(layer, self.body.full(arrived), wanted)
             return outs[:num_carry], (outs[num_carry:], saved)
 
-        early = int(self.goes_far_early(inputs))
+        # Far hops two layers ahead. From host memory, layers come in the loop's order: see `Layer`.
+        far = any(shard.cut.gather.far for shard in self.loop.split.gathers.values())
+        early = int(far and not any(map(_compat.is_on_host, jax.tree.leaves(inputs))))
 
-        def step(state: tuple[list, list, list, list, Index], at: Index) -> tuple[Any, Any]:
+        def step(keeps: bool, state: tuple, at: Index) -> tuple[Any, Any]:
             carry, arrived, waiting, stacks, carried = state
             shards = further = self.shards_at(inputs, self.layer(at + 1, carried + 1))
             if early:
@@ -257,19 +274,24 @@ class PrefetchedLayers(Layers):
             ahead = self.arrive(inputs, shards, crossed)
             carry, (ys, saved) = iteration(carry, arrived, at)
             stacks = with_layer(stacks, crossed, self.index(at + 1))
-            return (carry, ahead, waiting, stacks, carried + 1), (ys, self.keeping.put(saved))
+            kept = self.keeping.put(saved), arrived if keeps else []
+            return (carry, ahead, waiting, stacks, carried + 1), (ys, kept)
 
         shards = [self.shards_at(inputs, self.layer(at)) for at in range(1 + early)]
         crossed, *waiting = [self.cross(inputs, each) for each in shards]
         stacks = with_layer(empty_stacks(crossed, last + 1), crossed, self.index(0))
-        start = (carry, self.arrive(inputs, shards[0], crossed), waiting, stacks, 0)
-        (carry, arrived, _, crossed, _), (ys, saved) = self.iterate(step, start, last)
+        state = (carry, self.arrive(inputs, shards[0], crossed), waiting, stacks)
+        parts, kept = [], []
+        for turns in self.turns:
+            turn = functools.partial(step, turns.start == self.again)
+            (*state, _), (ys, saved) = self.iterate(turn, (*state, turns.start), turns)
+            parts, kept = [*parts, ys], [*kept, saved]
+        carry, arrived, _, crossed = state
         carry, (last_ys, last_saved) = iteration(carry, arrived, last)
-        ys = [jnp.concatenate([y, one[None]]) for y, one in zip(ys, last_ys, strict=True)]
+        parts.append([y[None] for y in last_ys])
+        ys = [jnp.concatenate(same) for same in zip(*parts, strict=True)]
         ys = [jnp.flip(y, 0) for y in ys] if self.loop.reverse else ys
-        # Within an outer loop, weights kept here would be kept for each of its iterations.
-        last_weights = [] if self.how.in_loop else arrived
-        return [*carry, *ys], ((saved, last_saved, last_weights), crossed)
+        return [*carry, *ys], ((kept, (last_saved, [] if self.how.in_loop else arrived)), crossed)
 
     def backward(
         self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
@@ -278,8 +300,9 @@ class PrefetchedLayers(Layers):
         here, and all-gathers the next layer's weights, while it computes its own layer."""
         return _Backward(self, inputs, saved, crossed, cts).run()
 
-    def iterate(self, step: Any, init: Any, count: int) -> tuple[Any, Any]:
-        return lax.scan(step, init, jnp.arange(count), unroll=self.loop.unroll)
+    def iterate(self, step: Any, init: Any, turns: range) -> tuple[Any, Any]:
+        at = jnp.arange(turns.start, turns.stop)
+        return lax.scan(step, init, at, unroll=self.loop.unroll)
 
     def layer(self, at: Index, carried: Index | None = None) -> Layer:
         """Returns the layer of an iteration, which may be carried by a loop too."""
@@ -287,14 +310,6 @@ class PrefetchedLayers(Layers):
 
     def turn(self, i: Index, counted: Index) -> Layer:
         return Layer(i, counted, self.how.counted)
-
-    def goes_far_early(self, inputs: Sequence[Value]) -> bool:
-        """Whether weights make their far hops two layers ahead.
-
-        From host memory they come in the order of the loop's counter: see `Layer`.
-        """
-        far = any(shard.cut.gather.far for shard in self.loop.split.gathers.values())
-        return far and not any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
 
     def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
@@ -314,7 +329,7 @@ class _Backward:
         cts: Sequence[Any],
     ) -> None:
         self.layers, self.body, self.index = layers, layers.body, layers.index
-        self.crossed, (self.kept, self.last_kept, self.last_weights) = crossed, saved
+        self.crossed, (self.kept, (self.last_saved, self.last_weights)) = crossed, saved
         self.consts, self.carry, self.xs = layers.parts(inputs)
         self.in_loop, self.inputs = layers.how.updates(self.xs), as_read(inputs)
         self.d_carry, self.d_ys = layers.d_outs(cts)
@@ -327,43 +342,54 @@ class _Backward:
 
     def run(self) -> list[Gradient]:
         """Returns the gradients of the inputs."""
-        last, stacks = self.last, self.in_loop.stacks
-        grads = self.d_carry, self.layers.d_consts(self.consts, self.last_kept.wanted)
-        ahead = self.arrive(self.source_at(stacks, self.layers.layer(last - 1)))
+        last, stacks, again = self.last, self.in_loop.stacks, self.layers.again
+        grads = self.d_carry, self.layers.d_consts(self.consts, self.last_saved.wanted)
+        ahead = self.arrive(self.source_at(stacks, self.layers.layer(again - 1))) if again else []
         source = self.source_at(stacks, self.layers.layer(last))
         arrived = self.last_weights or self.arrive(source)
-        grads, left = self.unreduced(grads, arrived, self.last_kept, last)
+        grads, left = self.unreduced(grads, arrived, self.last_saved, last)
         types = jax.eval_shape(lambda left: self.in_loop.left(self.reduced(left, last)), left)
-        start = (grads, ahead, left, empty_stacks(types, last + 1), stacks, 0)
-        state, _ = self.layers.iterate(self.step, start, last - 1)
-        grads, arrived, left, d_stacks, stacks, _ = state
+        state = (grads, ahead, left, empty_stacks(types, last + 1), stacks)
+        for turns, kept in zip(reversed(self.layers.turns), reversed(self.kept), strict=True):
+            counts = range(last - turns.stop, last - max(turns.start, 1))
+            step = functools.partial(self.step, turns.start, kept)
+            (*state, _), _ = self.layers.iterate(step, (*state, counts.start), counts)
+        grads, arrived, left, d_stacks, stacks = state
         for at in (1, 0):
             layer = self.layers.layer(at)
             old, done = self.in_loop.fetched(stacks, layer), self.reduced(left, at)
             d_stacks = self.stacked(d_stacks, done, at)
             stacks = self.in_loop.updated(stacks, old, done, layer)
             if at:
-                kept = self.layers.keeping.back(layer_of(self.kept, 0))
-                grads, left = self.unreduced(grads, arrived, kept, 0)
+                saved, weights = layer_of(self.kept[0], 0)
+                saved = self.layers.keeping.back(saved)
+                grads, left = self.unreduced(grads, weights or arrived, saved, 0)
         d_carry, d_consts = grads
         return [*d_consts, *d_carry, *self.in_loop.gradients(d_stacks, stacks)]
 
-    def step(self, state: tuple, count: Array) -> tuple[tuple, None]:
-        """Computes a layer, and disposes of the one before it."""
-        grads, before, (d_xs, d_gathered), d_stacks, stacks, carried = state
+    def step(self, first: int, kept: Any, state: tuple, count: Array) -> tuple[tuple, None]:
+        """Computes a layer, and disposes of the one before it. `kept` is that of the loop whose
+        iterations begin with the `first`."""
+        grads, arrived, (d_xs, d_gathered), d_stacks, stacks, carried = state
         at = self.last - 1 - count
         layer = self.layers.layer(at + 1, self.last - carried)
-        ahead = self.layers.layer(at - 1, self.last - 2 - carried)
-        source, stacks = self.in_loop.read_first(self.source_at(stacks, ahead), stacks)
+        _, stays = kept
+        if not stays:
+            source = self.source_at(stacks, self.layers.layer(at - 1, self.last - 2 - carried))
+            source, stacks = self.in_loop.read_first(source, stacks)
         old = self.in_loop.fetched(stacks, layer)
-        arrived, sums = self.ordered(source, self.body.summed(d_gathered))
+        ahead, sums = arrived, self.body.summed(d_gathered)
+        if not stays:
+            ahead, sums = self.ordered(source, sums)
         done = self.added(d_xs, sums, at + 1)
         d_stacks = self.stacked(d_stacks, done, at + 1)
-        kept = resting_layer_of(self.kept, self.layers.turn(at, self.last - 1 - carried))
-        grads, left = self.unreduced(grads, before, self.layers.keeping.back(kept), at)
+        place = self.layers.turn(at - first, self.last - 1 - first - carried)
+        saved, weights = resting_layer_of(kept, place)
+        saved = self.layers.keeping.back(saved)
+        grads, left = self.unreduced(grads, weights or arrived, saved, at)
         old, left = self.in_loop.tied(old, left)
         stacks = self.in_loop.updated(stacks, old, done, layer)
-        return (grads, arrived, left, d_stacks, stacks, carried + 1), None
+        return (grads, ahead, left, d_stacks, stacks, carried + 1), None
 
     def source_at(self, stacks: list, at: Layer) -> LayerSource:
         """Returns what one layer's weights are gathered from, some updated by now."""

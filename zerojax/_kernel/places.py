@@ -395,11 +395,6 @@ class LeafPlan:
         return self.rest.spec
 
     @property
-    def shard_spec(self) -> PartitionSpec:
-        """The sharding of the leaf while the optimizer updates it."""
-        return self.update.spec
-
-    @property
     def dim(self) -> int | None:
         """The dimension that is sharded during the update."""
         return self.update.dim
@@ -426,9 +421,6 @@ class LeafPlan:
 
     def bytes_per_device(self, mesh: Mesh) -> int:
         return self.bytes_at(self.rest, mesh)
-
-    def gradient_bytes_per_device(self, mesh: Mesh) -> int:
-        return self.bytes_at(self.grad, mesh) if self.grad else 0
 
     def bytes_at(self, place: Placement, mesh: Mesh) -> int:
         part = place.on_device.sharding(mesh).shard_shape(place.padded(self.shape))

@@ -128,11 +128,6 @@ class Cut:
         return self.dtype if self.use_dtype is None else self.use_dtype
 
     @property
-    def own_names(self) -> set[str]:
-        """The mesh axes of the user's own that shard it."""
-        return names_in(self.others)
-
-    @property
     def fixed(self) -> int:
         """The first dimension that a view must not change, nor any after it.
 
@@ -228,7 +223,7 @@ class Held:
 
 def obtain(held: Held, cut: Cut) -> Array:
     """Returns the full weight, whose gradient is reduced to the shard."""
-    if not is_inexact(held.shard):
+    if not is_float(held.shard):
         return full(arrive(held, cut), cut)
     return _obtained(_compat.fetched(held.source), held.shard, cut)
 
@@ -273,7 +268,7 @@ def gathered(shard: Array, cut: Cut) -> Array:
 def as_sent(held: Held, cut: Cut) -> Array:
     """Returns what the device has of a weight, in the dtype in which it travels."""
     source = _compat.fetched(held.source)
-    return source.astype(cut.dtype) if is_inexact(source) else source
+    return source.astype(cut.dtype) if is_float(source) else source
 
 
 def _far_hop(shard: Array, cut: Cut) -> Transit:
@@ -405,6 +400,6 @@ def _each_part(
     )(array)
 
 
-def is_inexact(array: Array) -> bool:
-    """Whether an array has a gradient: a float, or a complex number."""
-    return jax.dtypes.issubdtype(array.dtype, jnp.inexact)
+def is_float(value: Any) -> bool:
+    """Whether a value has a gradient: floats, or complex numbers."""
+    return jax.dtypes.issubdtype(value.dtype, jnp.inexact)

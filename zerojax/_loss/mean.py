@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from zerojax import _compat
 from zerojax._kernel.device import wide
-from zerojax._kernel.jaxprs import Inliner, alive, inferred, is_call, primitives, reads, type_of
+from zerojax._kernel.jaxprs import Inliner, alive, inferred, is_call, reads, type_of
 
 # The names of the calls below, by which `hoist_counts` and `check_gradients` find them.
 MEAN, COUNT, SUM = "zerojax_mean", "zerojax_count", "zerojax_sum"
@@ -160,6 +160,10 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
 
 def _has_counts(jaxpr: Jaxpr) -> bool:
     return any(_calls(eqn, COUNT) for eqn in _compat.every_eqn(jaxpr))
+
+
+def primitives(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 # Primitives that are linear in one operand, or in all of several.

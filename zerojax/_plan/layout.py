@@ -174,4 +174,4 @@ class Layout:
 
     def gradient_bytes(self) -> int:
         """Returns the bytes on each device of the gradients, in the parameters' dtypes."""
-        return sum(leaf.gradient_bytes_per_device(self.mesh) for leaf in self.leaves)
+        return sum(one.bytes_at(one.grad, self.mesh) for one in self.leaves if one.grad)

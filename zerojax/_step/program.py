@@ -63,6 +63,7 @@ class Program(DeviceStep[StepParam]):
             regather=bool(options.regather) and options.differentiates,
             # What is gathered after its update is so while the layer before computes backward.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
+            keep_layers=options.keep_layers,
             gathers=bool(plan.groups.params),
             keeping=_activations.kept(plan, options.activations or ()),
             updates=InLoop,

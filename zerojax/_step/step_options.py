@@ -70,6 +70,15 @@ def _prefetch(layers: object) -> object:
     return layers
 
 
+def _count_of_layers(count: object) -> object:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(
+            f"keep_layers={count!r} must be 1 or more: the number of last layers whose gathered "
+            "weights stay for backward."
+        )
+    return count
+
+
 def _update(when: object) -> object:
     if when not in WHEN:
         raise ValueError(f"update must be 'backward', 'after' or 'auto', got {when!r}.")
@@ -101,6 +110,7 @@ class LossOptions(Options):
     order = MICROBATCHES
     regather = False
     prefetch = "auto"
+    keep_layers = 1
     activations = None
     update = "after"
     skip_nonfinite = False
@@ -175,6 +185,14 @@ class GradOptions(LossOptions):
         last, a head, is then kept for backward.""",
         check=_prefetch,
     )
+    keep_layers: int = option(
+        1,
+        """number of last layers of each `scan` whose gathered weights stay for backward, which does
+        not gather them again: memory for bytes, where links are slow and batches small. A `scan`
+        that prefetches keeps one layer anyway; one that keeps more prefetches.""",
+        check=_count_of_layers,
+        flag={"type": int},
+    )
     activations: str | Sequence[str] | None = option(
         None,
         """where what a `scan` keeps of each layer waits for backward: "host", in host memory, a
@@ -182,6 +200,14 @@ class GradOptions(LossOptions):
         layer that is its input, without it all that JAX keeps.""",
         check=activation_names,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_layers > 1 and self.prefetch == 0:
+            raise ValueError(
+                f"keep_layers={self.keep_layers} is for scans that gather ahead, and prefetch=0 "
+                "turns that off. Leave prefetch= out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,19 +300,22 @@ def how_on(
     *,
     regather: bool,
     prefetch: int | str,
+    keep_layers: int = 1,
     gathers: bool = True,
     **others: Any,
 ) -> How:
     """Returns how a loss runs on these devices. `gathers`: weights are sharded where they rest. The
     others are as in `How`.
 
-    "auto" prefetches on GPUs, where collectives run beside compute.
+    "auto" prefetches on GPUs, where collectives run beside compute, and where layers stay.
     """
     in_turn = gathers and _xla_options.knows_wires(mesh)
-    ahead = int(_compat.is_gpu(mesh.devices.flat[0])) if prefetch == "auto" else int(prefetch)
+    if prefetch == "auto":
+        prefetch = keep_layers > 1 or _compat.is_gpu(mesh.devices.flat[0])
     return How(
         regather,
-        ahead,
+        int(prefetch),
+        keep_layers,
         in_turn_above=_xla_options.LARGEST_COLLECTIVE if in_turn else math.inf,
         by_data=_xla_options.mixes_up_collectives(mesh),
         **others,

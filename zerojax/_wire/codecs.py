@@ -31,7 +31,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from zerojax._kernel.travel import Parts
+from zerojax._kernel.travel import Parts, names_in
 from zerojax._wire import rounding as _rounding
 
 CODES = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -122,7 +122,7 @@ class Quantized:
         They travel together, each as its own codec writes it.
         """
         dims = [cut.dim for cut in cuts]
-        names = {name for cut in cuts for name in cut.own_names}
+        names = {name for cut in cuts for name in names_in(cut.others)}
         run = functools.partial(summed_messages, dims=dims, codecs=codecs, axes=axes)
         if names:
             specs = [PartitionSpec(*cut.others) for cut in cuts]
