@@ -1,4 +1,4 @@
-"""The errors and warnings of zerojax, found in its source, as Markdown: `python docs/errors.py`."""
+"""Prints the errors and warnings in zerojax's source as Markdown: `python docs/errors.py`."""
 
 import ast
 import dataclasses
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 LIBRARY = pathlib.Path(__file__).parents[1] / "zerojax"
-# Where a part of the library is explained; the longest name that starts a file's path counts.
+# The page that explains each part of the library. The longest name that starts a file's path wins.
 PAGES = {
     "": ("Stages, meshes and plans", "stages.md"),
     "tools/_audit": ("Audits", "gpus.md#what-did-xla-compile"),
@@ -32,7 +32,7 @@ PAGES = {
     "_step/explicit": ("Collectives by hand", "loop.md#by-hand"),
     "_update": ("Host memory", "offload.md"),
     "tools/_verify": ("Verification", "loss.md"),
-    "_wire": ("Codes on the wire", "wires.md"),
+    "_wire": ("Quantized wires", "wires.md"),
     "aot": ("GPUs", "gpus.md#which-gpus-are-known"),
     "nnx": ("Flax nnx", "models.md"),
     "tools/_cli": ("The command line", "gpus.md#gpus-that-you-do-not-have"),
@@ -53,7 +53,7 @@ class Message:
 
 
 def messages(library: pathlib.Path = LIBRARY) -> list[Message]:
-    """Returns each message that has a remedy, in the order of the source."""
+    """Returns the messages that have a remedy, in source order."""
     found = {}
     for path in sorted(library.rglob("*.py")):
         file = path.relative_to(library).with_suffix("").as_posix()
@@ -65,7 +65,7 @@ def messages(library: pathlib.Path = LIBRARY) -> list[Message]:
 
 
 def markdown() -> str:
-    """Returns a list for each page of the guide, messages in alphabetical order."""
+    """Returns one list for each page of the guide, with its messages in alphabetical order."""
     pages: dict[tuple[str, str], list[str]] = {}
     for message in messages():
         item = f"- {_shown(message.problem)} **{_shown(message.remedy)}**"
@@ -79,7 +79,7 @@ def markdown() -> str:
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """Yields the first argument of each warning, and of exceptions, wherever they are raised."""
+    """Yields the first argument of each warning and each exception, raised or not."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and _takes_message(node.func):
             text = _pattern(node.args[0])
@@ -92,7 +92,7 @@ def _takes_message(function: ast.expr) -> bool:
 
 
 def _pattern(node: ast.expr) -> str | None:
-    """Returns a string literal, ‹name› in place of each value, or None for anything else."""
+    """Returns a string literal with ‹name› for each value, or None for any other node."""
     match node:
         case ast.Constant(str(text)):
             return text
@@ -106,10 +106,10 @@ def _pattern(node: ast.expr) -> str | None:
 
 
 def _name(value: ast.expr) -> str:
-    """Returns the name in an expression that a reader would know its value by."""
+    """Returns the name by which a reader would know the value of an expression."""
     match value:
         case ast.Call(ast.Name("install_command")):
-            return "the line that the message has"
+            return "the line in the message"
         case ast.Attribute(_, "__name__"):
             return "type"
         case ast.Name(name) | ast.Attribute(_, name):
@@ -124,7 +124,7 @@ def _name(value: ast.expr) -> str:
 
 
 def _shown(text: str) -> str:
-    """Returns text as Markdown that shows it as it is, with values in italics."""
+    """Returns Markdown that shows `text` literally, with its values in italics."""
     escaped = re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", html.escape(text, quote=False))
     return re.sub("‹(.*?)›", r"<i>\1</i>", escaped.replace("\n", " "))
 
