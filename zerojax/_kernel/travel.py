@@ -21,16 +21,16 @@ from jax.typing import DTypeLike
 
 from zerojax import _compat
 
-Parts = tuple[Array, ...]  # what a codec made of an array
+Parts = tuple[Array, ...]  # an array as a codec wrote it
 
 
 class Codec(Protocol):
-    """A way to write an array on the wire: as one array or several of its rank, sharded alike.
+    """A format for an array on the wire: one or several arrays of its rank, sharded alike.
 
     Codecs are static arguments, so they are hashable.
     """
 
-    adds: bool  # whether a reduce-scatter can add what it writes; otherwise `sums` does
+    adds: bool  # whether a reduce-scatter can add encoded arrays; otherwise `sums` does
 
     def encode(self, array: Array) -> Parts: ...
 
@@ -55,20 +55,20 @@ class Exact:
 
 EXACT = Exact()
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
-Hop = tuple[tuple[str, ...], bool]  # axes, and whether codes cross them
+Hop = tuple[tuple[str, ...], bool]  # axes, and whether the array crosses them quantized
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
     """The mesh axes that an array crosses, in two hops, encoded all the way.
 
-    `near` are the axes within a node, say, and `far` those between nodes. A weight is all-gathered
+    `near` are, say, the axes within a node, and `far` those between nodes. A weight is all-gathered
     over `far` and then over `near`; its gradient is reduce-scattered over `near`, then over `far`,
-    and summed over `replicas`. In the spec of what is sharded `near` is major and `far` minor, so
+    and summed over `replicas`. The spec of the sharded array has `near` major and `far` minor, so
     gathering over `far` first leaves each device a contiguous block for `near`. The sharded
-    dimension has `padding` elements more than the parameter: they are dropped after the gather, and
-    added before the reduction. A gradient is quantized over the axes in `coded` only: inside a
-    node, an exact reduce-scatter hides by itself, and leaves a fraction to encode. (Quantizing all
+    dimension has `padding` elements more than the parameter. The gather drops them, and the
+    reduction adds them again. A gradient is quantized only over the axes in `coded`: inside a node,
+    an exact reduce-scatter hides by itself, and leaves only a fraction to encode. (Quantizing all
     the way costs 20 ms of compute, 7.5B on 8 nodes of 8 H100s with int8, this way 2.)
     """
 
@@ -78,25 +78,25 @@ class Route:
     codec: Codec = EXACT
     padding: int = 0
     coded: tuple[str, ...] = ()
-    devices: int = 1  # of near and far axes, where rows may travel: see the note in `rows.py`
+    devices: int = 1  # of near and far axes, if rows may travel: see the note in `rows.py`
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that a gradient is scattered over, in this order."""
+        """The axes over which a gradient is scattered, in order."""
         return (*self.near, *self.far)
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The axes of a gradient in runs of those that codes cross and those that they do not.
+        """The axes of a gradient in runs that it crosses quantized or exact.
 
-        The runs stay in the order that shards are laid out in: after any other, a device would hold
-        the part of another device.
+        The runs keep the order in which shards are laid out. In any other order, a device would end
+        up with the part of another device.
         """
         runs = itertools.groupby(self.axes, lambda axis: axis in self.coded)
         return tuple((tuple(axes), is_coded) for is_coded, axes in runs)
 
     def coded_over(self, axes: tuple[str, ...]) -> "Route":
-        """Returns the route of a gradient that is quantized over these of its axes only."""
+        """Returns the route of a gradient that is quantized only over these of its axes."""
         if self.codec.adds:
             return self
         return dataclasses.replace(self, coded=axes, codec=self.codec if axes else EXACT)
@@ -110,16 +110,16 @@ class Cut:
     """How a parameter of `rank` dimensions is sharded, and how it travels: its weight along
     `gather` from shards to devices, its gradient back along `reduce`.
 
-    `others` names, for each dimension, mesh axes of the user's own that it is sharded over (a
-    `tensor` axis); it is empty where there are none. `path` is for messages and traces.
+    `others` names, for each dimension, the user's own mesh axes that shard it (a `tensor` axis); it
+    is empty if there are none. `path` is for messages and traces.
     """
 
-    dim: int | None  # None: replicated, and so is its gradient, all-reduced
+    dim: int | None  # None: the parameter is replicated, and so is its all-reduced gradient
     rank: int
-    dtype: DTypeLike  # in which it is sent
+    dtype: DTypeLike  # on the wire
     gather: Route = NOWHERE
     reduce: Route = NOWHERE
-    use_dtype: DTypeLike | None = None  # in which the loss uses it, where that is wider
+    use_dtype: DTypeLike | None = None  # in the loss, if that is wider
     others: tuple[Entry, ...] = ()
     path: str = "a parameter"
 
@@ -129,7 +129,7 @@ class Cut:
 
     @property
     def fixed(self) -> int:
-        """The first dimension that a view must not change, nor any after it.
+        """The first of the dimensions that a view must not change; the others follow it.
 
         [Note: stacks of replicated layers] A replicated parameter has no sharded dimension, but a
         loop over a stack of them reduces each layer's gradient as soon as it exists. For that the
@@ -138,7 +138,7 @@ class Cut:
         return self.rank - 1 if self.dim is None else self.dim
 
     def of_one_layer(self) -> "Cut":
-        """Returns what a loop over the first dimension sees of it."""
+        """Returns the sharding of one layer, in a loop over the first dimension."""
         return self.moved(range(1, self.rank))
 
     def moved(self, dims: Sequence[int | None]) -> "Cut":
@@ -150,16 +150,16 @@ class Cut:
 
 
 def named(cuts: Sequence[Cut]) -> contextlib.AbstractContextManager:
-    """Names what runs in its block after parameters, for those who read a trace of the program."""
+    """Names the operations in its block after parameters, for readers of a trace."""
     return jax.named_scope("+".join(cut.path for cut in cuts))
 
 
 def names_in(entries: Iterable[Entry]) -> set[str]:
-    """Returns the mesh axes that entries of a spec name."""
+    """Returns the mesh axes in the entries of a spec."""
     return {name for e in entries for name in ((e,) if isinstance(e, str) else e or ())}
 
 
-# A weight on its way, as its codec wrote it: after the far hop, or after both; () before any.
+# A weight on its way, as its codec wrote it: after the far hop, or after both hops; () before any.
 Transit = Parts
 
 
@@ -168,9 +168,9 @@ Transit = Parts
 class Updating:
     """How a loop over layers updates a parameter in backward, as soon as it has a layer's gradient.
 
-    `apply(grad, layers, given)` returns the new `layers`, one of each of `stacks`: the parameter as
-    it rests, then all else that is updated with it. What JAX takes for the gradients of `stacks` is
-    the stacks after the update.
+    `stacks` are the parameter as it rests, and then the state that the update changes with it.
+    `apply(grad, layers, given)` takes one layer of each, and returns the new layers. JAX takes the
+    stacks after the update for the gradients of `stacks`.
     """
 
     stacks: tuple[Array, ...]
@@ -181,12 +181,12 @@ class Updating:
 @functools.partial(register_dataclass, data_fields=["shard", "rest", "updating"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A parameter as one device has it: the shard that its gradient leaves through, and what rests.
+    """A parameter as one device has it: the shard whose gradient leaves, and the array at rest.
 
-    Where the two are sharded alike, `rest` is None and the shard is what rests. Otherwise (at
-    stages below 3 the full weight rests; what microbatches share was brought near) the shard's
-    value is never read; at stage 0 it is as large. Where backward is `updating` the parameter, it
-    rests there.
+    If the two are sharded alike, `rest` is None, and the shard is the array at rest. Otherwise
+    (below stage 3 the full weight rests; microbatches share a weight that was brought near) the
+    value of the shard is never read. At stage 0 the shard is as large as the weight. If backward
+    updates the parameter, it rests in `updating`.
     """
 
     shard: Array
@@ -195,18 +195,18 @@ class Held:
 
     @property
     def source(self) -> Array:
-        """The array that the full weight is obtained from."""
+        """The array from which the full weight is obtained."""
         if self.updating is not None:
             return self.updating.stacks[0]
         return self.shard if self.rest is None else self.rest
 
     @property
     def as_read(self) -> "Held":
-        """The parameter without what updates it."""
+        """The parameter without its `updating`."""
         return self if self.updating is None else Held(self.shard, rest=self.source)
 
     def read_from(self, held: "Held") -> "Held":
-        """Returns the parameter as it is updated, read from another value of `as_read`."""
+        """Returns the parameter with its `updating`, read from another value of `as_read`."""
         if self.updating is None:
             return held
         stacks = (held.source, *self.updating.stacks[1:])
@@ -218,7 +218,7 @@ class Held:
         return Held(change(held.shard), None if held.rest is None else change(held.rest))
 
 
-# -- out: a weight crosses the far axes of its route, arrives over the near ones, and is opened
+# -- out: a weight crosses the far axes of its route, arrives over the near ones, and is decoded
 
 
 def obtain(held: Held, cut: Cut) -> Array:
@@ -234,7 +234,7 @@ def _obtained(source: Array, shard: Array, cut: Cut) -> Array:
 
 
 def _obtained_fwd(source: Array, shard: Array, cut: Cut) -> tuple[Array, Array]:
-    # Of the shard, backward needs the dtype: this has it, and takes no memory.
+    # Backward needs only the dtype of the shard. This array has it, and takes no memory.
     return _obtained(source, shard, cut), jnp.zeros(0, shard.dtype)
 
 
@@ -246,12 +246,12 @@ _obtained.defvjp(_obtained_fwd, _obtained_bwd)
 
 
 def cross(held: Held, cut: Cut) -> Transit:
-    """Returns a weight after the far hop of its route; () if it has none."""
+    """Returns a weight after the far hop of its route, or () if there is no such hop."""
     return _far_hop(as_sent(held, cut), cut) if cut.gather.far else ()
 
 
 def arrive(held: Held, cut: Cut, crossed: Transit = ()) -> Transit:
-    """Returns a weight after both hops; `crossed` is what `cross` returned, if that is done."""
+    """Returns a weight after both hops; `crossed` is the result of `cross`, if that has run."""
     return _gather(crossed or _far_hop(as_sent(held, cut), cut), cut, cut.gather.near)
 
 
@@ -261,12 +261,12 @@ def full(arrived: Transit, cut: Cut) -> Array:
 
 
 def gathered(shard: Array, cut: Cut) -> Array:
-    """Returns the full array of a shard, in the dtype of the shard; nothing is differentiated."""
+    """Returns the full array of a shard, in the dtype of the shard; JAX cannot differentiate it."""
     return _open(_gather(_far_hop(_compat.fetched(shard), cut), cut, cut.gather.near), cut)
 
 
 def as_sent(held: Held, cut: Cut) -> Array:
-    """Returns what the device has of a weight, in the dtype in which it travels."""
+    """Returns the device's part of a weight, in the dtype in which it travels."""
     source = _compat.fetched(held.source)
     return source.astype(cut.dtype) if is_float(source) else source
 
@@ -289,11 +289,11 @@ def _open(parts: Transit, cut: Cut) -> Array:
     return lax.slice_in_dim(whole, 0, whole.shape[dim] - padding, axis=dim)
 
 
-# -- back: the gradient of a full weight becomes that of the shard
+# -- back: from the gradient of a full weight to the gradient of the shard
 
 
 def summed(grads: Sequence[Array], cuts: Sequence[Cut]) -> list[Array]:
-    """Returns the gradients of shards, as they travelled, from those of full weights."""
+    """Returns the gradients of shards, in the dtypes of the wire, from those of full weights."""
     sent = [grad.astype(cut.dtype) for grad, cut in zip(grads, cuts, strict=True)]
     return reduced(sent, cuts, [cut.reduce for cut in cuts])
 
@@ -302,7 +302,7 @@ def reduced(grads: Sequence[Array], cuts: Sequence[Cut], routes: Sequence[Route]
     """Sums gradients over the devices of their routes, hop by hop and then over replicas. Each
     device keeps its shard of a sum, or all of it if the parameter is replicated.
 
-    A reduce-scatter cannot add what some codecs write: such gradients travel in one message.
+    A reduce-scatter cannot add the output of some codecs: such gradients travel in one message.
     """
     sums, together = list(grads), defaultdict[tuple[Hop, ...], list[int]](list)
     for at, (grad, cut, route) in enumerate(zip(grads, cuts, routes, strict=True)):
@@ -350,7 +350,7 @@ def with_padding(array: Array, dim: int | None, padding: int) -> Array:
 def gather_updated(shard: Array, old: Array | None, cut: Cut, stacked: bool) -> Array:
     """Returns a parameter as it rests, from its updated shard.
 
-    A stack goes layer by layer into `old`, the donated parameter that it replaces: gathered
+    A stack is written layer by layer into `old`, the donated parameter that it replaces. Gathered
     at once, or into new memory, it would need a second full copy.
     """
     if old is None or not stacked or cut.dim == 0:
@@ -374,7 +374,7 @@ def _scattered(grad: Array, cut: Cut, axes: tuple[str, ...]) -> Array:
 def _hop(
     collective: Callable[[Array, int], Array], array: Array, cut: Cut, axes: tuple[str, ...]
 ) -> Array:
-    """Runs a collective along the sharded dimension, where there are axes to cross."""
+    """Runs a collective along the sharded dimension, if there are axes to cross."""
     if not axes:
         return array
     dim = cut.dim
@@ -388,8 +388,8 @@ def _each_part(
 ) -> Array:
     """Runs a collective over the ZeRO axes on each part of an array that other axes shard too.
 
-    XLA forgets, at collectives written by hand, how their operands are sharded over other axes,
-    and would put the parts together first: twice the bytes for a `tensor` axis of two.
+    At collectives written by hand, XLA forgets how other axes shard their operands. It would put
+    the parts together first, which is twice the bytes for a `tensor` axis of two.
     """
     names = names_in(others)
     if not names:
