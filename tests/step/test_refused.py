@@ -63,9 +63,9 @@ NO_AXES = r"must be True or False, or name the mesh axes over which"
 UNREAD = "its only reader must be a scan over its layers, in no other loop or checkpoint"
 
 REFUSED = [
-    (groups(params=("gpu", "node"), grads="gpu"), r"grads.*needs.*'node'"),
-    (groups(grads=("gpu", "node"), opt_state="gpu"), r"opt_state.*needs.*'node'"),
-    (groups(opt_state="gpu"), r"^stage 3 shards grads .* or groups= grads over fewer axes"),
+    (groups(params=("gpu", "node"), grads="gpu"), r"shard grads: add 'node' to groups\['grads'\]"),
+    (groups(grads=("gpu", "node"), opt_state="gpu"), r"opt_state: add 'node' to groups\['opt_s"),
+    (groups(opt_state="gpu"), r"^stage 3 shards grads .* or shard grads over fewer axes"),
     (groups(params="tpu"), r"no axis 'tpu'. Name one of those, or pass a mesh that has it"),
     (groups(params=None), r"params over None. Name an axis.*\(\) replicates"),
     (groups(optimizer="gpu"), r"'optimizer'. Name one of params, grads, opt_state"),

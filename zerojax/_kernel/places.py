@@ -1,14 +1,15 @@
 """Where a leaf of a state lives: the mesh axes that shard it, its padding, its memory.
 
-A ZeRO stage is nothing but placements: `groups_of` says over which axes parameters, gradients and
-optimizer state are sharded, `Rule` along which dimension, and `leaf_at` gives a leaf the placements
-that follow.
+A ZeRO stage is nothing but placements. `groups_of` says which axes shard parameters, gradients and
+optimizer state, `Rule` chooses the dimension, and `leaf_at` gives a leaf the placements that
+follow.
 
-[Note: where parameters rest] Groups say how each kind is sharded in a step. If a parameter rested
-like that, over fewer axes than its optimizer state, the update would end with an all-gather over
-the others, with no compute left to hide it (72 of 599 ms, 7.5B parameters on 8 nodes of 8 H100s).
-So it rests where it is updated. The next forward brings each layer `near` while the layer before it
-computes, and backward gathers it from there; of several microbatches, all do.
+[Note: where parameters rest] Groups say how a step shards each kind. A parameter may be sharded
+over fewer axes than its optimizer state. If it rested so, the update would end with an all-gather
+over the other axes, with no compute left to hide it (72 of 599 ms, 7.5B parameters on 8 nodes of 8
+H100s). So it rests where it is updated. The next forward brings each layer `near` while the layer
+before it computes, and backward gathers it from there. With several microbatches, all gather from
+there.
 """
 
 import dataclasses
@@ -34,14 +35,14 @@ def beyond(axes: Axes, inner: Axes) -> Axes:
 
 
 def slow(axes: Axes, batch_axes: Axes) -> Axes:
-    """Returns those of some axes that are slower than the fastest of the batch's, if there are
-    several: links between nodes, on a mesh of levels."""
+    """Returns the axes that are slower than the fastest of several batch axes: on a mesh of levels,
+    the links between nodes."""
     return beyond(axes, batch_axes[-1:]) if len(batch_axes) > 1 else axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The mesh axes over which each kind of array is sharded; () where it is replicated."""
+    """The mesh axes that shard each kind of array; () replicates it."""
 
     params: Axes = ()
     grads: Axes = ()
@@ -57,7 +58,7 @@ KINDS = tuple(field.name for field in dataclasses.fields(Groups))
 
 
 def groups_of(stage: int, axes: Axes) -> Groups:
-    """Returns the groups of a stage over `axes`: this table is all that a stage is."""
+    """Returns the groups of a stage over `axes`. This table defines the stages."""
     return {
         0: Groups(),
         1: Groups(opt_state=axes),
@@ -67,10 +68,10 @@ def groups_of(stage: int, axes: Axes) -> Groups:
 
 
 def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str]]) -> Groups:
-    """Returns the groups that a user asks for, with the stage's where nothing is given.
+    """Returns the groups that a user asks for, and the stage's for the other kinds.
 
-    Their axes are in the order in which they shard a dimension: those of the parameters first, so
-    that each device's part contains its shards of the kinds that are sharded further.
+    Their axes are in the order in which they shard a dimension. Those of the parameters come first,
+    so that a device's part contains its shards of the kinds that are sharded further.
     """
     row = groups_of(stage, axes)
     if not isinstance(given, Mapping):
@@ -84,18 +85,18 @@ def chosen_groups(stage: int, axes: Axes, given: Mapping[str, str | Sequence[str
             raise ValueError(
                 f"groups= shards {kind} over {over[kind]}, but the batch is split over {axes}, "
                 f"with no axis {unknown[0]!r}. Name one of those, or pass a mesh that has it, "
-                "mesh=zerojax.mesh(node=2, gpu=4); where you give axis=, name it there too."
+                "mesh=zerojax.mesh(node=2, gpu=4); if you pass axis=, name it there too."
             )
     for inner, outer in itertools.pairwise(KINDS):
         if missing := beyond(over[inner], over[outer]):
             by_stage = inner not in given
             raise ValueError(
-                f"{f'stage {stage}' if by_stage else 'groups='} shards {inner} over {over[inner]} "
-                f"and groups= {outer} over {over[outer]}. What shards {inner} must shard {outer} "
-                f"too: {outer} needs {_listed(missing)} as well"
-                + (f", or groups= {inner} over fewer axes." if by_stage else ".")
+                f"{f'stage {stage}' if by_stage else 'groups='} shards {inner} over {over[inner]}, "
+                f"but {outer} only over {over[outer]}. Every axis that shards {inner} must also "
+                f"shard {outer}: add {_listed(missing)} to groups[{outer!r}]"
+                + (f", or shard {inner} over fewer axes." if by_stage else ".")
             )
-    fastest_first, order = axes[::-1], ()  # what is gathered within a node is contiguous
+    fastest_first, order = axes[::-1], ()  # so that a node gathers contiguous blocks
     for kind in KINDS:
         order += tuple(a for a in fastest_first if a in over[kind] and a not in order)
     return Groups(**{kind: tuple(a for a in order if a in names) for kind, names in over.items()})
@@ -105,7 +106,7 @@ def _names(kind: str, given: str | Sequence[str]) -> Axes:
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"groups= shards {kind} over {given!r}. Name an axis of the mesh, or several: "
+            f"groups= shards {kind} over {given!r}. Name an axis of the mesh, or several axes: "
             "('gpu', 'node'); () replicates."
         )
     return tuple(names)
@@ -119,9 +120,9 @@ def _listed(names: Axes) -> str:
 class Placement:
     """A place for one array.
 
-    `spec` names all mesh axes that shard it, the user's own among them; `axes` are ZeRO's, which an
-    all-gather spans. `memory` is a JAX memory kind, None for the device's own. `padding` is how
-    many elements were added to the sharded dimension so that the devices divide it.
+    `spec` names all mesh axes that shard it, including the user's own; `axes` are ZeRO's, which an
+    all-gather spans. `memory` is a JAX memory kind, None for the device's own. `padding` counts
+    the elements added to the sharded dimension so that the devices divide it.
     """
 
     spec: PartitionSpec
@@ -135,16 +136,16 @@ class Placement:
         return shard_dim(self.spec, self.axes) if self.axes else None
 
     def over(self, axes: Axes) -> "Placement":
-        """Returns the place of the same array, sharded over those of its axes that are in `axes`.
+        """Returns the place of the same array, sharded only over those of its axes in `axes`.
 
-        Its padding is the same, so that shards nest.
+        Its padding stays the same, so that shards nest.
         """
         here = tuple(axis for axis in self.axes if axis in axes)
         entry = entry_over(here) if here else None
         entries = [entry if dim == self.dim else old for dim, old in enumerate(self.spec)]
         while entries and entries[-1] is None:
-            # `jax.jit` writes the specs of its results without them, and an input that is spelled
-            # otherwise would compile the step a second time.
+            # `jax.jit` writes the specs of its results without a None at the end. An input with
+            # another spelling would compile the step a second time.
             entries.pop()
         padding = self.padding if here else 0
         return Placement(PartitionSpec(*entries), here, self.memory, padding)
@@ -170,7 +171,7 @@ class Placement:
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         if self.memory is not None and _compat.is_compile_only(mesh.devices.flat[0]):
-            # Such devices list no memories, and on their mesh JAX drops the kind without a word.
+            # Such devices list no memories, and on their mesh JAX silently drops the kind.
             return NamedSharding(mesh.abstract_mesh, self.spec, memory_kind=self.memory)
         return NamedSharding(mesh, self.spec, memory_kind=self.memory)
 
@@ -180,21 +181,21 @@ class Placement:
         return dataclasses.replace(self, memory=None)
 
     def others(self, rank: int) -> tuple[Entry, ...]:
-        """Returns, for each dimension, the user's own axes that it is sharded over; () for none."""
+        """Returns, for each dimension, the user's own axes that shard it; () if there are none."""
         entries = [None if dim == self.dim else entry for dim, entry in enumerate(self.spec)]
         return (*entries, *[None] * (rank - len(entries))) if names_in(entries) else ()
 
 
 DEFAULT_MIN_SHARD_SIZE = 128
 
-# A leaf is not padded to more than this many times its size: it is small, and would be sent as so
-# much more.
+# Never pad a leaf beyond this multiple of its size: such leaves are small, and padding would be
+# most of what a step sends.
 MOST_PADDED = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The rule by which leaves are sharded over the ZeRO axes, made of a plan's options."""
+    """The rule for sharding leaves over the ZeRO axes, from a plan's options."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -224,18 +225,19 @@ class Rule:
 
     @property
     def size(self) -> int:
-        """The number of devices that a leaf is sharded over."""
+        """The number of devices over which leaves are sharded."""
         return axes_size(self.mesh, self.axes)
 
     def __call__(
         self, path: str, shape: Sequence[int], base: PartitionSpec, layers: int
     ) -> tuple[PartitionSpec, str | None]:
-        """Returns the spec of a leaf, and the reason where it stays replicated.
+        """Returns the spec of a leaf, and a reason if it stays replicated.
 
-        `base` has the axes that the user sharded the leaf over already; they are kept. The first
-        `layers` dimensions count layers. Of those after them, the first that divides is sharded;
-        where none does, the one of least padding. ZeRO never shards the first that counts layers,
-        and another only where nothing else can be: the full stack would be gathered for one layer.
+        `base` has the axes over which the user sharded the leaf already; the rule keeps them. The
+        first `layers` dimensions count layers. Of the dimensions after them, the rule shards the
+        first that the devices divide, or else the one that needs least padding. It never shards the
+        first that counts layers, and shards another of these only if nothing else is left: a step
+        would gather the full stack for one layer.
         """
         for pattern, spec in self.overrides.items():
             if re.search(pattern, path):
@@ -268,7 +270,7 @@ class Rule:
         return dim if self.pad and dim is not None and growth[dim] <= MOST_PADDED else None
 
     def _indivisible(self, shape: Sequence[int], free: list[int], stacked: bool) -> str:
-        """Says why a leaf stays replicated that has elements enough."""
+        """Says why a leaf with enough elements stays replicated."""
         if not free:
             only = "its only dimension counts layers" if stacked else "every dimension is taken"
             return f"{only}; nothing left to shard over {self.size} devices"
@@ -301,15 +303,15 @@ class Rule:
             )
         if PartitionSpec.UNCONSTRAINED in tuple(spec):
             raise ValueError(
-                f"overrides= puts {path} on {spec}, and UNCONSTRAINED says nothing about "
-                "placement. Put None for a dimension that is not sharded."
+                f"overrides= puts {path} on {spec}, but UNCONSTRAINED says nothing about "
+                "placement. Put None for a dimension that you do not shard."
             )
         sharded = [entry for entry in spec if names_in([entry]) & set(self.axes)]
         if len(sharded) > 1 or any(names_in([entry]) - set(self.axes) for entry in sharded):
             raise ValueError(
-                f"overrides= puts {path} on {spec}, and ZeRO shards one dimension, over its axes "
-                f"{self.axes} or some of them. Put {put!r} there, or "
-                "PartitionSpec(None) to replicate it."
+                f"overrides= puts {path} on {spec}, but ZeRO shards only one dimension, over all "
+                f"or some of its axes {self.axes}. Put {put!r} there, or pass PartitionSpec(None) "
+                "to replicate the leaf."
             )
         for dim, entry in enumerate(spec):
             names = sorted(names_in([entry]))
@@ -329,14 +331,14 @@ class Rule:
                 )
 
     def _in_order(self, entry: Entry) -> Entry:
-        """Returns an entry of a spec, over ZeRO's axes in the order in which all leaves have them,
-        which groups need."""
+        """Returns an entry of a spec with ZeRO's axes in the order of all leaves, as groups need
+        it."""
         here = [axis for axis in self.axes if axis in names_in([entry])]
         return entry_over(here) if here else entry
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Returns the number of devices that these axes shard over."""
+    """Returns the number of devices along these axes."""
     return math.prod(mesh.shape[name] for name in axes)
 
 
@@ -360,13 +362,12 @@ def padded(length: int, size: int) -> int:
 class LeafPlan:
     """One leaf: where it rests between steps, where its gradient goes, where it is updated.
 
-    `shape` is the one that the user knows; placements say how it is padded where it is sharded. A
-    step keeps a parameter at `near`, once it is there, to gather it from there again. Only
-    parameters have gradients. While they are summed over microbatches they are at `grad`; after the
-    last one they move to `update`. A parameter that is `frozen` has none, because the optimizer
-    would not read it. `reason` says why the leaf is replicated; `stays`, where state was to rest in
-    host memory, why the leaf stays on the device. `absent` are the axes that the leaf is annotated
-    with and the mesh lacks.
+    `shape` is the user's; placements say how a sharded leaf is padded. A step keeps a parameter at
+    `near`, once it is there, to gather it from there again. Only parameters have gradients. A step
+    sums them over microbatches at `grad`, and after the last one moves them to `update`. A `frozen`
+    parameter has none, because the optimizer would not read it. `reason` says why the leaf is
+    replicated. `stays` says why the leaf stays on the device although its kind was to rest in host
+    memory. `absent` are the axes in the leaf's annotation that the mesh lacks.
     """
 
     path: str
@@ -381,7 +382,7 @@ class LeafPlan:
     reason: str | None
     frozen: bool = False
     stays: str | None = None
-    # Not compared: a step that sets no rules for names has the plan of a state placed with some.
+    # Not compared: a step without rules for names has the plan of a state placed with some.
     absent: Axes = dataclasses.field(default=(), compare=False)
 
     @property
@@ -406,11 +407,11 @@ class LeafPlan:
 
     @property
     def padded_place(self) -> Placement:
-        """Where the leaf is padded: as it rests, or, where it rests whole, as it is updated."""
+        """Where the leaf is padded: at rest, or, if it rests whole, during the update."""
         return (self.rest if self.rest.padding else self.update).on_device
 
     def cut(self, gather: Route, reduce: Route = NOWHERE, dtype: DTypeLike | None = None) -> Cut:
-        """Returns how a step cuts it up and sends it, in its own dtype or in another."""
+        """Returns how a step shards and sends the leaf, in its own dtype or in another."""
         rank, dtype = len(self.shape), self.dtype if dtype is None else dtype
         others = self.update.others(rank)
         return Cut(self.update.dim, rank, dtype, gather, reduce, others=others, path=self.path)
@@ -430,7 +431,7 @@ class LeafPlan:
 def leaf_at(whole: Placement, groups: Groups, *, is_param: bool, **others: Any) -> LeafPlan:
     """Returns the plan of a leaf that can be sharded as `whole` says, by the groups of a stage.
 
-    `others` are the fields of `LeafPlan` that are no placements.
+    `others` are the fields of `LeafPlan` other than placements.
     """
     near = whole.over(groups.params if is_param else groups.opt_state)
     frozen = others.get("frozen", False)
@@ -442,5 +443,5 @@ def leaf_at(whole: Placement, groups: Groups, *, is_param: bool, **others: Any) 
 
 
 def by_layer(leaf: LeafPlan) -> bool:
-    """Whether a step can have one layer of a leaf at a time: a stack whose layers are whole."""
+    """Whether a step can handle one layer of a leaf at a time: a stack whose layers are whole."""
     return leaf.stacked and leaf.update.dim != 0
