@@ -1,4 +1,4 @@
-"""Writes the equations of a call (`jax.jit`, ...) in place of the call; compares."""
+"""Reads, inlines and compares jaxprs."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -32,7 +32,7 @@ def is_var(atom: Atom | None) -> "TypeIs[Var]":
 
 
 def type_of(atom: Atom) -> ShapedArray:
-    """Returns the type of an array; JAX declares only that it has some type."""
+    """Returns the type of an array. JAX's annotations say only that it has some type."""
     aval: Any = atom.aval
     return aval
 
@@ -42,14 +42,14 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 
 class Inliner:
-    """An expander of calls, which remembers what their outputs and constants have become."""
+    """Expands calls, and remembers what became of their outputs and constants."""
 
     def __init__(self) -> None:
         self.aliases: dict[Var, Atom] = {}
         self.constants: dict[Var, ArrayLike] = {}
 
     def named(self, atom: Atom) -> Atom:
-        """Returns the variable that an output of an expanded call is another name for."""
+        """Returns the variable for which an output of an expanded call is another name."""
         while is_var(atom) and atom in self.aliases:
             atom = self.aliases[atom]
         return atom
@@ -60,7 +60,8 @@ class Inliner:
     def flat(
         self, eqns: Iterable[JaxprEqn], expands: Callable[[JaxprEqn], bool] = is_call
     ) -> Iterator[JaxprEqn]:
-        """Yields the equations, with the calls for which `expands` holds expanded at any depth."""
+        """Yields the equations. Where `expands` holds of a call, its equations replace it, at any
+        depth."""
         for eqn in map(self.resolved, eqns):
             if expands(eqn):
                 yield from self.flat(self.expand(eqn), expands)
@@ -68,7 +69,7 @@ class Inliner:
                 yield eqn
 
     def expand(self, call: JaxprEqn) -> list[JaxprEqn]:
-        """Returns the equations that `call` runs, each variable under a name of its own."""
+        """Returns the equations of a call, each variable under a name of its own."""
         jaxpr, consts = _compat.inner_jaxpr(call)
         names: dict[Var, Atom] = dict(zip(jaxpr.invars, call.invars, strict=True))
 
@@ -100,10 +101,10 @@ def reads(eqn: JaxprEqn) -> list[Var]:
 def alive(
     steps: Sequence[S], outvars: Iterable[Atom], reads_of: Callable[[S], Iterable[Var]]
 ) -> list[S]:
-    """Returns the steps whose results are read, or that have effects."""
+    """Returns the steps that have effects, or whose results something reads."""
     live = {v for v in outvars if is_var(v)}
     kept = []
-    # Backwards, so that whatever reads a result is seen before the step that makes it.
+    # Backwards, so that the loop sees the readers of a result before the step that makes it.
     for step in reversed(steps):
         if live.intersection(step.outvars) or _compat.has_side_effects(step):
             live.update(reads_of(step))
@@ -121,8 +122,9 @@ def unclosed(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
 def inferred(
     jaxpr: Jaxpr, inputs: Sequence[T], unknown: T, rule: Callable[[JaxprEqn, list[T]], Sequence[T]]
 ) -> list[T]:
-    """Returns a fact about each output, from one about each input. `rule` returns those about the
-    outputs of an equation, from those about its operands; literals and constants are `unknown`."""
+    """Returns a fact about each output, from one about each input. `rule` returns the facts about
+    the outputs of an equation, from those about its operands. Literals and constants are
+    `unknown`."""
     facts: dict[Var, T] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def fact(atom: Atom) -> T:
@@ -134,7 +136,7 @@ def inferred(
 
 
 class Code:
-    """A jaxpr less the name scope that all of its equations are in, with which to compare it."""
+    """A jaxpr to compare, without the name scope that all of its equations share."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> None:
         self.name, self.jaxpr = _compat.without_outer_scope(jaxpr)
@@ -145,8 +147,8 @@ class Code:
 def structure(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> Hashable:
     """Returns a key that is equal for jaxprs that compute the same, from the same lines of source.
 
-    Constants, and functions such as policies, are alike only if they are one object. The key holds
-    for as long as the jaxprs exist.
+    Constants, and functions such as policies, count as equal only if they are one object. The key
+    is valid as long as the jaxprs exist.
     """
     numbers: dict[Var, int] = {}
 
