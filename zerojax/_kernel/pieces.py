@@ -1,4 +1,4 @@
-"""The parts that a jaxpr is split into: shards and views of them, scopes and loops."""
+"""The pieces of a split jaxpr: shards and views of them, scopes and loops."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, like its function
 class View:
-    """A way to see a stack that leaves its layers as they are.
+    """A view of a stack that leaves its layers unchanged.
 
     `apply` maps a shard to a shard, and a full array to a full array. Dimension k of the result is
     dimension `dims[k]` of the operand (None: a new one).
@@ -26,10 +26,10 @@ class View:
 
     apply: Callable[[Array], Array]
     dims: Dims
-    stops: bool = False  # whether no gradient passes
+    stops: bool = False  # whether it stops the gradient
 
 
-# The kind of a variable that is no `Shard`; None: a value of the main part.
+# The kinds of variables other than shards; None: a value of the main part.
 WEIGHT = "weight"  # computed from weights and constants only
 CONST = "const"  # computed from constants only
 
@@ -38,15 +38,15 @@ _RESHAPES = ("transpose", "reshape", "squeeze")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A variable that stays sharded: the input that it comes from, the views taken of that since,
-    and how the result is sharded."""
+    """A variable that stays sharded: the input that it comes from, the views taken of the input,
+    and the sharding of the result."""
 
     root: Var
     cut: Cut
     views: tuple[View, ...] = ()
 
     def of(self, held: Held) -> Held:
-        """Returns this variable, from its root."""
+        """Returns the value of this variable, from that of its root."""
         return held.map(self.view) if self.views else held
 
     def view(self, array: Array) -> Array:
@@ -60,7 +60,7 @@ class Shard:
 
 
 Kind = Shard | str | None
-InputKind = Cut | str | None  # as an input comes in
+InputKind = Cut | str | None  # of an input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +78,16 @@ class Nested:
 
 @dataclasses.dataclass(frozen=True)
 class Scope(Nested):
-    """A `jax.checkpoint` of the user's. Those that are alike, layers in a Python loop say, share a
+    """A `jax.checkpoint` of the user's. Equal scopes, such as layers in a Python loop, share a
     split.
 
-    It gathers its own weights, and again in backward, unless it is in the body of a loop, which
-    gathers first: there its prefix is empty.
+    A scope gathers its own weights, and gathers them again in backward. In the body of a loop its
+    prefix is empty, because the loop gathers first.
     """
 
     policy: Callable[..., bool] | None
     prevent_cse: bool
-    name: str = ""  # the name scope that all of it is in
+    name: str = ""  # the name scope of all its equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +99,18 @@ class Loop(Nested):
     length: int
     reverse: bool
     unroll: int | bool
-    name: str = ""  # the name scope that it is in
+    name: str = ""  # its name scope
 
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """An equation that something outside of the engine runs, on shards as they are."""
+    """An equation that a feature runs on shards, without gathering them."""
 
     shards: list[Shard]
     atoms: list[Atom]  # the other operands
     outvars: list[Var]
     apply: Callable[[list[Held], list[Array]], list[Array]]
-    name: str = ""  # the name scope that it is in
+    name: str = ""  # its name scope
     effects: frozenset[Effect] = frozenset()
 
 
@@ -119,7 +119,7 @@ Op = JaxprEqn | Scope | Loop | Attached  # of a main part
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A jaxpr as prefix and main part. `kinds` says what each input is."""
+    """A jaxpr as prefix and main part. `kinds` has the kind of each input."""
 
     invars: list[Var]
     kinds: list[Kind]
@@ -148,19 +148,19 @@ class Split:
 
     @property
     def loop_roots(self) -> list[Var]:
-        """The inputs that the main part still needs as shards, for loops and scopes."""
+        """The inputs that loops and scopes of the main part need as shards."""
         return unique(s.root for s in shards_read(self.main))
 
     @property
     def read_last(self) -> list[Var]:
-        """The matrix gathered here that the main part reads last (a head), and vectors after it.
+        """The gathered matrix that the main part reads last (a head), and vectors after it.
 
-        Backward needs them first. There are none where a loop or scope, which gathers for itself,
+        Backward needs them first. There are none if a loop or scope, which gathers for itself,
         comes later.
         """
         gathered = {var: var for var in self.gathers}
         for eqn in self.prefix:
-            # What is computed of a weight may be larger, and would be kept as well.
+            # Other results computed from a weight may be larger, and would be kept too.
             source = eqn.invars[0] if eqn.primitive.name in _RESHAPES else None
             if is_var(source) and source in gathered:
                 gathered[eqn.outvars[0]] = gathered[source]
@@ -173,8 +173,8 @@ class Split:
 
 
 def split_of(scopes: Sequence[Scope]) -> Split:
-    """Returns the split of scopes that are alike, with paths that are true for all of them:
-    `params/*/w` where each has parameters of its own."""
+    """Returns the split of equal scopes, with paths that hold for all of them: `params/*/w` if each
+    scope has parameters of its own."""
     split = scopes[0].split
     paths = {}
     for var, *operands in zip(split.invars, *(scope.operands for scope in scopes), strict=True):
@@ -185,14 +185,14 @@ def split_of(scopes: Sequence[Scope]) -> Split:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Returns one path for several, with stars where they differ."""
+    """Returns one path for several, with a star at each level where they differ."""
     levels = zip(*(path.split("/")[::-1] for path in paths), strict=False)
     names = [found[0] if len({*found}) == 1 else "*" for found in levels]
     return "/".join(reversed(names))
 
 
 def reads_of(op: Op) -> list[Var]:
-    """Returns the variables that an op reads as values (not as shards)."""
+    """Returns the variables that an op reads as values, not as shards."""
     if isinstance(op, Nested):
         return [v for v in op.operands if not isinstance(v, Shard) and is_var(v)]
     if isinstance(op, Attached):
@@ -205,7 +205,7 @@ def unique(items: Iterable[T]) -> list[T]:
 
 
 def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
-    """Returns the dtypes in which each shard travels, here and in loops and scopes."""
+    """Returns the dtypes in which each shard travels, here and inside loops and scopes."""
     found: dict[Var, set[np.dtype]] = {}
     attached = [shard for op in split.main if isinstance(op, Attached) for shard in op.shards]
     for shard in [*split.gathers.values(), *attached]:
@@ -219,7 +219,7 @@ def dtypes_of(split: Split) -> dict[Var, set[np.dtype]]:
 
 
 def crosses_far(ops: Iterable[Op]) -> bool:
-    """Whether loops and scopes among these gather a weight whose route has a far hop."""
+    """Whether a loop, a scope or an attached equation reads a weight whose route has a far hop."""
     return any(shard.cut.gather.far for shard in shards_read(ops))
 
 
@@ -232,17 +232,17 @@ def shards_read(ops: Iterable[Op]) -> Iterable[Shard]:
 
 
 # [Note: views]
-# Frozen (`stop_gradient`), sliced, indexed or reshaped into groups, a stack is still a stack of
-# the same layers. Such an equation is not run on the full stack, which would have to be gathered
-# for it. It becomes a view of the shard, and the loop over the result gathers layer by layer. A
-# view may change only the dimensions before `fixed`, the sharded one.
+# A stack that is frozen (`stop_gradient`), sliced, indexed or reshaped into groups is still a stack
+# of the same layers. To run such an equation on the full stack, the engine would have to gather it.
+# So the equation becomes a view of the shard, and the loop over the result gathers layer by layer.
+# A view may change only the dimensions before `fixed`, the sharded one.
 
 ViewRule = Callable[[JaxprEqn, int], list[View] | None]
 
 
 def views(eqn: JaxprEqn, fixed: int) -> list[View] | None:
-    """Returns each result of `eqn` as a view of its operand, or None where it is not one that
-    leaves the dimensions from `fixed` on as they are."""
+    """Returns each result of `eqn` as a view of its operand, or None if `eqn` changes dimensions
+    from `fixed` on."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn, fixed) if rule else None
 
@@ -315,7 +315,7 @@ def _unstack(eqn: JaxprEqn, fixed: int) -> list[View] | None:
 
 
 def _dims(eqn: JaxprEqn, *changed: int) -> Dims:
-    """Returns the operand's dimensions, None for those that are changed."""
+    """Returns the operand's dimensions, with None for the changed ones."""
     return tuple(None if d in changed else d for d in range(type_of(eqn.invars[0]).ndim))
 
 
@@ -331,7 +331,8 @@ _RULES: dict[str, ViewRule] = {
 
 
 class Readers:
-    """The equations that read each variable (None: the caller), casts and constraints followed."""
+    """The equations that read each variable (None: the caller), also through casts and
+    constraints."""
 
     def __init__(self) -> None:
         self.readers: dict[Var, list[JaxprEqn | None]] = {}
@@ -355,10 +356,9 @@ class Readers:
         return self.readers.get(name, []) if is_var(name) else []
 
     def viewed(self, eqn: JaxprEqn, kind: Kind) -> list[Shard] | None:
-        """Returns the results as shards, where `eqn` makes views and shards are better.
+        """Returns the results as shards, if `eqn` makes views and shards are better.
 
-        They are not where the operand is gathered for another reader anyway: one gather serves
-        both.
+        They are not if another reader gathers the operand anyway: one gather serves both.
         """
         if not isinstance(kind, Shard) or not (found := views(eqn, kind.cut.fixed)):
             return None
@@ -368,7 +368,7 @@ class Readers:
         return [Shard(kind.root, kind.cut.moved(view.dims), (*kind.views, view)) for view in found]
 
     def _is_gathered_too(self, eqn: JaxprEqn, kind: Shard, stops: bool) -> bool:
-        """Whether the operand is also read without a view, or both frozen and not."""
+        """Whether other equations read the operand without a view, or both frozen and trained."""
         readers = self.of(eqn.invars[0])
         if stops and len(readers) > 1:
             return True
@@ -384,5 +384,5 @@ def is_cast(eqn: JaxprEqn) -> bool:
 
 
 def _passes_on(eqn: JaxprEqn) -> bool:
-    """Whether the result of `eqn` for a shard is that shard."""
+    """Whether `eqn` maps a shard to the same shard."""
     return is_cast(eqn) or eqn.primitive.name == "sharding_constraint"
