@@ -1,9 +1,9 @@
-"""Splits a jaxpr in two: what is computed from weights only, and its *main* part.
+"""Splits a jaxpr into a *prefix*, which needs only weights, and a *main part*.
 
-The first, the *prefix*, gathers shards and computes whatever needs nothing but weights
-(casts, transposes, weight normalisation). It is cheap to repeat, and its results are as large as
-full weights, so backward runs it again and none of it is kept (but see `Split.read_last`). What
-the main part reads of it is the *frontier*.
+The prefix gathers shards and computes everything that comes from weights only (casts, transposes,
+weight normalisation). It is cheap to repeat, and its results are as large as full weights. So
+backward runs it again, and forward keeps none of it (but see `Split.read_last`). The main part
+reads the *frontier* from it.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ def split(
     checkpointed: bool = False,
     attach: Attach | None = None,
 ) -> Split:
-    """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each that is sharded.
+    """Splits `jaxpr`, whose inputs are of `kinds`: a `Cut` for each sharded one.
 
-    With `pull`, weights inside a remat are gathered outside of it (a loop body gathers everything
-    first); without, the remat gathers for itself where it can. `checkpointed` says that the main
-    part will run under `jax.checkpoint`. `attach` may take an equation outside of loops and remats
-    out of the engine's hands.
+    With `pull`, the weights of a remat are gathered outside of it (a loop body gathers everything
+    first); without, the remat gathers for itself if it can. `checkpointed` says that the main part
+    will run under `jax.checkpoint`. `attach` may take over equations outside of loops and remats
+    from the engine.
     """
     splitter = Splitter(pull, checkpointed, attach)
     for var, kind in zip(jaxpr.invars, kinds, strict=True):
@@ -85,7 +85,7 @@ def split(
 
 
 class Splitter:
-    """A visitor of the equations of one jaxpr, which sorts them into prefix and main part."""
+    """Visits the equations of one jaxpr, and sorts them into prefix and main part."""
 
     def __init__(self, pull: bool, checkpointed: bool, attach: "Attach | None") -> None:
         self.pull, self.checkpointed, self.attach = pull, checkpointed, attach
@@ -96,11 +96,11 @@ class Splitter:
         self.gathered: dict[Shard, Var] = {}
         self.prefix: list[JaxprEqn] = []
         self.readers = Readers()
-        # Of scopes: those that are alike, layers in a Python loop say, share one split.
+        # Of scopes: equal ones, such as layers in a Python loop, share one split.
         self.splits: dict[Hashable, Split] = {}
         self.codes: dict[int, Code] = {}
 
-    # -- what a variable is
+    # -- kinds of variables
 
     def bring_in(self, var: Var, kind: InputKind) -> None:
         if isinstance(kind, Cut):
@@ -117,7 +117,7 @@ class Splitter:
         return isinstance(kind, Shard) or kind == WEIGHT
 
     def gathered_once(self, atom: Atom) -> Atom:
-        """Returns `atom`, gathered where it is a shard; once for all later uses."""
+        """Returns `atom`. A shard is gathered, once for all later uses."""
         kind = self.kind(atom)
         if not isinstance(kind, Shard):
             return atom
@@ -131,7 +131,7 @@ class Splitter:
     # -- the equations
 
     def inline(self, eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-        """Expands the calls that a weight goes into, so that there is one level to read."""
+        """Expands the calls that take a weight, so that there is only one level to read."""
         touched = {v for v in self.kinds if self.is_weights(v)}
 
         def is_call_of_weights(eqn: JaxprEqn) -> bool:
@@ -143,14 +143,14 @@ class Splitter:
         return list(self.inliner.flat(eqns, is_call_of_weights))
 
     def find_readers(self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> None:
-        # A remat that will be taken apart when it is visited does not read; its equations will.
+        # `visit` takes these remats apart. Then their equations read, and not they themselves.
         apart = _compat.REMAT if self.pull else ()
         self.readers.find([e for e in eqns if e.primitive.name not in apart], outvars)
 
     # -- one equation
 
     def visit(self, eqn: JaxprEqn, main: list[Op]) -> None:
-        # A remat taken apart while visiting may have renamed what this equation reads.
+        # A remat that was taken apart may have renamed the operands of this equation.
         eqn = self.inliner.resolved(eqn)
         name = eqn.primitive.name
         kinds = [self.kind(v) for v in eqn.invars]
@@ -158,8 +158,8 @@ class Splitter:
             # Cast the shard, not the weight: the gather then moves the narrower dtype.
             self.kinds[eqn.outvars[0]] = cast
         elif name == "sharding_constraint" and isinstance(kinds[0], Shard):
-            # It names axes of the user's own (flax's `unbox` of a partitioned stack), over which
-            # the shard is sharded already. To obey it, the loop's full stack would be gathered.
+            # It names axes of the user's own (flax's `unbox` of a partitioned stack), which shard
+            # the shard already. To obey it, the engine would have to gather the loop's full stack.
             self.kinds[eqn.outvars[0]] = kinds[0]
         elif shards := self.readers.viewed(eqn, kinds[0] if kinds else None):
             self.kinds.update(zip(eqn.outvars, shards, strict=True))
@@ -180,11 +180,11 @@ class Splitter:
             self.prefix.append(eqn)
             for var in eqn.outvars:
                 self.kinds[var] = WEIGHT if WEIGHT in kinds else CONST
-            # [Note: constants under checkpoint] What is computed from constants only, such as a
-            # mask made of iotas, goes into the prefix, because weights may be computed with it.
-            # Under jax.checkpoint it goes into the main part too, which keeps nothing for backward
-            # anyway. As part of the frontier the mask would be an input of the checkpoint, behind
-            # its barrier: an array in memory instead of part of a fusion.
+            # [Note: constants under checkpoint] An equation that needs only constants, such as a
+            # mask made of iotas, goes into the prefix, because weights may need its result. Under
+            # jax.checkpoint it goes into the main part too, which keeps nothing for backward
+            # anyway. In the frontier the mask would be an input of the checkpoint, behind its
+            # barrier: an array in memory instead of part of a fusion.
             if self.checkpointed and WEIGHT not in kinds:
                 main.append(eqn)
         else:
@@ -194,7 +194,7 @@ class Splitter:
         main.append(self.scope_in_loop(eqn) if self.pull else self.scope(eqn))
 
     def scope(self, eqn: JaxprEqn) -> Scope:
-        """Returns a remat that gathers for itself, in backward again."""
+        """Returns a remat that gathers for itself, and again in backward."""
         operands = list(eqn.invars)
         inner = self.split_remat(eqn, operands)
         gathered = {shard.root for shard in inner.gathers.values()}
@@ -219,7 +219,7 @@ class Splitter:
         return self.splits[key]
 
     def code(self, eqn: JaxprEqn) -> Code:
-        """Returns what a remat runs, read once where layers have one jaxpr."""
+        """Returns the code of a remat, read only once if layers share one jaxpr."""
         jaxpr, consts = _compat.inner_jaxpr(eqn)
         if id(jaxpr) not in self.codes:
             self.codes[id(jaxpr)] = Code(jaxpr, consts)
@@ -227,7 +227,7 @@ class Splitter:
 
     def scope_in_loop(self, eqn: JaxprEqn) -> Scope:
         """Returns a remat whose weights the loop body around it gathers: its prefix is empty."""
-        # Its equations are visited as if the loop body had them. Those of weights only join the
+        # Visits its equations as if the loop body had them. Those that need only weights join the
         # body's prefix, where the loop gathers; the others become the main part of the remat.
         ops: list[Op] = []
         outside, self.checkpointed = self.checkpointed, True
@@ -291,7 +291,7 @@ class Splitter:
 
 
 def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
-    """Returns a shard after a cast between floats, if the cast can be left to the gather."""
+    """Returns a shard after a cast between floats, if the gather can do the cast."""
     if not isinstance(kind, Shard) or kind.cut.use_dtype is not None:
         return None
     new, old = jnp.dtype(eqn.params["new_dtype"]), jnp.dtype(kind.cut.dtype)
@@ -304,14 +304,14 @@ def _cast_shard(eqn: JaxprEqn, kind: Kind) -> Shard | None:
 
 
 def _inner_kind(kind: Kind) -> InputKind:
-    """Returns what an operand is inside the body that receives it."""
+    """Returns the kind of an operand inside the body that receives it."""
     if isinstance(kind, Shard):
         return kind.cut
     return WEIGHT if kind in (WEIGHT, CONST) else kind
 
 
 def _alike(jaxpr: Jaxpr, kinds: Sequence[InputKind]) -> Hashable:
-    """Returns the kinds of inputs without their paths, which only messages about loops name."""
+    """Returns the kinds of inputs without their paths, which only messages about loops need."""
     loops = any(eqn.primitive.name == "scan" for eqn in _compat.every_eqn(jaxpr))
     named = [dataclasses.replace(k, path="") if isinstance(k, Cut) else k for k in kinds]
     return tuple(kinds if loops else named)
@@ -324,7 +324,7 @@ def _checkpoint_params(eqn: JaxprEqn) -> tuple[Callable[..., bool] | None, bool]
 def _warn_sharded_layers(path: str, shape: Sequence[int]) -> None:
     warn(
         f"{path}, a stack of shape {tuple(shape)}, is scanned along dimension 0 and sharded along "
-        "it too, so the full stack is gathered before the loop. Name it to the plan: "
+        "it too, so the step gathers the full stack before the loop. Name it to the plan: "
         f"zerojax.plan(..., stacked={path!r}) shards the dimension after the layers. For loops "
         f"within loops, pass overrides={{{path!r}: PartitionSpec(None, None, 'data')}}."
     )
