@@ -23,8 +23,8 @@ def vary(
 ) -> tuple[list[Array], Callable[[list[Array]], list[Value]]]:
     """Returns the arrays of `values` to differentiate by, and a function that puts them back.
 
-    For a `Held`, that is its shard, or what backward updates. Other values are differentiated by
-    only if they are wanted and of a float dtype.
+    For a `Held`, these are its shard, or the stacks that backward updates. JAX differentiates by
+    other values only if they are wanted and of a float dtype.
     """
     leaves, treedef = jax.tree.flatten(list(values))
     mask = _varies(values, wanted)
@@ -37,8 +37,8 @@ def gradients(
 ) -> list[Gradient]:
     """Returns gradients in the structure of `values`, None where `vary` left an array out.
 
-    They get the dtypes of `values`: a user's own rule may return wider ones, which JAX takes in
-    some places and not in others.
+    They get the dtypes of `values`: a user's own rule may return wider ones, which JAX accepts in
+    some places but not in others.
     """
     leaves, treedef = jax.tree.flatten(list(values))
     found, pairs = iter(varied), zip(leaves, _varies(values, wanted), strict=True)
@@ -46,7 +46,7 @@ def gradients(
 
 
 def _varies(values: Sequence[Value], wanted: Sequence[bool]) -> list[bool]:
-    """Whether each array of `values` is differentiated by."""
+    """Returns, for each array of `values`, whether to differentiate by it."""
 
     def mask(value: Value, want: bool) -> Held | bool:
         if not isinstance(value, Held):
@@ -68,8 +68,9 @@ def by_hand(
 ) -> list[Array]:
     """Runs a function whose derivative is written by hand.
 
-    Without derivatives, `plain(inputs)` runs. With them, `saving(inputs, wanted)` gives the outputs
-    and what to keep, and `backward(inputs, kept, cotangents)` the gradients of the inputs.
+    Without derivatives, `plain(inputs)` runs. With them, `saving(inputs, wanted)` returns the
+    outputs and the residuals, and `backward(inputs, residuals, cotangents)` the gradients of the
+    inputs.
     """
 
     @jax.custom_vjp
@@ -90,7 +91,7 @@ def by_hand(
 
 
 def _perturbed(inputs: Any) -> tuple[tuple[bool, ...], Any]:
-    """Returns which of `custom_vjp`'s symbolic inputs are differentiated, and their values."""
+    """Returns which of `custom_vjp`'s symbolic inputs JAX differentiates, and their values."""
 
     def is_leaf(x: Any) -> bool:
         return hasattr(x, "perturbed")
@@ -100,8 +101,8 @@ def _perturbed(inputs: Any) -> tuple[tuple[bool, ...], Any]:
 
 
 def _without_tangents(outs: Sequence[Array]) -> list[Array]:
-    """Rids the integers among a `custom_vjp`'s outputs of their (float0) tangents, which most
-    primitives cannot differentiate by. `x | x` is `x`, and has no derivative."""
+    """Drops the (float0) tangents of integers among a `custom_vjp`'s outputs, because most
+    primitives cannot differentiate by them. `x | x` is `x`, and has no derivative."""
 
     def clean(out: Array) -> Array:
         is_int = jnp.issubdtype(out.dtype, jnp.integer) or out.dtype == bool
@@ -111,8 +112,9 @@ def _without_tangents(outs: Sequence[Array]) -> list[Array]:
 
 
 def float_cotangents(cts: Sequence[Any], outs: Sequence[Any]) -> list[Array | None]:
-    """Returns cotangents as arrays of the dtypes of `outs`, even where they are symbolic zeros;
-    None where that is no float dtype. A loop's have a dimension more than those of one turn."""
+    """Returns cotangents as arrays of the dtypes of `outs`, even if they are symbolic zeros, and
+    None for outputs without a float dtype. A loop's cotangents have one dimension more than those
+    of an iteration."""
 
     def array(ct: Any, out: Any) -> Array:
         if type(ct) is jax.custom_derivatives.SymbolicZero:
@@ -154,9 +156,9 @@ Index = int | Array  # of a layer
 Turn = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # of `lax.scan`
 
 
-# Indices are those of layers, and never negative: a GPU's engines copy a slice of host memory only
-# where its index is linear in the counter of the loop, which a negative index that wraps around is
-# not. Where a loop carries a stack, it is written in place.
+# Indices count layers, and are never negative. A GPU's engines copy a slice of host memory only if
+# its index is linear in the counter of the loop; a negative index that wraps around is not. If a
+# loop carries a stack, XLA writes into it in place.
 
 
 def sliced(stack: Array, i: Index) -> Array:
@@ -166,7 +168,7 @@ def sliced(stack: Array, i: Index) -> Array:
 
 
 def written(stack: Array, layer: Array, i: Index) -> Array:
-    """Writes a stack of one, as layer `i`, into a stack."""
+    """Writes a stack of one layer into a stack, as layer `i`."""
     start = (i, *[0] * (stack.ndim - 1))
     return lax.dynamic_update_slice(stack, layer, start, allow_negative_indices=False)
 
@@ -190,10 +192,10 @@ def empty_stacks(layer: PyTree, length: int) -> PyTree:
 class Layer:
     """One layer of the stacks.
 
-    [Note: two indices of a layer] A GPU's engines find a slice of host memory where its index is
+    [Note: two indices of a layer] A GPU's engines find a slice of host memory if its index is
     linear in a counter that the loop carries. With such an index into the device's own memory, XLA
-    no longer runs the loop's collectives beside its compute (JAX 0.12: 615 ms for 546, 7.5B on 8
-    H100s). There `i` comes from an `arange` that the loop scans.
+    no longer runs the loop's collectives beside its compute (JAX 0.12: 615 ms instead of 546, 7.5B
+    on 8 H100s). There `i` comes from an `arange` that the loop scans.
     """
 
     i: Index
@@ -210,13 +212,13 @@ def fetched_layer(stacks: PyTree, at: Layer) -> PyTree:
 
 
 def resting_layer_of(stacks: PyTree, at: Layer) -> PyTree:
-    """Returns one layer of all stacks in a tree, in the memory where they are."""
+    """Returns one layer of all stacks in a tree, in the memory where they rest."""
     return jax.tree.map(lambda stack: lax.squeeze(sliced(stack, at.of(stack)), (0,)), stacks)
 
 
 def by_scanned_index(step: Turn, xs: PyTree, length: int) -> tuple[Turn, PyTree]:
-    """Returns a step for `lax.scan`, and what it scans, for layers in host memory that XLA would
-    not find by the loop's counter: the index of each is scanned."""
+    """Returns a step for `lax.scan`, and the tree that it scans, for layers in host memory that XLA
+    would not find by the loop's counter. The loop scans the index of each layer instead."""
     stacks, treedef = jax.tree.flatten(xs)
     there = {k: stack for k, stack in enumerate(stacks) if _compat.is_on_host(stack)}
 
@@ -233,16 +235,16 @@ def by_scanned_index(step: Turn, xs: PyTree, length: int) -> tuple[Turn, PyTree]
 class Unchanged:
     """The stacks that a loop scans, none of which backward updates.
 
-    An option may have backward update some of them: see `How.updates`. The loop carries the stacks
-    of these, reads their layers from there, and writes each back; it asks in the order of the
-    methods below.
+    With an option, backward updates some of them: see `How.updates`. The loop then carries these
+    stacks, reads their layers from the carry, and writes each layer back. It calls the methods
+    below in this order.
     """
 
     def __init__(self, xs: Sequence[Any]) -> None:
         self.stacks: list[tuple[Array, ...]] = []
 
     def as_updated(self, xs: Sequence[Any], stacks: list) -> list[Any]:
-        """Returns what the loop scans, its parameters as they are by now."""
+        """Returns the scanned stacks, with the parameters updated so far."""
         return list(xs)
 
     def read_first(self, read: Any, stacks: list) -> tuple[Any, list]:
@@ -254,17 +256,18 @@ class Unchanged:
         return []
 
     def tied(self, layers: list, left: Any) -> tuple[list, Any]:
-        """Has what `fetched` returned arrive with the gradients that are left to reduce."""
+        """Makes the result of `fetched` arrive together with the gradients that are left to
+        reduce."""
         return layers, left
 
     def updated(self, stacks: list, layers: list, grads: Sequence[Any], at: Layer) -> list:
-        """Updates a layer, which was fetched, and writes it into the stacks."""
+        """Updates a fetched layer, and writes it into the stacks."""
         return stacks
 
     def left(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of a layer that are still to be stacked."""
+        """Returns the gradients of a layer that the loop still has to stack."""
         return list(grads)
 
     def gradients(self, grads: Sequence[Any], stacks: list) -> list[Any]:
-        """Returns the gradients of what the loop scans."""
+        """Returns the gradients of the scanned stacks."""
         return list(grads)
