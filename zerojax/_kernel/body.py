@@ -40,10 +40,10 @@ from zerojax._types import TreeDef, is_key
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A vjp function without the arrays that backward has anyway: slot k is known array k.
+    """A vjp function without the arrays that backward has anyway.
 
-    `wanted` says for which inputs a gradient was wanted, `moved` which arrays a `Keeping` has put
-    elsewhere.
+    `slots` has, for each residual, the position of the known array that it is, or None. `wanted`
+    says which inputs need a gradient, and `moved` which arrays a `Keeping` has put elsewhere.
     """
 
     arrays: list[Array]
@@ -56,11 +56,11 @@ class Saved:
 def strip(vjp: Callable, known: Sequence[Array | None], wanted: Sequence[bool]) -> Saved:
     """Returns `vjp` without the arrays in `known`.
 
-    [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. One
-    that is an input of the differentiated function comes out as the very object that went in, so
-    `id` tells it from an equal value computed there. That is JAX's habit, not its promise; where
-    it were broken, full weights would be kept and nothing else would show it. Hence
-    `Body.check_stripped`.
+    [Note: residuals by identity] The function that `jax.vjp` returns is a pytree of residuals. If a
+    residual is an input of the differentiated function, JAX returns the very object that went in,
+    so `id` tells it from an equal value computed inside. JAX does so by habit, and promises
+    nothing. If it stopped, backward would keep full weights, and nothing else would show it.
+    `Body.check_stripped` raises then.
     """
     index = {id(array): k for k, array in enumerate(known) if array is not None}
     leaves, treedef = jax.tree.flatten(vjp)
@@ -77,16 +77,16 @@ def restore(saved: Saved, known: Sequence[Array | None]) -> Callable:
 
 
 class Keeping:
-    """Where a loop keeps what backward needs of each layer: as it is, on the devices."""
+    """Where a loop keeps what backward needs of each layer: here, unchanged on the devices."""
 
     host = False
 
     def put(self, saved: Saved) -> Saved:
-        """Puts what one layer saved where it rests."""
+        """Moves the residuals of one layer to where they rest."""
         return saved
 
     def back(self, saved: Saved) -> Saved:
-        """Brings it back."""
+        """Brings the residuals back."""
         return saved
 
 
@@ -98,21 +98,21 @@ AS_IT_IS = Keeping()
 # computation, merges them, and keeps full weights in between. On GPUs an optimization barrier
 # over the shards and the cotangents keeps them apart.
 #
-# XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective that needs
-# nothing of a loop during that loop: collectives are held to the order in which they
-# start, and a loop counts as started as soon as one iteration waits for another thread. All
-# collectives have the same channel, so devices pair the wrong ones: a crash, NaN, or wrong
-# numbers (JAX 0.12, several emulated devices; 0.10 expands barriers before it schedules).
-# `tests/engine/test_fence.py` has the fault in plain JAX. There the shards are made to depend on
-# what forward returned, in a way that XLA cannot see through.
+# XLA:CPU needs more. A barrier is no data dependence, and XLA:CPU may run a collective during a
+# loop from which it needs nothing. It orders collectives only by their start, and counts a loop as
+# started as soon as one iteration waits for another thread. All collectives have the same channel,
+# so devices pair the wrong ones: a crash, NaN, or wrong numbers (JAX 0.12, several emulated
+# devices; 0.10 expands barriers before it schedules). `tests/engine/test_fence.py` has the fault in
+# plain JAX. So on CPUs the engine makes the shards depend on the results of forward, in a way that
+# XLA cannot see through.
 
 _MOST_BITS = 64  # of one number
 
 
 def mark(outs: list[Array]) -> Array | None:
-    """Returns a boolean that is there once all `outs` are. It is false, which XLA cannot know.
+    """Returns a boolean that is ready once all `outs` are. It is false, but XLA cannot know that.
 
-    None where no output has bits to count.
+    Returns None if no output has bits to count.
     """
     # Scalars, one after another: XLA:CPU compiles a loop of its own for each small array.
     counts = [lax.population_count(_bits(x)) for x in outs if _is_countable(x)]
@@ -121,7 +121,7 @@ def mark(outs: list[Array]) -> Array | None:
 
 
 def wait(values: T, done: Array) -> T:
-    """Returns `values` that depend on a mark."""
+    """Returns `values`, made to depend on a mark."""
 
     def waiting(x: Array) -> Array:
         if is_key(x):
@@ -135,8 +135,8 @@ def wait(values: T, done: Array) -> T:
 
 @jax.custom_vjp
 def in_turn(outs: list[Array], shards: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Returns floats as they are: what an op returned, and shards that a later one reads. Backward
-    begins with the earlier op when it has the gradients of these shards."""
+    """Returns floats unchanged: the results of an op, and shards that a later op reads. Backward
+    does not begin with the earlier op before it has the gradients of these shards."""
     return outs, shards
 
 
@@ -167,17 +167,18 @@ def _is_countable(array: Array) -> bool:
 
 
 # [Note: what is kept for backward]
-# JAX keeps for backward whatever the derivative needs, full weights among it: with plain
+# JAX keeps for backward everything that the derivative needs, including full weights. With plain
 # differentiation a gathered weight would stay alive from its use in forward to its use in
-# backward, and stage 3 would save nothing. So every scope that gathers is differentiated by hand,
-# the same way: run the prefix (gathers and whatever comes from weights only), take `jax.vjp` of
-# the main part, and drop from the residuals every array that the prefix made or that came in as an
-# input. Backward runs the prefix again and puts them back. (With prefetching, what was gathered
-# last stays: backward wants it first. Of a weight whose route has a far hop, what that returned
-# stays, so that it crosses the network once: ZeRO++'s hpZ.) Which other values are kept is JAX's
-# and the user's affair: their `jax.checkpoint` policies apply inside the main part.
+# backward, and stage 3 would save nothing. So the engine differentiates every scope that gathers by
+# hand. It runs the prefix (gathers, and everything that comes from weights only), takes `jax.vjp`
+# of the main part, and drops from the residuals every array that the prefix made or that came in as
+# an input. Backward runs the prefix again and puts these arrays back. (With prefetching, the
+# weights gathered last stay, because backward needs them first. If the route of a weight has a far
+# hop, the result of that hop stays, so that the weight crosses the network only once: ZeRO++'s
+# hpZ.) JAX and the user decide which other values to keep: their `jax.checkpoint` policies apply
+# inside the main part.
 
-CROSSED = "zerojax_in_node"  # names, for policies of `jax.checkpoint`, what far hops returned
+CROSSED = "zerojax_in_node"  # the name of results of far hops, for policies of `jax.checkpoint`
 Env = dict[Var, Any]  # a variable's value, or the `Held` of a root of shards
 Run = Callable[[Sequence[Op], Env, "How"], None]
 
@@ -187,13 +188,13 @@ class How:
     """When the collectives of a loss run.
 
     `regather`: backward all-gathers the weights again, instead of keeping them. `prefetch`: loops
-    all-gather one layer ahead (1) or none (0). `keep_layers`: the number of last layers, one at
-    least, whose weights a loop that prefetches keeps. `in_turn_above`: in backward of layers of
-    more bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`:
-    data dependences, not barriers, keep collectives in order. `in_loop`: what runs is the body of a
-    loop over layers. `keeping`: where a loop over layers keeps what backward needs. `updates`: what
-    backward updates of the stacks that a loop scans. `counted`: whether XLA finds any layer in host
-    memory by a loop's counter; asked where there is one.
+    all-gather one layer ahead (1) or none (0). `keep_layers`: the number of last layers, at least
+    one, whose weights a prefetching loop keeps. `in_turn_above`: in backward of layers of more
+    bytes, each weight of the next layer waits for its gradient of the previous one. `by_data`: data
+    dependences, not barriers, keep collectives in order. `in_loop`: the body of a loop over layers
+    runs. `keeping`: where a loop over layers keeps what backward needs. `updates`: chooses the
+    stacks of a loop that backward updates. `counted`: whether XLA finds any layer in host memory by
+    a loop's counter; called only if there is one.
     """
 
     regather: bool
@@ -210,9 +211,9 @@ class How:
 class Body:
     """A split as functions: its value, its value with residuals, its gradients.
 
-    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the others. Those
-    at the positions in `lost` will not be there for backward. `run` interprets the ops of the
-    main part, and `wrap` goes around it.
+    Inputs are in the order of `split.invars`: `Held` for shards, arrays for the others. Backward
+    does not get the inputs at the positions in `lost`. `run` interprets the ops of the main part,
+    and `wrap` wraps that part.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class Body:
         self.is_weight = [k is not None for k in split.kinds]
 
     def __call__(self, inputs: Sequence[Value]) -> list[Array]:
-        """Returns the outputs, differentiated by JAX if at all."""
+        """Returns the outputs, to be differentiated by JAX and not by the engine."""
         weights = self.weights_of(inputs)
         gathered = [_travel.obtain(held, cut) for held, cut in self._travellers(weights)]
         frontier = self.prefix(weights, gathered)
@@ -245,14 +246,14 @@ class Body:
         return [_travel.arrive(held, cut, parts) for (held, cut), parts in pairs]
 
     def full(self, arrived: Sequence[Transit]) -> list[Array]:
-        """Returns the full weights; nothing moves."""
+        """Returns the full weights of those that have arrived; sends nothing."""
         shards = zip(arrived, self.split.gathers.values(), strict=True)
         return [_travel.full(parts, shard.cut) for parts, shard in shards]
 
     def gather(
         self, weights: Sequence[Value | None], crossed: Sequence[Transit], kept: Env
     ) -> list[Array]:
-        """Returns the full weights; those in `kept` are there."""
+        """Returns the full weights. Those in `kept` are not gathered again."""
         ways = zip(self.split.gathers, self._travellers(weights), crossed, strict=True)
         return [
             kept[var] if var in kept else _travel.full(_travel.arrive(held, cut, parts), cut)
@@ -265,7 +266,7 @@ class Body:
         return ((shard.of(held[shard.root]), shard.cut) for shard in self.split.gathers.values())
 
     def prefix(self, weights: Sequence[Value], gathered: Sequence[Array]) -> list[Array]:
-        """Returns the frontier: gathered weights, and what is computed from weights only."""
+        """Returns the frontier: gathered weights, and values computed from weights only."""
         env: Env = {**self.split.constants, **self._by_var(weights)}
         write(env, [*self.split.gathers], gathered)
         for eqn in self.split.prefix:
@@ -303,7 +304,7 @@ class Body:
     ) -> tuple[list[Array], Saved]:
         """Returns the outputs, and the residuals of the main part that backward cannot make itself.
 
-        `wanted` says for which inputs a gradient is wanted.
+        `wanted` says which inputs need a gradient.
         """
         frontier = self.prefix(self.weights_of(inputs), gathered)
         varies = self._frontier_varies(wanted)
@@ -328,16 +329,17 @@ class Body:
         return outs, saved
 
     def known(self, frontier: Sequence[Array], inputs: Sequence[Value]) -> list[Array | None]:
-        """Returns what backward has without being told: it makes the frontier, and has inputs."""
+        """Returns the arrays that backward has anyway: it makes the frontier, and gets the inputs
+        that are not lost."""
         kept = [None if i in self.lost else x for i, x in enumerate(inputs)]
         return [*frontier, *jax.tree.leaves(kept, is_leaf=lambda x: x is None)]
 
     def check_stripped(
         self, saved: Saved, frontier: Sequence[Array], derive: Callable[[list[Array]], Any]
     ) -> None:
-        """Raises where one of the weights in `frontier` is kept for backward all the same.
+        """Raises if backward would keep one of the weights in `frontier`.
 
-        What looks like one, by shape and dtype, may be an activation: the jaxpr tells.
+        An array that has the shape and dtype of a weight may be an activation: the jaxpr tells.
         """
         shapes = {(x.shape, x.dtype) for x in frontier if x.ndim > 1}
         if not any((x.shape, x.dtype) in shapes for x in saved.arrays):
@@ -347,7 +349,7 @@ class Body:
         if any(v in jaxpr.invars for v in kept if is_var(v)):
             raise RuntimeError(
                 f"JAX {jax.__version__} copies the inputs of a derivative, so full weights would "
-                "be kept for backward. Use a JAX that zerojax supports (0.10 to 0.12), or "
+                "be kept for backward. Install a JAX that zerojax supports (0.10 to 0.12), or pass "
                 "regather=False."
             )
 
@@ -362,7 +364,7 @@ class Body:
     ) -> list[Gradient]:
         """Returns the gradients of the inputs, None for inputs without one.
 
-        Lost inputs come as their types. `cts` has None where an output is of no float dtype.
+        Lost inputs come as their types. `cts` has None for outputs without a float dtype.
         """
         grads, d_gathered = self.unreduced(inputs, gathered, saved, cts)
         return self.added(inputs, grads, self.summed(d_gathered))
@@ -374,11 +376,12 @@ class Body:
         saved: Saved,
         cts: Sequence[Array | None],
     ) -> tuple[list[Gradient], list[Array | None]]:
-        """Returns the gradients of the inputs less what comes through gathered weights, and the
-        gradients of these, not yet reduced over the devices.
+        """Returns the gradients of the inputs without the part that comes through gathered weights,
+        and the gradients of these weights, not yet reduced over the devices.
 
-        The chain rule in two steps: the stripped vjp of the main part, with the frontier put back,
-        gives the gradients of the frontier; the vjp of the prefix takes these to its sources.
+        Applies the chain rule in two steps. The stripped vjp of the main part, with the frontier
+        put back, gives the gradients of the frontier. The vjp of the prefix takes these to the
+        sources of the prefix.
         """
         weights = self.weights_of(inputs)
         # Shards get their gradients through the gathered weights and through inner loops.
@@ -409,7 +412,7 @@ class Body:
         return grads, d_sources[: len(gathered)]
 
     def summed(self, d_gathered: Sequence[Array | None]) -> list[Array | None]:
-        """Reduces the gradients of gathered weights, which stay as they travelled."""
+        """Reduces the gradients of gathered weights. They keep the dtypes of the wire."""
         there = [grad is not None for grad in d_gathered]
         cuts = where([shard.cut for shard in self.split.gathers.values()], there)
         sums = _travel.summed([grad for grad in d_gathered if grad is not None], cuts)
@@ -418,7 +421,7 @@ class Body:
     def added(
         self, inputs: Sequence[Value], grads: Sequence[Gradient], sums: Sequence[Array | None]
     ) -> list[Gradient]:
-        """Adds what was reduced to the gradients of the inputs."""
+        """Adds the reduced gradients to those of the inputs."""
         held = self._by_var(self.weights_of(inputs))
         totals = self._by_var(self.weights_of(grads))
         for shard, grad in zip(self.split.gathers.values(), sums, strict=True):
@@ -436,12 +439,13 @@ class Body:
         return values, [*self.roots_of(wanted), *self.plain_of(wanted)]
 
     def _want_gathered(self, wanted: Sequence[bool]) -> list[bool]:
-        """Whether a gradient is wanted for each gathered weight: frozen ones have none."""
+        """Returns, for each gathered weight, whether it needs a gradient. Frozen ones need none."""
         by_var = self._by_var(self.weights_of(wanted))
         return [by_var[s.root] and not s.is_frozen for s in self.split.gathers.values()]
 
     def _frontier_varies(self, wanted: Sequence[bool]) -> list[bool]:
-        """Whether each of the frontier comes from weights that a gradient is wanted for."""
+        """Returns, for each array of the frontier, whether it comes from weights that need a
+        gradient."""
         varies = self._by_var(self.weights_of(wanted))
         varies |= dict(zip(self.split.gathers, self._want_gathered(wanted), strict=True))
         for eqn in self.split.prefix:
@@ -458,7 +462,7 @@ def read(env: Env, atoms: Sequence[Atom]) -> list[Any]:
 
 
 def read_arrays(env: Env, atoms: Sequence[Atom]) -> list[Any]:
-    """Like `read`, but a literal, which may be a bare Python number, comes with its dtype."""
+    """Like `read`, but gives a literal, which may be a bare Python number, its dtype."""
     return [env[v] if is_var(v) else np.asarray(v.val, type_of(v).dtype) for v in atoms]
 
 
