@@ -1,9 +1,9 @@
-"""A scan over stacked weights, one layer gathered at a time in both directions.
+"""A scan over stacked weights that gathers one layer at a time in both directions.
 
-`Layers` gathers a layer when its turn comes; `PrefetchedLayers` while the layer before it computes.
-Forward keeps of each layer what its derivative needs, less the weights; backward walks the layers
-in reverse, gathers each again and reduce-scatters its gradient inside the loop, or updates the
-layer with it. See the note in `body.py`.
+`Layers` gathers a layer when its turn comes, `PrefetchedLayers` while the layer before it computes.
+Forward keeps what the derivative of each layer needs, except for the weights. Backward walks the
+layers in reverse, gathers each again, and reduce-scatters its gradient inside the loop or updates
+the layer with it. See the note in `body.py`.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ from zerojax._kernel.travel import Held, Transit
 class Layers:
     """One scan in three forms: plain, keeping residuals, and backward over them.
 
-    Iteration 0 is the first layer that forward walks, whichever end of the stack it is.
+    Iteration 0 is the first layer that forward walks, at whichever end of the stack.
     """
 
     def __init__(self, loop: Loop, how: How, run: Run) -> None:
         self.loop = loop
         first_x = loop.num_consts + loop.num_carry
-        # Backward has constants and scanned inputs again, but not what the carry was.
+        # Backward has constants and scanned inputs again, but not the values of the carry.
         lost = frozenset(range(loop.num_consts, first_x))
         self.how = how
         # Residuals leave the devices only as whole layers. Older XLA cannot match a reversed loop's
@@ -56,7 +56,7 @@ class Layers:
         unfound = how.keeping.host and loop.reverse and not how.counted()
         self.keeping = AS_IT_IS if how.in_loop or unfound else how.keeping
         self.body = Body(loop.split, dataclasses.replace(how, in_loop=True), run, lost=lost)
-        # Weights that backward does not gather again; those that travel nowhere are there anyway.
+        # Weights that backward does not gather again; those without a route are there anyway.
         gathers = loop.split.gathers.items()
         self.kept = [v for v, s in gathers if not how.regather and s.cut.gather.axes]
 
@@ -80,9 +80,9 @@ class Layers:
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Returns the outputs, and what `backward` needs besides the inputs: what this forward
-        saved, with full weights that are kept, and what weights are gathered from after their far
-        hops."""
+        """Returns the outputs, and what `backward` needs besides the inputs: the residuals, with
+        the full weights to keep, and the weights after their far hops, to gather them from there.
+        """
         consts, carry, xs = self.parts(inputs)
         num_carry = self.loop.num_carry
         wanted = self.wanted_inside(wanted)
@@ -132,7 +132,7 @@ class Layers:
         )
         return [*d_consts, *d_carry, *in_loop.gradients(d_xs, stacks)]
 
-    # -- what both walks share
+    # -- shared by both walks
 
     def scan(self, step: Any, init: Any, xs: Any, *, reverse: bool) -> tuple[Any, Any]:
         if reverse and any(map(_compat.is_on_host, jax.tree.leaves(xs))) and not self.how.counted():
@@ -142,7 +142,7 @@ class Layers:
         )
 
     def index(self, at: Index) -> Index:
-        """Returns where in the stack the layer of an iteration is."""
+        """Returns the position in the stack of an iteration's layer."""
         return self.loop.length - 1 - at if self.loop.reverse else at
 
     def cross(self, inputs: Sequence[Value], xs: Sequence[Value | None]) -> list[Transit]:
@@ -162,7 +162,7 @@ class Layers:
         crossed: Sequence[Transit],
         kept: Sequence[Array] = (),
     ) -> list[Array]:
-        """Returns the full weights of one layer; in backward, those that are kept are there."""
+        """Returns the full weights of one layer. Backward does not gather `kept` ones again."""
         there = dict(zip(self.kept, kept, strict=True)) if kept else {}
         return self.body.gather(self.weights(inputs, xs), crossed, there)
 
@@ -171,12 +171,12 @@ class Layers:
         return self.body.weights_of([*consts, *carry, *xs])
 
     def wanted_inside(self, wanted: Sequence[bool]) -> list[bool]:
-        """The carry may vary inside the loop even where its first value does not."""
+        """The carry may vary inside the loop even if its first value does not."""
         consts, carry, xs = self.parts(wanted)
         return [*consts, *[True] * len(carry), *xs]
 
     def d_outs(self, cts: Sequence[Any]) -> tuple[list[Gradient], list[Gradient]]:
-        """Returns cotangents of the carry and of the stacked outputs, None where none can be."""
+        """Returns cotangents of the carry and of the stacked outputs, None if there can be none."""
         floats = self.float_cts(cts)
         return floats[: self.loop.num_carry], floats[self.loop.num_carry :]
 
@@ -184,7 +184,7 @@ class Layers:
         return float_cotangents(cts, [v.aval for v in self.loop.split.outvars])
 
     def d_consts(self, consts: Sequence[Any], wanted: Sequence[bool]) -> list[Gradient]:
-        """Returns zeros to add the constants' gradients to."""
+        """Returns zeros, to which the loop adds the constants' gradients."""
         pairs = zip(consts, wanted[: len(consts)], strict=True)
         return [jnp.zeros_like(x) if want and is_float(x) else None for x, want in pairs]
 
@@ -194,7 +194,7 @@ class Layers:
 
 
 def as_read(inputs: Sequence[Value]) -> list[Value]:
-    """Returns the inputs of a loop without what updates them."""
+    """Returns the inputs of a loop without their `updating`."""
     return [x.as_read if isinstance(x, Held) else x for x in inputs]
 
 
@@ -204,32 +204,33 @@ def as_read(inputs: Sequence[Value]) -> list[Value]:
 #     forward     g(0) | g(1) f(0) | g(2) f(1) | ... | g(L-1) f(L-2) | f(L-1)
 #     backward    g(L-2) b(L-1) | r(L-1) g(L-3) b(L-2) | ... | r(2) g(0) b(1) | r(1) b(0) | r(0)
 #
-# What stands between two bars is independent, so that the collectives run beside the compute. The
+# Operations between two bars are independent, so that the collectives run beside the compute. The
 # middle parts are a loop, whose carry holds the gathered weights and the gradients left to reduce.
-# The ends stand outside of it: no gather is issued whose result is not used, and b(L-1) starts with
-# the weights that f(L-1) ended with.
+# The ends stand outside of it. So every gather is used, and b(L-1) starts with the weights that
+# f(L-1) ended with.
 #
-# Where the weights of the last K layers stay, these layers have a loop of their own. In backward it
-# comes first and gathers nothing: g(L-K-1), with which the loop after it begins, is beside b(L-1).
+# If the weights of the last K layers stay, these layers have a loop of their own. In backward it
+# comes first and gathers nothing: g(L-K-1), with which the next loop begins, runs beside b(L-1).
 #
-# Where a gather has a far hop h(i), forward makes that one layer earlier still:
+# If a gather has a far hop h(i), forward makes this hop one layer earlier still:
 #
 #     forward     h(0) h(1) g(0) | h(2) g(1) f(0) | h(3) g(2) f(1) | ...
 #
-# In the same part as g(i) it would have to end before g(i) starts, and compute would wait for it:
-# 557 ms of a 7.5B step instead of 538, at 25 GB/s between nodes. The last part of the loop makes
-# h(L-1) again, for nothing: an end outside of the loop would copy all that it keeps for backward.
+# In the same part as g(i), the hop would have to end before g(i) starts, and compute would wait for
+# it: a 7.5B step takes 557 ms instead of 538, at 25 GB/s between nodes. The last part of the loop
+# makes h(L-1) again, for nothing: an end outside of the loop would copy all that the loop keeps for
+# backward.
 #
 # [Note: what ends an iteration of backward] XLA's scheduler walks a loop's body from its end, and
-# starts a collective once what it has passed takes as long as the collective. Where it does not
-# know times, a matmul counts as 1 and a collective as 5000; but each small kernel that casts a
-# gradient, or writes it into its stack, as 1000. Between the end of r(i+1) and that of g(i-1), six
-# of them passed for enough to hide g(i-1), which then ran in the open: 1433 ms of a 7.5B step on 64
-# A100s instead of 1400. So gradients go on only when both have ended, and nothing but the layer's
-# own compute is left for them to start behind.
+# starts a collective once the operations that it has passed take as long as the collective. If it
+# does not know times, it counts a matmul as 1 and a collective as 5000, but each small kernel that
+# casts a gradient, or writes it into its stack, as 1000. Between the end of r(i+1) and that of
+# g(i-1) there were six of them. The scheduler took these for enough to hide g(i-1), which then ran
+# exposed: 1433 ms of a 7.5B step on 64 A100s instead of 1400. So an iteration passes gradients on
+# only when both have ended. Then the collectives have only the layer's own compute to start behind.
 
 
-# What the weights of a layer are gathered from.
+# The shards of a layer's weights, and these weights after their far hops, to gather from.
 LayerSource = tuple[list[Value | None], list[Transit]]
 
 
@@ -250,8 +251,9 @@ class PrefetchedLayers(Layers):
     def forward_saving(
         self, inputs: Sequence[Value], wanted: Sequence[bool]
     ) -> tuple[list[Array], Any]:
-        """Returns the outputs, and what to keep: of each loop, the residuals of its layers and the
-        weights that stay; those of the last layer; and what far hops returned for each layer."""
+        """Returns the outputs, and what backward needs: for each loop, the residuals of its layers
+        and the weights that stay; those of the last layer; the result of far hops for each layer.
+        """
         consts, carry, xs = self.parts(inputs)
         num_carry, last = self.loop.num_carry, self.loop.length - 1
         wanted = self.wanted_inside(wanted)
@@ -296,8 +298,9 @@ class PrefetchedLayers(Layers):
     def backward(
         self, inputs: Sequence[Value], saved: Any, crossed: list[Transit], cts: Sequence[Any]
     ) -> list[Gradient]:
-        """Each iteration reduce-scatters the previous layer's gradients, updates it if that is done
-        here, and all-gathers the next layer's weights, while it computes its own layer."""
+        """While an iteration computes its own layer, it reduce-scatters the gradients of the
+        previous one, updates that layer if backward does so, and all-gathers the next layer's
+        weights."""
         return _Backward(self, inputs, saved, crossed, cts).run()
 
     def iterate(self, step: Any, init: Any, turns: range) -> tuple[Any, Any]:
@@ -305,7 +308,7 @@ class PrefetchedLayers(Layers):
         return lax.scan(step, init, at, unroll=self.loop.unroll)
 
     def layer(self, at: Index, carried: Index | None = None) -> Layer:
-        """Returns the layer of an iteration, which may be carried by a loop too."""
+        """Returns the layer of an iteration; `carried` is its number as a loop carries it."""
         return self.turn(self.index(at), self.index(at if carried is None else carried))
 
     def turn(self, i: Index, counted: Index) -> Layer:
@@ -313,12 +316,12 @@ class PrefetchedLayers(Layers):
 
     def shards_at(self, inputs: Sequence[Value], at: Layer) -> list[Value | None]:
         _, _, xs = self.parts(inputs)
-        # Only shards are gathered; None stands for each other input.
+        # The loop gathers only shards; None stands for each other input.
         return fetched_layer([x if isinstance(x, Held) else None for x in xs], at)
 
 
 class _Backward:
-    """Backward of one loop. An iteration is that of forward, so it counts down."""
+    """Backward of one loop. Iterations have the numbers of forward, so they count down."""
 
     def __init__(
         self,
@@ -335,7 +338,7 @@ class _Backward:
         self.d_carry, self.d_ys = layers.d_outs(cts)
         self.last = layers.loop.length - 1
         cuts = [shard.cut for shard in layers.loop.split.gathers.values()]
-        # Nothing waits for what goes as codes: it is a chain of two messages with compute between.
+        # Nothing waits for quantized gradients: each takes two messages, with compute between them.
         coded = not all(cut.reduce.codec.adds for cut in cuts)
         in_pieces = nbytes([*layers.loop.split.gathers]) > layers.how.in_turn_above
         self.in_turn = in_pieces and not coded
@@ -368,8 +371,8 @@ class _Backward:
         return [*d_consts, *d_carry, *self.in_loop.gradients(d_stacks, stacks)]
 
     def step(self, first: int, kept: Any, state: tuple, count: Array) -> tuple[tuple, None]:
-        """Computes a layer, and disposes of the one before it. `kept` is that of the loop whose
-        iterations begin with the `first`."""
+        """Computes a layer, and finishes the one before it. `kept` belongs to the loop whose
+        iterations begin with `first`."""
         grads, arrived, (d_xs, d_gathered), d_stacks, stacks, carried = state
         at = self.last - 1 - count
         layer = self.layers.layer(at + 1, self.last - carried)
@@ -392,7 +395,7 @@ class _Backward:
         return (grads, ahead, left, d_stacks, stacks, carried + 1), None
 
     def source_at(self, stacks: list, at: Layer) -> LayerSource:
-        """Returns what one layer's weights are gathered from, some updated by now."""
+        """Returns the sources of one layer's weights, some of them updated by now."""
         xs = self.in_loop.as_updated(self.xs, stacks)
         shards = self.layers.shards_at([*self.consts, *self.carry, *xs], at)
         return shards, layer_of(self.crossed, at.i)
@@ -400,13 +403,13 @@ class _Backward:
     def ordered(
         self, source: LayerSource, sums: list[Array | None]
     ) -> tuple[list[Transit], list[Array | None]]:
-        """Returns the next weights as they arrive, and sums of gradients to go on with.
+        """Returns the next weights as they arrive, and the sums of gradients, in order.
 
-        In turn, each weight waits for its own gradient, whose memory it then takes: with 10^12
-        parameters, where a layer goes out in several pieces, 57 GiB instead of 68. If all waited
-        for all, no gather could start before the last reduce-scatter ends: 16.7 s instead of 14.8.
-        A layer in one piece has nothing to run beside if it waits: see the note on what ends an
-        iteration.
+        With `in_turn`, each weight waits for its own gradient, and then takes the gradient's
+        memory. With 10^12 parameters, where a layer goes out in several pieces, a step takes 57 GiB
+        instead of 68. If all weights waited for all gradients, no gather could start before the
+        last reduce-scatter ends: 16.7 s instead of 14.8. If a layer in one piece waited, it would
+        have nothing to run beside: see the note on what ends an iteration.
         """
         if not self.in_turn:
             return lax.optimization_barrier((self.arrive(source), sums))
@@ -425,8 +428,8 @@ class _Backward:
     def unreduced(
         self, grads: tuple[list, list], arrived: list[Transit], saved: Saved, at: Index
     ) -> tuple[tuple[list, list], tuple[list, list]]:
-        """Returns the gradients of carry and constants after one layer's backward, and what is
-        left to reduce: the gradients of its shards and of its gathered weights."""
+        """Returns the gradients of carry and constants after one layer's backward, and those left
+        to reduce: the gradients of its shards and of its gathered weights."""
         d_carry, d_consts = grads
         d_layer = [*d_carry, *layer_of(self.d_ys, self.index(at))]
         gathered = self.body.full(arrived)
@@ -440,7 +443,7 @@ class _Backward:
         return self.added(d_xs, self.body.summed(d_gathered), at)
 
     def added(self, d_xs: list, sums: list[Array | None], at: Index) -> list[Gradient]:
-        """Returns one layer's gradients, from what was reduced and what did not need to be."""
+        """Returns one layer's gradients, from the reduced ones and those without a reduction."""
         nothing = [None] * (len(self.inputs) - len(d_xs))
         return self.body.added(self.layer_at(at), [*nothing, *d_xs], sums)[len(nothing) :]
 
@@ -449,7 +452,7 @@ class _Backward:
         return with_layer(d_stacks, self.in_loop.left(done), self.index(at))
 
     def layer_at(self, at: Index) -> list[Any]:
-        """Returns the inputs of one layer's body; its carry is lost, so as types."""
+        """Returns the inputs of one layer's body. Its carry is lost, so it comes as types."""
         consts, _, xs = self.layers.parts(self.inputs)
         types = self.layers.carry_types(self.inputs)
         return [*consts, *types, *layer_of(xs, self.index(at))]
