@@ -1,8 +1,8 @@
 """A step in its plainest form: the loss and its gradients on each device, the update on shards.
 
-`Param` says how one parameter takes part, `DeviceStep` is the code of one device, and `updated`
-ends a step. Options that change what a parameter or a device does override them, one property or
-method each: see `_step/parameter.py` and `_step/program.py`.
+`Param` says how one parameter takes part, `DeviceStep` is the code of one device, and `rested` ends
+a step. An option that changes a parameter or a device overrides one property or method: see
+`_step/parameter.py` and `_step/program.py`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from zerojax._types import PyTree, zero_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One parameter of a step. The placements of its leaf decide all of it."""
+    """One parameter of a step. The placements of its leaf decide everything."""
 
     leaf: LeafPlan
     mesh: Mesh
@@ -47,9 +47,9 @@ class Param:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loss receives it as `Held`, and disposes of its gradient where it is used.
+        """Whether the loss receives it as `Held`, and reduces its gradient where it uses it.
 
-        Where nothing is sharded, stacks of matrices are `Held` all the same, so that a loop reduces
+        If nothing is sharded, stacks of matrices are `Held` all the same, so that a loop reduces
         each layer's gradient as it goes: see the note in `Cut.fixed`.
         """
         if self.landing.dim is not None:
@@ -59,12 +59,12 @@ class Param:
 
     @property
     def landing(self) -> Placement:
-        """The placement in which the loss leaves the gradient: the shard that is updated."""
+        """The placement in which the loss leaves the gradient: that of the update."""
         return self.leaf.update
 
     @property
     def is_own_source(self) -> bool:
-        """Whether the loss gathers from the very shard that its gradient leaves through."""
+        """Whether the loss gathers from the same shard through which the gradient leaves."""
         return self.leaf.rest == self.landing
 
     @property
@@ -79,7 +79,7 @@ class Param:
 
     @property
     def cut(self) -> Cut:
-        """How the engine sees it, where it is `Held`."""
+        """How the engine sees it, if it is `Held`."""
         near, padding = self.leaf.near.axes, self.leaf.rest.padding
         devices = axes_size(self.mesh, (*near, *self.crosses))
         gather = Route(near, self.crosses, (), self.gather_codec, padding, devices=devices)
@@ -88,7 +88,7 @@ class Param:
 
     @property
     def far(self) -> Axes:
-        """The axes that shard it between steps only."""
+        """The axes that shard it only between steps."""
         return beyond(self.leaf.rest.axes, self.leaf.near.axes)
 
     @property
@@ -117,7 +117,7 @@ class Param:
     def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
         """Returns the route that takes a gradient from shards over `start` to shards over `end`.
 
-        The axes of `leaf.grad`, where gradients are summed, come first: the others may wait.
+        The axes of `leaf.grad`, where a step sums gradients, come first: the others may wait.
         """
         near = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
@@ -127,7 +127,7 @@ class Param:
         return Route(beyond(axes, far), far, replicas, self.reduce_codec, padding, devices=devices)
 
     def shard_shape(self, place: Placement) -> tuple[int, ...]:
-        """Returns the shape of one device's part, as a `shard_map` over ZeRO's axes has it."""
+        """Returns the shape of one device's part in a `shard_map` over ZeRO's axes."""
         full = place.padded(self.leaf.shape)
         return NamedSharding(self.mesh, place.local).shard_shape(full)
 
@@ -137,19 +137,20 @@ class Param:
         return self.cut if self.is_held else WEIGHT
 
     def varied(self, value: Array) -> PyTree:
-        """Returns what the loss is differentiated by: the shard where there is one."""
+        """Returns the value to differentiate the loss by: the shard, if there is one."""
         if not jnp.issubdtype(self.leaf.dtype, jnp.inexact):
             return value
         if not self.is_held:
             return value.astype(self.compute_dtype)
         if not self.is_varied:
             return value
-        # A shard is cast again as it is gathered; its gradient comes back in this dtype.
+        # The gather casts a shard again; its gradient comes back in this dtype.
         return value.astype(self.grad_dtype) if self.is_own_source else self.unread
 
     @property
     def unread(self) -> Array:
-        """What the gradient leaves through where the loss does not gather from it: see `Held`."""
+        """The shard through which the gradient leaves if the loss gathers from elsewhere: see
+        `Held`."""
         return jnp.zeros(self.shard_shape(self.landing), self.grad_dtype)
 
     def loss_input(self, value: Array, varied: PyTree) -> Value:
@@ -159,7 +160,7 @@ class Param:
         return Held(varied) if self.is_own_source else Held(varied, rest=value)
 
     def reduced(self, grad: Array) -> Array:
-        """Returns the gradient summed over the devices, as far as the loss did not do so itself."""
+        """Returns the gradient summed over the devices, if the loss has not summed it itself."""
         if self.is_held:
             return grad
         return self.sent(grad, self.route(self.landing.axes, self.leaf.update.axes, self.replicas))
@@ -167,7 +168,7 @@ class Param:
     def sent(self, grad: Array, route: Route) -> Array:
         """Returns a gradient after a route, if it leads anywhere."""
         if axes_size(self.mesh, self.batch_axes) > 1 and (route.axes + route.replicas):
-            # What is summed in a wider dtype is sent in the one it was computed in.
+            # A gradient that was summed in a wider dtype travels in the one it was computed in.
             (grad,) = _travel.reduced([grad.astype(self.compute_dtype)], [self.cut], [route])
         return grad.astype(self.grad_dtype)
 
@@ -178,7 +179,7 @@ class Param:
         return (grad.astype(wide(grad.dtype)) * remaining).astype(grad.dtype)
 
     def no_gradient(self) -> Array | np.ndarray:
-        """Returns zeros in a dtype that optax can add; keys get JAX's own zero."""
+        """Returns zeros in a dtype that optax can add, or JAX's own zero for keys."""
         shape = self.shard_shape(self.leaf.update)
         return zero_gradient(jax.ShapeDtypeStruct(shape, self.leaf.dtype))
 
@@ -189,10 +190,10 @@ P = TypeVar("P", bound=Param)
 
 
 class DeviceStep(Generic[P]):
-    """The loss and its gradients as code of one device, to be run under `shard_map`.
+    """The loss and its gradients as code of one device, to run under `shard_map`.
 
-    `jaxpr` is the loss of one device's rows, its inputs the parameters and then the batch. `attach`
-    is as in `split`.
+    `jaxpr` is the loss of one device's rows. Its inputs are the parameters, and then the batch.
+    `attach` is as in `split`.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class DeviceStep(Generic[P]):
     def on_all_devices(self) -> Callable[..., tuple]:
         """Returns the program of all devices together."""
         # Only ZeRO's axes are manual: over axes of the user's own, XLA shards the loss as it likes.
-        # JAX must not track what varies over the devices (vma): it would sum gradients once more.
+        # JAX must not track values that vary over the devices (vma): it would sum gradients again.
         return jax.shard_map(
             self,
             mesh=self.mesh,
@@ -251,17 +252,17 @@ class DeviceStep(Generic[P]):
         return self.device_mean(loss), means
 
     def run(self, inputs: list) -> list[Array]:
-        """Returns the outputs of the loss, its weights as `loss_input` says."""
+        """Returns the outputs of the loss, whose weights come from `loss_input`."""
         if any(p.is_held for p in self.params):
             return self.split(inputs, self.how)
         return _compat.run_jaxpr(self.jaxpr, inputs)
 
     def floats(self, varied: Sequence[PyTree]) -> list[PyTree]:
-        """Returns the values to differentiate by: no integers, keys or frozen parameters."""
+        """Returns the values to differentiate by, without integers, keys and frozen parameters."""
         return [v for p, v in zip(self.params, varied, strict=True) if p.is_varied]
 
     def with_floats(self, varied: Sequence[PyTree], floats: Sequence[PyTree]) -> list[PyTree]:
-        """Returns one value a parameter: those of `floats` where it is differentiated by."""
+        """Returns one value for each parameter, from `floats` if it is differentiated."""
         each = iter(floats)
         return [next(each) if p.is_varied else v for p, v in zip(self.params, varied, strict=True)]
 
@@ -270,10 +271,10 @@ class DeviceStep(Generic[P]):
 
 
 def exact_share(ways: int) -> tuple[float, float]:
-    """Splits `1 / ways` into a power of two and the factor that is left.
+    """Splits `1 / ways` into a power of two and the remaining factor.
 
     A power of two is exact in narrow dtypes. It scales the loss, so that sums of gradients do not
-    overflow. The other factor, which most dtypes round, scales the sums; it is 1 where `ways` is a
+    overflow. The other factor, which most dtypes round, scales the sums. It is 1 if `ways` is a
     power of two.
     """
     power = 1 << (ways - 1).bit_length()
@@ -290,11 +291,11 @@ def wide(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-# -- the update, on all devices together: global norms and whole matrices are what they are
+# -- the update, on all devices together, so that optimizers see global norms and whole matrices
 
 
 def scattered(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
-    """Constrains a leaf, or its gradient, to where the optimizer updates it, without padding."""
+    """Constrains a leaf, or its gradient, to the placement of its update, without padding."""
     value = _compat.fetched(value)
     if value.shape != leaf.shape:
         value = constrained(value, leaf.update, mesh)
@@ -305,10 +306,10 @@ def scattered(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
 
 
 def updated(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
-    """Constrains a new leaf to where the optimizer made it, and pads it."""
+    """Constrains a new leaf to the placement of its update, and pads it."""
     if _compat.is_on_host(value):  # stored already
         return value
-    with jax.named_scope("optimizer"):  # which may have worked in a layout of its own
+    with jax.named_scope("optimizer"):  # an optimizer may have worked in a layout of its own
         value = scattered(value, leaf, mesh)
     if not leaf.update.padding:
         return value
@@ -327,9 +328,10 @@ def rested(
 ) -> list[Array]:
     """Returns the leaves of an updated state where they rest, in a step's `jax.jit`.
 
-    Each goes first to where the optimizer worked, then to where it rests. In that order a parameter
-    of stage 1 or 2 is updated on shards and gathered once, in its own dtype: stacks of layers into
-    those of the donated old state, `into`. Leaves at positions in `resting` are where they rest.
+    Each leaf goes first to the placement of its update, and then to where it rests. So XLA updates
+    a parameter of stage 1 or 2 on shards, and the step gathers it once, in its own dtype; stacks of
+    layers go into those of the donated old state, `into`. Leaves at positions in `resting` are at
+    rest already.
     """
     values = list(values)
     moved = [i for i in range(len(values)) if i not in resting]
@@ -357,11 +359,12 @@ def _gathered(
     mesh: Mesh,
     axes: Axes,
 ) -> list[Array]:
-    """Gathers leaves that rest whole, by hand: XLA would choose when, and in which dtype."""
+    """Gathers leaves that rest whole, by hand: XLA would choose the time and the dtype itself."""
     rest = [leaf.rest.local for leaf in leaves]
 
     def gather(shard: Array, stack: Array | None, leaf: LeafPlan) -> Array:
-        # All over: what does not rest where it is updated rests whole. Exact: it would drift.
+        # Over all axes: a leaf that does not rest where it is updated rests whole. Exact, because
+        # quantized parameters would drift.
         cut = leaf.cut(Route(leaf.update.axes, padding=leaf.update.padding))
         return _travel.gather_updated(shard, stack, cut, leaf.stacked)
 
@@ -376,7 +379,7 @@ def _gathered(
 
 
 def at_rest(value: Array, leaf: LeafPlan, mesh: Mesh) -> Array:
-    """Constrains a padded leaf to where it is between steps."""
+    """Constrains a padded leaf to its placement between steps."""
     if not _compat.is_on_host(value):
         value = constrained(value, leaf.rest.on_device, mesh)
     return constrained(_compat.stored(value), leaf.rest, mesh) if leaf.is_on_host else value
