@@ -1,4 +1,4 @@
-"""Evaluates a loss whose parameters are sharded; each is all-gathered at its first use."""
+"""Evaluates a loss with sharded parameters, and all-gathers each at its first use."""
 
 import contextlib
 import dataclasses
@@ -57,12 +57,12 @@ from zerojax._kernel.travel import Held
 
 
 class SplitLoss:
-    """A traced loss, split once: it says how its parameters are used, and runs."""
+    """A traced loss, split once. It tells how it uses its parameters, and runs."""
 
     def __init__(
         self, jaxpr: Jaxpr, kinds: Sequence[InputKind], attach: Attach | None = None
     ) -> None:
-        """Inputs whose kind is a `Cut` will be `Held`, the others plain arrays."""
+        """Pass inputs whose kind is a `Cut` as `Held`, and the others as plain arrays."""
         self.jaxpr, self.kinds = jaxpr, kinds
         self.scope = split(jaxpr, (), kinds, pull=False, attach=attach)
 
@@ -73,8 +73,8 @@ class SplitLoss:
 
     @property
     def gathered_dtypes(self) -> list[DTypeLike | None]:
-        """The widest dtype in which each input is gathered: its own, or what the loss casts it to.
-        None where it is not gathered."""
+        """The widest dtype in which each input is gathered: its own, or the one that the loss casts
+        it to. None for inputs that are not gathered."""
         wide = {v: max(d, key=lambda d: d.itemsize) for v, d in dtypes_of(self.scope).items()}
         return [wide.get(var) for var in self.jaxpr.invars]
 
@@ -85,8 +85,8 @@ class SplitLoss:
 
     @property
     def scanned_alone(self) -> list[bool]:
-        """Whether one loop scans each input, unchanged, and nothing else reads it. That loop then
-        has all of a layer's gradient."""
+        """Returns, for each input, whether one loop scans it unchanged and nothing else reads it.
+        That loop then has all of a layer's gradient."""
         shards = [*self.scope.gathers.values(), *shards_read(self.scope.main)]
         reads = Counter(shard.root for shard in shards)
         scanned = set()
@@ -139,9 +139,9 @@ def _named(op: Scope | Loop | Attached) -> contextlib.AbstractContextManager:
 
 
 def _in_turn(before: Op | None, op: Op, env: Env) -> None:
-    """Keeps apart, in backward, the collectives of two ops that may need nothing of each other.
+    """Keeps the collectives of two ops apart in backward, even if neither needs the other.
 
-    See the note in `fence.py`. Between loops, those of gathered weights come first.
+    See the note in `body.py`. Between loops, those of gathered weights come first.
     """
     outs = [v for v in before.outvars if is_float(env[v])] if before else []
     roots = unique(s.root for s in shards_read([op]) if is_float(env[s.root].shard))
@@ -155,17 +155,17 @@ def _in_turn(before: Op | None, op: Op, env: Env) -> None:
 
 
 def _only_computes(scope: Scope, inputs: Sequence[Value]) -> bool:
-    """Whether a scope only computes, and from values that are on the devices."""
+    """Whether a scope only computes, and only from values on the devices."""
     updates = any(isinstance(x, Held) and x.updating is not None for x in inputs)
     on_host = any(map(_compat.is_on_host, jax.tree.leaves(inputs)))
     return not (updates or on_host or _compat.has_side_effects(scope))
 
 
 class ScopeCode:
-    """A scope as code, whose weights are gathered again in backward, but for those `kept`.
+    """The code of a scope. Backward gathers its weights again, except for those `kept`.
 
-    See the note in `body.py`. Where it `repeats`, it runs for several scopes that are alike, and
-    is jitted, so that JAX traces and lowers only the first of them.
+    See the note in `body.py`. With `repeats`, the code runs for several equal scopes. It is jitted,
+    so that JAX traces and lowers only the first of them.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class ScopeCode:
         self.how, self.kept = how, kept
         self.body = Body(scope, how, run, wrap=wrap)
         self.by_hand = bool(scope.frontier) and how.regather
-        # What JAX differentiates itself may be of a scope around it, which knows its residuals by
-        # identity; a jitted function returns others.
+        # A function that JAX differentiates itself may be inside another scope, which knows its
+        # residuals by identity. A jitted function returns other objects.
         self.is_jitted = repeats and (self.by_hand or not how.regather)
         self.jitted_forward = jax.jit(self.forward, static_argnums=1)
         self.jitted_backward = jax.jit(self.backward)
@@ -221,10 +221,10 @@ class ScopeCode:
 
 
 def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
-    """Runs a scan over layers, whose weights are gathered again in backward, or kept."""
+    """Runs a scan over layers. Backward gathers their weights again, or forward keeps them."""
     prefetches = how.prefetch and how.regather and loop.split.gathers and loop.length > 1
     if how.keeping.host or any(map(_compat.is_on_host, jax.tree.leaves(inputs))):
-        loop = dataclasses.replace(loop, unroll=1)  # XLA finds no layers of such stacks unrolled
+        loop = dataclasses.replace(loop, unroll=1)  # unrolled, XLA finds no layers of such stacks
     layers = (PrefetchedLayers if prefetches else Layers)(loop, how, run)
     if not how.regather and how.keeping == AS_IT_IS:  # JAX keeps all of it
         return layers.forward(inputs)
@@ -235,7 +235,7 @@ def run_loop(loop: Loop, inputs: Sequence[Value], how: How) -> list[Array]:
 
     def backward(inputs: list[Value], residuals: Any, cts: list[Any]) -> list[Any]:
         saved, crossed, done = residuals
-        if how.by_data or loop.unroll != 1:  # else the loop keeps them apart, a short one too
+        if how.by_data or loop.unroll != 1:  # otherwise even a short loop keeps them apart
             shards = [x if isinstance(x, Held) else None for x in inputs]
             (shards, crossed), cts = _tied((shards, crossed), layers.float_cts(cts), done)
             inputs = [x if s is None else s for x, s in zip(inputs, shards, strict=True)]
@@ -249,7 +249,7 @@ def _mark(outs: list[Array], how: How) -> Array | None:
 
 
 def _tied(shards: T, cts: list[Any], done: Array | None) -> tuple[T, list[Any]]:
-    """Keeps backward's all-gathers behind forward. See the note in `fence.py`."""
+    """Keeps backward's all-gathers behind forward. See the note in `body.py`."""
     read = jax.tree.map(lambda x: x.as_read if _is_held(x) else x, shards, is_leaf=_is_held)
     if done is None:
         read, cts = lax.optimization_barrier((read, cts))
@@ -266,7 +266,7 @@ def _is_held(value: object) -> bool:
 
 
 def checkpoint_like(scope: Scope) -> Callable[[Callable], Callable]:
-    """Returns the user's own `jax.checkpoint`. What far hops returned is kept inside it too."""
+    """Returns the user's own `jax.checkpoint`, which also keeps the results of far hops."""
     policy = scope.policy
     if crosses_far(scope.split.main):
         policies = jax.checkpoint_policies
