@@ -1,12 +1,12 @@
-"""Compares the ZeRO stages on a small GPT: bytes per device, communication, time of a step.
+"""Compares the ZeRO stages on a small GPT: bytes per device, communication, step time.
 
     python examples/compare_stages.py                   # 8 emulated CPU devices, or your GPUs
     python examples/compare_stages.py --dim 1024 --layers 24 --accumulate 4
 
 "state" is what a device stores between steps; "peak" is peak memory during a step, according to
-the compiler. Collectives are read from the compiled program: how often they run in a step, and how
-many bytes a device sends. Emulated devices share the machine's cores, so their times mean little;
-the ratio to stage 0 is printed instead.
+the compiler. The program reads collectives from the compiled step: how often they run, and how many
+bytes a device sends. Emulated devices share the machine's cores, so their times mean little: the
+program prints the ratio to stage 0 instead.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import numpy as np
 import optax
@@ -37,7 +37,7 @@ HEADER = ["stage", "params", "optimizer", "state", "peak", *COLLECTIVES, "step"]
 
 
 def measured(stage, args, loss_fn, make_state, text):
-    """Returns the audit of a stage's step and its seconds, both of the same compiled program."""
+    """Returns the audit of a stage's step and its seconds, both from one compiled program."""
     state = zerojax.shard_train_state(make_state, stage=stage)
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     batch = zerojax.shard_batch(text[zerojax.run.process_slice(args.batch)])

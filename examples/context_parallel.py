@@ -1,29 +1,29 @@
-"""Trains a GPT on sequences that are split over one axis of the mesh, with ZeRO over both axes.
+"""Trains a GPT whose sequences are split over one axis of the mesh, with ZeRO over both axes.
 
     python examples/context_parallel.py                                 # 4 x 2 emulated CPU devices
     python examples/context_parallel.py --sequence 4 --attention ring   # 2 x 4
 
-Along `sequence` each device has one part of every sequence. All but attention treats tokens one by
-one. In attention the devices exchange tokens, in one of two ways:
+Along `sequence` each device has one part of every sequence. Everything but attention treats tokens
+one by one. In attention the devices exchange tokens, in one of two ways:
 
 - `--attention heads` (DeepSpeed Ulysses): an all-to-all gives each device all tokens of some heads,
-  another one brings them back. It needs as many heads as devices.
-- `--attention ring`: the keys and values of each part travel around the devices, and the softmax is
-  summed up part by part. The last part attends to all others, the first one only to itself; what is
-  masked is computed all the same.
+  and another one brings them back. It needs as many heads as devices.
+- `--attention ring`: the keys and values of each part travel around the devices, and each device
+  sums up the softmax part by part. The last part attends to all others, the first one only to
+  itself; the devices compute masked scores all the same.
 
-The batch that zerojax splits is one of parts: a part of a sequence is a row of it. So the loss sees
-the parts of its own device, names the axis `sequence` as in a `shard_map`, and is a mean over parts
-of the same length: the mean over all tokens, as on one device. ZeRO shards over all devices.
+zerojax splits a batch of parts: each row of it is a part of a sequence. So the loss sees the parts
+of its own device, names the axis `sequence` as in a `shard_map`, and is a mean over parts of the
+same length. That is the mean over all tokens, as on one device. ZeRO shards over all devices.
 
-With the defaults the validation loss ends below 2.4 nats per byte, on text that it has not seen.
+With the defaults the validation loss ends below 2.4 nats per byte, on unseen text.
 """
 
 import functools
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import demo
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def by_heads(q, k, v):
 
 
 def by_ring(q, k, v):
-    """Attends to one part after the other, as their keys and values come around."""
+    """Attends to one part after another, as their keys and values come around."""
     parts, mine = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
     ahead = [(i, (i + 1) % parts) for i in range(parts)]
     tokens, head_dim = q.shape[1], q.shape[3]
@@ -68,7 +68,7 @@ def by_ring(q, k, v):
     largest = jnp.full(q.shape[:3], -jnp.inf)  # scores so far
     total, out = jnp.zeros(q.shape[:3]), jnp.zeros(q.shape)
     for turn in range(parts):
-        # Of this device's own part first, so that each token has seen one before any is masked.
+        # This device's own part comes first, so that no token begins with masked scores only.
         theirs = (mine - turn) % parts
         past = theirs * tokens + places <= mine * tokens + places[:, None]
         scores = jnp.einsum("bqhd,bkhd->bqhk", q, k) / head_dim**0.5

@@ -3,8 +3,8 @@
     python examples/demo.py                     # 8 emulated CPU devices, or your GPUs
     python examples/demo.py --stage 1 --steps 50 --accumulate 2
 
-The model, the optimizer and the loss below know nothing of zerojax. Two marked lines make them
-train on many devices.
+The model, the optimizer and the loss below know nothing of zerojax. Two marked lines train them on
+many devices.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import ast
 import collections

@@ -3,20 +3,20 @@
     python examples/diffusion.py                        # 8 emulated CPU devices, or your GPUs
     python examples/diffusion.py --stage 1 --accumulate 2 --picture runs/digits.png
 
-The model is told the digit and the time, and predicts the noise in an image (the cosine schedule).
-The exponential moving average (EMA) of the weights rests in the optimizer state: sharded from stage
-1 on, like Adam's moments, and saved with them. `zerojax.eval_step` draws with it at the end, its
-weights all-gathered layer by layer at each of the times.
+The model gets the digit and the time, and predicts the noise in an image (the cosine schedule). The
+exponential moving average (EMA) of the weights rests in the optimizer state: sharded from stage 1
+on, like Adam's moments, and saved with them. At the end `zerojax.eval_step` draws with the average,
+and all-gathers its weights layer by layer at each of the times.
 
-With the defaults, a nearest-neighbour classifier of real digits reads 93% of the drawn ones as what
-they were to be. This takes 1.5 minutes of one CPU core; 10% would be chance.
+With the defaults, a nearest-neighbour classifier of real digits reads 93% of the drawn ones as
+intended; 10% would be chance. This takes 1.5 minutes of one CPU core.
 """
 
 import argparse
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Returns the noise in images of `times` between 0, where there is none, and 1."""
+    """Returns the noise in images, for `times` from 0 (no noise) to 1."""
 
     layers: int
     dim: int
@@ -76,7 +76,7 @@ class Denoiser(nn.Module):
 
 
 def signal(times):
-    """Returns how much of the variance is the image's, at times between 0 and 1."""
+    """Returns the image's share of the variance, at times between 0 and 1."""
     return jnp.cos((times + 0.008) / 1.008 * jnp.pi / 2) ** 2
 
 
@@ -95,7 +95,7 @@ def noise_loss(model):
 
 
 def sampler(model, count):
-    """Returns a loss that is 0 and draws images: a row each, so that they come back as they are."""
+    """Returns a loss of 0 that draws an image for each row, so that the step returns all rows."""
 
     def draw(params, labels, rng):
         def denoise(image, n):
@@ -103,7 +103,7 @@ def sampler(model, count):
             times = jnp.full(len(labels), n / count)
             noise = model.apply({"params": params}, image, times, labels)
             clean = jnp.clip((image - jnp.sqrt(1 - now) * noise) / jnp.sqrt(now), -1, 1)
-            # What is known of the image at the time before: its mean and variance.
+            # The mean and variance of the image at the time before.
             keep = now / then
             mean = jnp.sqrt(then) * (1 - keep) * clean + jnp.sqrt(keep) * (1 - then) * image
             variance = (1 - then) * (1 - keep) / (1 - now)
@@ -121,7 +121,7 @@ def sampler(model, count):
 
 
 def average_of_params(decay):
-    """Returns the last transformation of a chain: its state is a moving average of the weights."""
+    """Returns a transformation to end a chain, whose state is a moving average of the weights."""
 
     def update(updates, ema, params):
         new = optax.apply_updates(params, updates)
@@ -166,7 +166,7 @@ def main():
     images = zerojax.full_params(draw(averaged, labels, jax.random.key(2))["aux"])
     classifier = KNeighborsClassifier(1).fit(training["image"].reshape(-1, 64), training["label"])
     right = np.mean(classifier.predict(images.reshape(-1, 64)) == labels)
-    zerojax.run.log(f"{right:.1%} of {len(labels)} drawn digits are read as what they were to be")
+    zerojax.run.log(f"{right:.1%} of {len(labels)} drawn digits are read as intended")
     if args.picture and jax.process_index() == 0:
         import matplotlib.image
 

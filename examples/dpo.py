@@ -1,16 +1,16 @@
-"""Tunes a pretrained GPT by direct preference optimization (DPO), with its reference sharded too.
+"""Tunes a pretrained GPT by direct preference optimization (DPO), with a sharded reference.
 
     python examples/dpo.py                    # trains a small base first if there is none
     python examples/dpo.py --base runs/mine --beta 0.3 --stage 3
 
-Of two continuations of a prompt, one is preferred. The policy is to raise its probability relative
-to that of the other, measured against a frozen reference, the policy's start. Both models are in
-the parameters: the optimizer freezes the reference, which so gets no gradient and no optimizer
-state, yet rests sharded like the policy and is all-gathered layer by layer.
+Each prompt has two continuations, of which one is preferred. The policy learns to raise the
+probability of that one relative to the other, measured against a frozen reference, the policy's
+start. The parameters contain both models. The optimizer freezes the reference, which therefore has
+no gradient and no optimizer state, but is sharded like the policy and all-gathered layer by layer.
 
 The preferred continuation is the manual's own; the other has its words shuffled. With the defaults
-the policy gets more than 90% of the pairs right that it has not seen. This takes a minute of one
-CPU core, and 4 for the base.
+the policy gets more than 90% of unseen pairs right. This takes a minute of one CPU core, and 4
+minutes for the base.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import zlib
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import finetune_lora
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ finetune_lora.add_base(parser)
 
 
 def pair(window):
-    """Returns (preferred, other), each with the same prompt; always the same for a window."""
+    """Returns (preferred, other) with the same prompt; a window always gives the same pair."""
     prompt, preferred = np.split(window, [len(window) // 2])
     words = bytes(preferred.astype(np.uint8)).split(b" ")
     order = np.random.default_rng(zlib.crc32(window.tobytes())).permutation(len(words))
@@ -57,7 +57,7 @@ def pair(window):
 
 
 def pairs(text, args):
-    """Yields batches of (pairs, 2, bytes), endlessly; a process makes only its own."""
+    """Yields endless batches of (pairs, 2, bytes); a process makes only its own rows."""
     for windows in train_gpt.batches(text, args.batch, args.tokens + 1):
         yield zerojax.shard_batch(np.stack([pair(window) for window in windows]))
 
@@ -66,7 +66,7 @@ def pairs(text, args):
 
 
 def log_probability(model, params, text):
-    """Returns that of the second half of each text, given its first half."""
+    """Returns the log probability of the second half of each text, given its first half."""
     logits = model.apply({"params": params}, text[:, :-1]).astype("float32")
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
     return -losses[:, text.shape[1] // 2 - 1 :].sum(1)

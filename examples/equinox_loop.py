@@ -4,11 +4,11 @@
     python examples/equinox_loop.py --stage 1 --accumulate 2
     python examples/equinox_loop.py --checkpoints runs/eqx # run again to resume
 
-The model and `loss_fn(model, batch)` are Equinox code for one device. Lines 1 and 2 make them train
-on many: a state in place of `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and a step in place
-of one with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still takes the module. Other
-lines that name zerojax are for checkpoints, the progress bar, and runs of several processes.
-With the defaults the validation loss ends below 2.3 nats per byte, on text it has not seen.
+The model and `loss_fn(model, batch)` are Equinox code for one device. Lines 1 and 2 train them on
+many: a state replaces `tx.init(eqx.filter(model, eqx.is_inexact_array))`, and zerojax's step
+replaces one with `eqx.filter_jit` and `eqx.filter_value_and_grad`. The loss still takes the module.
+Other lines that name zerojax are for checkpoints, the progress bar, and runs of several processes.
+With the defaults the validation loss ends below 2.3 nats per byte, on unseen text.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import contextlib
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 from collections.abc import Callable
 from pydoc_data import topics
@@ -117,14 +117,14 @@ def loss_fn(model, text, rng=None):
 
 
 def read_text():
-    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: each paragraph of the manual is in one of them."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def sample_batch(text, seed, rows, tokens):
-    """Returns the batch of a step, always the same: a resumed run needs no saved position.
+    """Returns the batch of a step. It is always the same, so a resumed run needs no saved position.
 
     A process reads only its own rows; the batch has those of all processes.
     """
@@ -156,7 +156,7 @@ def main():
         if checkpoints:
             state, saved = checkpoints.resume(state)
             start = saved.step or 0
-            zerojax.run.log(f"goes on from step {start}" if start else "starts from scratch")
+            zerojax.run.log(f"resuming from step {start}" if start else "starts from scratch")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.tools.step_flops(step, state, shape, jax.random.key(0))
         tokens = {"tokens": args.batch * args.tokens}

@@ -1,12 +1,12 @@
-"""Fine-tunes a GPT-2 or a Llama of Hugging Face's, and writes it so that transformers reads it.
+"""Fine-tunes a GPT-2 or a Llama from Hugging Face, and writes it so that transformers reads it.
 
     hf download openai-community/gpt2 --local-dir runs/gpt2
     python examples/finetune_hf.py --base runs/gpt2 --data ids.npy --export runs/mine
     python examples/finetune_hf.py    # without a checkpoint: a small GPT-2 of random numbers
 
-The checkpoint is read tensor by tensor into shards: no device and no host has all of it. `ids.npy`
-has token ids in one row, (N,) or (1, N), as its own tokenizer makes them; without it, the ids are
-the bytes of Python's manual.
+The program reads the checkpoint tensor by tensor into shards: no device and no host has all of it.
+`ids.npy` has token ids in one row, (N,) or (1, N), as the checkpoint's tokenizer makes them.
+Without it, the ids are the bytes of Python's manual.
 
 With the defaults the validation loss falls from above 5.5 to below 2.4 nats a byte, in 2 minutes
 of one CPU core.
@@ -17,7 +17,7 @@ import os
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import jax.numpy as jnp
 import models_hf
@@ -29,8 +29,8 @@ from flax.training.train_state import TrainState
 import zerojax
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--base", default="runs/hf_base", help="a directory that was downloaded")
-parser.add_argument("--data", help="token ids, as a file of numpy's")
+parser.add_argument("--base", default="runs/hf_base", help="a downloaded directory")
+parser.add_argument("--data", help="token ids, as a numpy file")
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--tokens", type=int, default=128, help="length of a training sequence")
@@ -42,12 +42,12 @@ parser.add_argument("--eval-every", type=int, default=100, help="steps")
 parser.add_argument("--checkpoints", help="a directory to save to and resume from")
 parser.add_argument("--save-every", type=int, default=100, help="steps")
 parser.add_argument("--export", help="a new directory for the trained weights")
-parser.add_argument("--layers", type=int, default=4, help="of a checkpoint that is not there")
+parser.add_argument("--layers", type=int, default=4, help="of a missing checkpoint")
 parser.add_argument("--dim", type=int, default=128, help="of it, a multiple of 32")
 
 
 def make_base(args):
-    """Writes a small GPT-2 as transformers would, with the numbers that it would begin with."""
+    """Writes a small GPT-2 as transformers would, with transformers' initial numbers."""
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 256}
     config |= {"n_layer": args.layers, "n_embd": args.dim, "n_head": args.dim // 32}
     config |= {"n_positions": args.tokens, "layer_norm_epsilon": 1e-5}

@@ -1,15 +1,15 @@
-"""Fine-tunes a pretrained GPT on Python code through LoRA adapters; its own weights stay frozen.
+"""Fine-tunes a pretrained GPT on Python code with LoRA adapters; its own weights stay frozen.
 
     python examples/finetune_lora.py          # trains a small base first if there is none
 
     python examples/train_gpt.py --export runs/mine
     python examples/finetune_lora.py --base runs/mine --rank 16
 
-The base's weights are read from safetensors files straight into shards. The optimizer updates the
-adapters alone, so the base gets no gradients and no optimizer state.
+The program reads the base's weights from safetensors files straight into shards. The optimizer
+updates only the adapters, so the base has no gradients and no optimizer state.
 
-With the defaults the loss on code that it has not seen falls from 2.2 to below 1.95 nats per byte.
-Training the base included, this takes 6 minutes of one CPU core.
+With the defaults the loss on unseen code falls from 2.2 to below 1.95 nats per byte. This takes 6
+minutes of one CPU core, including the base.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import os
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -33,14 +33,14 @@ from flax.traverse_util import flatten_dict
 
 import zerojax
 
-parser = argparse.ArgumentParser(  # the options of train_gpt.py, and three more
+parser = argparse.ArgumentParser(  # train_gpt.py's options, and three more
     description=__doc__.splitlines()[0], parents=[train_gpt.parser], add_help=False
 )
 parser.set_defaults(steps=150, lr=1e-2, eval_every=50, export=None)
 parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
 
 
-# ---- the base, which other examples start from too
+# ---- the base, from which other examples start too
 
 
 def add_base(parser):

@@ -1,6 +1,6 @@
-"""What the examples on meshes of two axes share: flags, data, the loop, and what was compiled.
+"""Shared by the examples on meshes of two axes: flags, data, the loop, and reports on the step.
 
-Their GPT is that of demo.py, and their text Python's own manual, as in train_gpt.py.
+They train demo.py's GPT on Python's own manual, as train_gpt.py does.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import zerojax
 
 
 def flags(doc, axis, meaning, **defaults):
-    """Returns a parser of the usual flags, and of one for the size of the mesh axis `axis`."""
+    """Returns a parser of the usual flags, with one for the size of the mesh axis `axis`."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument(f"--{axis}", type=int, default=2, help=f"devices that {meaning}")
     parser.add_argument("--steps", type=int, default=200)
@@ -36,11 +36,11 @@ def optimizer(args):
 
 
 def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
-    """Trains for `--steps`, and says the loss on unseen text before and after.
+    """Trains for `--steps`, and prints the loss on unseen text before and after.
 
     `step(state, batch)` returns the new state and metrics, `evaluate(state, batch)` a loss.
-    `loss_fn(params, text)` is that of one device, which the first step is compared with.
-    `arrange(text)` makes a batch of sequences.
+    `loss_fn(params, text)` is the loss on one device, with which the function compares the first
+    step. `arrange(text)` makes a batch of sequences.
     """
 
     def batch_of(text):
@@ -76,13 +76,13 @@ def train(args, step, state, evaluate, loss_fn, arrange=lambda text: text):
 
 
 def on_one_device(loss_fn, params, text):
-    """Returns the loss of a batch and the norm of its gradients, without zerojax."""
+    """Returns the loss of a batch and the norm of its gradients without zerojax."""
     loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, text)
     return float(loss), float(optax.tree.norm(grads))
 
 
 def say_layout(params, *names):
-    """Says how the mesh splits some parameters."""
+    """Prints how the mesh splits some parameters."""
     for name in names:
         array = params[name]
         part = array.addressable_shards[0].data.shape
@@ -90,7 +90,7 @@ def say_layout(params, *names):
 
 
 def say_collectives(report):
-    """Says what each device sends in a step, by kind of collective and mesh axes."""
+    """Prints how much each device sends in a step, by kind of collective and mesh axes."""
     sent, runs = collections.Counter(), collections.Counter()
     for one in report.traffic:
         key = f"{one.kind} over {' x '.join(one.axes or ('?',))}"

@@ -1,22 +1,22 @@
-"""Fine-tunes a GPT without gradients (MeZO): two forward passes a step, with inference's memory.
+"""Fine-tunes a GPT without gradients (MeZO): two forward passes a step, in the memory of inference.
 
     python examples/mezo.py                   # trains a small base first if there is none
     python examples/mezo.py --steps 500 --accumulate 4
 
 A step moves all parameters along a random direction, forth and back, and takes the difference of
-the two losses for the slope. The direction is drawn anew from its key each time it is needed, shard
-by shard, and is the same on any number of devices. There are no gradients, no optimizer and nothing
-that waits for backward: the step needs the memory of evaluation.
+the two losses as the slope. It draws the direction anew from its key each time, shard by shard, and
+gets the same numbers on any number of devices. There are no gradients, there is no optimizer, and
+nothing waits for backward: the step needs the memory of evaluation.
 
 With the defaults both need 3.6 MiB on each of 8 devices, and training with Adam 14.9. The loss on
-code that the model has not seen falls from 2.31 to 2.29 nats per byte in 100 steps.
+unseen code falls from 2.31 to 2.29 nats per byte in 100 steps.
 """
 
 import argparse
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,7 @@ parser.add_argument("--tokens", type=int, default=128, help="length of a trainin
 parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="directions per step")
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--eps", type=float, default=1e-3, help="how far the parameters are moved")
+parser.add_argument("--eps", type=float, default=1e-3, help="how far a step moves the parameters")
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
 add_base(parser)
 
@@ -69,7 +69,7 @@ def mezo_step(loss_fn, plan, lr, eps, directions=1):
             for by in (eps, -2 * eps):
                 state = along(state, drawn, by)
                 at.append(evaluate(state, batch)["loss"])
-                # One after another: the direction is drawn anew, not kept.
+                # One after another, because the direction is drawn anew, not kept.
                 state, at, drawn = jax.lax.optimization_barrier((state, at, drawn))
             slopes.append((at[0] - at[1]) / (2 * eps))
             state = along(state, drawn, eps - lr / directions * slopes[-1])
@@ -87,7 +87,7 @@ def peak_mib(step, state, batch, *key, plan=None):
 
 
 def compare_memory(args, model, loss_fn, plan, step, batch):
-    """Says what each device needs at its peak for a step of each kind."""
+    """Prints the peak memory of each device for a step of each kind."""
 
     def with_adam():
         params = model.init(jax.random.key(0), jnp.zeros((1, args.tokens), "int32"))["params"]

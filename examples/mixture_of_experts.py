@@ -8,22 +8,21 @@ Each token goes to one of several MLPs, which a router chooses (a Switch Transfo
 `expert`, a device has some of the experts and some of the sequences, and all-to-alls bring tokens
 to their experts and back. ZeRO shards each device's experts, and all other parameters, over `data`.
 
-An expert has room for a number of tokens of each sequence, and further ones pass it by. So shapes
-are fixed, whatever the router chooses: those of the all-to-alls, and those of the matmuls, one for
-each expert.
+An expert has room for a fixed number of tokens of each sequence; further tokens skip it. So the
+shapes of the all-to-alls, and of the matmuls of each expert, do not depend on the router's choice.
 
-With `--ragged` a device's experts share its room, so that fewer tokens pass by, and multiply their
-seats by `jax.lax.ragged_dot`; with two devices along `expert`, rooms of 2.0 have a seat for each
-token. But on GPUs XLA multiplies every seat by every expert of a device. With 8 of them, no seat to
-spare and bfloat16 that is 4 times the FLOPs of the batched matmuls with rooms of 2.0, forward and
-backward, and 4 times their modelled time.
+With `--ragged` the experts of a device share its room, so that fewer tokens skip them, and multiply
+their seats by `jax.lax.ragged_dot`. With two devices along `expert`, rooms of 2.0 have a seat for
+each token. But on GPUs XLA multiplies every seat by every expert of a device. With 8 experts, no
+seat to spare and bfloat16, that is 4 times the FLOPs of the batched matmuls with rooms of 2.0,
+forward and backward, and 4 times their modelled time.
 
-A loss keeps the experts equally busy: for each, the share of tokens that choose it times the mean
-of its probability. `zerojax.mean` makes both means over the whole batch, as on one device. A
-product of means must see the whole batch at once, hence no `--accumulate`.
+A second loss keeps the experts equally busy: for each expert, the share of tokens that choose it
+times its mean probability. `zerojax.mean` takes both means over the whole batch, as on one device.
+A product of means must see the whole batch at once, so there is no `--accumulate`.
 
-With the defaults the validation loss ends below 2.6 nats per byte, on text that it has not seen;
-a tenth of the tokens pass their experts by.
+With the defaults the validation loss ends below 2.6 nats per byte, on unseen text; a tenth of the
+tokens skip their experts.
 """
 
 import functools
@@ -31,7 +30,7 @@ import math
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import jax.numpy as jnp
 import meshes
@@ -46,7 +45,7 @@ parser = meshes.flags(__doc__, "expert", "have different experts")
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--experts", type=int, default=8, help="a multiple of --expert")
 parser.add_argument("--room", type=float, default=2.0, help="times its equal share of the tokens")
-parser.add_argument("--ragged", action="store_true", help="rooms are devices', not experts'")
+parser.add_argument("--ragged", action="store_true", help="the experts of a device share its room")
 parser.add_argument("--balance", type=float, default=0.01, help="weight of the balancing loss")
 
 # Of stacks (layers, experts, in, out).
@@ -54,7 +53,7 @@ OVERRIDES = {"blocks/(up|down)": P(None, "expert", "data")}
 
 
 def init_experts(key, args):
-    """Returns the parameters of demo.py with so many MLPs in place of one, and routers."""
+    """Returns the parameters of demo.py with several MLPs in place of one, and routers."""
     keys = jax.random.split(key, args.experts + 1)
     router = 0.02 * jax.random.normal(keys[0], (args.layers, args.dim, args.experts))
     whole = [init_params(key, args.layers, args.dim, args.tokens) for key in keys[1:]]
@@ -63,7 +62,8 @@ def init_experts(key, args):
 
 
 def over_experts(x, dim):
-    """Splits a dimension over `expert`, and leaves the others open. One device has no such axis."""
+    """Splits a dimension over `expert`, and leaves the others open. On one device there is no such
+    axis."""
     if "expert" not in jax.sharding.get_abstract_mesh().shape:
         return x
     spec = [P.UNCONSTRAINED] * x.ndim
@@ -72,26 +72,26 @@ def over_experts(x, dim):
 
 
 def exchanged(x, old, new):
-    """Splits `x` along another dimension than before, by an all-to-all."""
+    """Splits `x` along another dimension than before, with an all-to-all."""
     return over_experts(over_experts(x, old), new)
 
 
 def batched(x, p):
-    """Returns what each expert makes of its seats: of (row, expert, seat)."""
+    """Applies each expert to its seats, (row, expert, seat)."""
     hidden = jax.nn.gelu(jnp.einsum("resd,edh->resh", x, p["up"]))
     return jnp.einsum("resh,ehd->resd", hidden, p["down"])
 
 
 def ragged(x, p, which):
-    """Returns what each device's experts make of its seats: of (row, device, seat).
+    """Applies each device's experts to its seats, (row, device, seat).
 
-    `which` of them has each seat; a free seat has the number after the last one's.
+    `which` has the expert of each seat; a free seat has the number after the last expert's.
     """
     rows, devices, seats, dim = x.shape
     by_device = lambda x: x.swapaxes(0, 1).reshape(devices, rows * seats, -1)
 
     def on_one(x, which, up, down):
-        order = which.argsort()  # one expert's seats after another's, free ones last
+        order = which.argsort()  # seats in the order of experts, free ones last
         sizes = jax.nn.one_hot(which, len(up), dtype="int32").sum(0)
         hidden = jax.nn.gelu(jax.lax.ragged_dot(x[order], up, sizes))
         return jax.lax.ragged_dot(hidden, down, sizes)[order.argsort()]
@@ -101,16 +101,16 @@ def ragged(x, p, which):
         here = lambda x, which, up, down: on_one(x[0], which[0], up, down)[None]
         by = {"in_specs": P("expert"), "out_specs": P("expert"), "axis_names": {"expert"}}
         y = jax.shard_map(here, **by, check_vma=False)(*seats_of, p["up"], p["down"])
-    else:  # one device, with the experts of all
+    else:  # one device, with all experts
         split = lambda stack: stack.reshape(devices, -1, *stack.shape[1:])
         y = jax.vmap(on_one)(*seats_of, split(p["up"]), split(p["down"]))
     return y.reshape(devices, rows, seats, dim).swapaxes(0, 1)
 
 
 def mixture(x, p, room, devices):
-    """Returns what the experts make of `x`, with the means over its tokens for the losses.
+    """Applies the experts to `x`, and returns the means over its tokens for the losses too.
 
-    A room is an expert's or, of so many `devices`, one's.
+    Each expert has a room; with `devices`, each of so many devices has one.
     """
     experts = p["router"].shape[-1]
     probabilities = jax.nn.softmax(x @ p["router"])
@@ -118,8 +118,8 @@ def mixture(x, p, room, devices):
     chosen = jax.nn.one_hot(number, experts)
     local = experts // devices if devices else 1
     rooms = chosen.reshape(*number.shape, -1, local).sum(-1)
-    # A token's seat in its room is the number of earlier ones that chose it. By row, token, room
-    # and seat: 1 where the token sits, and nowhere if the room is full.
+    # A token's seat in its room is the number of earlier tokens that chose the room. `seated` has
+    # rows, tokens, rooms and seats: 1 where the token sits, 0 everywhere if the room is full.
     seat = (rooms * (rooms.cumsum(1) - 1)).sum(-1).astype("int32")
     seated = rooms[..., None] * jax.nn.one_hot(seat, room)[:, :, None]
 
@@ -151,7 +151,7 @@ def loss_fn(params, text, args):
     logits = norm(over_experts(x, 0), params["norm"]) @ params["embed"].T
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    # Of each layer and expert: what are means over this device's tokens become those over all.
+    # For each layer and expert, means over this device's tokens become means over all tokens.
     means = jax.tree.map(jnp.vectorize(zerojax.mean), means)
     balance = args.experts * (means["share"] * means["probability"]).sum(-1).mean()
     aux = {"nats": nats, "balance": balance, "seated": means["seated"].mean()}
@@ -164,7 +164,7 @@ def main():
         parser.error(
             f"--accumulate {args.accumulate}: the balancing loss multiplies two means over the "
             "whole batch, which is not a mean over microbatches. Leave --accumulate out, and take "
-            "a smaller --batch where memory is short."
+            "a smaller --batch if memory is short."
         )
     zerojax.initialize()
 

@@ -1,6 +1,6 @@
-"""GPT-2, Llama and ViT in plain JAX, and where the files of Hugging Face have their weights.
+"""GPT-2, Llama and ViT in plain JAX, and the names of their weights in Hugging Face's files.
 
-A model is made of a checkpoint's `config.json`; its layers are one scan over stacked weights. The
+A checkpoint's `config.json` defines the model; its layers are one scan over stacked weights. The
 tables of names are for `zerojax.checkpoint`'s `import_safetensors` and `export_safetensors`. Copy
 what you need; finetune_hf.py trains with it.
 """
@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 import zerojax
 
-# ---- parameters here: their tensors, and how they are laid out, from there to here
+# ---- our parameters, their tensors, and the change of layout from theirs to ours
 
 DENSE = "out in -> in out"  # torch's Linear
 TO_HEADS = "(heads dim) in -> in heads dim"
@@ -130,7 +130,7 @@ class GPT2:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Llama:
-    """The files have heads as it rotates them: the first half of a head with the second."""
+    """The files lay out heads for its rotation, which pairs the two halves of a head."""
 
     config: dict
 
@@ -186,7 +186,7 @@ class Llama:
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
     def rates(self, dim):
-        """Radians a token, of each pair; from Llama 3.1 on, the slow ones are slower still."""
+        """Radians a token for each pair; from Llama 3.1 on, the slow pairs are slower still."""
         c = self.config  # transformers writes rope_parameters since version 5
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
         theta = rope.get("rope_theta") or c.get("rope_theta", 10000.0)
@@ -302,7 +302,7 @@ def load(directory, model, like, **options):
 
 
 def save(directory, model, params, **options):
-    """Writes a checkpoint that transformers reads, but for its tokenizer."""
+    """Writes a checkpoint that transformers reads, without its tokenizer."""
     zerojax.checkpoint.export_safetensors(directory, params, names=model.names, **options)
     if jax.process_index() == 0:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(model.config, indent=2))

@@ -3,8 +3,9 @@
     ray job submit --working-dir . -- python examples/multihost_ray.py --hosts 2 --gpus 8 \\
         examples/train_gpt.py --checkpoints /shared/gpt
 
-One worker a host drives all of its GPUs. Ray joins the processes before the program starts;
-zerojax.initialize() finds them joined. If a worker fails, Ray starts all again, and they resume.
+Each host has one worker, which drives all of its GPUs. Ray joins the processes before the program
+starts, so zerojax.initialize() finds them joined. If a worker fails, Ray restarts all of them, and
+they resume.
 """
 
 import argparse

@@ -3,23 +3,23 @@
     python examples/muon.py                            # 8 emulated CPU devices, or your GPUs
     python examples/muon.py --stage 1 --accumulate 2
 
-Muon orthogonalizes the momentum of each matrix, by products of whole matrices. Where each device
-has a part of every matrix, XLA all-gathers and sums inside each of these products. `by_layer` wraps
+Muon orthogonalizes the momentum of each matrix, with products of whole matrices. If each device has
+a part of every matrix, XLA all-gathers and sums inside each of these products. `by_layer` wraps
 optax's own transformation: two all-to-alls exchange parts of all layers for whole layers, each
-device orthogonalizes its own, and two more take momentum and update back to where they rest. The
-numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts what they cost.
+device orthogonalizes its own, and two more bring momentum and update back to where they rest. The
+numbers are those of `optax.contrib.muon`. `--compare` compiles both and counts their costs.
 
-With the defaults on 8 devices, a step takes 5.2 GFLOP on each in data parallelism, 0.5 of them not
-Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB; by layer it is 1.1, and 19 MiB, 16 of
-them as with Adam. The validation loss ends below 2.4 nats per byte after 100 steps, on text that it
-has not seen, in 2 minutes of one CPU core.
+With the defaults on 8 devices, a step of data parallelism takes 5.2 GFLOP on each; all but 0.5 of
+them are Muon's. At stage 3, optax's own takes 1.2 and sends 62 MiB. By layer a step takes 1.1 and
+sends 19 MiB, of which Adam would send 16. The validation loss ends below 2.4 nats per byte after
+100 steps, on unseen text, in 2 minutes of one CPU core.
 """
 
 import argparse
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,14 +34,14 @@ import zerojax
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--layers", type=int, default=8, help="best a multiple of the devices")
+parser.add_argument("--layers", type=int, default=8, help="best a multiple of the device count")
 parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=64, help="length of a training sequence")
 parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all devices")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
 parser.add_argument("--lr", type=float, default=1e-2)
 parser.add_argument("--eval-every", type=int, default=50, help="steps")
-parser.add_argument("--compare", action="store_true", help="with optax's own: FLOPs and traffic")
+parser.add_argument("--compare", action="store_true", help="print costs beside optax's Muon")
 
 # ---- the optimizer
 
@@ -51,10 +51,10 @@ def is_stack(leaf):
 
 
 def by_layer(tx, mesh):
-    """Returns the transformation, run on whole layers of each stack: by each device on its share.
+    """Returns the transformation, run by each device on its share of whole layers of each stack.
 
-    Between steps its state is sharded as zerojax shards it. Stacks that the devices do not divide
-    are filled up with layers of zeros.
+    Between steps zerojax shards its state as usual. If the devices do not divide a stack, layers of
+    zeros fill it up.
     """
     size = mesh.shape["data"]
 
@@ -72,7 +72,7 @@ def by_layer(tx, mesh):
 
 
 def muon(lr, mesh):
-    """Returns what `optax.contrib.muon` is for stacks of layers, and Adam for all else."""
+    """Returns an equivalent of `optax.contrib.muon` for stacks of layers, Adam for the rest."""
     matrices = lambda tree: jax.tree.map(lambda _: MuonDimensionNumbers(1, 2), tree)
     orthogonalized = optax.contrib.scale_by_muon(weight_dimension_numbers=matrices)
     wide = lambda leaf: leaf * max(1, leaf.shape[2] / leaf.shape[1]) ** 0.5
@@ -94,7 +94,7 @@ def optax_muon(lr):
     return optax.contrib.muon(lr, muon_weight_dimension_numbers=numbers)
 
 
-# ---- what each costs
+# ---- costs
 
 
 def state_maker(model, tx):

@@ -4,10 +4,10 @@
     python examples/nnx_loop.py --stage 1 --accumulate 2
     python examples/nnx_loop.py --checkpoints runs/nnx     # run again to resume
 
-Model, optimizer and loss are nnx code for one device. Four numbered lines make them train on many,
-in place of a jitted step with `nnx.value_and_grad`. Other lines that name zerojax are for
-checkpoints, the progress bar, and runs of several processes.
-With the defaults the validation loss ends below 2.4 nats per byte, on text it has not seen.
+Model, optimizer and loss are nnx code for one device. Four numbered lines train them on many, and
+replace a jitted step with `nnx.value_and_grad`. Other lines that name zerojax are for checkpoints,
+the progress bar, and runs of several processes.
+With the defaults the validation loss ends below 2.4 nats per byte, on unseen text.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import contextlib
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 from pydoc_data import topics
 
@@ -86,14 +86,14 @@ def loss_fn(model, text):
 
 
 def read_text():
-    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: each paragraph of the manual is in one of them."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def sample_batch(text, seed, rows, tokens):
-    """Returns the batch of a step, always the same: a resumed run needs no saved position.
+    """Returns the batch of a step. It is always the same, so a resumed run needs no saved position.
 
     A process reads only its own rows; the batch has those of all processes.
     """
@@ -157,7 +157,7 @@ def resume(checkpoints, model, optimizer):
     state, saved = checkpoints.resume(zerojax.nnx.state(model, optimizer))
     zerojax.nnx.update(model, optimizer, state)
     start = saved.step or 0
-    zerojax.run.log(f"goes on from step {start}" if start else "starts from scratch")
+    zerojax.run.log(f"resuming from step {start}" if start else "starts from scratch")
     return start
 
 

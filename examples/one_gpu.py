@@ -1,12 +1,12 @@
-"""Trains on one GPU a model that does not fit there: its optimizer state rests in host memory.
+"""Trains a model on one GPU that it does not fit, with its optimizer state in host memory.
 
     python examples/one_gpu.py                          # without a GPU: what a T4 would hold
     python examples/one_gpu.py --gpu A100 --plot memory # and pictures of its memory
     python examples/one_gpu.py --layers 24 --dim 2048   # one model, not a list of them
 
-For each size of a GPT it compiles the training step for the GPU, twice: with the optimizer state on
-the GPU, and with `offload="opt_state"`. Then it trains the largest that fits, or on a CPU a small
-one. Compiling for a GPU that is not here needs packages that the program names.
+The program compiles the training step of a GPT of each size for the GPU twice: with the optimizer
+state on the GPU, and with `offload="opt_state"`. Then it trains the largest that fits, or a small
+one on a CPU. To compile for a GPU that you do not have, install the packages that it names.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import zerojax
 
 jax.config.update("jax_num_cpu_devices", 1)  # train_gpt.py asks for 8
 
-# Layers and dim: 0.2B to 13B. Those after the first that does not fit are not tried.
+# Layers and dim: 0.2B to 13B. The program stops at the first that does not fit.
 SIZES = [(12, 1024), (24, 1536), (24, 2048), (36, 2048), (32, 3072), (32, 4096), (40, 5120)]
 SMALL = (2, 64)  # what a CPU trains
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--gpu", help="to forecast for; default, the one that is here, or a T4")
+parser.add_argument("--gpu", help="the GPU to forecast for; default: yours, or a T4")
 parser.add_argument("--layers", type=int)
 parser.add_argument("--dim", type=int, help="a multiple of 32")
 parser.add_argument("--tokens", type=int, default=512, help="length of a training sequence")
@@ -37,7 +37,7 @@ parser.add_argument("--plot", help="a prefix for pictures of the largest model's
 
 
 def workload(layers, dim, args):
-    """The loss, and the function that makes the state, of one size."""
+    """Returns the loss of one size, and the function that makes its state."""
     model = GPT(layers, dim, args.tokens)
 
     def loss_fn(params, text):
@@ -63,7 +63,7 @@ def parameters(size, args):
 
 
 def largest(sizes, gpu, args):
-    """Prints what each size needs, and returns the largest that fits with the host's memory."""
+    """Prints the needs of each size, and returns the largest that fits with host memory."""
     print(f"one {gpu}, GiB at the peak of a step and seconds of a step, modelled\n")
     print("parameters   optimizer state on the GPU     in host memory")
     found = None
@@ -105,7 +105,7 @@ def train(size, offload, args):
 
 
 def memory_of(state):
-    """Where the largest array of the optimizer state rests."""
+    """Returns the memory in which the largest array of the optimizer state rests."""
     arrays = jax.tree.leaves(state.opt_state)
     return max(arrays, key=lambda x: x.nbytes).sharding.memory_kind
 
@@ -122,7 +122,7 @@ def main():
     except ModuleNotFoundError as error:
         print(error)
         fitting = None
-    except ValueError as error:  # of a GPU that is not known; --gpu names a similar one
+    except ValueError as error:  # an unknown GPU; --gpu names a similar one
         parser.error(str(error))
     if here:
         train(fitting or sizes[0], "opt_state", args)

@@ -1,14 +1,14 @@
-"""Trains a GPT as a pipeline over one axis of the mesh, written by hand, with ZeRO over the other.
+"""Trains a GPT in a pipeline over one axis of the mesh, written by hand, with ZeRO over the other.
 
     python examples/pipeline.py                              # 8 emulated CPU devices: 4 x 2
     python examples/pipeline.py --pipe 4 --accumulate 8      # 2 x 4
 
 Along `pipe` each device has some of the layers, a stage. Microbatches pass through the stages one
-after another, as in GPipe: in each tick a stage runs its layers and hands on what comes out. From
-M microbatches and S stages come M + S - 1 ticks, and in S - 1 of them a stage has nothing to do.
+after another, as in GPipe: in each tick a stage runs its layers and hands on the result. M
+microbatches and S stages take M + S - 1 ticks, and in S - 1 of them a stage has nothing to do.
 
-All of it is one `jax.shard_map` over both axes. `zerojax.manual.shards` marks what a device has of
-the parameters, ZeRO-3 over `data`; `zerojax.manual.gather` gathers a stage's weights once, for all
+All of it is one `jax.shard_map` over both axes. `zerojax.manual.shards` marks a device's parts of
+the parameters, ZeRO-3 over `data`. `zerojax.manual.gather` gathers a stage's weights once for all
 ticks, and backward reduce-scatters their gradients once.
 
 With the defaults the validation loss ends below 2.4 nats per byte, as in tensor_parallel.py, which
@@ -19,7 +19,7 @@ import functools
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import jax.numpy as jnp
 import meshes
@@ -36,14 +36,14 @@ OVERRIDES = {"blocks/": P("pipe", "data")}  # stacks: layers over `pipe`, the ne
 
 
 def pipelined_loss(params, text, microbatches):
-    """Returns the mean loss on the last stage, and 0 on the others; `params` are of one stage."""
+    """Returns the mean loss on the last stage, and 0 on the others; `params` are one stage's."""
     stages, stage = jax.lax.axis_size("pipe"), jax.lax.axis_index("pipe")
     onward = [(i, i + 1) for i in range(stages - 1)]
     parts = text.reshape(microbatches, -1, text.shape[1])
     inputs, targets = parts[..., :-1], parts[..., 1:]
 
     def tick(received, now):
-        new = jnp.minimum(now, microbatches - 1)  # at the end the first stage has nothing new
+        new = jnp.minimum(now, microbatches - 1)  # at the end, the first stage gets nothing new
         first = params["embed"][inputs[new]] + params["position"]
         x = jnp.where(stage == 0, first, received)
         x, _ = jax.lax.scan(jax.checkpoint(block), x, params["blocks"])
@@ -64,7 +64,7 @@ def gradients_of(loss, parts, specs):
     is_shard = lambda leaf: hasattr(leaf, "dim")
 
     def summed(grad, spec):
-        # Of shards they are reduce-scattered over `data`; small parameters have none.
+        # Backward reduce-scatters those of shards over `data`; small parameters have none.
         grad = grad.data if is_shard(grad) else jax.lax.psum(grad, "data")
         return grad if "pipe" in spec else jax.lax.psum(grad, "pipe")
 

@@ -1,15 +1,15 @@
-"""Trains a GPT by ReLoRA: adapters of low rank that are merged into its weights again and again.
+"""Trains a GPT by ReLoRA, which merges adapters of low rank into its weights again and again.
 
     python examples/relora.py                 # trains a small base first if there is none
     python examples/relora.py --checkpoints runs/relora # run again to resume
 
 Between restarts this is LoRA: the base is frozen, without gradients and optimizer state. A restart
-adds each adapter into the kernel next to it, makes a new one, and has Adam forget its moments, so
-that the sum of all that was added has a higher rank than an adapter. Merging is a function of the
-sharded state; forgetting is a transformation in an optax chain.
+adds each adapter to the kernel beside it, makes a new one, and resets Adam's moments, so that the
+sum of all adapters has a higher rank than one. The merge is a function of the sharded state; the
+reset is a transformation in an optax chain.
 
-With the defaults the loss on code that it has not seen falls from 2.3 to below 2.05 nats per byte.
-This takes 2 minutes of one CPU core, and 4 for the base.
+With the defaults the loss on unseen code falls from 2.3 to below 2.05 nats per byte. This takes 2
+minutes of one CPU core, and 4 minutes for the base.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Restarting(NamedTuple):
 
 
 def restarting(inner, every):
-    """Returns the transformation, with its state made anew every so many steps."""
+    """Returns the transformation, which makes its state anew every so many steps."""
 
     def init(params):
         return Restarting(jnp.zeros((), "int32"), inner.init(params))
@@ -75,9 +75,9 @@ def jagged(lr, steps, every, warmup=5):
 
 
 def merged(params, key):
-    """Returns the parameters with each adapter added into its kernel, and a new one in its place.
+    """Returns the parameters with each adapter added to its kernel, and a new one in its place.
 
-    A new adapter adds nothing yet: the model is the same before and after.
+    A new adapter adds nothing yet, so the model is the same before and after.
     """
     flat = flatten_dict(params)
     for n, path in enumerate(path for path in tuple(flat) if "lora_a" in path):
@@ -94,7 +94,7 @@ def merge_step(plan):
     """Returns the jitted restart of a sharded state, which stays sharded."""
 
     def merge(state, key):
-        state = plan.scatter(state)  # without padding, where arrays rest padded
+        state = plan.scatter(state)  # without padding, if arrays have some
         return plan.constrain(state.replace(params=merged(state.params, key)))
 
     return jax.jit(merge, donate_argnums=0)
@@ -121,7 +121,7 @@ def main():
 
 
 def train(args, plan, state, loss_fn, training, validation):
-    """Returns the trained state; a checkpoint at a restart is of the state before it."""
+    """Returns the trained state. A checkpoint at a restart has the state before the restart."""
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     eval_step = zerojax.eval_step(loss_fn)
     merge = merge_step(plan)
@@ -138,7 +138,7 @@ def train(args, plan, state, loss_fn, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.run.log(f"goes on from step {start}")
+            zerojax.run.log(f"resuming from step {start}")
         for n in range(start, args.steps):
             if n % args.restart_every == 0:
                 say(n, "")

@@ -6,17 +6,17 @@
 As in Megatron, the devices along `tensor` share each matmul: each has some heads of attention and
 some hidden features of the MLP, and both end in a sum over `tensor`. The loss is demo.py's, written
 for one device. The parameters say which dimension `tensor` splits, and XLA splits the matmuls
-accordingly. ZeRO shards another dimension over `data`; its collectives run over `data` alone.
+accordingly. ZeRO shards another dimension over `data`; its collectives run only over `data`.
 
-The devices along `tensor` have the same input of a layer. `activations="tensor"` keeps a part of it
-on each until backward: the ZeRO paper's P_a. (benchmarks/megatron.py splits the vocabulary too.)
+The devices along `tensor` have the same layer input. With `activations="tensor"` each keeps a part
+of it until backward: the ZeRO paper's P_a. (benchmarks/megatron.py splits the vocabulary too.)
 
-With the defaults the validation loss ends below 2.4 nats per byte, on text that it has not seen.
+With the defaults the validation loss ends below 2.4 nats per byte, on unseen text.
 """
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import meshes
 from demo import init_params, loss_fn
@@ -29,8 +29,8 @@ parser = meshes.flags(__doc__, "tensor", "share each matmul")
 parser.add_argument("--stage", type=int, default=3, choices=range(4), help="the ZeRO stage")
 parser.add_argument("--whole", action="store_true", help="keep whole layer inputs, without P_a")
 
-# Of stacks (layers, in, out). The outputs of the first matmul of a pair are split over `tensor`,
-# and the inputs of the second. All other parameters are left to ZeRO.
+# For stacks (layers, in, out). `tensor` splits the outputs of the first matmul of a pair, and the
+# inputs of the second. ZeRO shards all other parameters.
 OVERRIDES = {
     "blocks/(qkv|up)": P(None, "data", "tensor"),
     "blocks/(proj|down)": P(None, "tensor", "data"),

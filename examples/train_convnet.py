@@ -5,11 +5,11 @@
     python examples/train_convnet.py --stage 1 --accumulate 2
     python examples/train_convnet.py --checkpoints runs/digits # run again to resume
 
-Running statistics are a field of the state that the loss updates, `mutable=("batch_stats",)`.
+The running statistics are a field of the state that the loss updates, `mutable=("batch_stats",)`.
 The lines for many devices name zerojax, and are the same for one process and for several.
 
-With the defaults the validation accuracy ends above 0.98, on 320 digits that it has not seen, after
-20 seconds on a CPU. `--cifar` was run on crops of two photographs alone: see train_vit.py.
+With the defaults the validation accuracy ends above 0.98, on 320 unseen digits, after 20 seconds on
+a CPU. We ran `--cifar` only on crops of two photographs: see train_vit.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import grain
@@ -54,7 +54,7 @@ class ConvNet(nn.Module):
         x = images
         for widen, stride in ((1, 1), (2, 2), (4, 2)):
             x = nn.Conv(widen * self.width, (3, 3), stride, use_bias=False)(x)
-            # Statistics of the whole batch: over all devices along the mesh axis "data".
+            # Statistics of the whole batch, over all devices along the mesh axis "data".
             x = nn.relu(nn.BatchNorm(not train, momentum=0.9, axis_name="data")(x))
         x = nn.Dropout(0.2, deterministic=not train)(x.mean((1, 2)))
         return nn.Dense(10)(x)
@@ -65,7 +65,7 @@ class TrainState(train_state.TrainState):
 
 
 def scores(logits, labels, real=None):
-    """Returns means over the images of the batch, without what only fills it up."""
+    """Returns means over the images of the batch, without those that only fill it up."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     accuracy = zerojax.mean(logits.argmax(-1) == labels, where=real)
     return zerojax.mean(losses, where=real), {"accuracy": accuracy}
@@ -92,7 +92,7 @@ def losses_of(model):
     return train_loss, eval_loss
 
 
-# ---- the images, and which ones a process reads
+# ---- the images, and each process's share
 
 RECORD = 1 + 3 * 32 * 32  # bytes of CIFAR-10's: the label, then red, green and blue by rows
 
@@ -122,7 +122,7 @@ def read_cifar(directory):
 
 
 def read_digits():
-    """Returns (training, validation) digits, in an order that is always the same."""
+    """Returns (training, validation) digits, always in the same order."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = digits.images[order, ..., None].astype(np.float32) / 16  # of one channel
@@ -150,7 +150,7 @@ def batches(examples, rows):
 
 
 def accuracy_of(eval_step, state, examples, rows):
-    """Returns the accuracy on all examples, exactly: the last batch may have fewer."""
+    """Returns the exact accuracy on all examples, even if the last batch has fewer."""
     mine = zerojax.run.process_slice(rows)
     right = real = 0.0
     for start in range(0, len(examples["label"]), rows):
@@ -179,7 +179,7 @@ def main():
 
 
 def train(args, state, train_loss, eval_loss, training, validation):
-    """Returns the trained state; saves it and the position in the data every --save-every steps."""
+    """Returns the trained state; saves it and the data's position every --save-every steps."""
     step = zerojax.train_step(train_loss, accumulate=args.accumulate, mutable=("batch_stats",))
     eval_step = zerojax.eval_step(eval_loss, mutable=("batch_stats",))
 
@@ -193,7 +193,7 @@ def train(args, state, train_loss, eval_loss, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.run.log(f"goes on from step {start}")
+            zerojax.run.log(f"resuming from step {start}")
         shapes = {name: shape_of(values, args.batch) for name, values in training.items()}
         flops = zerojax.tools.step_flops(step, state, shapes, jax.random.key(0))
         images = {"images": args.batch}

@@ -4,11 +4,12 @@
     python examples/train_gpt.py --stage 1 --accumulate 2
     python examples/train_gpt.py --checkpoints runs/gpt # run again to resume
 
-The model is Flax, with its layers in one `nn.scan`; the input pipeline is Grain. The lines for many
-devices name zerojax; they are the same for one process and for several (examples/multihost_*.sh).
+The model is in Flax, with its layers in one `nn.scan`; the input pipeline is in Grain. The lines
+for many devices name zerojax; they are the same for one process and for several
+(examples/multihost_*.sh).
 
-With the defaults the validation loss ends below 1.5 nats per byte, on text that it has not seen.
-This takes 6 minutes on one CPU core, 3 on two.
+With the defaults the validation loss ends below 1.5 nats per byte, on unseen text. This takes 6
+minutes on one CPU core, and 3 on two.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import grain
@@ -96,11 +97,11 @@ def next_byte_loss(model, params, text):
     return losses.mean()
 
 
-# ---- the text, and which windows a process reads
+# ---- the text, and each process's share
 
 
 def read_text():
-    """Returns (training, validation) text: the manual's paragraphs, none of them in both."""
+    """Returns (training, validation) text: each paragraph of the manual is in one of them."""
     paragraphs = dict.fromkeys("\n\n".join(topics.topics.values()).split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8).astype(np.int32)
     return np.split(text, [len(text) * 9 // 10])
@@ -151,7 +152,7 @@ def pretrain(args):
 
 
 def train(args, state, loss_fn, training, validation):
-    """Returns the trained state; saves it and the position in the data every --save-every steps."""
+    """Returns the trained state; saves it and the data's position every --save-every steps."""
     step = zerojax.train_step(loss_fn, accumulate=args.accumulate)
     eval_step = zerojax.eval_step(loss_fn)
 
@@ -167,7 +168,7 @@ def train(args, state, loss_fn, training, validation):
             state, saved = checkpoints.resume(state)
             data.set_state(saved.data)
             start = saved.step
-            zerojax.run.log(f"goes on from step {start}")
+            zerojax.run.log(f"resuming from step {start}")
         shape = jax.ShapeDtypeStruct((args.batch, args.tokens + 1), "int32")
         flops = zerojax.tools.step_flops(step, state, shape)
         tokens = {"tokens": args.batch * args.tokens}
@@ -193,7 +194,7 @@ def open_checkpoints(args):
 
 
 def write(model, params, prompt, count, temperature=0.8):
-    """Returns the text that the model writes after `prompt`, a full window of bytes."""
+    """Returns the model's continuation of `prompt`, a full window of bytes."""
     everywhere = NamedSharding(params["embed"]["embedding"].sharding.mesh, PartitionSpec())
     replicated = jax.device_put(params, everywhere)
     params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)

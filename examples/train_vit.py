@@ -5,23 +5,23 @@
     python examples/train_vit.py --checkpoints runs/vit # run again to resume
     python examples/train_vit.py --cifar cifar-10-batches-bin --patch 4 --dim 192
 
-The digits, their pipeline and the exact accuracy on batches that the devices do not divide are
-those of train_convnet.py. The layers are one `nn.scan`, so that stage 3 all-gathers one at a time;
-the step's key, which differs between devices, is split over the layers for their dropout.
+The digits, their pipeline and the exact accuracy on batches that the devices do not divide come
+from train_convnet.py. The layers are one `nn.scan`, so that stage 3 all-gathers one at a time. Flax
+splits the step's key, which differs between devices, over the layers for their dropout.
 
-With the defaults the validation accuracy ends above 97%, on 320 digits that it has not seen, after
-a minute of one CPU core.
+With the defaults the validation accuracy ends above 97%, on 320 unseen digits, after a minute of
+one CPU core.
 
-`--cifar` trains on CIFAR-10's binary version, for which no accuracy is stated: it was not run. In
-files of that format with 2300 crops of scikit-learn's two photographs, it tells in 100 steps with
-`--patch 8` which of the two a crop is from, above 90% on 300 from parts that it has not seen.
+`--cifar` trains on CIFAR-10's binary version. We have not run that, so we state no accuracy. On
+files of that format with 2300 crops of scikit-learn's two photographs and with `--patch 8`, the
+model learns in 100 steps which photograph a crop is from: above 90% on 300 crops from unseen parts.
 """
 
 import argparse
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # only matters where there is no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # only matters without a GPU
 
 import flax.linen as nn
 import jax.numpy as jnp

@@ -174,7 +174,7 @@ def test_runs_go_on_where_they_were(line, said, tmp_path):
     whole = said(line, "--checkpoints", tmp_path / "whole")
     shutil.copytree(tmp_path / "whole" / at, tmp_path / "half" / at)
     half = said(line, *RESUMED[line].split(), "--checkpoints", tmp_path / "half")
-    assert f"goes on from step {at}" in half.out and "goes on" not in whole.out
+    assert f"resuming from step {at}" in half.out and "resuming" not in whole.out
     resumed, unbroken = (figures(r"validation \w+ (\d+\.\d+)", run.out) for run in (half, whole))
     assert resumed == unbroken[-len(resumed) :] != []
     assert figures(BAR, half.err)[-1:] == figures(BAR, whole.err)[-1:]
