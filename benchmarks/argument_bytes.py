@@ -1,7 +1,7 @@
-"""What the updates of the ZeRO paper's Table 1 take on each device: XLA's argument bytes.
+"""The bytes of the ZeRO paper's Table 1 on each device: XLA's argument bytes of the updates.
 
-`argument_bytes.py < cells.json` reads a list of (parameters, devices, stage) and prints as many
-numbers. Up to 1024 CPU devices are emulated, for which a process must be fresh.
+`argument_bytes.py < cells.json` reads a list of (parameters, devices, stage), and prints a number
+for each. It emulates up to 1024 CPU devices, which takes a fresh process.
 """
 
 import json
@@ -21,7 +21,7 @@ import zerojax
 
 
 def argument_bytes(params, count, stage):
-    """Parameters in bf16; fp32 copies and both moments are optimizer state; gradients in bf16."""
+    """Parameters and gradients in bf16; the optimizer state has fp32 copies and both moments."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Auto,))
     shape = (1024, int(params) // 1024)
     precision = zerojax.Precision(param="bfloat16", master="float32")
@@ -36,7 +36,7 @@ def argument_bytes(params, count, stage):
     shardings = plan.shard_shardings if plan.sharded["grads"] else plan.shardings
     (where,) = (s for s, leaf in zip(shardings, plan.leaves, strict=True) if leaf.kind == "params")
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)}
-    # keep_unused, or the parameters that an update of masters does not read would vanish.
+    # Without keep_unused, parameters that an update of masters does not read would vanish.
     update = lambda state, grads: plan.scatter(state).apply_gradients(grads=grads)
     stats = jax.jit(update, keep_unused=True).lower(state, grads).compile().memory_analysis()
     counters = sum(leaf.nbytes for leaf in plan.leaves if not leaf.shape)

@@ -1,11 +1,11 @@
-"""Host memory and times of saving and restoring, on a state of 2 GiB or more.
+"""Host memory and times of saving and restoring a state of 2 GiB or more.
 
     python benchmarks/checkpoint.py                          # prints the figures
     python benchmarks/checkpoint.py --json checkpoint.json   # and stores them
 
-Memory is the peak resident set of a fresh process, above what it had before (Linux). Emulated
-devices are in host memory, so the restored state is subtracted from a restore's peak. glibc is told
-to give freed memory back; otherwise the peak would be that of its pools.
+Memory is the peak resident set of a fresh process, less its memory before (Linux). Emulated devices
+are in host memory, so the benchmark subtracts the restored state from a restore's peak. It tells
+glibc to give freed memory back; otherwise the peak would be that of glibc's pools.
 """
 
 import argparse
@@ -37,15 +37,15 @@ import results
 from host_memory import GIVE_BACK, measured
 
 MIB = 2**20
-# Where times are measured, glibc keeps memory: virtual machines take long to map a new page.
+# When times are measured, glibc keeps memory: virtual machines take long to map a new page.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0"}
-WARM_UP = 2  # saves, until the memory that they need is mapped
+WARM_UP = 2  # saves, until their memory is mapped
 STEP_S = 0.25
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--layers", type=int, default=5)
 parser.add_argument("--dim", type=int, default=6144)
 parser.add_argument("--json", type=results.file)
-parser.add_argument("--only", help="of the measurements, those that this regex finds", default="")
+parser.add_argument("--only", help="only measurements that match this regex", default="")
 parser.add_argument("--run", help="one measurement, in this process: 'save 3', 'restore 1', ...")
 parser.add_argument("--directory", type=pathlib.Path)
 
@@ -55,7 +55,7 @@ def make_state(args):
     shape = (args.dim, args.dim)
     params = {f"layer{i}": jax.random.normal(key, shape) / 99 for i, key in enumerate(keys)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    # Moments as after some steps: zeros would not be written at all.
+    # Moments as after some steps: Orbax would not write zeros at all.
     return state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
 
 
@@ -79,7 +79,7 @@ def restore(args, stage, written=3):
 
 
 def resumed(args, stage, fresh):
-    """Returns the peak of three steps, from a state that is made here or restored."""
+    """Returns the peak of three steps, from a new state or a restored one."""
     plan = zerojax.plan(lambda: make_state(args), stage=stage)
     state = plan.place(lambda: make_state(args))
     if not fresh:
@@ -98,10 +98,10 @@ def resumed(args, stage, fresh):
 
 
 def background(args):
-    """Returns how much of a blocking save's time a background save gives back to the loop.
+    """Returns the share of a blocking save's time that a background save gives back to the loop.
 
-    Loops are timed with and without the save, including the wait at the end. A step donates the
-    state and then sleeps, as if GPUs computed: emulated devices would use the cores that write.
+    Times loops with and without the save, including the wait at the end. A step donates the state
+    and then sleeps, as if GPUs computed: emulated devices would use the cores that write.
     """
     state = zerojax.shard_train_state(lambda: make_state(args))
     step = jax.jit(lambda state: state.replace(step=state.step + 1), donate_argnums=0)
@@ -126,7 +126,7 @@ def background(args):
     steps = math.ceil(5 * blocking_s[2] / STEP_S)
     with zerojax.Checkpoints(args.directory / "background", keep=1) as checkpoints:
         saving = [loop(steps, checkpoints) for _ in range(WARM_UP + 5)][WARM_UP:]
-    plain = min(loop(steps) for _ in range(2))  # hardly more than the sleeps
+    plain = min(loop(steps) for _ in range(2))  # little more than the sleeps
     lost = sorted(seconds - plain for seconds in saving)
     return {
         "steps_in_loop": steps,

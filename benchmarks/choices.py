@@ -1,13 +1,13 @@
-"""What `zerojax forecast --choose` finds, against ways that were compiled by hand.
+"""Compares the choice of `zerojax forecast --choose` with ways that a person would compile.
 
-python benchmarks/choices.py                     # printed
-python benchmarks/choices.py --json --only 7.5b  # and stored, those whose name has this in it
+python benchmarks/choices.py                     # prints a table
+python benchmarks/choices.py --json --only 7.5b  # stores the rows whose name has this in it
 
-By hand means a list that no bound made: stages 3 and 2, the usual groups, weights kept in the
-node, codes, microbatches in both orders, and host memory where nothing fits without; each with as
-little made again in backward as fits. What needs 1.5 times the GPU's memory by the plan is left
-out. XLA is told that the network is slow where it is, as the command line does; programs come from
-its cache, so that one is compiled once for all speeds of the network.
+The person's list does not come from a bound: stages 3 and 2, the usual groups, weights kept in the
+node, quantization, microbatches in both orders, and host memory if nothing fits without. Each way
+recomputes as little in backward as fits. The list leaves out ways that need 1.5 times the GPU's
+memory by the plan. XLA learns that the network is slow, as from the command line. Programs come
+from the command line's cache, so that each is compiled once for all speeds of the network.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ ON_HOST = [{"offload": ("opt_state",)}, {"offload": ("opt_state", "params")}]
 
 
 def by_hand(several_hosts, fits):
-    """Compiles a list of ways, each with as little made again in backward as fits; state goes to
-    the host where nothing fits without."""
+    """Compiles a list of ways, each of which recomputes as little in backward as fits. Moves state
+    to the host if nothing fits without."""
 
     def any_fits(how):
         return fits(WayToTrain("dots", **how)) or fits(WayToTrain("full", **how))
@@ -68,7 +68,7 @@ def measured(row):
 
 
 def chosen(name, count, card):
-    """Chooses, then compiles what a person would have tried, and compares."""
+    """Chooses, then compiles the ways that a person would have tried, and compares."""
     h100 = _gpus.named("H100")
     rates = dataclasses.replace(h100.rates, network=card * 1e9)
     model, gpus = _presets.preset(name, h100), f"{count}xH100"
@@ -110,7 +110,7 @@ def chosen(name, count, card):
 
 
 def fits(search, ranked, way):
-    """Compiles a way, and returns whether it fits; what cannot is not compiled."""
+    """Compiles a way, unless it cannot fit, and returns whether it fits."""
     possible = way in ranked and ranked[way].peak < HOPELESS * search.usable
     return possible and search.case(way).fits
 
@@ -124,14 +124,14 @@ def described(one):
 
 
 def least(fit, is_exact):
-    """Returns the fastest way that fits, exact or with codes."""
+    """Returns the fastest way that fits, exact or quantized."""
     found = {way: seconds for way, seconds in fit.items() if way.is_exact == is_exact}
     way = min(found, key=found.get, default=None)
     return way and {"way": str(way), "step_ms": round(1e3 * found[way], 1)}
 
 
 def slower(found, best):
-    """Returns how much slower a choice is than the best of all, as a share."""
+    """Returns by which share a choice is slower than the best of all."""
     return round(found["step_ms"] / best["step_ms"] - 1, 4) if found and best else None
 
 

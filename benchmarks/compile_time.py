@@ -4,7 +4,7 @@
     python benchmarks/compile_time.py --json benchmarks/compile_time.json
 
 The programs are those of `compiled.py`, a 7.5B GPT on 64 H100s. Times are CPU times of all threads
-and of the assembler's processes, as multiples of plain data parallelism's in the same round.
+and of the assembler's processes, as multiples of those of plain data parallelism in the same round.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Steps compiled for GPUs that are not there: speed, exposed communication, traffic, memory.
+"""Speed, exposed communication, traffic and memory of steps, compiled on a machine without GPUs.
 
-python benchmarks/compiled.py                      # all rows, printed
-python benchmarks/compiled.py --json               # and stored for this JAX version
-python benchmarks/compiled.py --json --missing     # only those not stored yet
-python benchmarks/compiled.py --check              # a few rows against what is stored
+python benchmarks/compiled.py                      # prints all rows
+python benchmarks/compiled.py --json               # stores them for this JAX version
+python benchmarks/compiled.py --json --missing     # only rows that are not stored yet
+python benchmarks/compiled.py --check              # compares a few rows with the stored ones
 """
 
 import argparse
@@ -31,7 +31,7 @@ from zerojax.tools._forecast import presets as _presets
 HERE = pathlib.Path(__file__).parent
 STEPS = {**rivals.STEPS, **rivals_by_hand.STEPS, **rivals_flax.STEPS}
 MASTER = zerojax.Precision(compute="bfloat16", param="bfloat16", master="float32")
-SLOWER, LARGER = 1.01, 1.02  # what a change may cost
+SLOWER, LARGER = 1.01, 1.02  # the most that a change may cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +81,13 @@ TRILLION = Row("1t", "1024xH100", rows=1)
 
 
 def beside(row, *names):
-    """Returns a row of ours, and its rivals with the flag that suits them."""
+    """Returns a row of zerojax, and its rivals with the flag that suits them."""
     flag = HIDE_LATENCY if "A100" in row.gpus else SCATTER_ONE
     return [row, *row.rivals(*names, options=flag)]
 
 
 def elsewhere(row, *names, gpus=("8xH100", "512xH100", "64xA100-80GB")):
-    """Returns the same on other GPUs, and with microbatches, which the nnx rival does not have."""
+    """Returns the same on other GPUs, and with microbatches, which the nnx rival lacks."""
     others = [dataclasses.replace(row, gpus=where) for where in gpus]
     summed = [LINEN if name == NNX else name for name in names]
     return [
@@ -140,7 +140,7 @@ CHECKED = [
 
 
 def compiled(row):
-    """Returns the program of a row, and its plan if the row is ours."""
+    """Returns the program of a row, and its plan if zerojax runs the row."""
     model, mesh = model_of(row), zerojax.aot.mesh(row.gpus)
     batch = model.batch(row.rows * row.accumulate * mesh.size)
     if not row.rival:
@@ -170,7 +170,7 @@ def results_path():
 
 
 def check(stored):
-    """Exits with 1 if a program got slower or larger than what is stored."""
+    """Exits with 1 if a program got slower or larger than the stored one."""
     if not stored:  # a new JAX is no reason to refuse a change
         print(f"nothing is stored for JAX {jax.__version__}: run with --json, look, and commit it")
         return
@@ -185,7 +185,7 @@ def check(stored):
 
 
 def worse_than(was, now):
-    """Returns the figures that got worse than a change may make them."""
+    """Returns the figures that got worse by more than a change may cost."""
     limits = {"step_ms": SLOWER, "wire_gib": SLOWER, "peak_gib": LARGER}
     return [
         f"{now['row']}: {what} {was[what]} -> {now[what]}"
@@ -198,8 +198,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help=f"store in {results_path().name}")
     parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
-    parser.add_argument("--missing", action="store_true", help="those that are not stored yet")
-    parser.add_argument("--check", action="store_true", help="fail where worse than what is stored")
+    parser.add_argument("--missing", action="store_true", help="only rows that are not stored yet")
+    parser.add_argument("--check", action="store_true", help="fail if a row got worse")
     parser.add_argument("--list", action="store_true", help="the rows' names")
     arguments = parser.parse_args()
     rows = {row.name: row for row in ROWS}

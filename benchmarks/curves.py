@@ -1,10 +1,10 @@
-"""What codes on the wire do to training: loss curves of a small GPT, against exact ones.
+"""Compares loss curves of a small GPT with quantized wires and with exact ones.
 
-python benchmarks/curves.py           # printed, a minute or two a row
-python benchmarks/curves.py --json    # and stored
+python benchmarks/curves.py           # prints the rows, a minute or two each
+python benchmarks/curves.py --json    # stores them too
 
-Four emulated devices as two nodes of two. The data are walks in which two symbols decide which two
-may come next, so no model gets below log(2).
+Four emulated devices act as two nodes of two. The data are walks in which two symbols decide which
+two may come next, so no model gets below log(2).
 """
 
 import itertools
@@ -38,11 +38,11 @@ NAMED = {f"{name}, seed {seed}": (name, seed) for name, seed in itertools.produc
 
 
 class Walks:
-    """Batches of walks: each pair of symbols has as many successors, all as likely."""
+    """Yields batches of walks: each pair of symbols has equally many, equally likely successors."""
 
     def __init__(self, seed):
         self.random = np.random.default_rng(seed)
-        # The walks are the same for all seeds of the model; what differs is where each starts.
+        # The walks are the same for all seeds of the model, which only differ in their start.
         self.next = np.random.default_rng(0).integers(0, SYMBOLS, (SYMBOLS, SYMBOLS, SUCCESSORS))
 
     def batch(self):
@@ -69,7 +69,7 @@ def make_state(model, seed):
 
 
 def measured(setting, seed):
-    """Trains once, and returns the losses: means over 100 steps, and of batches never seen."""
+    """Trains once, and returns the losses: means over 100 steps, and that of unseen batches."""
     model = _presets.Gpt(2, 128, 4, vocab=SYMBOLS, tokens=TOKENS, compute=jnp.float32)
     mesh, precision = zerojax.mesh(node=2, gpu=2), zerojax.Precision(**SETTINGS[setting])
     state = zerojax.shard_train_state(

@@ -1,4 +1,4 @@
-"""Figures of a program compiled for GPUs that are not there.
+"""The figures of a program compiled on a machine without GPUs.
 
 `main` is the command line of rivals that need an environment of their own.
 """
@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import pathlib
 
-# Read when jax is imported, and by XLA's plugin: import this module before any of them.
+# jax reads these when it is imported, and so does XLA's plugin: import this module before both.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
@@ -28,7 +28,7 @@ COLUMNS = ("row", "step_ms", "exposed_ms", "matmul_share", "wire_gib", "state_gi
 
 
 def figures(name, program, plan=None, accumulate=1):
-    """Returns what a step costs, read off its program and, if it is ours, its plan."""
+    """Returns the costs of a step, from its program and, for a step of zerojax, its plan."""
     report = zerojax.audit(program, plan=plan, accumulate=accumulate)
     gib = lambda count: round(count / 2**30, 3)
     all_reduces = [t.wire_bytes for t in report.traffic if t.kind == "all-reduce"]
@@ -59,13 +59,13 @@ def shown(result):
 
 
 def compiler_options(flags, device):
-    """Returns a row's flags and those that compiling without devices needs, if XLA knows them."""
+    """Returns a row's flags, and the flags for compiling without devices, if XLA knows them."""
     wanted = [(_xla_options.COLLECTIVE_KERNELS, ""), *flags]
     return {name: value for name, value in wanted if _xla_options.is_known(name, value, device)}
 
 
 def versions(packages=("jaxlib", "jax-cuda13-pjrt", "flax", "optax")):
-    """Returns the versions of what made the figures."""
+    """Returns the versions of the packages that made the figures."""
     return {
         "jax": jax.__version__,
         "packages": {each: importlib.metadata.version(each) for each in packages},

@@ -1,11 +1,11 @@
-"""Times to trace, compile and run a first step, as ratios: the same loss replicated, with FSDP by
-annotations, and with zerojax at stage 3, on 8 emulated CPU devices.
+"""Times to trace, compile and run a first step on 8 emulated CPU devices, as ratios: one loss
+replicated, with FSDP by annotations, and with zerojax at stage 3.
 
     python benchmarks/first_step.py                                      # prints a table
     python benchmarks/first_step.py --json benchmarks/first_step_cpu.json
 
-Times are CPU times of all threads, as multiples of the replicated step's in the same round: other
-programs on the machine change them little. `compile_time.py` has steps compiled for GPUs.
+Times are CPU times of all threads, as multiples of the replicated step's in the same round, so that
+other programs on the machine change them little. `compile_time.py` has steps compiled for GPUs.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class LinenGpt(nn.Module):
 
 
 class LinenCnn(nn.Module):
-    """Of Flax's MNIST example."""
+    """The network of Flax's MNIST example."""
 
     @nn.compact
     def __call__(self, x):
@@ -75,7 +75,7 @@ class NnxBlock(nnx.Module):
 
 
 class NnxGpt(nnx.Module):
-    """As in Flax's tutorials: a list of blocks, and a loop over it."""
+    """A list of blocks, and a loop over it, as in Flax's tutorials."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -91,7 +91,7 @@ class NnxGpt(nnx.Module):
 
 
 class Held(_presets.Gpt):
-    """With each layer's activations held to the batch's sharding: XLA would move them in a scan."""
+    """Constrains layers' activations to the batch's sharding: XLA would move them in a scan."""
 
     def layer(self, x, p):
         rows = NamedSharding(zerojax.mesh(data=-1), PartitionSpec("data"))
@@ -103,7 +103,7 @@ class Held(_presets.Gpt):
 
 
 def of_trees(loss_fn, make_state, who, annotated=None):
-    """`annotated` is the loss as FSDP by annotations needs it, if another."""
+    """`annotated` is the loss for FSDP by annotations, if that needs another."""
     if who == OURS:
         return zerojax.train_step(loss_fn), zerojax.shard_train_state(make_state, stage=3)
     stage = 3 if who == ANNOTATED else 0
@@ -146,7 +146,7 @@ def of_nnx(loss_fn, make, who):
 
 
 def of_linen(module, inputs):
-    """Returns contestants of a module that classifies, and the arguments that make them."""
+    """Returns the contestants for a classifying module, and the arguments that make them."""
 
     def make_state():
         params = module.init(jax.random.key(0), inputs[:1])["params"]

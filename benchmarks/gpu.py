@@ -1,11 +1,11 @@
-"""Measures one real GPU against a loop written with optax alone, and with state in host memory.
+"""Measures one real GPU against a loop written with only optax, and with state in host memory.
 
     python benchmarks/gpu.py                                 # prints a table, in under 10 minutes
-    python benchmarks/gpu.py --json benchmarks/gpu_h200.json # and keeps it
+    python benchmarks/gpu.py --json benchmarks/gpu_h200.json # stores it too
     python benchmarks/gpu.py --host --json benchmarks/gpu_h200.json # adds host memory, under 9
 
-Each case runs in a process of its own, which gives it a peak memory of its own. In it the two
-programs alternate. Without a GPU, the benchmark says so and exits with 0.
+Each case runs in a process of its own, so that it has a peak memory of its own. The two programs
+alternate in it. Without a GPU, the benchmark says so and exits with 0.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from zerojax.tools._hlo import gpus as _gpus
 HERE = pathlib.Path(__file__).parent
 GIB = 2**30
 ROUNDS, STEPS = 8, 3  # STEPS of one program, then of the other, ROUNDS times
-TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # to see the cases run where there is no GPU
+TINY = _presets.Gpt(2, 64, 4, vocab=256, tokens=32)  # runs the cases without a GPU
 MODELS = {
     "tiny": (TINY, 2),
     "124m": (_presets.preset("124m"), 32),
@@ -45,7 +45,7 @@ MODELS = {
 CASES = ("tests", "124m", "1.5b", "search", "largest")
 SECONDS = {"tests": 180, "124m": 90, "1.5b": 110, "search": 90, "largest": 75}  # under 10 minutes
 BOTH = ("opt_state", "params")
-ON_HOST = {  # what of the 1.5B is in host memory: `offload=`, `activations=`
+ON_HOST = {  # the parts of the 1.5B in host memory: `offload=`, `activations=`
     "host: nothing": (None, None),
     "host: opt_state": ("opt_state", None),
     "host: opt_state, params": (BOTH, None),
@@ -90,7 +90,7 @@ def by_hand(model):
     return jax.jit(step, donate_argnums=0), jax.jit(make_state)()
 
 
-# ---- what is measured
+# ---- the measurements
 
 
 def random_batch(model, rows):
@@ -103,7 +103,7 @@ def stats(what):
 
 
 class Running:
-    """A program with its state, and the seconds per step that each `turn` took."""
+    """A program with its state, and the seconds per step of each `turn`."""
 
     def __init__(self, program, model, batch):
         self.batch, self.seconds = batch, []
@@ -118,9 +118,9 @@ class Running:
 
 
 def measure(model, rows, alone=False):
-    """Measures a model: step time, against the forecast and against a loop by hand.
+    """Measures the step time of a model against the forecast and against a loop by hand.
 
-    `alone`: its state leaves no room for another, so the loop by hand comes afterwards.
+    With `alone`, its state leaves no room for another, so the loop by hand comes afterwards.
     """
     batch = random_batch(model, rows)
     mine = Running(ours, model, batch)
@@ -151,7 +151,7 @@ def measure(model, rows, alone=False):
 
 
 def measure_on_host(model, rows, offload, activations):
-    """Measures a model, part of which is in host memory, against the forecast."""
+    """Measures a model with a part in host memory against the forecast."""
     batch = random_batch(model, rows)
     mine = Running(functools.partial(ours, offload=offload, activations=activations), model, batch)
     report = zerojax.audit(mine.step, mine.state, batch)
@@ -171,7 +171,7 @@ def measure_on_host(model, rows, offload, activations):
 
 
 def copies(nbytes):
-    """Measures the link between the GPU and its host's memory, in GB/s: each way, and both."""
+    """Measures the link between GPU and host memory in GB/s: each way, and both at once."""
     device = jax.devices()[0]
     there = SingleDeviceSharding(device, memory_kind="pinned_host")
     here = SingleDeviceSharding(device, memory_kind="device")
@@ -206,7 +206,7 @@ def with_layers(layers):
 
 
 def forecast_peak(layers):
-    """Compiled only: nothing is allocated."""
+    """Only compiles, and allocates nothing."""
     model = with_layers(layers)
     plan = zerojax.plan(model.make_state, stage=3)
     step = zerojax.train_step(model.losses(("full",))["full"])
@@ -227,7 +227,7 @@ def trains(layers):
 
 
 def search():
-    """Finds how many layers of 4096 train, starting from what the forecast says would fit."""
+    """Finds how many layers of 4096 train, starting from the forecast's answer."""
     small, limit = forecast_peak(4), stats("bytes_limit")
     each = (forecast_peak(8) - small) / 4
     layers = expected = 4 + int((limit - small) / each)
@@ -247,7 +247,7 @@ def tests():
         return {"skipped": "pytest is not installed"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py"]
     env = {**os.environ, "ZEROJAX_TEST_PLATFORM": "cuda"}
-    # Ends before this process would be killed: alone, it would keep the GPU's memory.
+    # It ends before this process is killed: left behind, it would keep the GPU's memory.
     limit = SECONDS["tests"] - 10
     done = subprocess.run(
         command,
@@ -261,11 +261,11 @@ def tests():
     return {"passed": done.returncode == 0, "said": (done.stdout + done.stderr)[-1500:]}
 
 
-# ---- all of it
+# ---- all cases
 
 
 def run_case(name, layers=0):
-    """Returns the figures of a case, from a process of its own; or what went wrong."""
+    """Returns the figures of a case from a process of its own, or its error."""
     command = [sys.executable, __file__, "--case", name, "--layers", str(layers)]
     limit = SECONDS[name]
     try:
@@ -279,7 +279,7 @@ def run_case(name, layers=0):
 
 
 def case(name, layers):
-    """Returns what the process of a case prints."""
+    """Returns the output of the process of a case."""
     if name == "tests":
         return tests()
     if name == "search":
@@ -295,7 +295,7 @@ def case(name, layers):
 
 
 def has_gpu():
-    """Asks in a process of its own, because asking takes the GPU's memory."""
+    """Asks in a process of its own, because the question takes the GPU's memory."""
     ask = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='|')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     platform, _, kind = done.stdout.strip().partition("|")
@@ -306,9 +306,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=results.file)
     parser.add_argument(
-        "--case", choices=(*CASES, *HOST_CASES, "tiny"), help="this one only, in this process"
+        "--case", choices=(*CASES, *HOST_CASES, "tiny"), help="only this case, in this process"
     )
-    parser.add_argument("--host", action="store_true", help="host memory, in place of the others")
+    parser.add_argument("--host", action="store_true", help="only the cases of host memory")
     parser.add_argument("--layers", type=int, default=0, help="of the largest (0: a tiny one)")
     args = parser.parse_args()
     if args.case:

@@ -1,9 +1,10 @@
-"""Groups on nodes of 8 GPUs that are not there, by the speed of their network cards.
+"""Groups on nodes of 8 GPUs, by the speed of their network cards, compiled without GPUs.
 
-python benchmarks/groups.py           # printed
-python benchmarks/groups.py --json    # and stored
+python benchmarks/groups.py           # prints the rows
+python benchmarks/groups.py --json    # stores them too
 
-XLA is told that the network is slow, as `docs/wires.md` advises, unless a row says otherwise.
+The benchmark tells XLA that the network is slow, as `docs/wires.md` advises, unless a row says
+otherwise.
 """
 
 import dataclasses
@@ -28,11 +29,11 @@ GROUPS = {
     "P, G in the node": {"params": GPU, "grads": GPU, "opt_state": NODE},
     "P in the node": {"params": GPU, "grads": NODE, "opt_state": NODE},
 }
-# As MaxText's own, whose hybrid sharding is in `docs/groups.md`.
+# Like MaxText's own; `docs/groups.md` has its hybrid sharding.
 LLAMA_7B = _presets.Llama(32, 4096, 32, vocab=32000, kv_heads=32, inner=11008)
 ROWS = {f"{name}, accumulate {m}": (name, m, figures.MODEL) for m in (1, 8) for name in GROUPS}
 ROWS |= {f"Llama 7B: {name}, accumulate 1": (name, 1, LLAMA_7B) for name in ("flat", "HSDP")}
-TWO_HOPS = ("HSDP", "P, G in the node")  # which lose where XLA is told of a network that is fast
+TWO_HOPS = ("HSDP", "P, G in the node")  # they lose if XLA takes the network for a fast one
 NOT_TOLD = ", XLA not told"
 ROWS |= {f"{name}, accumulate 1{NOT_TOLD}": (name, 1, figures.MODEL) for name in TWO_HOPS}
 ROWS |= {f"Llama 7B: HSDP, accumulate 1{NOT_TOLD}": ("HSDP", 1, LLAMA_7B)}
@@ -46,7 +47,7 @@ def measured(row):
 
 
 def in_process(measure, row, is_told):
-    """Measures a row in a process of its own: XLA reads once in each what it is told."""
+    """Measures a row in a process of its own, because XLA reads its flags once a process."""
     before = os.environ.get("XLA_FLAGS", "")
     if is_told:
         _network.tell(os.environ)
@@ -68,7 +69,7 @@ def compiled(groups, accumulate, model):
 
 
 def replayed(program, plan, accumulate, cards):
-    """Replays a program for each speed of the network, and reads off what else it costs."""
+    """Replays a program for each speed of the network, and returns its other costs too."""
     h100, found = _gpus.named("H100"), {}
     for speed in cards:
         rates = dataclasses.replace(h100.rates, network=speed * 1e9)

@@ -1,4 +1,4 @@
-"""Times what `import zerojax` adds to `import jax, flax, optax`: medians of interleaved processes.
+"""Times how much `import zerojax` adds to `import jax, flax, optax`, by interleaved processes.
 
 python benchmarks/import_time.py --rounds 15
 """

@@ -1,10 +1,10 @@
-"""Kills a run with SIGKILL at random moments, many times; its end must be the same as without.
+"""Kills a run with SIGKILL at random moments, many times. It must end like an undisturbed run.
 
     python benchmarks/kill.py --processes 2 --kills 20 --log kill.log
 
-After each kill of one process (the others must end by themselves) or of all, the run is started
-again and must go on from a complete checkpoint no older than the one it knew to be complete. In
-the end the state must equal that of an undisturbed run, bit for bit.
+The script kills one process (the others must end by themselves) or all of them, and starts the run
+again. The run must resume from a complete checkpoint, no older than the last one that it knew to be
+complete. In the end its state must equal that of an undisturbed run, bit for bit.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main():
     kills = at_least = 0
     while True:
         run = Run(args.processes, root / f"logs{kills}", arguments("killed"))
-        first = kills < args.kills and dice.random() < 0.75  # else while it starts and compiles
+        first = kills < args.kills and dice.random() < 0.75  # or else as it starts and compiles
         pause = dice.uniform(0.0, 1.0)
         while run.processes[0].poll() is None and (
             run.said(r"^from (\d+)") is None or (first and not run.steps_done())

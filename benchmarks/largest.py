@@ -1,11 +1,11 @@
-"""The largest GPT that one GPU trains, by the memory of its host, compiled for GPUs not there.
+"""The largest GPT that one GPU trains, by the memory of its host, compiled without a GPU.
 
-python benchmarks/largest.py           # printed
-python benchmarks/largest.py --json    # and stored
+python benchmarks/largest.py           # prints the rows
+python benchmarks/largest.py --json    # stores them too
 
 fp32 parameters and adamw, 16 bytes a parameter with the gradients; 4 sequences of 1024 tokens, each
-layer with `jax.checkpoint`. The host takes what it has room for, moments first, then parameters;
-what layers keep for backward rests there, too. Depth grows with width.
+layer with `jax.checkpoint`. Moments rest in host memory as far as they fit, and then parameters.
+The values that layers keep for backward rest there too. Depth grows with width.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ LADDER = [  # 0.2 to 70 billion parameters, up to 1.4 times the one before, 1.1 
 
 
 def planned(model, gpu, room):
-    """Plans a state with as much of it in host memory as has room there beside what layers keep."""
+    """Plans a state that fills the host memory beside the values that layers keep."""
     kept = 2 * model.layers * SEQUENCES * model.tokens * model.hidden
     offload = zerojax.Offload(params=True, max_bytes=max(0, int(room) - kept)) if room else None
     mesh, precision = zerojax.aot.mesh(f"1x{gpu}"), zerojax.Precision(compute=model.compute)
@@ -42,7 +42,7 @@ def planned(model, gpu, room):
 
 @functools.cache
 def audited(model, gpu, room):
-    """Compiles a step for a GPU whose host has so many bytes, and reads its memory and time."""
+    """Compiles a step for a GPU with so much host memory, and reads its memory and time."""
     model = dataclasses.replace(model, compute=jnp.dtype(_gpus.named(gpu).half))
     plan = planned(model, gpu, room)
     step = zerojax.train_step(model.loss, plan=plan, activations="host" if plan.offloads else None)
@@ -51,14 +51,14 @@ def audited(model, gpu, room):
 
 
 def largest(gpu, room):
-    """Returns the largest model of the ladder that fits there, and the audit of its step.
+    """Returns the largest model of the ladder that fits, and the audit of its step.
 
-    The largest known to fit and the smallest known not to close in on each other. Tried next is the
-    one that would fill the GPU if its memory grew with the parameters.
+    The largest known to fit and the smallest known not to fit close in on each other. The search
+    then tries the model that would fill the GPU if memory grew with the parameters.
     """
     usable, fits = _gpus.named(gpu).usable, 0
     at_most = lambda count: sum(model.n_params <= count for model in LADDER)
-    fails = tried = at_most((usable + room) / AT_REST)  # what rests in neither needs no compiling
+    fails = tried = at_most((usable + room) / AT_REST)  # a larger state fits neither memory
     while fails - fits > 1:
         tried = min(max(tried, fits + 1), fails - 1)
         peak = audited(LADDER[tried], gpu, room).memory.peak

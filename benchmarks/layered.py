@@ -1,7 +1,7 @@
-"""Microbatches in turn, in layers, and as one batch, by the speed of the network's cards.
+"""Microbatches one after another, layer by layer, and as one batch, by the speed of network cards.
 
-python benchmarks/layered.py           # printed
-python benchmarks/layered.py --json    # and stored
+python benchmarks/layered.py           # prints the rows
+python benchmarks/layered.py --json    # stores them too
 """
 
 import os
@@ -16,7 +16,7 @@ from zerojax.tools._forecast import network as _network
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 MICROBATCHES = 8
-ROWS = {  # what a step is made with, and the rows of a GPU that it takes at once
+ROWS = {  # the options of a step, and the rows of a GPU that it takes at once
     "accumulate=8": {"accumulate": MICROBATCHES},
     'accumulate=8, order="layers"': {"accumulate": MICROBATCHES, "order": "layers"},
     'accumulate=8, order="layers", activations="host"': {

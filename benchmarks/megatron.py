@@ -1,7 +1,7 @@
-"""A GPT in the memory of the ZeRO paper, with or without model parallelism of its own.
+"""A GPT with the state of the ZeRO paper, with or without model parallelism of its own.
 
-Parameters and gradients have 16 bits; fp32 copies and two moments are the optimizer's: 2 + 2 + 12
-bytes. Over a `tensor` axis, heads, inner features and the vocabulary are split, as in Megatron.
+Parameters and gradients have 16 bits, and the optimizer has fp32 copies and two moments: 2 + 2 + 12
+bytes. A `tensor` axis splits heads, inner features and the vocabulary, as in Megatron.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Megatron(_presets.Gpt):
         return TrainState.create(apply_fn=None, params=params, tx=tx)
 
     def dims(self):
-        """As in the GPT, but what is split by rows rests transposed, as PyTorch has it.
+        """As in the GPT, but weights split by rows rest transposed, as in PyTorch.
 
         ZeRO shards the other dimension. If that is the last one, XLA transposes a whole stack to
         all-gather it.
@@ -38,7 +38,7 @@ class Megatron(_presets.Gpt):
         return dims | {"blocks": dims["blocks"] | rows}
 
     def layer(self, x, p):
-        """As in the GPT, with q, k and v of a head beside each other: a device has whole heads."""
+        """As in the GPT, but with q, k and v of a head side by side: a device has whole heads."""
         rows, tokens, dim = x.shape
         qkv = (_presets._norm(x, p["norm1"]) @ p["qkv"]).reshape(rows, tokens, self.heads, 3, -1)
         attended = jax.nn.dot_product_attention(*jnp.unstack(qkv, axis=3), is_causal=True)
@@ -46,7 +46,7 @@ class Megatron(_presets.Gpt):
         return x + jax.nn.gelu(_presets._norm(x, p["norm2"]) @ p["up"]) @ p["down"].T, None
 
     def loss(self, params, tokens, remat="full"):
-        """As in the GPT, with labels found by comparing: each device has a part of the logits."""
+        """As in the GPT, but compares to find labels: each device has only a part of the logits."""
         params = jax.tree.map(lambda leaf: leaf.astype(self.compute), params)
         layer = self._rematted(remat)
         x, _ = jax.lax.scan(layer, self.embedded(params, tokens), params["blocks"])
@@ -56,9 +56,9 @@ class Megatron(_presets.Gpt):
         return SCALE * (jax.nn.logsumexp(logits, -1) - right).mean()
 
     def flops(self, rows):
-        """Returns the FLOPs of a step's matmuls, recomputed ones among them.
+        """Returns the FLOPs of a step's matmuls, including recomputed ones.
 
-        A layer's last matmul is not: backward does not read what it gives.
+        Backward does not recompute a layer's last matmul, because it does not read the result.
         """
         forward = 24 * self.hidden**2 + 4 * self.tokens * self.hidden
         layer = 4 * forward - 8 * self.hidden**2

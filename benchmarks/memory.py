@@ -1,11 +1,11 @@
-"""Memory of 20 models with optimizers, by stage: the state against the formula, and the peak.
+"""Memory of 20 models with their optimizers, by stage: the state against the formula, and the peak.
 
     python benchmarks/memory.py                                  # prints a table
     python benchmarks/memory.py --json benchmarks/memory_8xH100.json
 
 With P parameters of 4 bytes, an optimizer with K bytes for each, and N devices, the formula is
-(4 + K) P at stage 0, 4 P + K P / N at stages 1 and 2, and (4 + K) P / N at stage 3. The rest is
-read off the compiled step.
+(4 + K) P at stage 0, 4 P + K P / N at stages 1 and 2, and (4 + K) P / N at stage 3. The other
+figures come from the compiled step.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""State and activations in host memory, on GPUs that are not there, by the speed of the link.
+"""State and activations in host memory, by the speed of the link, compiled without GPUs.
 
-python benchmarks/offload.py           # printed
-python benchmarks/offload.py --json    # and stored
+python benchmarks/offload.py           # prints the rows
+python benchmarks/offload.py --json    # stores them too
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Row:
     stage: int = 3
     accumulate: int = 1
     order: str = "microbatches"
-    at_once: bool = False  # the whole tree to the devices and back, as a loop by hand would
+    at_once: bool = False  # moves the whole tree to the devices and back, as loops by hand do
 
 
 ROWS = {
@@ -86,7 +86,7 @@ ROWS = {
 
 
 def stepped(row, plan, model):
-    """A step of zerojax, or by hand: `apply_gradients` fetches all of the state and stores it."""
+    """A step of zerojax or by hand, where `apply_gradients` fetches and stores all of the state."""
     if not row.at_once:
         names = ("update", "activations", "accumulate", "order")
         options = {name: getattr(row, name) for name in names}
@@ -118,7 +118,7 @@ def measured(row):
 
 
 def replayed(program, plan=None, rounds=1):
-    """Replays a step for each speed of the link; a rival's has no plan."""
+    """Replays a step for each speed of the link. A rival's step has no plan."""
     found = {}
     for speed in LINKS:
         report = zerojax.audit(program, plan=plan, accumulate=rounds)

@@ -1,17 +1,18 @@
-"""MaxText's own options for host memory, on GPUs that are not there, by the speed of the link.
+"""MaxText's own options for host memory, by the speed of the link, compiled without GPUs.
 
 .venv/maxtext/bin/python benchmarks/offload_maxtext.py --json
 
-The environment is that of `rivals_maxtext.py`. Its own: all that is its own there, and the three
-options. Ours: the shardings that say where arrays rest. Away from its defaults: layers are the
-first dimension of parameters (`param_scan_axis=0`), without which it refuses parameters in host
-memory; the other rows are faster so by 6 to 8 ms, and 2 GiB smaller. By default it clips gradients
-by their norm; without that its step with the optimizer state in host memory is no faster.
+The environment is that of `rivals_maxtext.py`. MaxText's: everything as there, and the three
+options. Ours: the shardings that say where arrays rest. Unlike its defaults: layers are the first
+dimension of parameters (`param_scan_axis=0`), because otherwise it refuses parameters in host
+memory. This makes the other rows 6 to 8 ms faster, and 2 GiB smaller. By default MaxText clips
+gradients by their norm; without that, its step with the optimizer state in host memory is no
+faster.
 
 MaxText 0.2.5 fetches all of the optimizer state with one `device_put` before the update, and all
-of the parameters with one before forward (`trainers/pre_train/train.py`); the results' shardings
-send them back. XLA starts the fetches at once, as they wait for nothing, and ends them before
-forward, so that all that was fetched is on the devices through forward and backward.
+of the parameters with one before forward (`trainers/pre_train/train.py`). The results' shardings
+send them back. XLA starts the fetches at once, because they wait for nothing, and ends them before
+forward. So all of that is on the devices through forward and backward.
 """
 
 import figures  # sets how jax starts
@@ -48,7 +49,7 @@ ROWS = {
 
 
 def with_memory_kind(sharding, kind):
-    # The devices list no memories, and on their mesh JAX drops the kind without a word.
+    # The devices list no memories, and on their mesh JAX silently drops the kind.
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=kind)
 
 

@@ -1,7 +1,7 @@
-"""Steps whose leaves the GPUs do not divide, beside counts that divide; GPUs that are not there.
+"""Steps on GPU counts that do not divide the leaves, beside counts that do; compiled without GPUs.
 
-python benchmarks/padding.py           # printed
-python benchmarks/padding.py --json    # and stored
+python benchmarks/padding.py           # prints the rows
+python benchmarks/padding.py --json    # stores them too
 """
 
 import argparse
@@ -19,8 +19,8 @@ from zerojax.tools._forecast import presets as _presets
 from zerojax.tools._hlo import gpus as _gpus
 from zerojax.tools._hlo.gpus import Machine
 
-# The ZeRO paper's GPU, which has no bfloat16, and which CUDA 13 does not compile for: its rates and
-# memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.
+# The ZeRO paper's GPU. It has no bfloat16, and CUDA 13 does not compile for it. So these are its
+# rates and memory, with the H100's programs, and 800 Gb/s of network for 8 GPUs.
 V100 = dataclasses.replace(
     _gpus.named("H100"),
     name="V100",
@@ -72,7 +72,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def measured(row):
-    """Compiles the step of a row, and reads what it costs off its program."""
+    """Compiles the step of a row, and reads its costs from the program."""
     mesh = zerojax.aot.mesh(row.gpus, per_host=row.per_host)
     model = _presets.preset(row.model)
     batch = model.batch(row.rows * mesh.size)
@@ -96,7 +96,7 @@ def measured(row):
 
 
 def bytes_by_count(name):
-    """Returns a preset's state on each device, in times its share of the logical bytes."""
+    """Returns a preset's state on each device, as a multiple of its share of the logical bytes."""
     found = {}
     for count in COUNTS:
         per_host = next(n for n in (8, 6, 4) if count % n == 0)

@@ -1,12 +1,12 @@
-"""The tables and figures of the ZeRO paper, compiled for the GPUs that it had: 32 GB V100s.
+"""The tables and figures of the ZeRO paper, compiled for its GPUs, 32 GB V100s.
 
-python benchmarks/paper.py                            # all rows, printed
-python benchmarks/paper.py --json                     # and stored: those that are not stored yet
-python benchmarks/paper.py --json --only "table 2"    # some of these
-python benchmarks/paper.py --json --again             # all, compiled as they are stored: no search
+python benchmarks/paper.py                            # prints all rows
+python benchmarks/paper.py --json                     # stores those that are not stored yet
+python benchmarks/paper.py --json --only "table 2"    # only some of these
+python benchmarks/paper.py --json --again             # all again as stored, without a search
 
-CUDA 13 does not compile for a V100: `zerojax.aot` says what to install. Nothing has been run. What
-a device needs is XLA's peak; times are modelled, by V100s and network cards of a DGX-2.
+CUDA 13 does not compile for a V100: `zerojax.aot` says what to install. Nothing runs. The memory of
+a device is XLA's peak. Times are modelled for V100s and a DGX-2's network cards.
 """
 
 import argparse
@@ -55,14 +55,15 @@ def sized(name, gpus, stage, rows=LARGEST, **options):
 
 
 def split(*arguments, **options):
-    """Returns a row with model parallelism and, unless it says otherwise, P_a."""
+    """Returns a row with model parallelism and, by default, P_a."""
     return dataclasses.replace(
         sized(*arguments), **{"tensor": MODEL_PARALLEL, "activations": "tensor", **options}
     )
 
 
 def table_2():
-    """Model sizes by depth, as wide as the paper's runs of about that size, one sequence a step."""
+    """Returns rows that vary the depth, at the width of the paper's runs of about that size, with
+    one sequence a step."""
     widths = [(1, 1920), (3, 2304), (5, 3072), (9, 4096), (30, 6144), (80, 8192), (600, 16384)]
     for degree, theory in paper_numbers.THEORY.items():
         for stage, billions in enumerate(theory):
@@ -73,7 +74,7 @@ def table_2():
 
 
 def figure_2():
-    """Batches that fit, chosen here; of the paper's, that of 60B alone is known."""
+    """Returns rows with batches that fit. We chose them; of the paper's, only 60B's is known."""
     for name, rows in {"1.5b": 24, "8b": 8}.items():
         yield f"figure 2, {name}, stage 2", sized(name, 400, 2, rows)
     for rows, names in {64: "20b 40b 60b", 32: "80b", 24: "100b", 16: "120b 140b 170b"}.items():
@@ -118,7 +119,7 @@ ROWS = TABLE_1 | dict([*table_2(), *figure_2(), *figure_3(), *figure_4(), *figur
 
 
 def compiled_bytes(cells):
-    """Returns what updates take in bytes, compiled for up to 1024 emulated devices."""
+    """Returns the bytes of updates, compiled for up to 1024 emulated devices."""
     script = figures.HERE / "argument_bytes.py"
     done = subprocess.run(
         [sys.executable, script], input=json.dumps(cells), stdout=subprocess.PIPE, text=True
@@ -145,7 +146,7 @@ def audited(row):
 
 
 def filled(row):
-    """Returns a row with the most layers, to one in a hundred, or sequences, to one in ten."""
+    """Returns a row with the most layers that fit, to 1 in 100, or sequences, to 1 in 10."""
     wanted = [what for what in ("layers", "rows") if getattr(row, what) == LARGEST]
     if not wanted:
         return row
@@ -166,10 +167,10 @@ def fits_by_formula(row):
 
 
 def largest(peak, guess, fixed=0, room=GPU.usable, steps=100):
-    """Returns the largest count that fits, to one in so many steps, and 1 at least. It is compiled.
+    """Returns the largest compiled count that fits, to one in so many steps, and at least 1.
 
-    Peaks are about on a line: that of the two counts nearest to the room leads to the next guess.
-    Where there is one count yet, all but the `fixed` bytes grow with it.
+    Peaks lie about on a line: the line through the two counts nearest to the room gives the next
+    guess. While there is only one count, all but the `fixed` bytes grow with it.
     """
     fits, fails, peaks = 0, math.inf, {}
     while fails - fits > 1 + fits // steps:
@@ -204,7 +205,7 @@ def measured(row):
 
 
 def made(name, before):
-    """Measures a row; of one that is stored, what it has found is all that is compiled."""
+    """Measures a row. For a stored row, compiles only the count that its search found."""
     row = ROWS[name]
     if name == "table 1":
         return {"bytes": compiled_bytes(row)}
@@ -213,7 +214,7 @@ def made(name, before):
 
 
 def settings(row):
-    """Returns what a row is made with, as JSON has it."""
+    """Returns the options of a row as JSON."""
     return json.loads(json.dumps(dataclasses.asdict(row))) if isinstance(row, Row) else {}
 
 
@@ -221,7 +222,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
     parser.add_argument("--only", type=results.expression, default="", help=results.ONLY)
-    parser.add_argument("--again", action="store_true", help="those that are stored, too")
+    parser.add_argument("--again", action="store_true", help="stored rows too")
     parser.add_argument("--jobs", type=int, default=1, help="processes to compile in")
     parser.add_argument("--list", action="store_true", help="the rows' names")
     arguments = parser.parse_args()

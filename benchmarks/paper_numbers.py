@@ -1,7 +1,7 @@
-"""What the ZeRO paper prints: arXiv 1910.02054 v3, with the shapes and batches of its appendix.
+"""The ZeRO paper's numbers, from arXiv 1910.02054 v3, with the shapes and batches of its appendix.
 
-Figures have arXiv's numbers. What is `READ_OFF` a chart is approximate: the lowest and highest that
-it may be.
+Figures have arXiv's numbers. Numbers `READ_OFF` a chart are approximate: pairs of the lowest and
+the highest value that they may have.
 """
 
 # Figure 1: 7.5B parameters on 64 devices; stages 0 to 3 in GB.
@@ -28,7 +28,7 @@ CELLS = [
     for stage in (1, 2, 3)
 ]
 
-# Table 2: degree of model parallelism -> billions of parameters by stage, on 64 times as many GPUs.
+# Table 2: degree of model parallelism -> billions of parameters by stage, on 64 GPUs per degree.
 THEORY = {
     1: (2, 7.6, 14.4, 128),
     2: (4, 15.2, 28.8, 256),
@@ -51,9 +51,9 @@ FIGURE_4_BASELINES = {"1.16b": 8, "1.38b": 1}
 FIGURE_4_READ_OFF = dict.fromkeys(("1.5b", "2.5b", "4b", "6b", "8b"), (40, 47))
 FIGURE_4_READ_OFF |= {"10b": (35, 35), "13b": (21, 21)}
 FIGURE_4_READ_OFF |= dict.fromkeys(FIGURE_4_BASELINES, (0, 20))
-# Figures 6 to 8, by configuration. All have C_B and M_D, which in XLA are layers gathered one at a
-# time and static buffers. Figure 6: billions on 400 GPUs, 16 sequences for each 16 GPUs. Figure 8:
-# the batch of 60B on 128 GPUs.
+# Figures 6 to 8, by configuration. All have C_B and M_D; with XLA, these are layers gathered one at
+# a time, and static buffers. Figure 6: billions on 400 GPUs, 16 sequences for every 16 GPUs. Figure
+# 8: the batch of 60B on 128 GPUs.
 STAGES = {"C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}
 ACTIVATIONS = {
     "C1": None, "C2": "tensor", "C3": None, "C4": "tensor", "C5": ("host", "tensor"),
@@ -71,8 +71,8 @@ FIGURE_8_BATCH = {"C1": 2, "C2": 4, "C3": 32, "C4": 32, "C5": 8}
 
 
 def as_printed(gigabytes, printed, params):
-    """Whether a number is the paper's: rounded to as many digits as it prints at 7.5B, cut off
-    there in the columns of 128B and 1T (4187.5 is printed 4187)."""
+    """Whether a number is the paper's. The paper rounds at 7.5B, and cuts off the digits in the
+    columns of 128B and 1T (it prints 4187.5 as 4187)."""
     digits = len(str(printed).partition(".")[2])
     if params == 7.5e9:
         return abs(gigabytes - printed) <= 0.5 * 10**-digits + 1e-9

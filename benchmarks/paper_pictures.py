@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/paper.md from what benchmarks/paper.py has stored.
+"""Draws the pictures of docs/paper.md from the rows that benchmarks/paper.py stored.
 
 python benchmarks/paper_pictures.py
 """
@@ -26,7 +26,7 @@ BESIDE = 0.38  # the width of each of two bars
 
 
 def stored(name, what):
-    """Returns a number of a row; nan, which is not drawn, if there is none or it does not fit."""
+    """Returns a number of a row, or nan, which draws nothing, if it is missing or does not fit."""
     row = ROWS.get(name)
     return row[what] if row and (row["fits"] or what == "peak_gb") else math.nan
 
@@ -45,7 +45,7 @@ def figure_1(axes):
 
 
 def bars(axes, names, pairs, digits=1):
-    """Draws the paper's and our number of each name beside each other; None leaves a gap."""
+    """Draws the paper's number and ours for each name, side by side; None leaves a gap."""
     for at, pair in enumerate(pairs):
         for side, (value, colour) in enumerate(zip(pair, (PAPER, OURS), strict=True)):
             if value is not None:

@@ -1,17 +1,17 @@
 """Steps that others measured and published, compiled for the same GPUs and replayed.
 
 python benchmarks/published.py              # replays the stored schedules and compares
-python benchmarks/published.py --json       # and stores the comparison, for docs/calibration.md
-python benchmarks/published.py --compile    # compiles first what has no stored schedule
+python benchmarks/published.py --json       # stores the comparison, for docs/calibration.md
+python benchmarks/published.py --compile    # first compiles rows without a stored schedule
 
-The model, sequence, batch, checkpointing, dtypes and mesh are those that the source states; the
-step is this library's (`published_maxtext.py` compiles MaxText's own). Attention is cuDNN's, which
-compiles without a GPU. XLA's rematerialization is off, as in the published runs.
+The model, sequence, batch, checkpointing, dtypes and mesh follow the source; the step is this
+library's (`published_maxtext.py` compiles MaxText's own). Attention is cuDNN's, which compiles
+without a GPU. XLA's rematerialization is off, as in the published runs.
 
-One constant is fitted for each generation of GPUs, the share of the data sheet's FLOP/s that
-matmuls reach, on every other row. What it says of the rows between them is its error. Rows of
-PyTorch are other programs for the same models: they are compared, but nothing is fitted to them
-where there are rows of JAX.
+The benchmark fits one constant for each generation of GPUs, the share of the data sheet's FLOP/s
+that matmuls reach, to every other row. The rows between them show its error. Rows of PyTorch are
+other programs for the same models: the benchmark compares them, but fits nothing to them if there
+are rows of JAX.
 """
 
 import argparse
@@ -80,7 +80,7 @@ METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published step, as its source describes it."""
+    """A published step, by its source's description."""
 
     name: str
     model: _presets.Gpt
@@ -89,8 +89,8 @@ class Row:
     remat: str
     seconds: float
     source: str
-    shard: int = 0  # GPUs that share one copy; all, if not said
-    network: float = 0  # GB/s of a GPU's network card; as in the data sheet, if not said
+    shard: int = 0  # GPUs that share one copy; 0 for all
+    network: float = 0  # GB/s of a GPU's network card; 0 for the data sheet's
     per_host: int = 8
     accumulate: int = 1
     reduce: str = "bfloat16"
@@ -116,7 +116,7 @@ def at_speed(tokens_per_second, row):
     return dataclasses.replace(row, seconds=round(tokens / tokens_per_second, 3))
 
 
-LARGE = {  # of NVIDIA: the model, its remat, the source, and seconds by GPUs
+LARGE = {  # NVIDIA's: the model, its remat, the source, and seconds by GPUs
     "Llama 2 70B": (
         LLAMA2_70B,
         SAVE_ALL_BUT_WIDE,
@@ -169,7 +169,8 @@ FOUNDRY_ROWS = (  # size, GPUs, sequences, tokens/s of each GPU
 
 
 def of_pytorch():
-    """Yields steps of PyTorch that compute most of a layer again: of the others it keeps less."""
+    """Yields the steps of PyTorch that recompute most of a layer: for the others zerojax would keep
+    less."""
     for size, gpus, rows, speed in FOUNDRY_ROWS:
         name = f"llm-foundry MPT {size}, {gpus.replace('x', ' ').removesuffix('-80GB')}"
         network = 25 if "A100" in gpus else 0
@@ -188,12 +189,12 @@ def of_pytorch():
 
 JAX = {row.name: row for row in of_jax()}
 ROWS = JAX | {row.name: row for row in of_pytorch()}
-# Every other row of JAX; for A100s, of which JAX has but one, every other row.
+# Every other row of JAX; for A100s, where JAX has only one row, every other row of all.
 FITTED = {*list(JAX)[::2], *[name for name in ROWS if ROWS[name].generation == "Ampere"][::2]}
 
 
 def compiled(row):
-    """Compiles a row's step; returns the text of its schedule."""
+    """Compiles a row's step, and returns the text of its schedule."""
     shard = row.shard or row.count
     shape, axes, groups = (row.count,), "data", None
     if shard != row.count:
@@ -210,7 +211,7 @@ def compiled(row):
     return step.lower(plan.abstract(), batch).compile().as_text()
 
 
-# -- schedules, kept in one archive: they have much in common
+# -- schedules, in one archive, because they have much in common
 
 
 def stored_schedules():
@@ -230,13 +231,13 @@ def store_schedules(texts):
 
 
 def without_origins(text):
-    """Drops what a replay does not read: which lines of Python and names made an instruction."""
+    """Drops the origins of instructions (lines of Python, names), which replays do not read."""
     lines = (line for line in text.splitlines() if not ORIGIN.match(line))
     return "\n".join(METADATA.sub("", line) for line in lines)
 
 
 def compile_missing(names, compiled, of=str):
-    """Compiles the rows that have no schedule yet; each is stored as it is made."""
+    """Compiles the rows without a schedule, and stores each at once."""
     texts = stored_schedules()
     for name in (name for name in names if of(name) not in texts):
         texts[of(name)] = without_origins(compiled(ROWS[name]))
@@ -261,7 +262,7 @@ def replayed(module, row, share):
 def fitted(modules, names):
     """Returns the share of the FLOP/s that fits these rows, by least squares of relative errors.
 
-    A step's time is taken for linear in the time of a FLOP, between two shares about the best.
+    Assumes that a step's time is linear in the time of a FLOP, between two shares about the best.
     """
     low, high = 1 / 0.7, 1 / 0.55
     slopes, offsets = [], []
@@ -308,7 +309,7 @@ def one(texts, modules, name, fits):
 def summary(found, use="held out", error="error_fitted"):
     """Returns the mean and the largest error of rows, and how many pairs are in the right order.
 
-    A pair counts where the published steps differ by more than 10%.
+    A pair counts if its published steps differ by more than 10%.
     """
     rows = [row for row in found["rows"] if row["use"] == use]
     errors = [abs(row[error]) for row in rows]
@@ -334,7 +335,7 @@ def told(row, error):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help=f"store in {STORED.name}")
-    parser.add_argument("--compile", action="store_true", help="compile what has no schedule yet")
+    parser.add_argument("--compile", action="store_true", help="compile rows without a schedule")
     arguments = parser.parse_args()
     if arguments.compile:
         compile_missing(ROWS, compiled)

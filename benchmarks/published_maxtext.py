@@ -1,10 +1,10 @@
-"""MaxText's own step for the published rows of MaxText, with the flags that were published.
+"""MaxText's own step for the published rows of MaxText, with the published flags.
 
-.venv/maxtext/bin/python benchmarks/published_maxtext.py    # where `rivals_maxtext.py` says how
+.venv/maxtext/bin/python benchmarks/published_maxtext.py    # set up as `rivals_maxtext.py` says
 
-Schedules go to the archive of `published.py`, which compares them. Away from what was published:
-attention is cuDNN's as JAX calls it, not as Transformer Engine does, and XLA schedules by its
-model, not by a profile of a first run.
+Schedules go to the archive of `published.py`, which compares them. Two things differ from the
+published runs: JAX calls cuDNN's attention, not Transformer Engine, and XLA schedules by its model,
+not by a profile of a first run.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ NAMES = (
 
 
 def settings(row):
-    """Returns MaxText's settings of a row, in place of those of the rivals."""
+    """Returns MaxText's settings for a row, in place of the rivals'."""
     model, shard = row.model, row.shard or row.count
     return {
         "decoder_block": "llama2",
@@ -60,7 +60,7 @@ def settings(row):
 
 
 def flags(row):
-    """Returns the options of XLA that the sources give."""
+    """Returns XLA's options from the sources."""
     combined = zip(("all_gather", "all_reduce", "reduce_scatter"), row.combine, strict=True)
     thresholds = {f"xla_gpu_{kind}_combine_threshold_bytes": mib << 20 for kind, mib in combined}
     pipelined = {

@@ -1,4 +1,4 @@
-"""Writes the stored results into the pages that show them, between the marks that name them."""
+"""Writes the stored results into their pages, between the marks that name them."""
 
 import argparse
 import functools
@@ -23,7 +23,7 @@ FLAGS = {
 
 
 def compiled() -> str:
-    """Renders compiled programs, a table per model: the newest JAX, and the step time on others."""
+    """Renders compiled programs, one table per model: the newest JAX, and step times on others."""
     newest, *older = (
         json.loads(path.read_text()) for path in sorted(HERE.glob("compiled_jax*.json"))[::-1]
     )
@@ -197,12 +197,13 @@ def groups() -> str:
 
 
 def layered() -> str:
-    """Renders microbatches in turn, in layers and as one batch, by the speed of the network."""
+    """Renders microbatches one after another, layer by layer and as one batch, by the speed of the
+    network."""
     return _by_speed("layered.json", LAYERS)
 
 
 def wires() -> str:
-    """Renders hpZ and codes by the speed of the network."""
+    """Renders hpZ and quantized wires by the speed of the network."""
     told = {f"7.5b 64xH100 x4: {way}": name for way, name in WIRES.items()}
     others = {
         f"7.5b 64xH100 x4, XLA not told: {way}": f"{WIRES[way]}, XLA not told" for way in NOT_TOLD
@@ -211,8 +212,8 @@ def wires() -> str:
 
 
 def _by_speed(file, *parts: dict[str, str]) -> str:
-    """Renders rows by the speed of the network's cards, by the names that `parts` give them; the
-    fastest of a part is bold."""
+    """Renders rows by the speed of network cards, under the names in `parts`. The fastest of a part
+    is bold."""
     stored = {row["row"]: row for row in _stored(file)["rows"]}
     first = stored[next(iter(parts[0]))]
     speeds = [key for key in first if key.startswith("step_ms at")]
@@ -240,7 +241,7 @@ USES = {"fit": "fitted to", "held out": "held out", "PyTorch": "of PyTorch"}
 
 
 def choices() -> str:
-    """Renders what `--choose` takes, and how much faster the best of all that were compiled is."""
+    """Renders the way that `--choose` takes, and how much faster the best compiled one is."""
     stored = json.loads((HERE / "choices.json").read_text())
     lines = [f"JAX {stored['jax']} ({_dates(stored)}).", ""]
     header = ["GPUs, network", "chosen, exact", "step", "slower by", "chosen with codes", "step",
@@ -263,7 +264,7 @@ def _choice_cells(row) -> list[str]:
 
 
 def published() -> str:
-    """Renders published steps beside what the replay says of them."""
+    """Renders published steps beside their replays."""
     signed = lambda error: "" if error is None else f"{error:+.1f}%"
     rows = [
         [
@@ -301,13 +302,13 @@ def published_summary() -> str:
 
 
 def paper(name: str) -> str:
-    """Renders a table or figure of the ZeRO paper beside what is compiled."""
+    """Renders a table or figure of the ZeRO paper beside the compiled rows."""
     rows = {row["row"]: row for row in _stored("paper.json")["rows"]}
     return _rows(*render_paper.TABLES[name](rows))
 
 
 def gpu() -> str:
-    """Renders what real GPUs measured, a line per model; cells are empty if none has."""
+    """Renders measurements on real GPUs, one line per model, with empty cells if there are none."""
     header = ["bf16", "of plain `jax.jit`", "tokens/s", "MFU", "peak", "forecast"]
     cases = {"124m": "GPT, 124M", "1.5b": "GPT, 1.5B", "largest": "the largest that trains"}
     tables = []
@@ -321,7 +322,7 @@ def gpu() -> str:
 
 
 def _with_host(cases) -> list[str]:
-    """Renders what a GPU measured with part of a model in host memory."""
+    """Renders measurements on a GPU with a part of the model in host memory."""
     rates = cases.get("copies", {})
     if "to_device" not in rates:
         return []
@@ -405,11 +406,11 @@ TABLES = {
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only fail where a page is behind")
+    parser.add_argument("--check", action="store_true", help="only fail if a page is out of date")
     arguments = parser.parse_args()
     for page in PAGES:
         text = page.read_text()
         if not arguments.check:
             page.write_text(rendered(text))
         elif rendered(text) != text:
-            sys.exit(f"{page.name} is behind the results. Run python benchmarks/render.py.")
+            sys.exit(f"{page.name} is older than the results. Run python benchmarks/render.py.")

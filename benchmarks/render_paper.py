@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md: what the ZeRO paper has, and what `paper.py` has stored beside it.
+"""The tables of docs/paper.md: the ZeRO paper's numbers beside the rows that `paper.py` stored.
 
 Each function takes the stored rows by name, and returns a header and rows of cells.
 """

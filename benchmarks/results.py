@@ -9,14 +9,14 @@ import pathlib
 import re
 import sys
 
-ONLY = "those whose name has this expression in it"
+ONLY = "only those whose name matches this regex"
 
 
 def file(text):
-    """Checks a path for argparse, so that nothing is measured that cannot be written."""
+    """Checks a path for argparse, so that no measurement is lost at the end."""
     path = pathlib.Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: is its folder there?")
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: does its folder exist?")
     return path
 
 
@@ -40,12 +40,12 @@ def stored(path):
 
 
 def digest(path):
-    """Returns what a picture carries of the file that it was drawn from."""
+    """Returns the metadata that ties a picture to the file it was drawn from."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Results:
-    """Rows by name, in the order of `names`. `put` writes one to the file; the others stay."""
+    """Rows by name, in the order of `names`. `put` writes one row to the file; others stay."""
 
     def __init__(self, path, names, made_by, name_of=operator.itemgetter("row")):
         self.path, self.names, self.made_by = path, names, made_by
@@ -72,7 +72,8 @@ class Results:
 
 
 def main(doc, path, rows, made_by, measured):
-    """The command line of a file that measures some of its rows, and with --json stores them."""
+    """Returns the parsed command line of a benchmark that measures some of its rows and, with
+    --json, stores them."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help=f"store in {path.name}")
     parser.add_argument("--only", type=expression, default="", help=ONLY)

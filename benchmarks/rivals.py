@@ -1,8 +1,8 @@
 """Rivals on plain JAX, as users would write them: a jitted step, sharded by annotations.
 
-A rival is a function in `STEPS`, under the name that tables give it. Its arguments are a model, a
-mesh, what `jax.checkpoint` keeps, and the number of microbatches. It returns a jitted `(state,
-batch) -> (state, loss)` and the state's shapes with their shardings.
+A rival is a function in `STEPS`, under its name in the tables. It takes a model, a mesh, the policy
+of `jax.checkpoint`, and the number of microbatches. It returns a jitted `(state, batch) -> (state,
+loss)` and the state's shapes with their shardings.
 """
 
 import functools
@@ -19,12 +19,12 @@ SMALL = 4 * 2**20  # bytes up to which big_vision's rule replicates
 
 
 def replicated(model, mesh):
-    """Returns the state as data parallelism has it: all replicated."""
+    """Returns the state of data parallelism, all replicated."""
     return zerojax.plan(model.make_state, stage=0, mesh=mesh).abstract()
 
 
 def planned(model, mesh):
-    """Returns the state with every array sharded as zerojax shards it where the GPUs divide it."""
+    """Returns the state with every array that the GPUs divide sharded as zerojax shards it."""
     return zerojax.plan(model.make_state, stage=3, mesh=mesh, pad=False).abstract()
 
 
@@ -46,9 +46,9 @@ def cut_along_largest(model, mesh):
 def annotated_step(placed, constrain, model, mesh, remat, accumulate):
     """Returns a jitted step and its state from `placed`; `constrain` says what else is annotated.
 
-    "weights": in the scan, each layer's weights are replicated, the strongest hint there is.
+    "weights": the scan replicates each layer's weights, the strongest hint there is.
     "blocks": each layer's activations are sharded along the batch, as in Flax models.
-    "nothing": parameters and batch are sharded, and XLA figures out the rest, as in guides.
+    "nothing": only parameters and batch are sharded, and XLA figures out the rest, as in guides.
     """
     state = placed(model, mesh)
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -79,9 +79,9 @@ def annotated_step(placed, constrain, model, mesh, remat, accumulate):
 
 
 def accumulated(gradients, times, held=lambda grads: grads):
-    """Returns a `value_and_grad` averaged over microbatches in a scan, as one writes it by hand.
+    """Returns a `value_and_grad` that averages over microbatches in a scan, as written by hand.
 
-    `held` constrains the gradients' shardings. A device's microbatches are rows that it has.
+    `held` constrains the gradients' shardings. A device's microbatches consist of its own rows.
     """
     if times == 1:
         return gradients

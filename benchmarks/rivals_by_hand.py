@@ -1,8 +1,8 @@
-"""A rival as somebody who knows JAX well would write it: FSDP by hand, in a `shard_map`.
+"""A rival as an expert in JAX would write it: FSDP by hand, in a `shard_map`.
 
-Each layer's weights are gathered in the compute dtype at the top of the layer, inside the scan and
-its `jax.checkpoint`; autodiff makes reduce-scatters of the gathers; adamw updates shards. Nothing
-is gathered ahead.
+Each layer gathers its weights in the compute dtype at its top, inside the scan and its
+`jax.checkpoint`. Autodiff turns the gathers into reduce-scatters, and adamw updates shards. Nothing
+is prefetched.
 """
 
 import functools
@@ -13,7 +13,7 @@ from rivals import accumulated, planned
 
 
 def by_hand_step(model, mesh, remat, accumulate):
-    """Returns a step and its state, as the functions in `rivals` do; nothing needs constraints."""
+    """Returns a step and its state, like the functions in `rivals`; nothing needs constraints."""
     state = planned(model, mesh)
     places = jax.tree.map(lambda x: x.sharding, state)
     specs = jax.tree.map(lambda x: x.spec, places.params)
@@ -56,7 +56,7 @@ def whole(dtype, shard, spec, stacked=False):
 
 
 def reduced(grad, spec):
-    """Sums a gradient. A shard's already is: a gather's transpose is a reduce-scatter."""
+    """Sums a gradient, except a shard's: the transpose of its gather is a reduce-scatter."""
     return grad if "data" in tuple(spec) else jax.lax.psum(grad, "data")
 
 

@@ -1,7 +1,7 @@
 """Rivals as Flax's guides teach them: FSDP by metadata on parameters of linen and nnx modules.
 
-Both write the GPT of `zerojax.tools._forecast.presets` with Flax's own layers. What is constrained
-is each block's input and output ("blocks"), which the guides call optional, or nothing.
+Both write the GPT of `zerojax.tools._forecast.presets` with Flax's own layers. They constrain each
+block's input and output ("blocks"), which the guides call optional, or nothing.
 """
 
 import functools
@@ -22,8 +22,8 @@ KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_sa
 
 
 def refuse_others(model, remat):
-    """Raises for what these modules would silently train otherwise."""
-    if type(model) is not _presets.Gpt:  # Llama is one, too
+    """Raises for options that these modules would silently ignore."""
+    if type(model) is not _presets.Gpt:  # Llama is a subclass
         raise ValueError(f"Flax's modules are a GPT here, and {type(model).__name__} is not")
     if remat not in KEPT:
         raise ValueError(f"Flax's modules have remat {', '.join(KEPT)}, not {remat!r}")

@@ -1,4 +1,4 @@
-"""Levanter's own train step, compiled for GPUs that are not there.
+"""Levanter's own train step, compiled on a machine without GPUs.
 
     python3.12 -m venv .venv/levanter
     V=0.2.227.dev40316220070
@@ -11,11 +11,11 @@
         msgspec pyarrow pytimeparse s3fs tblib tqdm_loggable transformers wandb zstandard
     .venv/levanter/bin/python benchmarks/rivals_levanter.py --json
 
-Its own: trainer, train step, model (`gpt2`), mesh, mappings of axes, optimizer, donation. It asks
-for a JAX before 0.12 and runs on 0.12 as it is. Ours: the devices it finds, and shapes in place of
-arrays. Away from its defaults: attention without a kernel library, which compiling without devices
-does not have. Its loss is the one it takes without GPUs: that for GPUs is modelled 96 ms slower.
-Matmuls have biases.
+Levanter's: trainer, train step, model (`gpt2`), mesh, mappings of axes, optimizer, donation. It
+asks for a JAX before 0.12, and runs on 0.12 unchanged. Ours: the devices it finds, and shapes in
+place of arrays. Unlike its defaults: attention without a kernel library, because there is none when
+compiling without devices. Its loss is the one that it takes without GPUs; we model the one for GPUs
+96 ms slower. Matmuls have biases.
 """
 
 import figures  # sets how jax starts
@@ -66,7 +66,7 @@ def placed(tree, mapping, mesh):
 
 @contextlib.contextmanager
 def inside(mesh):
-    """Does what `jax.set_mesh` does, but runs nothing on devices that are not there."""
+    """Does what `jax.set_mesh` does, but runs nothing on the missing devices."""
     with mesh, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
 

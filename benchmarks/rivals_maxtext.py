@@ -1,4 +1,4 @@
-"""MaxText's own train step, compiled for GPUs that are not there.
+"""MaxText's own train step, compiled on a machine without GPUs.
 
     python3.12 -m venv .venv/maxtext
     .venv/maxtext/bin/pip install --no-deps maxtext==0.2.5 \
@@ -9,11 +9,11 @@
         transformers
     .venv/maxtext/bin/python benchmarks/rivals_maxtext.py --json
 
-Its own: configuration, model (`gpt3`), scan, remat policy, sharding rules, optimizer, train step,
-donation; all that its `train_compile` does. Ours: the devices, which it takes from a machine with
-GPUs, and the compiler's options. Away from its defaults: the model's size, attention without a
-kernel library (compiling without devices has none), no cache in the home directory. Matmuls have
-biases.
+MaxText's: configuration, model (`gpt3`), scan, remat policy, sharding rules, optimizer, train step,
+donation; everything that its `train_compile` does. Ours: the devices, which it takes from a machine
+with GPUs, and the compiler's options. Unlike its defaults: the model's size, attention without a
+kernel library (there is none when compiling without devices), no cache in the home directory.
+Matmuls have biases.
 """
 
 import figures  # sets how jax starts
@@ -61,7 +61,7 @@ def compiled(mesh, remat, options):
 
 
 def train_step(mesh, options, **others):
-    """Compiles its step with these settings in place of those above."""
+    """Compiles MaxText's step with these settings in place of those above."""
 
     def topology_mesh(config):
         without = config.remove_size_one_mesh_axis_from_type
@@ -81,7 +81,7 @@ def train_step(mesh, options, **others):
     with (
         mock.patch.object(train_compile, "get_topology_mesh", topology_mesh),
         mock.patch.object(train_compile, "jit_and_compile", compile_and_keep),
-        # Its syntax for options has none that are empty.
+        # MaxText's syntax for options has no empty ones.
         mock.patch.object(train_compile.max_utils, "parse_libtpu_flags_to_dict", lambda _: options),
     ):
         train_compile.main(["train_compile", *settings])

@@ -3,9 +3,9 @@
     python benchmarks/scaling.py                                # prints a table
     python benchmarks/scaling.py --json benchmarks/scaling_cpu.json
 
-Stage 3 on 8 emulated devices. CPU times are multiples of those that `jax.jit` takes to trace or
-compile the same loss, gradients and optimizer on one device in the same process; for planning, to
-do both. With 10,000 arrays nothing is compiled, and planning is a multiple of tracing alone.
+Stage 3 on 8 emulated devices. CPU times are multiples of the time that `jax.jit` takes to trace or
+compile the same loss, gradients and optimizer on one device in the same process; for planning, of
+the time for both. With 10,000 arrays nothing compiles, and planning is a multiple of only tracing.
 """
 
 import argparse
@@ -25,10 +25,10 @@ import zerojax
 
 DIM = 64
 RUNS = 5
-# Arrays. XLA takes 6 s for what `jax.jit` makes of 1000 here and 40 s for 2000; with 10,000 it and
-# ours had not ended after 77 minutes.
+# Arrays. XLA compiles `jax.jit`'s program of 1000 in 6 s and of 2000 in 40 s. With 10,000, its
+# program and ours had not ended after 77 minutes.
 COMPILED = 1000
-# 16 rows a device: of matmuls with fewer, in `jax.jit` too, XLA:CPU compiles each by itself.
+# 16 rows a device: XLA:CPU compiles each matmul with fewer rows by itself, in `jax.jit` too.
 BATCH = jax.ShapeDtypeStruct((128, DIM), jnp.float32)
 
 
@@ -51,7 +51,7 @@ def unrolled(layers):
 
 
 def many_leaves(count):
-    """Makes arrays that are read once and cheaply: the rest is zerojax's and JAX's own work."""
+    """Makes arrays that the loss reads once and cheaply, to leave zerojax's and JAX's own work."""
     loss = lambda p, x: sum(jnp.vdot(w[0], x[0]) for w in p)
     return [jnp.zeros((8, DIM))] * count, loss
 
@@ -64,14 +64,14 @@ CASES = [
 
 
 def clock(function):
-    """Returns the CPU seconds of all threads, whatever else the machine does, and the result."""
+    """Returns the CPU seconds of all threads of this process, and the result."""
     started = time.process_time()
     result = function()
     return time.process_time() - started, result
 
 
 def measure(kind, count):
-    jax.clear_caches()  # of an earlier run, which helps `jax.jit` more
+    jax.clear_caches()  # from an earlier run, which help `jax.jit` more
     params, loss = kind(count)
     tx = optax.sgd(1e-3)
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -95,7 +95,7 @@ def measure(kind, count):
 
 
 def repeated(kind, count):
-    """Returns medians of several runs; one is enough for the largest cases, whose runs agree."""
+    """Returns medians of several runs. For the largest cases one is enough, because runs agree."""
     runs = [measure(kind, count) for _ in range(1 if count > 100 else RUNS)]
     return {what: round(statistics.median(run[what] for run in runs), 2) for what in runs[0]}
 

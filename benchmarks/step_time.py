@@ -1,14 +1,14 @@
-"""Step time of every stage against plain JAX, as ratios: interleaved runs in one process.
+"""Step time of every stage against plain JAX, as ratios from interleaved runs in one process.
 
-Also the peak host memory of all emulated devices together, in a process for each program; and what
-calling a step costs when there is next to nothing to compute.
+Also measures the peak host memory of all emulated devices together, in one process for each
+program, and the cost of calling a step that computes next to nothing.
 
     python benchmarks/step_time.py                       # prints a table
-    python benchmarks/step_time.py --json out.json       # and keeps it
+    python benchmarks/step_time.py --json out.json       # stores it too
 
 The models are small versions of those that `compiled.py` compiles for GPUs, with the same rivals.
-On emulated CPU devices the ratios say what the program costs. They say nothing about GPUs, where
-collectives overlap with compute.
+On emulated CPU devices the ratios measure the cost of the program. They say nothing about GPUs,
+where collectives overlap with compute.
 """
 
 import argparse
@@ -58,7 +58,7 @@ RIVALS = (
 
 
 def rival(name, model):
-    """Returns a step, and a state whose values do not matter."""
+    """Returns a step, and a state with arbitrary values."""
     step, places = STEPS[name](model, zerojax.plan(model.make_state).mesh, "full", 1)
     fill = lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 0)
     return step, jax.tree.map(lambda x: jax.device_put(fill(x).astype(x.dtype), x.sharding), places)
@@ -81,7 +81,7 @@ def batch_of(model):
 
 
 def peak_memory(name, contestant):
-    """Returns the MiB of the state and of what three steps need in addition."""
+    """Returns the MiB of the state, and those that three steps need in addition."""
     model = MODELS[name]
     step, state = contestants(name)[contestant](model)
     batch = batch_of(model)
@@ -119,7 +119,7 @@ def step_times(name, rounds):
 
 
 def dispatch():
-    """Times calls of a step with next to nothing to compute, as a multiple of plain JAX's."""
+    """Times calls of a step that computes next to nothing, as a multiple of plain JAX's."""
     params, tx = {"w": jnp.ones((16, 16))}, optax.sgd(0.1)
     make = lambda: TrainState.create(apply_fn=None, params=params, tx=tx)
     loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)

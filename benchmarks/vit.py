@@ -1,4 +1,4 @@
-"""ViT-g/14 on images of 224 x 224: a scan over encoder layers, as big_vision has it."""
+"""ViT-g/14 on images of 224 x 224: a scan over encoder layers, as in big_vision."""
 
 import dataclasses
 

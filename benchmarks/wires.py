@@ -1,10 +1,11 @@
-"""Fewer bytes between nodes of GPUs that are not there, by the speed of their network cards.
+"""Fewer bytes between nodes, by the speed of their network cards, compiled without GPUs.
 
-python benchmarks/wires.py           # printed
-python benchmarks/wires.py --json    # and stored
-python benchmarks/wires.py --check   # two rows against what is stored
+python benchmarks/wires.py           # prints the rows
+python benchmarks/wires.py --json    # stores them too
+python benchmarks/wires.py --check   # compares two rows with the stored ones
 
-XLA is told that the network is slow, as `docs/wires.md` advises, unless a row says otherwise.
+The benchmark tells XLA that the network is slow, as `docs/wires.md` advises, unless a row says
+otherwise.
 """
 
 import pathlib
@@ -19,7 +20,7 @@ from zerojax.tools._forecast import presets as _presets
 
 CARDS = (*groups.CARDS, 3.125)  # GB/s of each GPU's network card
 AXES = ("node", "gpu")
-SLOWER = 1.01  # what a change may cost
+SLOWER = 1.01  # the most that a change may cost
 HPZ = {"regather": "gpu"}
 WAYS = {
     "exact": ({}, {}),
@@ -40,7 +41,8 @@ LEAST = "weights int8, gradients int4, kept in the node"
 GPT, TRILLION_GPT = ("7.5b", (8, 8), 4), ("1t", (128, 8), 1)
 ROWS = {f"7.5b 64xH100 x4: {way}": (*GPT, way, True) for way in WAYS if way != SOME}
 ROWS |= {f"7.5b 64xH100 x4, XLA not told: {way}": (*GPT, way, False) for way in ("exact", LEAST)}
-# Layers that are gathered in pieces need XLA to know when each ends: told, exact takes 22.2 s.
+# Layers that are gathered in pieces need XLA to know when each piece ends. If XLA takes the network
+# for a slow one, the exact step takes 22.2 s.
 ROWS |= {f"1t 1024xH100 x1, XLA not told: {way}": (*TRILLION_GPT, way, False) for way in TRILLION}
 CHECKED = [f"7.5b 64xH100 x4: {way}" for way in ("exact, kept in the node", LEAST)]
 STORED = pathlib.Path(__file__).parent / "wires.json"
@@ -65,7 +67,7 @@ def compiled(name, shape, each, way):
 
 
 def check():
-    """Exits with 1 if a step got slower, or sends more, than what is stored."""
+    """Exits with 1 if a step got slower, or sends more, than the stored one."""
     stored, worse = {row["row"]: row for row in results.stored(STORED)["rows"]}, []
     for name in CHECKED:
         now = measured(ROWS[name])
