@@ -244,7 +244,7 @@ class PrefetchedLayers(Layers):
     def __init__(self, loop: Loop, how: How, run: Run) -> None:
         super().__init__(loop, how, run)
         last = loop.length - 1
-        # Within an outer loop, weights kept here would be kept for each of its iterations.
+        # An outer loop would keep these weights for each of its iterations.
         self.again = last if how.in_loop else max(0, min(last, loop.length - how.keep_layers))
         self.turns = [turns for turns in (range(self.again), range(self.again, last)) if turns]
 
