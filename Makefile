@@ -5,7 +5,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV ?= .venv/$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
-# With a driver, JAX is installed for GPUs. GPU=cuda12 is for drivers before 580, GPU= for none.
+# With a driver, make installs JAX for GPUs. GPU=cuda12 is for drivers before 580, GPU= for none.
 GPU ?= $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
 # Without a driver, the CUDA plugin of `make gpu-compile` would log errors in every program.
@@ -22,7 +22,8 @@ test: $(VENV)/.test
 	$(BIN)/python -c 'import jax, sys; print("JAX", jax.__version__, "Python", sys.version.split()[0])'
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-# What `make test` leaves to CI: examples, pages, rivals; and several processes, for an idle machine.
+# Tests that `make test` leaves to CI: examples, pages, rivals; and several processes, which need an
+# idle machine.
 test-ci: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m ci --no-skips $(ARGS)
 
@@ -30,14 +31,14 @@ test-ci: $(VENV)/.test
 gpu-code: gpu-compile
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'gpu_code and not slow' --no-skips $(ARGS)
 
-# Random combinations of features against one device; those that are refused count as skipped.
+# Compares random combinations of features with one device; refused ones count as skipped.
 SEED ?= 0
 FIRST ?= 0
 COUNT ?= 200
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -rs tests/fuzz.py --seed $(SEED) --first $(FIRST) --count $(COUNT) $(ARGS)
 
-# Defects in the package, one at a time, and the tests that find them.
+# Seeds defects in the package, one at a time, and names the tests that find them.
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
@@ -46,7 +47,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The examples in full, against what their docstrings say that they reach.
+# Runs the examples in full, and compares them with the promises of their docstrings.
 full-examples: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow --no-skips tests/test_examples.py
 
@@ -58,7 +59,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open out/site/index.html"
 
-# The wheel with its dependencies alone, outside of the checkout.
+# The wheel with only its dependencies, outside of the checkout.
 wheel:
 	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet --disable-pip-version-check .
@@ -70,8 +71,7 @@ foreign: $(VENV)-foreign/.foreign
 	KERAS_BACKEND=jax $(VENV)-foreign/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' \
 	  --no-skips tests/test_foreign.py
 
-# Flax's examples and tutorials are in its source alone, of which the tests take the version that is
-# installed.
+# Only Flax's source has its examples and tutorials; the tests take those of the installed version.
 $(VENV)-foreign/.foreign: pyproject.toml
 	$(MAKE) VENV=$(VENV)-foreign GPU= $@
 	mkdir -p $(VENV)-foreign/sources
@@ -80,11 +80,11 @@ $(VENV)-foreign/.foreign: pyproject.toml
 	  "$$($(VENV)-foreign/bin/python -m pip freeze --disable-pip-version-check | grep '^flax==')"
 	for file in $(VENV)-foreign/sources/flax-*.tar.gz; do tar -xzf $$file -C $(VENV)-foreign/sources; done
 
-# What matches the JAX that is here; CUDA libraries are not needed to compile.
+# Packages that match the installed JAX; compiling needs no CUDA libraries.
 gpu-compile: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jax[cuda13-local]' nvidia-cuda-nvcc
 
-# Steps compiled for GPUs: none may get slower or larger than the stored results.
+# Compiles steps for GPUs. None may get slower or larger than the stored results.
 regressions: gpu-compile
 	$(BIN)/python benchmarks/compiled.py --check
 	$(BIN)/python benchmarks/wires.py --check
@@ -92,7 +92,7 @@ regressions: gpu-compile
 clean:
 	rm -rf .venv
 
-# One stamp per extra: it is installed once, and again when pyproject.toml changes or it failed.
+# One stamp per extra: make installs it once, and again if pyproject.toml changes or it failed.
 .DELETE_ON_ERROR:
 $(VENV)/.%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

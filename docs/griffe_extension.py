@@ -1,4 +1,4 @@
-"""For mkdocstrings: what docstrings leave to readers of the code, spelled out."""
+"""An extension of mkdocstrings, which spells out what docstrings leave to readers of the code."""
 
 import importlib
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 GROUP = re.compile(r"^    (\w+(?:, \w+)+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-# Where a text has said what all names have in common.
+# The place where a text has said what all names have in common.
 CLAUSE_END = re.compile(r"; |\. (?=[A-Z])|\.?$")
 
 
@@ -18,14 +18,14 @@ class Spelled(griffe.Extension):
             obj.docstring.value = spelled(obj.docstring.value)
 
     def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Shows options that are declared elsewhere, and the value of a default that has a name."""
+        """Shows options that are declared elsewhere, and the values of named defaults."""
         if any("takes(" in str(decorator.value) for decorator in func.decorators):
             _spell_out_options(func)
         for parameter in func.parameters:
             while isinstance(parameter.default, griffe.Expr):
                 try:
                     named = loader.modules_collection[parameter.default.canonical_path]
-                except KeyError:  # one of another library, or no name
+                except KeyError:  # another library's, or no name
                     break
                 if not isinstance(named, griffe.Attribute):
                     break
@@ -51,7 +51,7 @@ def _spell_out_options(func: griffe.Function) -> None:
 
 
 def spelled(text: str) -> str:
-    """Returns a docstring whose `Example:` is code to show, and each argument has a line."""
+    """Returns a docstring that shows its `Example:` as code, and has a line for each argument."""
     text = text.replace("\nExample:\n", "\nExamples:\n")
     before, heading, arguments = text.partition("Arguments:\n")
     arguments, examples, rest = arguments.partition("\nExamples:\n")
@@ -61,7 +61,7 @@ def spelled(text: str) -> str:
 def _one_a_line(group: re.Match[str]) -> str:
     """Returns `a, b: as for f; more.` as a line for each, so that each has its type and default.
 
-    What is more stands where it is about: at the name that it mentions as `b=`, or at the first.
+    The further text goes to the name that it mentions as `b=`, or to the first.
     """
     names, text = group[1].split(", "), " ".join(group[2].split())
     brief = text[: CLAUSE_END.search(text).start()] + "."

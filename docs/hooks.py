@@ -1,4 +1,4 @@
-"""For mkdocs: what pages have on the site beside their Markdown, and links that lead nowhere."""
+"""Hooks of mkdocs, which extend pages beyond their Markdown, and find broken links."""
 
 import json
 import logging
@@ -12,16 +12,16 @@ import links
 import packaging.version
 
 ROOT = pathlib.Path(__file__).parents[1]
-LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs: --strict fails for its warnings
+LOG = logging.getLogger("mkdocs.zerojax")  # under mkdocs, so that --strict fails on warnings
 SNIPPET = '--8<-- "README.md:program"'
 PROGRAM = f"""??? example "The program that this page's code continues from"
 
     {SNIPPET}
 
 """
-# Text of the README that a page has too: a link on GitHub, the text itself on the site.
+# Text that a page shares with the README: a link on GitHub, the text itself on the site.
 INCLUDED = re.compile(r"^\[.*\]\(\.\./README\.md#.*\) <!-- (README\.md:\w+) -->$", re.MULTILINE)
-# Of two pictures the browser's setting chooses one on GitHub; on the site a button does too.
+# On GitHub the browser's setting chooses one of two pictures; on the site a button does so too.
 PICTURE = re.compile(
     r"""<picture>
   <source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>.+)">
@@ -33,7 +33,7 @@ HREF = re.compile(r'(?<=href=")(?!\w+:|#|/)([^"#]+)(?=["#])')
 
 
 def on_config(config):
-    """Puts the version into the header and each page's title, and the site into a folder of it."""
+    """Puts the version into the header and each page's title, and the site into its folder."""
     text = (ROOT / "zerojax" / "__init__.py").read_text()
     version = re.search(r'__version__ = "(.+)"', text)[1]
     config.site_name += f" {version}"
@@ -41,7 +41,7 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Adds the program that a page's code continues from, messages, and both pictures of two."""
+    """Adds the program that a page's code continues from, the messages, and both pictures."""
     markdown = re.sub("<!-- messages -->", lambda _: errors.markdown(), markdown)
     markdown = PICTURE.sub(IMAGES, INCLUDED.sub(r'--8<-- "\1"', markdown))
     first = re.search(r"^```python\n(.*?)```", markdown, flags=re.MULTILINE | re.DOTALL)
@@ -51,7 +51,7 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(html, page, files, **_):
-    """Has the links of notebooks, which are paths in the repository, lead to pages."""
+    """Turns the links of notebooks, which are paths in the repository, into links to pages."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
 
@@ -74,9 +74,9 @@ def on_post_build(config):
 
 
 def list_versions(folder):
-    """Writes what the theme's menu of versions reads, and has the folder open the newest."""
+    """Writes the file for the theme's menu of versions, and makes the folder open the newest."""
     found = [path.parent.name for path in folder.glob("*/index.html")]
-    releases = [name for name in found if name[0].isdigit()]  # others' folders may be beside them
+    releases = [name for name in found if name[0].isdigit()]  # the folder may hold others
     newest_first = sorted(releases, key=packaging.version.Version, reverse=True)
     listed = [{"version": name, "title": name, "aliases": []} for name in newest_first]
     (folder / "versions.json").write_text(json.dumps(listed))

@@ -1,4 +1,4 @@
-"""Links and anchors of a built site that lead nowhere: `python docs/links.py out/site`."""
+"""Finds broken links and anchors in a built site: `python docs/links.py out/site`."""
 
 import html.parser
 import pathlib
@@ -23,7 +23,7 @@ class _Page(html.parser.HTMLParser):
 
 
 def broken(site: pathlib.Path) -> list[str]:
-    """Returns a line for each link inside the site without a file, or without its anchor there."""
+    """Returns a line for each link inside the site whose file or anchor is missing."""
     pages = {path: _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     return [
         f"{path.relative_to(site)} links to {link}: {wrong}"

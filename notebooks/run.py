@@ -13,11 +13,11 @@ import time
 import nbformat
 from nbclient import NotebookClient
 
-# Seconds for a notebook, and until one sees something: twice what two idle cores may take, since
-# CI runs other things beside.
+# Seconds for a notebook, and until its first picture: twice the time that two idle cores may take,
+# since CI runs other things beside.
 LIMIT, FIRST_PICTURE = 600, 120
 MACHINE = re.compile(r"/(?:tmp|root|home|Users|usr|opt|work)/|ipykernel_\d")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler's notes are for its developers
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hides notes for the compiler's developers
 
 
 def execute(path: pathlib.Path) -> tuple[float, float]:
@@ -40,24 +40,24 @@ def execute(path: pathlib.Path) -> tuple[float, float]:
     client.execute()
     seconds = time.perf_counter() - started
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # times of day, noise in every diff
+        cell.metadata.pop("execution", None)  # times of day are noise in every diff
     notebook.metadata.pop("language_info", None)
     check(path.name, notebook)
     new = path.with_suffix(".new")
     nbformat.write(notebook, new)
-    new.replace(path)  # at once: the site may be built meanwhile
+    new.replace(path)  # at once, because a build of the site may read it
     print(f"{path.name}: {seconds:.0f} s, first picture {pictures[0]:.0f} s", flush=True)
     return pictures[0], seconds
 
 
 def check(name: str, notebook: nbformat.NotebookNode) -> None:
-    """Raises if an output is a warning, or names paths of this machine."""
+    """Raises if an output is a warning, or names a path of this machine."""
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             pictureless = {k: v for k, v in output.get("data", {}).items() if "image" not in k}
             text = f"{output.get('text', '')}{pictureless}"
             if output.get("name") == "stderr" or MACHINE.search(text):
-                raise SystemExit(f"{name}, cell {number} prints what is no result:\n{text}")
+                raise SystemExit(f"{name}, cell {number} prints more than results:\n{text}")
 
 
 if __name__ == "__main__":
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     ]
     if slow:
         limits = f"{FIRST_PICTURE} s to a picture, {LIMIT} s in all"
-        raise SystemExit(f"more than the {limits} that are promised: {', '.join(slow)}")
+        raise SystemExit(f"more than the promised {limits}: {', '.join(slow)}")

@@ -1,6 +1,6 @@
-"""Draws the README's picture, memory by stage, and that of docs/groups.md.
+"""Draws the README's picture of memory by stage, and the one of docs/groups.md.
 
-python docs/pictures/make.py           # both; minutes: a 7.5B step is compiled for 64 H100s
+python docs/pictures/make.py           # both; compiles a 7.5B step for 64 H100s, in minutes
 python docs/pictures/make.py groups    # seconds
 """
 
@@ -31,8 +31,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 HERE = pathlib.Path(__file__).parent
 MODEL = _presets.preset("7.5b")
 GPUS, ROWS = "64xH100", 4 * 64
-MICROBATCHES = 2  # their gradients are summed: replicated up to stage 1, sharded from stage 2 on
-# On dark pages the darkest shade would vanish: the same order, from light to dark.
+MICROBATCHES = 2  # the sums of their gradients are replicated up to stage 1, then sharded
+# On dark pages the darkest shade would vanish. The order stays, from light to dark.
 DARK = {"params": "#e8f1fa", "grads": "#8fc1e3", "opt_state": "#4a90cf", "activations": "#2b5580"}
 NAMES = {0: "stage 0\nreplicated", 1: "stage 1\noptimizer state", 2: "stage 2\n+ gradients",
          3: "stage 3\n+ parameters"}  # fmt: skip
@@ -67,7 +67,7 @@ def draw(forecast: Forecast, name: str, ink: str, colours: dict[str, str]) -> No
 
 
 def draw_groups(name: str, ink: str, colours: dict[str, str]) -> None:
-    """Draws the part of each array that each of 2 x 4 devices has, a panel for each grouping."""
+    """Draws the part of each array on each of 2 x 4 devices, with a panel for each grouping."""
     mesh = zerojax.mesh(node=2, gpu=4)
     with plt.rc_context(style(ink)):
         figure, panels = plt.subplots(3, figsize=(_figures.INCHES, 4.9), layout="constrained")
@@ -100,7 +100,7 @@ def draw_row(
     axes: _figures.Axes, mesh: jax.sharding.Mesh, row: int, over: tuple[str, ...], ink: str,
     colours: dict[str, str],
 ) -> int:  # fmt: skip
-    """Draws one kind of array; returns how many shards it has."""
+    """Draws one kind of array, and returns the number of its shards."""
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(over))
     parts = spec.devices_indices_map((8,))
     for number, device in enumerate(mesh.devices.flat):
