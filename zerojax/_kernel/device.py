@@ -117,11 +117,11 @@ class Param:
     def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
         """Returns the route that takes a gradient from shards over `start` to shards over `end`.
 
-        The axes of `leaf.grad`, where a step sums gradients, come first: the others may wait.
+        The near hop ends at `leaf.grad`, where a step sums gradients; the far hop may wait.
         """
-        near = self.leaf.grad.axes if self.leaf.grad else ()
+        summed_over = self.leaf.grad.axes if self.leaf.grad else ()
         axes = beyond(end, start)
-        far = beyond(axes, near)
+        far = beyond(axes, summed_over)
         padding = self.leaf.update.padding if end and not start else 0
         devices = axes_size(self.mesh, axes)
         return Route(beyond(axes, far), far, replicas, self.reduce_codec, padding, devices=devices)

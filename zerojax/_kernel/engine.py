@@ -1,4 +1,4 @@
-"""Evaluates a loss with sharded parameters, and all-gathers each at its first use."""
+"""Evaluates a loss with sharded parameters: each scope and loop gathers what it reads."""
 
 import contextlib
 import dataclasses

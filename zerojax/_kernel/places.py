@@ -58,7 +58,11 @@ KINDS = tuple(field.name for field in dataclasses.fields(Groups))
 
 
 def groups_of(stage: int, axes: Axes) -> Groups:
-    """Returns the groups of a stage over `axes`. This table defines the stages."""
+    """Returns the groups of a stage over `axes`. This table defines the stages.
+
+    Stages 1 and 2 differ only where gradients are summed over microbatches, of which the kernel has
+    one.
+    """
     return {
         0: Groups(),
         1: Groups(opt_state=axes),

@@ -30,11 +30,14 @@ class Codec(Protocol):
     Codecs are static arguments, so they are hashable.
     """
 
-    adds: bool  # whether a reduce-scatter can add encoded arrays; otherwise `sums` does
+    adds: bool  # whether a reduce-scatter can add encoded arrays, each of one part
 
     def encode(self, array: Array) -> Parts: ...
 
     def decode(self, parts: Parts) -> Array: ...
+
+    # A codec that does not add has `sums(arrays, cuts, codecs, axes)` too, which reduce-scatters
+    # several arrays over `axes` and returns decoded shards. It sums over the axes in `Route.coded`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,8 @@ Hop = tuple[tuple[str, ...], bool]  # axes, and whether the array crosses them q
 class Route:
     """The mesh axes that an array crosses, in two hops, encoded all the way.
 
-    `near` are, say, the axes within a node, and `far` those between nodes. A weight is all-gathered
+    `far` is the hop that a weight can make early and keep, and a gradient late: often the network
+    between nodes. At plain stage 3 there is none, and all axes are `near`. A weight is all-gathered
     over `far` and then over `near`; its gradient is reduce-scattered over `near`, then over `far`,
     and summed over `replicas`. The spec of the sharded array has `near` major and `far` minor, so
     gathering over `far` first leaves each device a contiguous block for `near`. The sharded
@@ -116,7 +120,7 @@ class Cut:
 
     dim: int | None  # None: the parameter is replicated, and so is its all-reduced gradient
     rank: int
-    dtype: DTypeLike  # on the wire
+    dtype: DTypeLike  # on the wire, of weights and gradients
     gather: Route = NOWHERE
     reduce: Route = NOWHERE
     use_dtype: DTypeLike | None = None  # in the loss, if that is wider
@@ -183,10 +187,11 @@ class Updating:
 class Held:
     """A parameter as one device has it: the shard whose gradient leaves, and the array at rest.
 
-    If the two are sharded alike, `rest` is None, and the shard is the array at rest. Otherwise
-    (below stage 3 the full weight rests; microbatches share a weight that was brought near) the
-    value of the shard is never read. At stage 0 the shard is as large as the weight. If backward
-    updates the parameter, it rests in `updating`.
+    The gradient of the parameter is the gradient of `shard`. If the array at rest is sharded alike,
+    `rest` is None, and the weight is gathered from `shard`. Otherwise (below stage 3 the full
+    weight rests; microbatches share a weight that was brought near) `shard` holds zeros, which
+    nothing reads, and the weight comes from `rest`. At stage 0 the shard is as large as the weight.
+    If backward updates the parameter, it rests in `updating`.
     """
 
     shard: Array
