@@ -166,7 +166,7 @@ def _is_countable(array: Array) -> bool:
     return has_bits and math.prod(array.shape) > 0
 
 
-# [Note: what is kept for backward]
+# [Note: what stays for backward]
 # JAX keeps for backward everything that the derivative needs, including full weights. With plain
 # differentiation a gathered weight would stay alive from its use in forward to its use in
 # backward, and stage 3 would save nothing. So the engine differentiates every scope that gathers by
