@@ -180,6 +180,7 @@ ROWS = {
     "gpt, stage 3": Row("gpt remat", dict(stage=3), dict(prefetch=0)),
     "gpt, prefetched": Row("gpt remat", dict(stage=3), dict(prefetch=1)),
     "gpt, kept": Row("gpt", dict(stage=3), dict(prefetch=1, regather=False)),
+    "gpt, layers kept": Row("gpt remat", dict(stage=3), dict(keep_layers=2)),
     "gpt, one device": Row("gpt", dict(stage=3, mesh=mesh_of(data=1))),
     "transformer": Row("transformer remat", dict(stage=3, mesh=mesh_of(data=2))),
     "convnet": Row("convnet", dict(stage=2), dict(mutable=("batch_stats",))),
@@ -257,6 +258,7 @@ ROWS = {
         batch_specs=P("data"),
     ), lowering.evaluate),
     "gradients": Row("transformer", dict(stage=2), dict(has_aux=True), lowering.grads),
+    "gradients, layers kept": Row("gpt", dict(stage=3), dict(keep_layers=2), lowering.grads),
     "gradients, layers first": Row("wide remat", dict(stage=3), dict(
         accumulate=2, order="layers", prefetch=1, precision=precision(compute="bfloat16"),
         activations="host",

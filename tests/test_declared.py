@@ -29,7 +29,8 @@ BOTH = [zerojax.forecast, zerojax.tools.study]
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
     main(["forecast", "--help"])
-found = {"flags": [name for name in FUNCTIONS if f"--{name.replace('_', '-')}" in printed.getvalue()]}
+flags = {name: f"--{name.replace('_', '-')}" for name in FUNCTIONS}
+found = {"flags": [name for name, flag in flags.items() if flag in printed.getvalue()]}
 for name, functions in FUNCTIONS.items():
     for function in functions + BOTH:
         parameter = inspect.signature(function).parameters.get(name)
