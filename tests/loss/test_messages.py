@@ -215,9 +215,9 @@ WRONG = [
     (layers(at_times), INSIDE.format("cond")),
     (layers(with_own_derivative), INSIDE.format(r"custom_vjp_call\w*")),
 ]
-# A batch of 60 rows, with all that is to be said of it.
+# All that the message says of a batch of 60 rows.
 SIXTY = (
-    r"batch leaf x has a leading dimension of 60.*8 devices. Use 56 or 64 examples, or pad: "
+    r"batch leaf x has 60 examples.*8 devices. Use 56 or 64 examples, or pad: "
     r"batch, mask = zerojax.pad_batch\(batch\), with zerojax.mean\(values, where=mask\) in"
 )
 UNEVEN = r"batch leaf x has 64 and batch leaf y has 8. Give every leaf one row"
@@ -228,12 +228,12 @@ BATCHES = [
     (lambda: shard_batch(rows(x=60)), SIXTY),
     (train(named, rows(x=64), accumulate=3), r"8 devices x 3 .* 48 or 72.*batch, accumulate=3\)"),
     (train(named, rows(x=60), state=on_seven), r"60.*7 devices.*pad_batch\(batch, plan=state\)"),
-    (lambda: shard_batch(np.ones((0, 2))), r"leading dimension of 0.*Use 8 examples"),
+    (lambda: shard_batch(np.ones((0, 2))), r"the batch has 0 examples.*Use 8 examples"),
     (train(named, rows(x=64, y=8)), UNEVEN),
     (lambda: shard_batch(rows(x=64, y=8)), UNEVEN),
     (
         grads(rows(x=64), np.zeros(7)),
-        r"argument 3 of the loss has 7.*Close over what all.*statistics",
+        r"argument 3 of the loss has 7.*Close over anything.*statistics",
     ),
     (lambda: NOISY(placed(), BATCH, jax.random.split(KEY, 4)), r"8 and argument 3 .* loss has 4"),
     (grads(rows(x=2), np.uint32([3, 5]), devices=2), r"3 of the loss is uint32\[2\] .*random.key"),
@@ -266,7 +266,7 @@ PADDED = [
     (
         call(pad_batch, np.ones(20), to=16),
         r"to=16 must be.*divides over 8 devices, and at least the 20 examples that the batch has. "
-        r"Use to=24 or another multiple of 8",
+        r"Use to=24 or a larger multiple of 8",
     ),
     (call(pad_batch, rows(x=5), to=12), r"to=12.*5 examples that batch leaf x has. Use to=8"),
     (call(pad_batch, np.ones(5), to=16, accumulate=4), r"8 devices x 4 .*Use to=32 or.*of 32"),

@@ -15,6 +15,12 @@ from zerojax._features import xla_options as xla
 LAYER = np.ones((64, 64), "f")
 
 
+def moved(gathered=0, scattered=0, reduced=0):
+    """The bytes of a loop or layer, as `traffic_of` counts them."""
+    bytes = {xla.GATHERED: gathered, xla.SCATTERED: scattered, xla.REDUCED: reduced}
+    return xla.Traffic(bytes)
+
+
 @pytest.mark.gpu_code
 def test_what_xla_knows_of_gpus():
     """Where it does not know them, it is asked to hide communication; where it knows the wires
@@ -31,7 +37,7 @@ def test_what_xla_knows_of_gpus():
 
 def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
     most, size = 2**32 - 1, 3 * 2**30
-    layer = lambda size: [xla.LoopBytes(size, size // 8, size), xla.LoopBytes(8, 1, 8)]
+    layer = lambda size: [moved(size, size // 8, size), moved(8, 1, 8)]
     above = size + size // 16
     assert xla.combined(layer(size), most) == {
         xla.COMBINE_GATHERS: above, xla.COMBINE_SCATTERS: above // 8,
@@ -40,7 +46,7 @@ def test_a_layer_is_one_collective_unless_it_is_too_large_for_the_scheduler():
         xla.COMBINE_GATHERS: most, xla.COMBINE_SCATTERS: most // 8,
         xla.MEMORY_SLOP: 150, xla.IN_FLIGHT: 2,
     }  # fmt: skip
-    narrow = xla.combined([xla.LoopBytes(size, size // 8, 2 * size)], most)  # gathered in 16 bits
+    narrow = xla.combined([moved(size, size // 8, 2 * size)], most)  # gathered in 16 bits
     assert narrow[xla.IN_FLIGHT] == 2 and xla.MEMORY_SLOP not in narrow
 
 
@@ -60,11 +66,11 @@ def test_what_a_loop_over_layers_gathers_and_reduces_is_counted():
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
         return jnp.mean(jax.lax.scan(layer, jnp.ones((8, 64)), params["layers"])[0])
 
-    forward, backward = traffic(layers).loops
-    assert forward == xla.LoopBytes(size)
-    assert backward == xla.LoopBytes(size, size // 8, size)
+    forward, backward = traffic(layers)[0]
+    assert forward == moved(size)
+    assert backward == moved(size, size // 8, size)
     looked_up = lambda params, tokens: jnp.mean(params["table"][tokens] ** 2)
-    assert traffic(looked_up, accumulate=2).loops == [xla.LoopBytes()]
+    assert traffic(looked_up, accumulate=2)[0] == [moved()]
 
 
 @pytest.mark.gpu_code
@@ -105,26 +111,22 @@ def test_layers_in_no_loop_are_counted_one_by_one(accumulate):
         jaxpr = jax.make_jaxpr(grad)(plan.abstract()["params"], jnp.ones((32, 64))).jaxpr
         return xla.traffic_of(jaxpr, microbatches=accumulate)
 
-    found = traffic(remat=True)
-    layer = xla.LoopBytes(whole, shard, whole)
-    assert found.layers == [layer] * 3 and not found.loops
-    found = traffic(remat=False)
-    assert not found.layers and not found.loops
-    assert (found.rest.scattered, found.rest.reduced) == (3 * shard, 3 * whole)
+    loops, layers, _ = traffic(remat=True)
+    assert layers == [moved(whole, shard, whole)] * 3 and not loops
+    loops, layers, rest = traffic(remat=False)
+    assert not layers and not loops
+    assert (rest[xla.SCATTERED], rest[xla.REDUCED]) == (3 * shard, 3 * whole)
 
 
 def test_thresholds_of_layers_in_no_loop():
     gathers, scatters = xla.COMBINE_GATHERS, xla.COMBINE_SCATTERS
     size, bucket = 2**30, xla.BUCKET
-    layer, small = (xla.LoopBytes(n, n // 8, n) for n in (size, 2**20))
-    in_line = lambda *layers, rest=small: xla.in_line(
-        xla.ProgramBytes(layers=list(layers), rest=rest)
-    )
+    layer, small = (moved(n, n // 8, n) for n in (size, 2**20))
+    in_line = lambda *layers, rest=small: xla.in_line(layers, rest)
     assert in_line(layer, small) == {gathers: size + size // 16, scatters: (size + size // 16) // 8}
     assert in_line(small, small) == {gathers: bucket, scatters: bucket // 8}
     assert in_line(rest=layer) == {scatters: bucket // 8}
-    assert in_line(rest=xla.LoopBytes(size)) == {}
-    assert xla.in_line(xla.ProgramBytes([xla.LoopBytes(0, 1, 8)], rest=layer)) == {}
+    assert in_line(rest=moved(size)) == {}
 
 
 @pytest.mark.gpu_code

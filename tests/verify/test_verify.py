@@ -268,7 +268,7 @@ STEP = zerojax.train_step(masked_loss)
         (None, MASKED, {}, r"cannot know its loss. Pass zerojax.verify\(step.*loss_fn=loss_fn\)"),
         (3, MASKED, {"loss_fn": masked_loss}, r"returned a int.*wrap yours, lambda state, batch"),
         (STEP, MASKED, {"accumulate": 2}, "knows its loss and options. Leave accumulate= out"),
-        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which does not divide over 2 devices"),
+        (STEP, {"x": X[:3], "mask": MASK[:3]}, {}, "which do not divide over 2 devices"),
     ],
 )
 def test_steps_that_cannot_be_verified(step, batch, options, message):

@@ -1,5 +1,5 @@
-"""The arguments of a loss after its parameters: which of them zerojax splits over devices and
-microbatches, which it folds, and which it passes on as they are."""
+"""The arguments of a loss after its parameters: zerojax splits some over devices and microbatches,
+folds keys, and passes all else on."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ BATCH, KEY, REPLICATED = "batch", "key", "replicated"
 
 
 class Role(NamedTuple):
-    """What becomes of a leaf of the arguments; its dimension `dim` counts the examples.
+    """How a leaf of the arguments reaches each device and microbatch.
 
-    A BATCH is split. A KEY is folded with the index of the device and of the microbatch, so that
-    each draws other numbers. All else is REPLICATED.
+    A BATCH is split along `dim`, which counts examples. A KEY is folded with the index of the
+    device and of the microbatch, so that each draws other numbers. All else is REPLICATED.
     """
 
     kind: str
@@ -54,7 +54,8 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             return Role(KEY)
         return Role(BATCH if jnp.shape(leaf) else REPLICATED)
 
-    roles = [role(leaf, i == 0) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
+    roles = [role(leaf, path[0].idx == 0) for path, leaf in leaves]
     if specs is None or not args:
         return roles
 
@@ -68,93 +69,89 @@ def roles(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()
             f"batch_specs= does not fit the batch, which is {jax.tree.structure(args[0])}. Give "
             "one PartitionSpec for all of it, or a tree that begins as the batch does."
         ) from None
-    leaves = jax.tree_util.tree_leaves_with_path(args[0])
-    for i, ((path, value), spec) in enumerate(zip(leaves, specs, strict=True)):
+    over = axes[0] if len(axes) == 1 else tuple(axes)
+    for i, spec in enumerate(specs):
         if spec is not None:
-            roles[i] = _role_by_spec(path, value, spec, tuple(axes))
+            roles[i] = _role_by_spec(*leaves[i], spec, over)
+    split = [i for i, role in enumerate(roles) if role.kind == BATCH]
+    if split and split[0] >= len(specs):
+        raise ValueError(
+            "batch_specs= leaves the batch whole on each device, and describes only the batch: "
+            f"{_name(leaves[split[0]][0])} would be split. Pass both as one batch, with a spec of "
+            f"each: batch_specs=(PartitionSpec(), PartitionSpec({over!r})) splits the second, "
+            "(PartitionSpec(), PartitionSpec()) neither."
+        )
     return roles
 
 
-def _role_by_spec(path: tuple, value: Argument, spec: object, axes: tuple[str, ...]) -> Role:
-    over, name = axes[0] if len(axes) == 1 else axes, path_name(path)
+def _role_by_spec(path: tuple, value: Argument, spec: object, over: str | tuple[str, ...]) -> Role:
     if isinstance(spec, PartitionSpec):
         dims = [dim for dim, entry in enumerate(spec) if entry]
         if not dims:
             return Role(REPLICATED)
-        if len(dims) == 1 and dims[0] < len(jnp.shape(value)) and spec[dims[0]] in (axes, over):
+        if len(dims) == 1 and dims[0] < jnp.ndim(value) and spec[dims[0]] in (over, (over,)):
             return Role(BATCH, dims[0])
     raise ValueError(
-        f"batch_specs= has {spec!r} for {f'batch leaf {name}' if name else 'the batch'} of "
-        f"shape {jnp.shape(value)}, and batches are split over {over!r}. Use P({over!r}) where "
-        f"the first dimension counts examples, P(None, {over!r}) where the second does, and "
-        "P() for what is replicated."
+        f"batch_specs= has {spec!r} for {_name(path)} of shape {jnp.shape(value)}, and batches are "
+        f"split over {over!r}. Use P({over!r}) where the first dimension counts examples, P(None, "
+        f"{over!r}) where the second does, and P() for what is replicated."
     )
 
 
 def check_pairs(args: Sequence[PyTree], specs: PyTree = None, axes: Sequence[str] = ()) -> None:
-    """Raises for an old-style key that may as well be two rows of the batch."""
+    """Raises for an old-style key that may as well be two rows."""
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
     pairs = zip(leaves, roles(args, specs, axes), strict=True)
     lengths = {jnp.shape(value)[role.dim] for (_, value), role in pairs if role.kind == BATCH}
     for path, value in leaves:
         if path[0].idx and _is_raw_key(value) and not lengths - {2}:
             raise ValueError(
-                f"{_name(path)} is uint32[2] where no other leaf tells whether that is an "
-                "old-style key or two rows. Make keys with jax.random.key (or "
-                "jax.random.wrap_key_data). Pass data as the first argument after the parameters, "
-                "or in another dtype."
+                f"{_name(path)} is uint32[2] and no other leaf tells whether that is an old-style "
+                "key or two rows. Make keys with jax.random.key (or jax.random.wrap_key_data). "
+                "Pass data as the first argument after the parameters, or in another dtype."
             )
 
 
-class Counted(NamedTuple):
-    """The first leaf that has examples: its name, and how many examples it has along `dim`."""
-
-    name: str
-    rows: int
-    dim: int
-    argument: int
-
-
-def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> Counted | None:
-    """Returns the leaf that counts the examples, if one does; raises where another disagrees."""
+def counted(args: Sequence[PyTree], roles: Sequence[Role]) -> tuple[str, int]:
+    """Returns the name of the first leaf with examples and their number, ("", 0) without such a
+    leaf. Raises where another leaf has more or fewer examples."""
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
-    having = [
-        Counted(_name(path), jnp.shape(value)[role.dim], role.dim, path[0].idx)
-        for (path, value), role in zip(leaves, roles, strict=True)
-        if role.kind == BATCH
-    ]
-    for leaf in (leaf for leaf in having if leaf.rows != having[0].rows):
-        more = (
-            " batch_specs= applies only to the first argument. Close over what all devices need "
-            "whole, such as batch statistics: lambda params, batch: loss_fn(params, batch, stats)."
-        )
-        raise ValueError(
-            f"batch leaves disagree on their {_dim_name(max(leaf.dim, having[0].dim))}: "
-            f"{having[0].name} has {having[0].rows} and {leaf.name} has {leaf.rows}. Give every "
-            "leaf one row for each example. Say in batch_specs= which leaves have none, or have "
-            "them along another dimension, and make keys with jax.random.key."
-            + (more if leaf.argument else "")
-        )
-    return having[0] if having else None
+    name, rows = "", 0
+    for (path, value), role in zip(leaves, roles, strict=True):
+        if role.kind != BATCH:
+            continue
+        own = jnp.shape(value)[role.dim]
+        if name and own != rows:
+            more = (
+                " batch_specs= describes only the first argument. Close over anything that every "
+                "device needs in full, such as batch statistics: "
+                "lambda params, batch: loss_fn(params, batch, stats)."
+            )
+            raise ValueError(
+                f"batch leaves disagree on the number of examples: {name} has {rows} and "
+                f"{_name(path)} has {own}. Give every leaf one row for each example. Say in "
+                "batch_specs= which leaves have none, or have them along another dimension, and "
+                "make keys with jax.random.key." + (more if path[0].idx else "")
+            )
+        name, rows = name or _name(path), own
+    return name, rows
 
 
-def check(
-    args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1
-) -> Counted | None:
-    """Returns what `counted` does; raises where devices and microbatches do not divide that."""
-    leaf, ways = counted(args, roles), size * accumulate
-    if leaf is not None and (leaf.rows == 0 or leaf.rows % ways):
-        below, above = leaf.rows // ways * ways, (leaf.rows // ways + 1) * ways
+def check(args: Sequence[PyTree], roles: Sequence[Role], size: int, accumulate: int = 1) -> int:
+    """Returns the number of examples; raises where devices and microbatches do not divide it."""
+    (name, rows), ways = counted(args, roles), size * accumulate
+    if name and (rows == 0 or rows % ways):
+        below, above = rows // ways * ways, (rows // ways + 1) * ways
         use = f"{below} or {above}" if below else f"{above}"
         options = f", accumulate={accumulate}" if accumulate > 1 else ""
         # The default mesh has all devices; the plan knows which of them the batch is split over.
         options += ", plan=state" if size != jax.device_count() else ""
         raise ValueError(
-            f"{leaf.name} has a {_dim_name(leaf.dim)} of {leaf.rows}, which does not divide over "
+            f"{name} has {rows} examples, which do not divide over "
             f"{parts_text(size, accumulate)}. Use {use} examples, or pad: batch, mask = "
             f"zerojax.pad_batch(batch{options}), with zerojax.mean(values, where=mask) in the loss."
         )
-    return leaf
+    return rows
 
 
 def check_accumulate(accumulate: object) -> object:
@@ -167,12 +164,8 @@ def check_accumulate(accumulate: object) -> object:
 
 
 def parts_text(size: int, accumulate: int) -> str:
-    """Says what a batch is split over."""
+    """Names the devices and microbatches that a batch is split over."""
     return f"{size} devices" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
-
-
-def _dim_name(dim: int) -> str:
-    return f"dimension {dim}" if dim else "leading dimension"
 
 
 def _name(path: tuple) -> str:
@@ -207,23 +200,21 @@ def part_shape(value: Argument, role: Role, ways: int) -> jax.ShapeDtypeStruct:
 
 def per_example(
     aux: PyTree,
-    leaf: Counted | None,
+    rows: int,
     ways: int,
     aux_of_batch: Callable[[], PyTree],
     mutable: Sequence[str] = (),
 ) -> PyTree:
     """Returns, in the structure of `aux`, which of its leaves have a row for each example.
 
-    A leaf is a suspect where its first dimension is as long as a part of the batch, whose examples
-    `leaf` counts. `aux_of_batch` then traces the loss again on the batch of all devices, and a
-    suspect that grows with it has rows. Fields in `mutable` have none.
+    A leaf is a suspect where its first dimension is as long as a part of the batch, which has
+    `rows` examples. `aux_of_batch` then traces the loss again on the whole batch, and a suspect
+    that grows with it has rows. Fields in `mutable` have none.
     """
-    rows = leaf.rows if leaf else 0
 
     def suspect(path: tuple, leaf: jax.ShapeDtypeStruct) -> bool:
-        if not rows or not leaf.shape or _fields.is_field(path, mutable):
-            return False
-        return leaf.shape[0] == rows // ways
+        has_dim = rows and leaf.shape and not _fields.is_field(path, mutable)
+        return bool(has_dim) and leaf.shape[0] == rows // ways
 
     suspects = jax.tree_util.tree_map_with_path(suspect, aux)
     if ways == 1 or not any(jax.tree.leaves(suspects)):
@@ -233,7 +224,7 @@ def per_example(
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """The `count` microbatches of a device, and how arguments with these roles reach each."""
+    """The `count` microbatches of a device, which take the loss's arguments by their roles."""
 
     roles: Sequence[Role]
     count: int
@@ -241,8 +232,8 @@ class Microbatches:
     def prepared(
         self, args: Sequence[Array], axes: tuple[str, ...], compute: DTypeLike | None
     ) -> list[Array]:
-        """Returns a device's arguments: floats in the dtype to compute in, keys with the device's
-        index folded in."""
+        """Returns the arguments with floats in the dtype to compute in, and with the index of the
+        device folded into keys."""
         device = lax.axis_index(axes)
         pairs = zip(cast_floats(list(args), compute), self.roles, strict=True)
         return [
@@ -253,8 +244,8 @@ class Microbatches:
     def stacked(self, args: Sequence[Array]) -> list[Array]:
         """Returns the arguments of all microbatches, stacked where they differ.
 
-        A single microbatch has them as they are, keys too: it draws what a step without
-        microbatches draws.
+        A single microbatch takes them unchanged, keys too: it draws the numbers of a step without
+        microbatches.
         """
         if self.count == 1:
             return list(args)
@@ -284,7 +275,7 @@ class Microbatches:
         return lax.scan(body, zeros, (jnp.arange(self.count), parts))
 
     def _parts(self, args: Sequence[Array]) -> list[Array]:
-        """Splits a device's part of the batch, for which nothing moves between devices."""
+        """Splits a device's part of the batch, so nothing moves between devices."""
         pairs = zip(args, self.roles, strict=True)
         return [split(value, role.dim, self.count) for value, role in pairs if role.kind == BATCH]
 
@@ -314,8 +305,8 @@ def shard_batch(
     it runs. Scalars and PRNG keys are replicated. `plan`, a plan or a state that it placed, has the
     mesh and the axes: pass it wherever a mesh has several axes.
 
-    Where there are several processes, each passes its own rows, as `zerojax.run.process_slice`
-    counts them, and all of these together are the batch.
+    Each of several processes passes its own rows, as `zerojax.run.process_slice` counts them; the
+    rows of all processes together are the batch.
 
     Example:
         >>> batch = zerojax.shard_batch({"x": np.ones((8, 3))})
@@ -351,7 +342,7 @@ def spec(role: Role, axes: Sequence[str]) -> PartitionSpec:
 def _agree_on_rows(rows: str, mesh: Mesh) -> None:
     """Raises where processes have different numbers of rows: each infers the batch from its own.
 
-    They compare once for each shape of a batch.
+    The cache has them compare each shape of a batch once.
     """
     _agreement.agree("shard_batch", lambda: {"the rows of one process": rows}, mesh)
 
@@ -363,7 +354,7 @@ def process_slice(
     axis: str | Sequence[str] | None = None,
     plan: PyTree = None,
 ) -> slice:
-    """Returns which rows this process loads, of a batch of `rows` rows over all processes.
+    """Returns the rows that this process loads of a batch of `rows` rows over all processes.
 
     The mesh, axes or plan are those of `zerojax.shard_batch`.
 
@@ -404,7 +395,7 @@ def mesh_and_axes(
 
 
 def local_parts(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:
-    """Returns which parts of a batch that is split over the axes are on this process's devices."""
+    """Returns the indices of the batch's parts that are on the devices of this process."""
     size = axes_size(mesh, axes)
     split = NamedSharding(mesh, PartitionSpec(axes))
     slices = split.addressable_devices_indices_map((size,)).values()

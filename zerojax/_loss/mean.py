@@ -1,14 +1,13 @@
 """The exact mean over the global batch without its padding, in code that sees one shard of it.
 
-A loss needs it where devices or microbatches have different numbers of true elements: the mean over
-each of them, averaged, would weigh all of them alike. It costs 195 lines of code and, for each
-mean, two sums of one number over the devices.
+A loss needs it where devices or microbatches have different numbers of true elements: an average of
+their means would weigh all of them alike. It costs 120 lines of code and, for each mean, two sums
+of one number over the devices.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,10 @@ def mean(values: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
 
     Inside a zerojax step this is the number that one device would get from the global batch, even
     where shards have different numbers of true elements. It is exact with `accumulate=` too, where
-    it must enter the loss and the aux linearly; anything else is an error. Where the loss itself
-    differentiates it, each device gets the gradient of its own part, and must average that by
-    `jax.lax.pmean` before the loss uses it. Outside of a step it is
-    `jnp.mean(values, where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes the mask
-    for a batch that the devices do not divide.
+    it must enter the loss and the aux linearly; anything else is an error. So is a gradient of it
+    that the loss takes itself (`jax.grad`). Outside of a step it is `jnp.mean(values,
+    where=where)`, and 0 where nothing is true. `zerojax.pad_batch` makes the mask for a batch that
+    the devices do not divide.
 
     Example:
         >>> print(zerojax.mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False])))
@@ -97,28 +95,21 @@ def _calls(eqn: JaxprEqn, name: str) -> bool:
 # -- counts of all microbatches
 
 
-class HoistedCounts(NamedTuple):
-    """A loss that takes its counts over the batch as inputs.
-
-    `counter` maps the loss's inputs and `constants` to the counts of one microbatch on one device.
-    `loss` takes the same and then the counts to divide by.
-    """
-
-    counter: Jaxpr
-    loss: Jaxpr
-    constants: list[ArrayLike]
-
-
 # [Note: counts before microbatches]
 # A mean over microbatches is exact if each microbatch divides its sum by the count of all of them.
 # That count must exist before the first one runs, so what computes it becomes a jaxpr of its own,
 # and the loss takes it as an input. Then the parts of the loss add up, provided that each mean
 # enters it linearly.
-def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
+def hoist_counts(jaxpr: Jaxpr, params: int) -> tuple[Jaxpr, Jaxpr | None, list[ArrayLike]]:
     """Takes the calls that count over the devices out of a loss, whose first `params` inputs are
-    parameters. Returns None where the loss has no such call."""
+    parameters.
+
+    Returns a loss, a counter and constants. The counter maps the inputs of the loss and the
+    constants to the counts of one microbatch on one device. The new loss takes the same, and then
+    the counts to divide by. Without such calls, the loss stays as it is and there is no counter.
+    """
     if not _has_counts(jaxpr):
-        return None
+        return jaxpr, None, []
     inliner, means = Inliner(), set[Var]()
 
     def expands(eqn: JaxprEqn) -> bool:
@@ -155,7 +146,7 @@ def hoist_counts(jaxpr: Jaxpr, params: int) -> HoistedCounts | None:
             "use accumulate=1."
         )
     counter = _compat.make_jaxpr(needed, inputs, wanted)
-    return HoistedCounts(counter, loss, list(inliner.constants.values()))
+    return loss, counter, list(inliner.constants.values())
 
 
 def _has_counts(jaxpr: Jaxpr) -> bool:
@@ -200,40 +191,22 @@ def _degrees(means: Collection[Var], eqn: JaxprEqn, inputs: list[int]) -> list[i
 # [Note: gradients in a loss]
 # A step differentiates the losses of all devices together: through the sum of `zerojax.mean`, a
 # gradient reaches the part of each device. Where the loss itself calls `jax.grad` (MAML, a learned
-# optimizer), what that returns is therefore the gradient of the device's own part, and
-# `jax.lax.pmean` of it is one device's. The mean cannot know with respect to what it is
-# differentiated, so the loss, once traced, is searched for such gradients. Until they are averaged,
-# all that is computed of them must be linear, as what backward does on its way to a gradient is.
-
-# The mesh axes that a gradient of a mean is not averaged over yet. USED is among them where the
-# loss computed something with it before: no average mends that.
-Left = frozenset[str]
-NONE: Left = frozenset()
-USED: Left = frozenset({"used"})
-
-_CURVED = primitives("""
-abs acos acosh argmax argmin asin asinh atan atan2 atanh cbrt ceil cholesky clamp cos cosh
-cumlogsumexp cummax cummin cumprod digamma eigh eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-integer_pow is_finite le lgamma log log1p logistic lt max min ne pow reduce_max reduce_min
-reduce_prod reduce_window_max reduce_window_min rem round rsqrt sign sin sinh sort sqrt square svd
-tan tanh top_k
-""")
+# optimizer), that returns the gradient of the device's own part. The mean cannot know with respect
+# to what it is differentiated, so the step refuses such gradients. Those of `jnp.mean`, averaged by
+# `jax.lax.pmean`, are one device's.
 
 
 def check_gradients(loss: Jaxpr, mesh: Mesh, batch_axes: Sequence[str]) -> None:
-    """Raises where a traced loss uses its own gradient of a `zerojax.mean`."""
+    """Raises where a traced loss differentiates a `zerojax.mean` itself."""
     axes = [axis for axis in batch_axes if mesh.shape[axis] > 1]
-    if not axes or not any(map(_is_transposed, _compat.every_eqn(loss))):
-        return
-    rule = functools.partial(_left, frozenset(axes))
-    left = NONE.union(*inferred(loss, [NONE] * len(loss.invars), NONE, rule))
-    if left:
+    if axes and any(map(_is_transposed, _compat.every_eqn(loss))):
         name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
             "the loss differentiates zerojax.mean itself (jax.grad), which gives each device the "
-            "gradient of its own part of the batch. With respect to parameters, average it before "
-            f"you use it: jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, "
-            "differentiate a sum, jnp.sum."
+            "gradient of its own part of the batch. With respect to parameters, differentiate "
+            "jnp.mean, and average its gradient before you use it: "
+            f"jax.lax.pmean(jax.grad(...)(...), {name}). With respect to examples, differentiate "
+            "a sum, jnp.sum."
         )
 
 
@@ -243,68 +216,8 @@ def takes_gradients(loss: Jaxpr) -> bool:
 
 
 def _is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the transpose of `zerojax_sum`, whose result has a dimension less."""
+    """Whether an equation is the transpose of `zerojax_sum`, whose result lacks a dimension."""
     return _calls(eqn, SUM) and any(
         type_of(new).ndim < type_of(old).ndim
         for old, new in zip(eqn.invars, eqn.outvars, strict=False)
     )
-
-
-def _left(axes: Left, eqn: JaxprEqn, inputs: list[Left]) -> list[Left]:
-    """Returns the axes that each output is not averaged over yet, from those of the inputs."""
-    name, inner, left = eqn.primitive.name, _compat.inner_jaxprs(eqn), NONE.union(*inputs)
-
-    def run(jaxpr: Jaxpr, inputs: list[Left]) -> list[Left]:
-        return inferred(jaxpr, inputs, NONE, functools.partial(_left, axes))
-
-    if _calls(eqn, SUM):
-        left = left & USED | (axes if _is_transposed(eqn) else NONE)
-    elif name.startswith(("psum", "all_gather")):
-        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.params.get("axis_index_groups") is None:  # it crosses them from end to end
-            left -= {*names} if isinstance(names, tuple) else {names}
-    elif name == "while":
-        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond, _ = _compat.opened(eqn.params["cond_jaxpr"])
-        body, _ = _compat.opened(eqn.params["body_jaxpr"])
-        num_carry = len(inputs) - first - second
-        outs = _of_loop(functools.partial(run, body), inputs[first:], second, num_carry)
-        decides = any(run(cond, [*inputs[:first], *outs]))
-        return [out | USED for out in outs] if decides else outs
-    elif name == "cond":
-        branches = zip(*(run(branch, inputs[1:]) for branch in inner), strict=True)
-        return [NONE.union(USED if inputs[0] else NONE, *outs) for outs in branches]
-    elif len(inner) == 1 and len(inner[0].invars) == len(inputs):  # a call of some kind
-        counts = _compat.scan_counts(eqn.params) if name == "scan" else (0, 0)
-        return _of_loop(functools.partial(run, inner[0]), inputs, *counts)
-    elif left and not _is_linear(eqn, inputs):
-        left |= USED
-    return [left] * len(eqn.outvars)
-
-
-def _of_loop(
-    body: Callable[[list[Left]], list[Left]], inputs: list[Left], num_consts: int, num_carry: int
-) -> list[Left]:
-    """Returns what holds for a loop's outputs after any number of iterations. A body without a
-    carry runs once."""
-    carry = slice(num_consts, num_consts + num_carry)
-    while True:
-        outs = body(inputs)
-        grown = [a | b for a, b in zip(inputs[carry], outs[:num_carry], strict=True)]
-        if grown == inputs[carry]:
-            return [*grown, *outs[num_carry:]]
-        inputs = [*inputs[: carry.start], *grown, *inputs[carry.stop :]]
-
-
-def _is_linear(eqn: JaxprEqn, inputs: list[Left]) -> bool:
-    """Whether an equation is not known to be other than linear in what is not averaged yet."""
-    name, (first, *others) = eqn.primitive.name, inputs
-    if name in ("mul", "dot_general", "conv_general_dilated"):
-        return not (first and others[0])
-    if name == "div":
-        return not others[0]
-    if name == "select_n":
-        return not first
-    if name == "convert_element_type":
-        return type_of(eqn.outvars[0]).dtype.kind not in "biu"
-    return name not in _CURVED

@@ -1,4 +1,4 @@
-"""A batch with a number of examples that the devices do not divide, filled up, and its mask."""
+"""Fills up a batch whose number of examples the devices do not divide, and makes its mask."""
 
 from collections.abc import Sequence
 
@@ -31,18 +31,18 @@ def pad_batch(
     Put it into the batch, and average with `zerojax.mean(values, where=mask)` in the loss: the
     loss and its gradients are then exactly those of the real examples. The others repeat these,
     from the first one on: zeros could make a logarithm or a division infinite, and gradients NaN
-    in spite of the mask. What does not know the mask counts them: BatchNorm, in training.
+    in spite of the mask. Layers that do not see the mask count them, such as BatchNorm in training.
 
-    Leaves without examples, such as scalars, are returned as they are, and so is a batch that
-    needs no padding. Numpy arrays stay numpy arrays.
+    Leaves without examples, such as scalars, stay as they are, and so does a batch that needs no
+    padding. Numpy arrays stay numpy arrays.
 
     Arguments:
         mesh, axis, plan: as in `zerojax.shard_batch`.
         to: the number of examples to fill up to; default, the next one that the devices divide.
-            With that of the full batches, the last one runs the program that they have compiled.
-            In several processes it is required: the number that each process has of a full batch,
-            even where it has fewer of the last one, or none (zeros are filled in then).
-        accumulate: that of the step; each microbatch gets as many examples as the others.
+            With the number of a full batch, the last batch runs the program that is compiled
+            already. Several processes need it: pass the number that a process has of a full batch,
+            even where it has fewer examples of the last one, or none (then they are zeros).
+        accumulate: the step's number of microbatches, so that all get equally many examples.
         batch_specs: as in `zerojax.train_step`, for leaves that have no examples, or have them
             along another dimension.
 
@@ -55,8 +55,8 @@ def pad_batch(
     _refusals.check_values(batch, "batch")
     mesh, axes = _batch.mesh_and_axes(mesh, axis, plan)
     roles = _batch.roles((batch,), batch_specs, axes)
-    leaf = _batch.counted((batch,), roles)
-    if leaf is None:
+    name, examples = _batch.counted((batch,), roles)
+    if not name:
         raise ValueError(
             "the batch has no leaf with examples to pad. Pass at least one array whose first "
             "dimension counts them, or say with batch_specs= which dimension does."
@@ -68,32 +68,32 @@ def pad_batch(
             "the batch is already on the devices of several processes. Pad what one process has "
             "loaded, and pass that to zerojax.shard_batch."
         )
-    if to is None and (mesh.is_multi_process or not leaf.rows):
+    if to is None and (mesh.is_multi_process or not examples):
         raise ValueError(
-            f"{leaf.name} has {leaf.rows} examples in this process, which does not tell how many "
-            "the padded batch has to have: other processes may have more or fewer. Pass to=, the "
-            "number that a process has of a full batch."
+            f"{name} has {examples} examples in this process, which does not tell how many the "
+            "padded batch must have: other processes may have more or fewer. Pass to=, the number "
+            "that a process has of a full batch."
         )
     _batch.check_accumulate(accumulate)
     size = len(_batch.local_parts(mesh, axes))
     ways = size * accumulate
-    least = max(1, -(-leaf.rows // ways)) * ways
+    least = max(1, -(-examples // ways)) * ways
     rows = least if to is None else to
     if not isinstance(rows, int | np.integer) or rows < least or rows % ways:
         raise ValueError(
             f"to={to!r} must be an integer that divides over "
-            f"{_batch.parts_text(size, accumulate)}, and at least the {leaf.rows} examples that "
-            f"{leaf.name} has. Use to={least} or another multiple of {ways} above."
+            f"{_batch.parts_text(size, accumulate)}, and at least the {examples} examples that "
+            f"{name} has. Use to={least} or a larger multiple of {ways}."
         )
-    source = np.arange(rows) % max(leaf.rows, 1)
+    source = np.arange(rows) % max(examples, 1)
 
     def padded(value: ArrayLike, role: _batch.Role) -> ArrayLike:
-        if role.kind != _batch.BATCH or leaf.rows == rows:
+        if role.kind != _batch.BATCH or examples == rows:
             return value
         array = value if isinstance(value, Array) else np.asarray(value)
-        if leaf.rows:
+        if examples:
             return array[(*[slice(None)] * role.dim, source)]
         shape = (*array.shape[: role.dim], rows, *array.shape[role.dim + 1 :])
         return (jnp if isinstance(array, Array) else np).zeros(shape, array.dtype)
 
-    return treedef.unflatten(map(padded, leaves, roles)), np.arange(rows) < leaf.rows
+    return treedef.unflatten(map(padded, leaves, roles)), np.arange(rows) < examples

@@ -40,11 +40,11 @@ def value_and_grad(
     """Makes `jax.value_and_grad` of a loss, for parameters that are placed by `plan`.
 
     `loss_fn(params, *args)` is written for one device. It runs on each device's part of the
-    batch, and the value and gradients are the mean over the devices. Among `args`, arrays are
-    split along their first dimension, PRNG keys are folded with the device's index, scalars are
-    passed on. What the loss closes over is replicated: pass the batch, and close over statistics.
-    Old-style keys, uint32[2], count as keys; with a batch of length 2, whose rows they may be, they
-    are refused.
+    batch, and the value and gradients are the mean over the devices. Among `args`, it splits arrays
+    along their first dimension, folds the device's index into PRNG keys, and passes scalars on.
+    Arrays that the loss closes over are replicated: pass the batch, and close over statistics.
+    Old-style keys, uint32[2], count as keys. With a batch of length 2, whose rows they may be, they
+    are an error.
 
     Arguments:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -52,7 +52,7 @@ def value_and_grad(
         {options}
 
     Returns:
-        A function `(params, *args) -> (value, grads)`. From stage 1 on, grads come out sharded.
+        A function `(params, *args) -> (value, grads)`, whose grads are sharded from stage 1 on.
 
     Example:
         >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -70,7 +70,7 @@ def value_and_grad(
         def with_kwargs(params: PyTree, *args: PyTree) -> PyTree:
             return loss_fn(params, *args[:-1], **args[-1])
 
-        # The last are keywords, so that their arrays are split like the others.
+        # The keywords come last, so that their arrays are split like the others.
         every = _move.own((*args, kwargs), plan.mesh.devices.flat)
         _refusals.check_alive(params, "params")
         _refusals.check_alive(args, "batch")
@@ -97,16 +97,15 @@ def loss_and_grads(
     """Returns the mean loss, the aux, the gradients, and what backward updated: new leaves of the
     state by their positions, and the sum of the squares of each of their gradients.
 
-    The gradients of what it updated are None; without derivatives all are. They are padded where
-    the parameters are.
+    The gradients of what it updated are None; without derivatives all are. Gradients are padded
+    where the parameters are.
     """
     plan.check_params(params)
     values, treedef = jax.tree.flatten(plan.pad_params(params))
-    given = [np.shape(value) for value in jax.tree.leaves(params)]
+    shapes = [np.shape(value) for value in jax.tree.leaves(params)]
     arg_values = jax.tree.leaves(tuple(args))
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
-    counted = _batch.check(args, roles, plan.size, options.accumulate)
-    _check_later(counted, options.batch_specs, plan.batch_axes)
+    _batch.check(args, roles, plan.size, options.accumulate)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
     state = backward.state_of(program.updated) if backward else []
     sharded = program.on_all_devices()
@@ -114,10 +113,10 @@ def loss_and_grads(
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree]:
         loss, aux, grads, new = sharded(*inputs)
         if options.differentiates:
-            grads = plan.like_params(grads, given)
+            grads = plan.like_params(grads, shapes)
         return loss, aux, grads, new
 
-    # Without a jit of its own, a call from plain Python would run the loss one operation at a time.
+    # Without this jit, a call from plain Python would run the loss one operation at a time.
     jitted, inputs = jax.jit(run), (values, arg_values, program.traced.closed_over, state)
     try:
         with _noted_errors():
@@ -150,15 +149,15 @@ def _program(
 ) -> Program:
     """Traces the loss at the shapes that one device sees, and makes the program of it."""
     arg_values, arg_tree = jax.tree.flatten(tuple(args))
-    # Parameters have their full shapes here: shards are gathered by the engine, which runs the
-    # jaxpr, and the loss itself never sees one.
+    # Parameters have their full shapes here: the engine, which runs the jaxpr, gathers the shards,
+    # and the loss never sees one.
     full = jax.tree.structure(params).unflatten(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.params
     )
     precision = precision_of(plan, options.precision)
 
     def trace(ways: int) -> TracedLoss:
-        """Traces the loss as seen where the batch is split so many ways."""
+        """Traces the loss on one of so many parts of the batch."""
         pairs = zip(arg_values, roles, strict=True)
         parts = [_batch.part_shape(value, role, ways) for value, role in pairs]
         shapes = cast_floats([full, *arg_tree.unflatten(parts)], precision.compute)
@@ -171,41 +170,26 @@ def _program(
     traced = trace(ways)
     _mean.check_gradients(traced.jaxpr, plan.mesh, plan.batch_axes)
     if plan.size > 1 and options.differentiates and options.batch_specs is None:
-        _warn_of_whole(traced, roles, plan, trace)
-    leaf = _batch.counted(args, roles)
-    per_example = _batch.per_example(traced.aux, leaf, ways, lambda: trace(1).aux, options.mutable)
+        _warn_of_whole(traced, roles, plan)
+    _, rows = _batch.counted(args, roles)
+    per_example = _batch.per_example(traced.aux, rows, ways, lambda: trace(1).aux, options.mutable)
     plan = plan.regathering(options.regather)
     return Program(plan, options, traced, roles, per_example, backward)
 
 
-def _check_later(leaf: _batch.Counted | None, specs: PyTree, axes: Sequence[str]) -> None:
-    """Raises where batch_specs= has the batch whole, and a later argument would be split."""
-    if specs is not None and leaf is not None and leaf.argument:
-        over = axes[0] if len(axes) == 1 else axes
-        raise ValueError(
-            "batch_specs= leaves the batch whole on each device, and applies to it alone: "
-            f"{leaf.name} would be split. Pass both as one batch, with a spec of each: "
-            f"batch_specs=(PartitionSpec(), PartitionSpec({over!r})) splits the second, "
-            "(PartitionSpec(), PartitionSpec()) neither."
-        )
-
-
-def _warn_of_whole(
-    traced: TracedLoss,
-    roles: Sequence[_batch.Role],
-    plan: Plan,
-    trace: Callable[[int], TracedLoss],
-) -> None:
+def _warn_of_whole(traced: TracedLoss, roles: Sequence[_batch.Role], plan: Plan) -> None:
     """Warns of a loss that closes over its batch: every device would compute all of it.
 
-    A loss may well read no batch, such as a regularizer; it then closes over no array. Or it reads
-    how many rows the batch has, such as a generator's, which draws its own and closes over the
-    weights of another network.
+    A loss may well read no batch, such as a regularizer; it then closes over no array. Or it draws
+    its own, such as a generator's, which closes over the weights of another network; it then reads
+    a key, which differs by device.
     """
     arrays = [x for x in traced.closures if np.ndim(x) and not is_key(x)]
-    if not arrays or _reads_batch(traced.jaxpr, roles, len(plan.params)):
-        return
-    if _reads_rows(traced, roles, trace):
+    jaxpr, params = traced.jaxpr, len(plan.params)
+    args = jaxpr.invars[params : params + len(roles)]
+    differ = {v for v, role in zip(args, roles, strict=True) if role.kind != _batch.REPLICATED}
+    read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
+    if not arrays or not differ.isdisjoint(read):
         return
     largest = max(arrays, key=np.size)
     rest = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
@@ -213,38 +197,13 @@ def _warn_of_whole(
         f"the loss reads no argument that is split over the {plan.size} devices, and closes over "
         f"{largest.dtype}{list(largest.shape)}{rest}: each device computes all of that. If it is "
         "the batch, pass it as an argument of the loss, loss_fn(params, batch) or for nnx "
-        "loss_fn(model, batch), and of the step. If all are to compute the same, say so: "
+        "loss_fn(model, batch), and of the step. If all devices are to compute the same, say so: "
         "batch_specs=PartitionSpec()."
     )
 
 
-def _reads_batch(jaxpr: Jaxpr, roles: Sequence[_batch.Role], params: int) -> bool:
-    """Whether a loss of so many parameters reads an argument that is split."""
-    args = jaxpr.invars[params : params + len(roles)]
-    split = {v for v, role in zip(args, roles, strict=True) if role.kind == _batch.BATCH}
-    read = itertools.chain(filter(is_var, jaxpr.outvars), *map(reads, jaxpr.eqns))
-    return not split.isdisjoint(read)
-
-
-def _reads_rows(
-    traced: TracedLoss, roles: Sequence[_batch.Role], trace: Callable[[int], TracedLoss]
-) -> bool:
-    """Whether a loss computes more where its part of the batch has more rows: here, all of them."""
-    if all(role.kind != _batch.BATCH for role in roles):
-        return False
-    try:
-        whole = trace(1)
-    except Exception:  # it was right with other rows
-        return True
-    return _sizes(traced.jaxpr) != _sizes(whole.jaxpr)
-
-
-def _sizes(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
-    return [type_of(v).shape for eqn in jaxpr.eqns for v in eqn.outvars]
-
-
 def _check_sums(program: Jaxpr) -> None:
-    """Raises for a reduction in bfloat16 that XLA would abort at: see `mesh.sums_narrow`."""
+    """Raises for a sum in bfloat16 at which XLA would abort: see `mesh.sums_narrow`."""
     for eqn in _compat.every_eqn(program):
         free, name = eqn.ctx.cur_abstract_mesh.auto_axes, eqn.primitive.name
         if not free or name not in ("psum", "pmax", "pmin", "reduce_scatter"):
@@ -253,38 +212,36 @@ def _check_sums(program: Jaxpr) -> None:
             raise ValueError(
                 f"{name} of bfloat16{list(narrow.shape)} on CPU devices, beside the mesh axes "
                 f"{free}: XLA would abort the process. Cast to float32 around a collective of the "
-                "loss, or of a value that a derivative goes through. Gradients that go as codes "
-                "are rehearsed without Precision(reduce=), or in float32. GPUs run both, and "
+                "loss, or around a value that a derivative goes through. Rehearse quantized "
+                "gradients without Precision(reduce=), or in float32. GPUs run both, and "
                 "zerojax.forecast compiles for them."
             )
 
 
 def grad_norm(grads: PyTree, squares: Sequence[Array] = ()) -> Array:
-    """Returns the norm of all gradients, those of a narrow dtype squared in float32.
-
-    `squares` are the sums of squares of those that are gone.
-    """
+    """Returns the norm of all gradients; `squares` has the sums of squares of those that are
+    gone."""
     floats = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
-    # Squares of narrower gradients overflow or vanish.
     return jnp.sqrt(sum([*map(_sum_of_squares, floats), *squares], jnp.zeros(())))
 
 
 @jax.jit  # so that JAX traces it once for all gradients of one shape
 def _sum_of_squares(grad: Array) -> Array:
+    # Squares of narrower dtypes overflow or vanish.
     return jnp.asarray(optax.tree.norm(grad.astype(wide(grad.dtype)), squared=True))
 
 
 @contextlib.contextmanager
 def _noted_errors() -> Iterator[None]:
-    """Notes what to do about an error of another library whose text does not tell."""
+    """Adds a remedy to an error of another library that names none."""
     try:
         yield
     except ValueError as error:
         if "Closure-converted function called with different" in str(error):
             error.add_note(
-                "Equinox's checkpointed loops, and so diffrax's default adjoint, do not run under "
-                "any jax.shard_map, which a step is. Pass diffeqsolve(..., "
-                "adjoint=diffrax.DirectAdjoint()), or diffrax.BacksolveAdjoint(); to "
-                "equinox.internal.while_loop kind='bounded'. Of optimistix no adjoint works."
+                "A step is a jax.shard_map, and Equinox's checkpointed loops, diffrax's default "
+                "adjoint among them, run under none. Pass diffeqsolve(..., "
+                "adjoint=diffrax.DirectAdjoint()), or diffrax.BacksolveAdjoint(); pass "
+                "kind='bounded' to equinox.internal.while_loop. No adjoint of optimistix works."
             )
         raise

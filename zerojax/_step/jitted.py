@@ -1,4 +1,4 @@
-"""A step as `jax.jit` made it: for each plan with the XLA options that it needs."""
+"""A step as a jitted function, which each plan compiles with the XLA options that it needs."""
 
 import functools
 import math
@@ -25,27 +25,25 @@ from zerojax._run import agreement as _agreement
 from zerojax._step.step_options import Recipe
 from zerojax._types import PyTree
 
-Jitted: TypeAlias = Any  # what `jax.jit` returns; JAX declares only half of its methods
+Jitted: TypeAlias = Any  # the result of `jax.jit`; JAX declares only half of its methods
 
 
 # [Note: when a step is compiled]
 # A step is compiled with XLA options that depend on its loops, on the bytes of a layer and on the
-# GPUs. Nothing of that is known when a loss becomes a step: the plan comes with the state. So
-# `jax.jit` is applied when the step first sees a state, once for each plan, after a trace has told
-# what its loops gather. `without_options` is the same function jitted without any: for CPUs, and
+# GPUs. None of these is known when a loss becomes a step: the plan comes with the state. So the
+# step calls `jax.jit` when it first sees a state, once for each plan, after a trace has shown what
+# its loops gather. `without_options` is the same function jitted without options: for CPUs, and
 # inside another `jax.jit`, where JAX allows none.
 class Step:
-    """A jitted step, used like what `jax.jit` returns."""
+    """A jitted step, used like a function that `jax.jit` returns."""
 
     def __init__(self, function: Callable[..., PyTree], recipe: Recipe) -> None:
-        self.recipe, self.donate = recipe, recipe.options.donate
-        self.compiler_options = recipe.options.compiler_options
-        # JAX runs it again where it looks for infinities (`_loss/nans.py`).
-        donates = self.donate and not jax.config.jax_debug_infs
+        self.recipe = recipe
+        # Looking for infinities, JAX runs it a second time on the same state (`_loss/nans.py`).
+        donates = recipe.options.donate and not jax.config.jax_debug_infs
         self.make_jit = functools.partial(jax.jit, function, donate_argnums=(0,) if donates else ())
         self.without_options: Jitted = self.make_jit()
-        self.by_plan: dict[Plan | None, Jitted] = {}
-        self.options: dict[Plan | None, _xla_options.XlaOptions] = {}  # of these
+        self.by_plan: dict[Plan | None, tuple[Jitted, _xla_options.XlaOptions]] = {}
         self.checked: set[Plan] = set()
         self.agreed: set[tuple[Plan, str]] = set()
 
@@ -53,9 +51,10 @@ class Step:
         """Runs the step on `(state, batch[, rng])`."""
         with _arguments.explained(args, named, self.recipe.plan):
             jitted = self.for_args(*args, **named)
-            self.agree(jitted, args, named)
             plan, others = self._plan_for(args, named), args[1:]
-            if plan is not None:  # the user may change them while the step runs
+            if plan is not None:
+                self.agree(jitted, plan, args, named)
+                # A copy, because the user may change the batch while the step runs.
                 own = functools.partial(_move.own, devices=plan.mesh.devices.flat)
                 others = own(others)
                 named = {name: x if name == "state" else own(x) for name, x in named.items()}
@@ -73,11 +72,11 @@ class Step:
         return self.without_options.eval_shape(*args, **named)
 
     def clear_cache(self) -> None:
-        for jitted in (self.without_options, *self.by_plan.values()):
+        for jitted in (self.without_options, *(jitted for jitted, _ in self.by_plan.values())):
             jitted.clear_cache()
 
     def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self.by_plan.values())
+        return sum(jitted._cache_size() for jitted, _ in self.by_plan.values())
 
     def for_args(self, *args: PyTree, **named: PyTree) -> Jitted:
         """Returns the jitted function for the plan that the state was placed by."""
@@ -86,14 +85,15 @@ class Step:
         def trace() -> ClosedJaxpr:
             return self.without_options.trace(*args, **named).jaxpr
 
-        # Where the batch is a tracer, the check cannot tell, and is repeated at the next call.
+        # Where the batch is a tracer, the check cannot tell, and the next call repeats it.
         if plan is not None and plan not in self.checked and check_used(plan, (args, named), trace):
             self.checked.add(plan)
         if plan not in self.by_plan:
-            options = self._options_for(plan, trace) | dict(self.compiler_options or {})
+            options = self._options_for(plan, trace)
+            options |= dict(self.recipe.options.compiler_options or {})
             jitted = self.make_jit(compiler_options=options) if options else self.without_options
-            self.by_plan[plan], self.options[plan] = jitted, options
-        jitted = self.by_plan[plan]
+            self.by_plan[plan] = jitted, options
+        jitted, _ = self.by_plan[plan]
         # Looking for tracers takes time at each step; on CPUs both functions are one.
         if jitted is self.without_options:
             return jitted
@@ -103,7 +103,7 @@ class Step:
     def options_for(self, *args: PyTree, **named: PyTree) -> _xla_options.XlaOptions:
         """Returns the XLA options that the step is compiled with for these arguments."""
         self.for_args(*args, **named)
-        return self.options[self._plan_for(args, named)]
+        return self.by_plan[self._plan_for(args, named)][1]
 
     def _plan_for(self, args: Sequence[PyTree], named: dict[str, PyTree]) -> Plan | None:
         return plan_of(args[0] if args else named.get("state"), self.recipe.plan)
@@ -111,32 +111,32 @@ class Step:
     def _options_for(
         self, plan: Plan | None, trace: Callable[[], ClosedJaxpr]
     ) -> _xla_options.XlaOptions:
-        if plan is None or not _compat.is_gpu(plan.mesh.devices.flat[0]):
+        if plan is None or not _compat.is_gpu(device := plan.mesh.devices.flat[0]):
             return {}
-        regathers = bool(self.recipe.options.regather)
-        ahead = self.recipe.options.prefetch != 0 and regathers
-        how = self.recipe.options
+        how, jaxpr = self.recipe.options, trace().jaxpr
         updates = not how.needs_all(False) and _in_backward.is_wanted(plan, how.update)
-        turns = 1 if self.recipe.options.is_layered else self.recipe.options.accumulate
         options = _xla_options.options_for(
-            trace().jaxpr, plan.mesh, ahead, updates and not plan.groups.params, microbatches=turns
+            jaxpr,
+            plan.mesh,
+            ahead=how.prefetch != 0 and bool(how.regather),
+            updates=updates and not plan.groups.params,
+            microbatches=how.rounds,
         )
         # XLA would unroll the loops over microbatches as well, and hide less: 4.6 s, not 4.5, for
         # 7.5B with 8 microbatches on 64 H100s at 6.25 GB/s.
-        if self.recipe.options.is_layered:
-            options.pop(_xla_options.DOUBLE_BUFFER, None)
-        device = plan.mesh.devices.flat[0]
-        if _compat.uses_host(trace().jaxpr) and not _host_state.are_found(device):
+        finds = not _compat.uses_host(jaxpr) or _host_state.are_found(device)
+        if how.is_layered or not finds:
             options.pop(_xla_options.DOUBLE_BUFFER, None)
         return options
 
-    def agree(self, jitted: Jitted, args: Sequence[PyTree], named: dict[str, PyTree]) -> None:
-        """Raises where several processes run different steps; asked once for a plan and shapes.
+    def agree(
+        self, jitted: Jitted, plan: Plan, args: Sequence[PyTree], named: dict[str, PyTree]
+    ) -> None:
+        """Raises where several processes run different steps; asks once for a plan and shapes.
 
         Processes that run different programs wait for each other in a collective forever.
         """
-        plan = self._plan_for(args, named)
-        if plan is None or not jax.distributed.is_initialized():
+        if not jax.distributed.is_initialized():
             return
         batch = jax.tree_util.tree_leaves_with_path((args[1:], {**named, "state": None}))
         shapes = _fingerprint.of_shapes([leaf for _, leaf in batch])
@@ -162,8 +162,8 @@ class Step:
 def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bool:
     """Raises for a mesh axis that no leaf of the state, no argument and no operation uses.
 
-    `trace` makes the step's jaxpr, where the state and the arguments leave the question open.
-    Returns whether it could look: inside of another `jax.jit`, nothing says where the batch is.
+    `trace` makes the step's jaxpr, which answers where the state and the arguments do not. Returns
+    whether there was an answer: inside another `jax.jit`, a batch does not say where it is.
     """
     sizes = {axis: n for axis, n in plan.mesh.shape.items() if n > 1}
     values = jax.tree.leaves(args)
@@ -180,23 +180,21 @@ def check_used(plan: Plan, args: PyTree, trace: Callable[[], ClosedJaxpr]) -> bo
     count = math.prod(named.values())
     wanted = tuple(axis for axis in plan.mesh.axis_names if axis in idle.union(plan.batch_axes))
     raise ValueError(
-        f"nothing is sharded over the mesh axes {named}: no leaf of the state, no part of the "
+        f"nothing is sharded over the mesh axes {named}: no leaf of the state and no part of the "
         f"batch, and the loss does not name them. Each of {count} replicas would compute the same "
-        f"batch. Shard over all, axis={wanted!r}, or pass a mesh without {tuple(named)}."
+        f"batch. Shard over all axes, axis={wanted!r}, or pass a mesh without {tuple(named)}."
     )
 
 
 def _axes_in(value: object) -> set[str]:
-    """Returns the mesh axes named by shardings, arrays' too, specs, and equations at any depth."""
+    """Returns the mesh axes named by arrays, shardings, specs, and equations at any depth."""
     match value:
         case jax.Array() | jax.ShapeDtypeStruct():
             return _axes_in(getattr(value, "sharding", None))
         case str():
             return {value}
-        case NamedSharding():
-            return named_axes(value.spec)
-        case PartitionSpec():
-            return named_axes(value)
+        case NamedSharding(spec=spec) | (PartitionSpec() as spec):
+            return named_axes(spec)
         case Jaxpr() | ClosedJaxpr():
             params = (item for eqn in value.eqns for item in eqn.params.items())
             return _axes_in([param for key, param in params if key != "name"])  # of a function

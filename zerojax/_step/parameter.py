@@ -1,7 +1,7 @@
 """One parameter of a step with options: precision, microbatches, updates in backward."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,12 @@ from zerojax._types import PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParam(Param):
-    """A parameter as the options of a step have it."""
+    """One parameter, with the options of a step."""
 
     precision: Precision
-    accumulates: bool  # microbatches, one after another
-    update: LayerUpdate | None = None  # where backward updates it
-    loops: bool = False  # whether loops over layers are differentiated by hand in any case
+    accumulates: bool  # over microbatches that run one after another
+    update: LayerUpdate | None = None  # that backward applies
+    loops: bool = False  # whether the engine differentiates loops over layers in any case
 
     @classmethod
     def of(cls, leaf: LeafPlan, plan: Plan, precision: Precision, **others: Any) -> "StepParam":
@@ -48,8 +48,9 @@ class StepParam(Param):
     @property
     def landing(self) -> Placement:
         """The placement in which the loss leaves the gradient."""
-        # One microbatch alone goes all the way to the shard that is updated, layer by layer, hidden
-        # behind the layers before it. Of several, each goes no further than where they are summed.
+        # The gradient of a single microbatch goes all the way to the shard that is updated, layer
+        # by layer, and hides behind the layers before. Those of several go only to where they are
+        # summed.
         grad = self.leaf.grad if self.accumulates else None
         return super().landing if grad is None else grad
 
@@ -73,8 +74,8 @@ class StepParam(Param):
 
     @property
     def gather_codec(self) -> Codec:
-        # A weight that rests whole travels nowhere, and is used as it is.
-        # What was brought near was decoded there, and the rest of its way is fast.
+        # A weight that rests whole does not travel. One that was brought near was decoded there,
+        # and the rest of its way is fast.
         travels = self.leaf.rest.axes and not self.is_brought_near
         return codec_of(self.leaf, self.precision.gather if travels else None, self.mesh)
 
@@ -88,7 +89,7 @@ class StepParam(Param):
 
     @property
     def sums_over(self) -> Axes:
-        # With microbatches, replicas wait for the last one: what crosses nodes crosses once.
+        # Replicas wait for the last microbatch, so that each gradient crosses nodes once.
         return () if self.accumulates else self.replicas
 
     def route(self, start: Axes, end: Axes, replicas: Axes) -> Route:
@@ -97,7 +98,7 @@ class StepParam(Param):
 
     @property
     def is_brought_near(self) -> bool:
-        """Whether it crosses nodes once, before microbatches that share what arrives."""
+        """Whether it crosses nodes once, before the microbatches, which share what arrives."""
         return self.accumulates and bool(self.far)
 
     def brought_near(self, value: Array, dtype: DTypeLike) -> Array:
@@ -109,14 +110,14 @@ class StepParam(Param):
     def reduced(self, grad: Array) -> Array:
         if self.is_held and not self.accumulates:
             return grad.astype(self.grad_dtype)
-        # What microbatches need not send each time is left.
+        # The part of the way that microbatches need not send each time.
         return self.sent(grad, self.route(self.landing.axes, self.leaf.update.axes, self.replicas))
 
     # -- where backward updates it
 
     def stacks(self, value: Array, state: Sequence[Array]) -> PyTree:
         """Returns what the loss is differentiated by: the parameter, the state that is updated with
-        it, and, in place of zeros, the sum of the squares of each layer's gradient."""
+        it, and zeros in place of the sum of the squares of each layer's gradient."""
         return value, *state, jnp.zeros(len(value), wide(self.grad_dtype))
 
     def updated_input(
@@ -124,17 +125,11 @@ class StepParam(Param):
     ) -> Value:
         """Returns the parameter as the engine takes it.
 
-        `given` is what its update reads, of a gradient that lacks the factor `remaining`. The
-        update puts its path into `reached`.
+        Its update reads `given`, multiplies the gradient by `remaining`, and notes in `reached`
+        that backward came to it.
         """
-        assert self.update is not None
-        apply = self.updating(self.update, remaining, reached)
-        return Held(self.unread, updating=Updating(stacks, tuple(given), apply))
-
-    def updating(
-        self, update: LayerUpdate, remaining: float, reached: set[str]
-    ) -> Callable[[Array, list[Array], Sequence[Array]], list[Array]]:
-        """Returns the update of a layer as the engine takes it: see `Updating`."""
+        update = self.update
+        assert update is not None
 
         def apply(grad: Array, layers: list[Array], given: Sequence[Array]) -> list[Array]:
             reached.add(self.leaf.path)
@@ -146,9 +141,12 @@ class StepParam(Param):
             with jax.named_scope("optimizer"):
                 own = self.own_part(rest)
             new, *others = update.apply(grad, [own, *others], given)
-            return [self.as_it_rests(new), *others, squares[None]]
+            if self.leaf.rest.on_device != self.leaf.update:  # it rests whole
+                cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
+                new = _travel.gathered(new, cut)
+            return [new, *others, squares[None]]
 
-        return apply
+        return Held(self.unread, updating=Updating(stacks, tuple(given), apply))
 
     def own_part(self, layer: Array) -> Array:
         """Returns the shard that this device updates of a layer as it rests."""
@@ -158,10 +156,3 @@ class StepParam(Param):
         size = self.shard_shape(place)[place.dim]
         start = lax.axis_index(place.axes) * size
         return lax.dynamic_slice_in_dim(layer, start, size, place.dim)
-
-    def as_it_rests(self, layer: Array) -> Array:
-        """Returns an updated shard of a layer as it rests: gathered, where that is whole."""
-        if self.leaf.rest.on_device == self.leaf.update:
-            return layer
-        cut = self.leaf.cut(Route(self.leaf.update.axes), dtype=self.compute_dtype)
-        return _travel.gathered(layer, cut)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from zerojax import _compat
 from zerojax._features import activations as _activations, rows as _rows
@@ -44,41 +43,41 @@ class Program(DeviceStep[StepParam]):
         self.plan, self.options, self.traced, self.per_example = plan, options, traced, per_example
         self.microbatches = _batch.Microbatches(roles, options.accumulate)
         self.precision = precision_of(plan, options.precision)
-        many, loss = options.accumulate > 1, traced.jaxpr
-        self.hoisted = _mean.hoist_counts(loss, len(plan.params)) if many else None
-        self.jaxpr, self.constants = self.as_it_runs()
+        loss, self.counter, self.hoisted = traced.jaxpr, None, []
+        if options.accumulate > 1:
+            loss, self.counter, self.hoisted = _mean.hoist_counts(loss, len(plan.params))
+        axes, self.constants = plan.batch_axes, ()
+        if options.is_layered:
+            inputs = len(plan.params), self.microbatches, plan.mesh, axes
+            loss, self.constants = layered(loss, *inputs)
         accumulates, loops = options.rounds > 1, bool(options.activations)
         params = [
             StepParam.of(leaf, plan, self.precision, accumulates=accumulates, loops=loops)
             for leaf in plan.params
         ]
         how = How(regather=False, prefetch=0)  # until it is known what backward updates
-        super().__init__(self.jaxpr, params, plan.mesh, plan.batch_axes, how, _rows.attach)
-        self.check_activations()
+        super().__init__(loss, params, plan.mesh, axes, how, _rows.attach)
+        if options.activations and not self.split.loops:
+            raise ValueError(
+                f"activations={options.activations} is for loops over layers, and the loss has no "
+                "scan of stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), "
+                "with jax.checkpoint around one and not around the loop, or leave it out."
+            )
         if backward:
             self.update_in(backward)
         brings = any(leaf.is_on_host for leaf in plan.params)
         self.how = how_on(
             plan.mesh,
             regather=bool(options.regather) and options.differentiates,
-            # What is gathered after its update is so while the layer before computes backward.
+            # Weights that rest whole are gathered after their update, beside the layer before.
             prefetch=options.prefetch if plan.groups.params or self.updated or brings else 0,
             keep_layers=options.keep_layers,
             gathers=bool(plan.groups.params),
-            keeping=_activations.kept(plan, options.activations or ()),
+            keeping=_activations.kept(plan, options.activations),
             updates=InLoop,
             counted=functools.partial(are_found, plan.mesh.devices.flat[0]),
         )
         self.reached: set[str] = set()  # paths of parameters that backward has updated
-
-    def check_activations(self) -> None:
-        """Raises where the loss does not keep activations by layers."""
-        if (activations := self.options.activations) and not self.split.loops:
-            raise ValueError(
-                f"activations={activations} is for loops over layers, and the loss has no scan of "
-                "stacked parameters outside of jax.checkpoint. Stack the layers (nn.scan), with "
-                "jax.checkpoint around one and not around the loop, or leave it out."
-            )
 
     def update_in(self, backward: InBackward) -> None:
         """Has backward update the parameters that it can."""
@@ -123,15 +122,16 @@ class Program(DeviceStep[StepParam]):
         closed_over: list[Array],
         state: list[tuple[list[Array], list[Array]]],
     ) -> tuple[Array, PyTree, list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
-        """Returns the loss, the aux and the gradients, all of them means over the devices; and, of
-        each parameter that backward updated, the new stacks and the sum of its gradient's squares.
+        """Returns the loss, the aux and the gradients, all of them means over the devices; and for
+        each parameter that backward updated, its new stacks and the sum of its gradient's squares.
 
-        `state` has what these are updated with, and what is only read for it.
+        `state` has, for each of these, the state that is updated with it and the state that its
+        update only reads.
         """
         args = self.microbatches.prepared(args, self.plan.batch_axes, self.precision.compute)
         values = self.brought_near(values)
         counts = self.counts(args, closed_over)
-        # The exact part of the mean's factor scales the loss, the rest scales the sums.
+        # The exact part of the mean's factor scales the loss, the remaining one the sums.
         share, remaining = exact_share(self.size * self.options.accumulate)
         of_updated = iter(state)
         states = [next(of_updated) if p.update else ([], []) for p in self.params]
@@ -155,21 +155,18 @@ class Program(DeviceStep[StepParam]):
 
         floats = self.floats(varied)
         (loss, grads), aux = self.over_microbatches(scaled_loss, floats, args)
-        self.check_reached()
+        # Without a gradient, JAX takes zeros for the new stacks of what backward should update.
+        paths = {p.leaf.path for p in self.params if p.update is not None}
+        if missed := sorted(paths - self.reached):
+            raise NoGradientError(missed)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
             return loss, aux, [], []
         return loss, aux, *self.reduced(grads, remaining)
 
-    def check_reached(self) -> None:
-        """Raises where JAX would take zeros, as of no gradient, for what backward updates."""
-        paths = {p.leaf.path for p in self.params if p.update is not None}
-        if missed := sorted(paths - self.reached):
-            raise NoGradientError(missed)
-
     def brought_near(self, values: list[Array]) -> list[Array]:
-        """Returns what the loss gathers parameters from."""
+        """Returns the parameters after the part of their way that all microbatches share."""
         if not any(p.is_brought_near for p in self.params):
             return values
         dtypes = self.split.gathered_dtypes
@@ -178,25 +175,15 @@ class Program(DeviceStep[StepParam]):
             for p, value, dtype in zip(self.params, values, dtypes, strict=False)
         ]
 
-    def as_it_runs(self) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-        """Returns the loss of a microbatch, or of all in layers, and its constants. Counts over the
-        batch are among its inputs if they are known before."""
-        hoisted = self.hoisted
-        jaxpr = self.traced.jaxpr if hoisted is None else hoisted.loss
-        if not self.options.is_layered:
-            return jaxpr, ()
-        over = self.plan.mesh, self.plan.batch_axes
-        return layered(jaxpr, len(self.plan.params), self.microbatches, *over)
-
     def over_microbatches(
         self,
         scaled_loss: Callable[[list[PyTree], list[Array]], tuple[Array, PyTree]],
         floats: list[PyTree],
         args: list[Array],
     ) -> tuple[tuple[Array, list[Array]], PyTree]:
-        """Returns the sums of the loss and its gradients over microbatches, and the aux, stacked.
+        """Returns the sums of the loss and its gradients over microbatches, and the stacked aux.
 
-        `scaled_loss` returns the scaled loss, then the loss and the aux.
+        `scaled_loss` returns the scaled loss, and then the loss with the aux.
         """
 
         def value(loss_args: list[Array]) -> tuple[tuple[Array, list[Array]], PyTree]:
@@ -206,8 +193,8 @@ class Program(DeviceStep[StepParam]):
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats, loss_args)
             return (loss, grads), aux
 
-        # One microbatch needs no scan and no accumulators: the numbers are those of a loop that
-        # never heard of microbatches. All at once sum their gradients layer by layer.
+        # One microbatch needs no scan and no accumulators, so its numbers are those of a step
+        # without microbatches. With order="layers", the loops over layers sum the gradients.
         if self.options.rounds == 1:
             sums, aux = value(self.microbatches.stacked(args))
             return sums, aux if self.options.is_layered else jax.tree.map(lambda x: x[None], aux)
@@ -223,27 +210,26 @@ class Program(DeviceStep[StepParam]):
         return wide(type_of(self.traced.jaxpr.outvars[0]).dtype)
 
     def loss(self, inputs: list, counts: list[Array]) -> tuple[Array, PyTree]:
-        """Returns the loss and the aux of one microbatch, weights being as `loss_input` says; of
-        all in layers, the sum of their losses and their aux, stacked."""
-        if self.hoisted is not None:
-            inputs = [*inputs, *self.hoisted.constants, *counts]
-        inputs = [*inputs, *self.constants]
+        """Returns the loss and the aux of one microbatch. With order="layers" it returns the sum of
+        the losses of all, and their aux, stacked. `loss_input` made the weights among the inputs.
+        """
+        inputs = [*inputs, *self.hoisted, *counts, *self.constants]
         loss, *aux = map(jnp.asarray, self.run(inputs))  # a constant comes out as a Python number
         loss = jnp.sum(loss.astype(self.loss_dtype))
         return loss, jax.tree.structure(self.traced.aux).unflatten(aux)
 
     def counts(self, args: list[Array], closed_over: list[Array]) -> list[Array]:
         """Returns the count of each `zerojax.mean` over the devices, a mean over microbatches."""
-        hoisted = self.hoisted
-        if hoisted is None:
+        counter = self.counter
+        if counter is None:
             return []
         unread = [jnp.zeros(())] * len(self.params)  # a count depends on no weight
 
         def count(loss_args: list[Array]) -> tuple[list[Array], None]:
-            inputs = [*unread, *loss_args, *closed_over, *hoisted.constants]
-            return _compat.run_jaxpr(hoisted.counter, inputs), None
+            inputs = [*unread, *loss_args, *closed_over, *self.hoisted]
+            return _compat.run_jaxpr(counter, inputs), None
 
-        like = list(map(type_of, hoisted.counter.outvars))
+        like = list(map(type_of, counter.outvars))
         totals, _ = self.microbatches.summed(count, args, like)
         times = self.options.accumulate
         return [lax.psum(t, self.plan.batch_axes) / times for t in totals]
@@ -273,8 +259,8 @@ class Program(DeviceStep[StepParam]):
     def reduced(
         self, grads: list[PyTree], remaining: float
     ) -> tuple[list[Array | np.ndarray | None], list[tuple[Array, ...]]]:
-        """Returns the mean of the gradients, which lack the factor `remaining`, None where the
-        parameter was updated; and what was."""
+        """Returns the means of the gradients, which lack the factor `remaining`, and what backward
+        updated, whose means are None."""
         each = list(zip(self.params, self.with_floats(self.params, grads), strict=True))
         updated = []
         for p, (*stacks, squares) in [(p, new) for p, new in each if p.update is not None]:

@@ -31,12 +31,12 @@ from zerojax._update.update import Update
 def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
     """Makes a jitted step `(state, batch[, rng]) -> (state, metrics)`.
 
-    The old state is donated, and the new one is placed as the old one was. `metrics` has `loss`,
+    The step donates the old state, and places the new one as the old one was. `metrics` has `loss`,
     `grad_norm` and, where the loss returns it, `aux`, all of them means over the devices.
 
-    A state with a field `dynamic_scale`, a `flax.training.dynamic_scale.DynamicScale`, has its
-    loss scaled for float16 gradients; `skip_nonfinite` is on then, and `metrics` has
-    `loss_scale`, the scale of this step.
+    Where a state has a field `dynamic_scale`, a `flax.training.dynamic_scale.DynamicScale`, the
+    step scales the loss for float16 gradients. It then skips updates as with `skip_nonfinite`, and
+    `metrics` has `loss_scale`, the scale of this step.
 
     Arguments:
         loss_fn: `loss_fn(params, batch[, rng]) -> loss` or `(loss, aux)`, written for one
@@ -44,7 +44,7 @@ def train_step(loss_fn: Callable[..., PyTree], options: TrainOptions) -> Step:
         {options}
 
     Returns:
-        A step that is used like what `jax.jit` returns; `step.lower(state, batch)` works too.
+        A step, used like a jitted function; `step.lower(state, batch)` works too.
 
     Example:
         >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -73,7 +73,7 @@ def _train(
     plan = find_plan(state, recipe.plan)
     plan.check_structure(state)
     scale = _finite.scale_of(state)
-    # The scaled loss is differentiated; metrics and gradients are those of the loss itself.
+    # JAX differentiates the scaled loss; metrics and gradients are those of the loss itself.
     logical = plan.unpad(state)
     loss_fn = _finite.scaled(with_fields(recipe.loss_fn, logical, recipe.mutable), scale)
     guard = None
@@ -81,7 +81,7 @@ def _train(
         guard = functools.partial(_finite.guarded, mutable=recipe.mutable)
     wanted = not recipe.options.needs_all(guard is not None)
     wanted = wanted and _in_backward.is_wanted(plan, recipe.options.update)
-    # XLA is to see the user's own functions where it runs all of the update at once.
+    # Where the whole update runs at once, XLA sees the user's own functions.
     update = _traced_update(recipe, plan, state, guard) if wanted or plan.offloads else None
     backward = None
     if wanted and update is not None:
@@ -110,13 +110,13 @@ def _train(
         metrics["loss_scale"] = scale.scale
     if aux is not None:
         metrics["aux"] = aux
-    # Without donation the old parameters are still the user's, and no memory to gather into.
+    # Without donation the old parameters are still the user's: do not gather into their memory.
     into = state if recipe.options.donate else None
     return plan.constrain(new_state, into=into, resting=done), metrics
 
 
 def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | None) -> Update:
-    """Returns the update of a state, with the traces of its plan if those are of the same."""
+    """Returns the update of a state, with the traces of its plan if they are of the same update."""
     shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves)
     planned = jax.tree.structure(state).unflatten(shapes)
     update = update_of(planned, recipe.tx, recipe.mutable, guard)
@@ -132,8 +132,8 @@ def _traced_update(recipe: Recipe, plan: Plan, state: PyTree, guard: Guard | Non
 def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
     """Makes a jitted `(state, batch[, rng]) -> metrics`; no gradients, nothing donated.
 
-    `loss_fn` is as in `train_step`, and so are `metrics`, without `grad_norm`. For the last batch
-    of a dataset, which the devices may not divide, there is `zerojax.pad_batch`.
+    `loss_fn` is that of `train_step`, and `metrics` are too, without `grad_norm`. The devices may
+    not divide the last batch of a dataset: `zerojax.pad_batch` fills it up.
 
     Arguments:
         {options}
@@ -153,11 +153,11 @@ def eval_step(loss_fn: Callable[..., PyTree], options: EvalOptions) -> Step:
 
     @_mesh.auto_axes()
     def step(state: PyTree, batch: PyTree, rng: PyTree = None) -> dict[str, PyTree]:
-        found = find_plan(state, options.plan)
-        found.check_structure(state)
+        plan = find_plan(state, options.plan)
+        plan.check_structure(state)
         args = (batch,) if rng is None else (batch, rng)
-        called = with_fields(loss_fn, found.unpad(state), options.mutable)
-        loss, aux, *_ = loss_and_grads(called, found, options, _state.get_params(state), args)
+        called = with_fields(loss_fn, plan.unpad(state), options.mutable)
+        loss, aux, *_ = loss_and_grads(called, plan, options, _state.get_params(state), args)
         return {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
 
     return Step(step, Recipe(loss_fn, options))

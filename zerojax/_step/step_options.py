@@ -1,4 +1,4 @@
-"""The options of a step, and what a step is made of."""
+"""The options of a step, each declared once."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from zerojax._wire import codecs as _codecs
 from zerojax._wire.codecs import Quantized
 
 ORDERS = MICROBATCHES, LAYERS = "microbatches", "layers"  # what runs first
-WHEN = ("backward", "after", "auto")  # parameters are updated: in backward, or after it
+WHEN = ("backward", "after", "auto")  # parameters are updated
 
 
 def regathered(given: object) -> bool | tuple[str, ...]:
@@ -52,22 +52,16 @@ def activation_names(given: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _order(order: object) -> object:
-    if order not in ORDERS:
-        raise ValueError(
-            f"order must be 'microbatches' or 'layers', got {order!r}: whether the microbatches of "
-            "accumulate= run one after another, or layer by layer."
-        )
-    return order
+def _one_of(name: str, *values: object) -> Callable[[Any], Any]:
+    """Returns the check of an option that has one of a few values."""
 
+    def check(value: object) -> object:
+        if value not in values:
+            *others, last = map(repr, values)
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
+        return value
 
-def _prefetch(layers: object) -> object:
-    if layers not in (0, 1, "auto"):
-        raise ValueError(
-            f"prefetch must be 0, 1 or 'auto', got {layers!r}: the number of layers whose weights "
-            "are gathered ahead of their use."
-        )
-    return layers
+    return check
 
 
 def _count_of_layers(count: object) -> object:
@@ -77,12 +71,6 @@ def _count_of_layers(count: object) -> object:
             "weights stay for backward."
         )
     return count
-
-
-def _update(when: object) -> object:
-    if when not in WHEN:
-        raise ValueError(f"update must be 'backward', 'after' or 'auto', got {when!r}.")
-    return when
 
 
 def _plan(plan: object) -> object:
@@ -99,19 +87,26 @@ def _compiler_options(options: object) -> object:
     return options
 
 
+PLAN = option(
+    None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossOptions(Options):
-    """How a loss is evaluated on the devices. The attributes below hold where no class that is
-    made of this one has an option of that name."""
+    """How a loss is evaluated on the devices.
 
-    has_aux = None  # the loss returns it or not
+    The first attributes are the values of the options that only subclasses have.
+    """
+
+    has_aux = None  # a pair is taken for a loss and its aux
     differentiates = False
     accumulate = 1
     order = MICROBATCHES
     regather = False
     prefetch = "auto"
     keep_layers = 1
-    activations = None
+    activations = ()
     update = "after"
     skip_nonfinite = False
     donate = False
@@ -120,15 +115,15 @@ class LossOptions(Options):
 
     precision: Precision | None = option(
         None,
-        "dtypes to compute and to reduce in; default, those that the state was placed with.",
+        "the dtypes to compute and reduce in; default, those that the state was placed with.",
         check=check_precision,
     )
     batch_specs: PyTree = option(
         None,
-        """which dimension of the batch's leaves counts examples: a `PartitionSpec` or a tree of
-        them that begins as the batch does. `P("data")`, the first one, is the default; `P(None,
-        "data")` for time-major leaves; `P()` for what is replicated. The batch is the first
-        argument after the parameters.""",
+        """which dimension of the batch's leaves counts examples: a `PartitionSpec`, or a tree of
+        them that begins as the batch does. `P("data")`, the first dimension, is the default;
+        `P(None, "data")` is for time-major leaves, `P()` for replicated ones. The batch is the
+        first argument after the parameters.""",
     )
 
     @property
@@ -138,12 +133,14 @@ class LossOptions(Options):
 
     @property
     def rounds(self) -> int:
-        """How often a step runs through the layers, gathers them and reduces their gradients."""
+        """How often a step gathers each layer, and reduces its gradient."""
         return 1 if self.is_layered else self.accumulate
 
     def needs_all(self, skips: bool) -> str:
-        """Returns what in a step needs all gradients before the first update, '' if nothing does;
-        `skips`: what is not finite."""
+        """Returns the option by which a step needs all gradients before its first update, or ''.
+
+        `skips` says whether the step skips updates that are not finite.
+        """
         if self.rounds > 1:
             return f"accumulate={self.accumulate}"
         if not self.regather:
@@ -168,7 +165,7 @@ class GradOptions(LossOptions):
         MICROBATCHES,
         """"microbatches", one after another; or "layers", in which all microbatches go through a
         layer before the next, so that weights are gathered and gradients reduced once a step.""",
-        check=_order,
+        check=_one_of("order", *ORDERS),
         flag={"choices": ORDERS},
     )
     regather: bool | str | Sequence[str] = option(
@@ -181,9 +178,9 @@ class GradOptions(LossOptions):
     prefetch: int | str = option(
         "auto",
         """gather the weights of a `scan`'s next layer while this one computes, in both directions:
-        1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer. What forward reads
-        last, a head, is then kept for backward.""",
-        check=_prefetch,
+        1, 0, or "auto", which is 1 on GPUs. It costs the memory of one layer. The step then also
+        keeps for backward the weights that forward reads last, a head.""",
+        check=_one_of("prefetch", 0, 1, "auto"),
     )
     keep_layers: int = option(
         1,
@@ -195,9 +192,9 @@ class GradOptions(LossOptions):
     )
     activations: str | Sequence[str] | None = option(
         None,
-        """where what a `scan` keeps of each layer waits for backward: "host", in host memory, a
-        mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint` around the
-        layer that is its input, without it all that JAX keeps.""",
+        """where the activations that a `scan` keeps of each layer wait for backward: "host", in
+        host memory, a mesh axis such as "tensor", in parts over it, or both. With `jax.checkpoint`
+        around the layer they are its input, without it all that JAX keeps.""",
         check=activation_names,
     )
 
@@ -217,11 +214,11 @@ class StepOptions(GradOptions):
     update: str = option(
         "auto",
         """when parameters are updated: "after" backward, or in "backward", layer by layer, so that
-        no gradients are kept. That takes one microbatch, a stack that one `scan` reads, and an
-        optimizer that treats each element by itself (Adam; not clipping by a global norm). What it
-        does not fit is updated after. "auto": in backward on GPUs, for state in host memory, or
-        where weights rest whole.""",
-        check=_update,
+        no gradients are kept. The latter takes one microbatch, a stack that one `scan` reads, and
+        an optimizer that treats each element by itself (Adam; not clipping by a global norm). The
+        step updates all other parameters after backward. "auto": in backward on GPUs, for state in
+        host memory, or where weights rest whole.""",
+        check=_one_of("update", *WHEN),
         flag={"choices": WHEN},
     )
     skip_nonfinite: bool = option(
@@ -259,15 +256,13 @@ class EvalOptions(LossOptions):
         """fields of the state, such as `batch_stats`, that the loss takes as keyword arguments.""",
         check=_arguments.mutable_names,
     )
-    plan: Plan | None = option(
-        None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
-    )
+    plan: Plan | None = PLAN
     tx = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(StepOptions):
-    """How a state is trained, whatever type it has."""
+    """How a state of any type is trained."""
 
     mutable: Sequence[str] = option(
         (),
@@ -277,9 +272,7 @@ class TrainOptions(StepOptions):
         (`zerojax.verify` says where they do not agree).""",
         check=_arguments.mutable_names,
     )
-    plan: Plan | None = option(
-        None, "the plan, for states that do not carry an optimizer (tuples, dicts).", check=_plan
-    )
+    plan: Plan | None = PLAN
     tx: optax.GradientTransformation | None = TX
 
 
@@ -304,8 +297,8 @@ def how_on(
     gathers: bool = True,
     **others: Any,
 ) -> How:
-    """Returns how a loss runs on these devices. `gathers`: weights are sharded where they rest. The
-    others are as in `How`.
+    """Returns how a loss runs on these devices. `gathers` says whether weights rest sharded, and
+    the others are as in `How`.
 
     "auto" prefetches on GPUs, where collectives run beside compute, and where layers stay.
     """
@@ -323,7 +316,7 @@ def how_on(
 
 
 def precision_of(plan: Plan, given: Precision | None) -> Precision:
-    """Returns the dtypes of a step: the plan's, or those given where the plan has none."""
+    """Returns the dtypes of a step: the plan's, or `given` where the plan has none."""
     if given is None:
         given = plan.precision or Precision()
     names = [leaf.path for leaf in plan.params]
@@ -343,23 +336,23 @@ def precision_of(plan: Plan, given: Precision | None) -> Precision:
 
 
 def _check_codes(plan: Plan, precision: Precision) -> None:
-    """Raises where gradients cross hosts and the devices of each in one hop, or as they are."""
+    """Raises where no hop of the gradients leads from host to host only."""
     axes = plan.groups.opt_state if isinstance(precision.reduce, Quantized) else ()
     between = slow(axes, plan.batch_axes)
     if axes and not between:
         raise ValueError(
-            f"reduce={precision.reduce} is for gradients between nodes, and groups= shards nothing "
-            f"over {slow(plan.batch_axes, plan.batch_axes)}: shards are summed over those by an "
-            "all-reduce, which adds no codes. Leave it out, or shard the optimizer state over them "
-            f"too: groups={{'params': {axes[0]!r}}}."
+            f"reduce={precision.reduce} quantizes gradients sent between nodes, and groups= shards "
+            f"nothing over {slow(plan.batch_axes, plan.batch_axes)}, so an all-reduce sums shards "
+            "over those, which cannot add quantized values. Leave reduce= out, or shard the "
+            f"optimizer state over them too: groups={{'params': {axes[0]!r}}}."
         )
     for axis in between:
         along = _mesh.hosts_along(plan.mesh, (axis,))
         count, hosts = len(along), len(set(along))
         if 1 < hosts < count:
             raise ValueError(
-                f"reduce={precision.reduce} sends gradients as codes over {axis!r}, {count} "
-                f"devices on {hosts} hosts: each through a network card of its own. An exact "
+                f"reduce={precision.reduce} sends quantized gradients over {axis!r}, {count} "
+                f"devices on {hosts} hosts, each through a network card of its own. An exact "
                 "reduce-scatter, whose rings share the cards of a host, is faster. Split the axis: "
                 f"zerojax.mesh(node={hosts}, gpu={count // hosts}), axis=('node', 'gpu')."
             )
