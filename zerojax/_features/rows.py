@@ -1,19 +1,22 @@
-"""Rows of a table that stays sharded: its columns come together, and look up every device's rows.
+"""Rows of a table that stays sharded: an embedding that is only looked up is not gathered.
+
+Gains, modelled: a step of a Llama 8B on 8 to 512 H100s sends 4% less and takes 9 of 540 ms less.
+Of an embedding of 128256 tokens, 64 devices with 4096 tokens each send 48 MiB in place of 1 GiB.
+Costs 115 lines of code.
 
 [Note: rows] To read T rows of a table, as an embedding does, a device needs these T rows and not
-the table. So every device holds some columns of it, all rows of them, and looks up there what all
-devices ask for: the indices, a few integers, go to all of them, and one all-to-all brings each
-device its own rows. A table that rests by rows becomes columns by another all-to-all, which sends a
-device's shard and no more. Gradients go the same ways back. A device adds up, for its columns,
-those of all devices' rows; it does so in float32, because frequent tokens are many, and the sum is
-rounded once, as it is sent.
+the table. So every device holds some columns of it, with all rows, and looks up there the indices
+of all devices: these, a few integers, go to all of them, and one all-to-all brings each device its
+own rows. A table that rests by rows becomes columns by another all-to-all, which sends a device's
+shard and no more. Gradients go the same ways back. A device adds up, for its columns, the rows of
+all devices. It does so in float32, because frequent tokens are many, and rounds the sum once, as it
+is sent.
 """
 
-import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,132 +36,92 @@ from zerojax._kernel.travel import (
     as_sent,
     is_float,
     over_replicas,
+    with_padding,
 )
 
-ROWS_SCOPE = "rows_of"  # of what moves rows, before the parameter, in a compiled program
-# What is sent at most for rows, where a gather of the table would send 1. An all-to-all between
-# hosts may take eight times as long as an all-gather of as many bytes; but rows so many that it
-# matters come with seconds of compute.
+ROWS_SCOPE = "rows_of"  # scopes of a compiled program have it before the parameter's path
+# The most that rows may send, where a gather of the table would send 1. An all-to-all between hosts
+# may take eight times as long as an all-gather of as many bytes; but with so many rows that it
+# matters come seconds of compute.
 MOST_SENT = 1 / 3
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, like its function
-class Rows:
-    """The rows that a loss reads of a table of this shape, at any indices.
+def looked_up(held: Held, indices: Array, cut: Cut, eqn: JaxprEqn, dim: int) -> Array:
+    """Returns the rows that an equation reads of a table, whose gradients leave through the shard.
 
-    `look_up(table, indices)` reads them, or those of a part of the table along its dimension `dim`:
-    dimension `out` of the result.
+    Columns are parts of the table along `dim`. Rows travel exactly, whatever the table's codec.
     """
+    gather, reduce, shape = cut.gather, cut.reduce, type_of(eqn.invars[0]).shape
+    out = eqn.params["dimension_numbers"].offset_dims[dim - 1]  # is `dim`, in the rows
 
-    look_up: Callable[[Array, Array], Array]
-    shape: tuple[int, ...]
-    dim: int
-    out: int
+    def of_readers(route: Route) -> Array:
+        """Returns the indices of all devices among which a route sends rows."""
+        return lax.all_gather(indices, route.axes) if route.axes else indices
 
-    def read(self, columns: Array, indices: Array, axes: tuple[str, ...]) -> Array:
-        """Returns this device's rows, from its columns and the indices of all devices."""
-        return _exchanged(self._of_all(columns, indices), axes, 0, self.out + 1)[0]
+    def of_all(columns: Array, indices: Array) -> Array:
+        return jax.vmap(functools.partial(_look_up, eqn), (None, 0))(columns, indices)
 
-    def summed(self, grad: Array, indices: Array, axes: tuple[str, ...]) -> Array:
-        """Returns the gradient of this device's columns, wide, from that of its rows."""
-        grads = _exchanged(grad[None], axes, self.out + 1, 0)
-        parts = len(indices)
-        shape = [n // parts if d == self.dim else n for d, n in enumerate(self.shape)]
-        columns = jax.ShapeDtypeStruct(shape, jnp.promote_types(grad.dtype, jnp.float32))
-        transposed = jax.linear_transpose(lambda x: self._of_all(x, indices), columns)
+    def read(source: Array, indices: Array) -> Array:
+        if not gather.axes:
+            own = _look_up(eqn, source, indices)
+            return own.astype(cut.dtype).astype(cut.final_dtype) if is_float(own) else own
+        (columns,) = _exact(gather).encode(as_sent(Held(source), cut))
+        if cut.dim != dim:
+            columns = _exchanged(columns, gather.axes, dim, 0)
+            columns = lax.slice_in_dim(columns, 0, shape[0])  # less the padding
+        own = _exchanged(of_all(columns, indices), gather.axes, 0, out + 1)[0]
+        return own.astype(cut.final_dtype) if is_float(own) else own
+
+    def forward(source: Array, shard: Array) -> tuple[Array, tuple[Array, Array]]:
+        asked = of_readers(gather)
+        # Not in backward: on CPU devices, a collective that needs nothing of a loop may run in it.
+        summed = asked if gather.axes == reduce.axes else of_readers(reduce)
+        return read(source, asked), (summed, jnp.zeros(0, shard.dtype))
+
+    def backward(saved: tuple[Array, Array], grad: Array) -> tuple[None, Array]:
+        (indices, like), grad = saved, grad.astype(cut.dtype)
+        (encoded,) = _exact(reduce).encode(grad)
+        # A dtype that is wider than the gradient's is for sums only.
+        narrow = min(grad, encoded, key=lambda x: x.dtype.itemsize)
+        grads = _exchanged(narrow[None], reduce.axes, out + 1, 0)
+        part = [n // len(indices) if d == dim else n for d, n in enumerate(shape)]
+        columns = jax.ShapeDtypeStruct(part, jnp.promote_types(narrow.dtype, jnp.float32))
+        transposed = jax.linear_transpose(lambda columns: of_all(columns, indices), columns)
         (total,) = transposed(grads.astype(columns.dtype))
-        return total
+        total = total.astype(encoded.dtype)
+        if cut.dim != dim:
+            total = with_padding(total, 0, reduce.padding)
+            total = _exchanged(total, reduce.axes, 0, dim)
+        return None, over_replicas(total, cut, reduce).astype(like.dtype)
 
-    def _of_all(self, columns: Array, indices: Array) -> Array:
-        return jax.vmap(self.look_up, in_axes=(None, 0))(columns, indices)
-
-
-def looked_up(held: Held, indices: Array, cut: Cut, rows: Rows) -> Array:
-    """Returns rows of a table that stays sharded, whose gradients are disposed of through the
-    shard. They travel exactly, whatever the codec of the table."""
-    with jax.named_scope(scope_of(cut.path)):
+    with jax.named_scope(f"{ROWS_SCOPE}({cut.path})"):
         source = _compat.fetched(held.source)
         if not is_float(held.shard):
-            return _read(source, _of_readers(indices, cut.gather), cut, rows)
-        return _looked_up(source, indices, held.shard, cut, rows)
+            return read(source, of_readers(gather))
+        rows_of = jax.custom_vjp(lambda source, _: read(source, of_readers(gather)))
+        rows_of.defvjp(forward, backward)
+        return rows_of(source, held.shard)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _looked_up(source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows) -> Array:
-    return _read(source, _of_readers(indices, cut.gather), cut, rows)
-
-
-def _looked_up_fwd(
-    source: Array, indices: Array, shard: Array, cut: Cut, rows: Rows
-) -> tuple[Array, tuple[Array, Array]]:
-    gather, reduce = cut.gather, cut.reduce
-    asked = _of_readers(indices, gather)
-    # Not in backward: on CPU devices, a collective that needs nothing of a loop may run in it.
-    summed = asked if gather.axes == reduce.axes else _of_readers(indices, reduce)
-    return _read(source, asked, cut, rows), (summed, jnp.zeros(0, shard.dtype))
-
-
-def _looked_up_bwd(
-    cut: Cut, rows: Rows, saved: tuple[Array, Array], grad: Array
-) -> tuple[None, None, Array]:
-    indices, like = saved
-    route, grad = cut.reduce, grad.astype(cut.dtype)
-    (encoded,) = _exact(route).encode(grad)
-    # A dtype that is wider than the gradient's is for sums alone.
-    narrow = min(grad, encoded, key=lambda x: x.dtype.itemsize)
-    total = rows.summed(narrow, indices, route.axes).astype(encoded.dtype)
-    total = from_columns(total, cut, rows, route.axes)
-    return None, None, over_replicas(total, cut, route).astype(like.dtype)
-
-
-_looked_up.defvjp(_looked_up_fwd, _looked_up_bwd)
-
-
-def _of_readers(indices: Array, route: Route) -> Array:
-    """Returns the indices of all devices among which a route sends rows."""
-    return of_all_devices(indices, route.axes) if route.axes else indices
-
-
-def _read(source: Array, indices: Array, cut: Cut, rows: Rows) -> Array:
-    """Returns this device's rows, where `indices` are those of all that read the same shards."""
-    route = cut.gather
-    if not route.axes:
-        own = rows.look_up(source, indices)
-        return own.astype(cut.dtype).astype(cut.final_dtype) if is_float(own) else own
-    (shard,) = _exact(route).encode(as_sent(Held(source), cut))
-    columns = to_columns(shard, cut, rows, route.axes)
-    own = rows.read(columns, indices, route.axes)
-    return own.astype(cut.final_dtype) if is_float(own) else own
+def _look_up(eqn: JaxprEqn, table: Array, indices: Array) -> Array:
+    """Runs an equation that reads rows on a table, or on some of its columns."""
+    # The indices of all devices need not be in order or differ, as the user knows of his own.
+    unordered = {"indices_are_sorted": False, "unique_indices": False}
+    params = eqn.params | unordered | {"slice_sizes": (1, *table.shape[1:])}
+    return _compat.bind(eqn.replace(params=params), [table, indices])[0]
 
 
 def _exact(route: Route) -> Exact:
     return route.codec if isinstance(route.codec, Exact) else EXACT
 
 
-def to_columns(shard: Array, cut: Cut, rows: Rows, axes: tuple[str, ...]) -> Array:
-    """Returns this device's columns of a table, from its shard."""
-    if cut.dim == rows.dim:
-        return shard
-    columns = _exchanged(shard, axes, rows.dim, 0)
-    return lax.slice_in_dim(columns, 0, rows.shape[0])  # less the padding
-
-
-def from_columns(columns: Array, cut: Cut, rows: Rows, axes: tuple[str, ...]) -> Array:
-    """Returns this device's shard of a table, padded as its gradient is, from its columns."""
-    if cut.dim == rows.dim:
-        return columns
-    padding = [(0, cut.reduce.padding), *[(0, 0)] * (columns.ndim - 1)]
-    return _exchanged(jnp.pad(columns, padding), axes, 0, rows.dim)
-
-
-def of_all_devices(indices: Array, axes: tuple[str, ...]) -> Array:
-    """Returns the indices of all devices, along a new first dimension."""
-    return lax.all_gather(indices, axes)
+def _exchanged(array: Array, axes: tuple[str, ...], split: int, joined: int) -> Array:
+    return lax.all_to_all(array, axes, split, joined, tiled=True)
 
 
 def columns_dim(cut: Cut, shape: Sequence[int], counts: Sequence[int]) -> int | None:
-    """Returns the dimension of a table in whose parts devices look up rows; None where it is better
-    gathered. `counts`: how many rows a device reads, each time that it reads some."""
+    """Returns the dimension of a table along which its columns are parts, or None where gathering
+    the table is better. `counts` has the number of rows of each read."""
     routes = [route for route in (cut.gather, cut.reduce) if route.axes]
     devices = max((route.devices for route in routes), default=1)
     is_padded = cut.dim and (cut.gather.padding or cut.reduce.padding)
@@ -173,26 +136,16 @@ def columns_dim(cut: Cut, shape: Sequence[int], counts: Sequence[int]) -> int | 
     return dim if rows + indices + columns <= MOST_SENT * math.prod(shape) else None
 
 
-def scope_of(path: str) -> str:
-    """Returns the scope of what moves rows of a parameter."""
-    return f"{ROWS_SCOPE}({path})"
-
-
 def parameter(scope: str) -> str | None:
-    """Returns the parameter whose rows are moved in a scope."""
+    """Returns the parameter whose rows a scope moves."""
     found = re.search(rf"{ROWS_SCOPE}\(([^)]*)\)", scope)
     return found and found[1]
 
 
-def _exchanged(array: Array, axes: tuple[str, ...], split: int, joined: int) -> Array:
-    return lax.all_to_all(array, axes, split, joined, tiled=True)
-
-
 def attach(eqn: JaxprEqn, splitter: Splitter) -> Attached | None:
-    """Returns what reads rows of a table that stays sharded, where nothing else reads the table but
-    equations like this one, and its rows may travel instead of it.
+    """Attaches a read of rows where only such equations read the table, and rows are fewer bytes.
 
-    Loops and remats gather: a loop would move a table's columns in each iteration.
+    Loops and remats gather the table: a loop would move its columns in each iteration.
     """
     kind = splitter.kind(eqn.invars[0]) if eqn.primitive.name == "gather" else None
     if not isinstance(kind, Shard) or splitter.pull or splitter.checkpointed:
@@ -204,12 +157,10 @@ def attach(eqn: JaxprEqn, splitter: Splitter) -> Attached | None:
     dim = columns_dim(kind.cut, shape, counts) if len(counts) == len(readers.of(table)) else None
     if dim is None:
         return None
-    out = eqn.params["dimension_numbers"].offset_dims[dim - 1]
-    rows = Rows(_look_up(eqn), shape, dim, out)
     indices = splitter.gathered_once(eqn.invars[1])
 
     def apply(held: list[Held], indices: list[Array]) -> list[Array]:
-        return [looked_up(held[0], indices[0], kind.cut, rows)]
+        return [looked_up(held[0], indices[0], kind.cut, eqn, dim)]
 
     return Attached([kind], [indices], list(eqn.outvars), apply, _compat.scope_of(eqn))
 
@@ -223,15 +174,3 @@ def _count_of_rows(eqn: JaxprEqn) -> int | None:
     by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     is_whole = eqn.params["slice_sizes"] == (1, *table.shape[1:]) and table.ndim > 1
     return indices.size if by_row and is_whole and not numbers.operand_batching_dims else None
-
-
-def _look_up(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
-    """Returns an equation that reads rows as a function of the table, or of some of its columns."""
-
-    def look_up(table: Array, indices: Array) -> Array:
-        # What the user knows of the order of indices is not true of those of all devices.
-        unordered = {"indices_are_sorted": False, "unique_indices": False}
-        params = eqn.params | unordered | {"slice_sizes": (1, *table.shape[1:])}
-        return _compat.bind(eqn.replace(params=params), [table, indices])[0]
-
-    return look_up
