@@ -91,6 +91,26 @@ def test_layers_of_layers_are_found_inside_of_one_checkpoint():
     assert_close(got, wanted, 1e-6)
 
 
+def test_a_layer_may_have_several_checkpoints_and_nest_them():
+    """Weights are cast in each, and the layer is gathered once for all microbatches."""
+
+    def layer(x, w):
+        half = jax.checkpoint(lambda x, w: jnp.tanh(x @ w.astype("bfloat16")))
+        x = x + jax.checkpoint(lambda x: half(2 * x, w[0]))(x)
+        return x + half(x, w[1]), None
+
+    def loss(params, batch):
+        x = jax.lax.scan(layer, batch.astype("bfloat16"), params["w"])[0]
+        return jnp.mean(x.astype("float32") ** 2)
+
+    params = {"w": jax.random.normal(DRAWN[0], (2, 2, DIM, DIM)) / 6}
+    batch = jax.random.normal(DRAWN[1], (ROWS, DIM))
+    got, wanted = both(loss, params, batch, prefetch=0)
+    assert_close(got, wanted, 2e-2)
+    every = collectives(jax.make_jaxpr(grad_of(loss, params, "layers"))(params, batch))
+    assert sum(c.moved for c in every if c.kind == "reduce-scatter") == params["w"].size
+
+
 def test_a_sum_of_many_gradients_keeps_the_small_ones():
     """512 microbatches: in bfloat16 the sum would stop at the 256th."""
 

@@ -1,18 +1,16 @@
-"""Layered accumulation, `order="layers"`: makes of the loss of one microbatch the losses of all of
-them, in which every microbatch runs through a layer before the first one runs through the next.
+"""Layered accumulation, `order="layers"`: every microbatch runs through a layer before the first
+one runs through the next.
 
-A step gathers each layer once, and not once for each microbatch, which gains time where gathering
-is slow. A 7.5B step on 64 H100s with 8 microbatches and network cards of 50, 12.5, 6.25 and 3.125
-GB/s takes 4201, 4212, 4228 and 4266 ms in place of 4129, 4356, 7259 and 14178 ms, as
-`benchmarks/layered.py` forecasts. It keeps what all microbatches need for backward: 14.5 GiB of
-temporary memory in place of 5.8, or 5.8 with `activations="host"`. It costs 220 lines of code, and
-`_step/program.py` a call.
+Gains time where gathering is slow: a step gathers each layer once, and not once for each
+microbatch. A 7.5B step on 64 H100s with 8 microbatches and network cards of 50, 12.5, 6.25 and
+3.125 GB/s takes 4201, 4212, 4228 and 4266 ms in place of 4129, 4356, 7259 and 14178 ms, as
+`benchmarks/layered.py` forecasts. It keeps the activations of all microbatches for backward: 14.5
+GiB of temporary memory in place of 5.8, or 5.8 with `activations="host"`. Costs 195 lines of code.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,14 +39,15 @@ from zerojax._loss.batch import REPLICATED, Microbatches
 from zerojax._loss.trace import as_one_device, typed
 
 # [Note: layered accumulation]
-# Microbatches that run one after another gather each layer's weights once each. Here a loss is
-# taken apart at its loops over layers. What is between two loops is a *segment*, which a scan maps
-# over the microbatches. An iteration of a loop runs all microbatches through a layer, so it gathers
-# that layer once, and reduces the sum of its gradients once. What comes from weights only stays
-# outside of the scans, where the engine finds it. The engine runs the result as any other loss, and
-# each microbatch computes what it would have computed by itself.
+# This takes a loss apart at its loops over layers. The equations between two loops are a *segment*,
+# which a scan maps over the microbatches; so are those of a `jax.checkpoint`. An iteration of a
+# loop runs all microbatches through a layer, so it gathers that layer once, and reduces the sum of
+# its gradients once. Values that come from weights only stay outside of the scans, where the engine
+# finds them. The engine runs the result as any other loss, and each microbatch computes what it
+# would have computed by itself.
 
-MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `_engine/ir.py`
+MICROBATCH = "microbatch"  # the kind of a variable that differs by microbatch; see `pieces.py`
+Wrap = Callable[[Callable], Callable]  # goes around what a segment computes of one microbatch
 
 
 def layered(
@@ -72,7 +71,7 @@ def layered(
         )
 
     def of_all(*values: Array) -> list[Array]:
-        # Without a checkpoint, backward would keep what segments compute, logits say, of all
+        # Without a checkpoint, backward would keep all results of segments, such as logits, of all
         # microbatches.
         return _Layered((loss, ()), values, kinds, count, jax.checkpoint).run()
 
@@ -98,7 +97,7 @@ class _Layered:
         values: Sequence[Array],
         kinds: Sequence[str],
         count: int,
-        wrap: Callable[[Callable], Callable],
+        wrap: Wrap,
     ) -> None:
         jaxpr, consts = closed
         self.count, self.wrap, self.inliner = count, wrap, Inliner()
@@ -107,7 +106,7 @@ class _Layered:
         self.inliner.constants.update(zip(jaxpr.constvars, consts, strict=True))
         self.eqns = list(self.inliner.flat(jaxpr.eqns))
         self.outvars = [self.inliner.named(v) for v in jaxpr.outvars]
-        self.segment: list[_SegmentOp] = []
+        self.segment: list[JaxprEqn] = []
 
     def run(self) -> list[Array]:
         """Returns the outputs of all microbatches, stacked."""
@@ -115,11 +114,16 @@ class _Layered:
             eqn = self.inliner.resolved(eqn)
             kinds = list(map(self.kind, eqn.invars))
             if MICROBATCH in kinds and _contains_layers(eqn, kinds):
-                self.flush(self.read_from(at))
+                self.flush(at, self.wrap)
                 self.write(eqn.outvars, self.with_layers(eqn, kinds), MICROBATCH)
+            elif MICROBATCH in kinds and eqn.primitive.name in _compat.REMAT:
+                self.flush(at, self.wrap)
+                for inner in self.inliner.flat(self.inliner.expand(eqn)):
+                    self.visit(inner)
+                self.flush(at + 1, functools.partial(_checkpointed, eqn=eqn))
             else:
-                self.visit(eqn, self.segment)
-        self.flush(self.read_from(len(self.eqns)))
+                self.visit(eqn)
+        self.flush(len(self.eqns), self.wrap)
         return [self.stacked(self.inliner.named(v)) for v in self.outvars]
 
     # -- variables
@@ -143,60 +147,60 @@ class _Layered:
         self.kinds.update(dict.fromkeys(outvars, kind))
 
     def read_from(self, at: int) -> set[Var]:
-        """Returns the variables that the equations from this one on read, and the outputs."""
+        """Returns the outputs and the variables that the equations from `at` on read."""
         rest = map(self.inliner.resolved, self.eqns[at:])
         outvars = map(self.inliner.named, self.outvars)
         return set(filter(is_var, outvars)).union(*map(reads, rest))
 
     # -- segments
 
-    def visit(self, eqn: JaxprEqn, ops: list["_SegmentOp"]) -> None:
-        """Runs an equation that reads no microbatch, and adds any other to the ops of a segment."""
+    def visit(self, eqn: JaxprEqn) -> None:
+        """Runs an equation that reads no microbatch, and adds any other to the segment."""
         eqn = self.inliner.resolved(eqn)
         kinds = list(map(self.kind, eqn.invars))
-        if MICROBATCH not in kinds and not _compat.has_side_effects(eqn):
-            kind = _strongest(kinds)
-            self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
-            # What comes from constants only, a mask say, is cheaper made again than read.
-            if kind == CONST:
-                ops.append(eqn)
+        if MICROBATCH in kinds or _compat.has_side_effects(eqn):
+            self.kinds.update(dict.fromkeys(eqn.outvars, MICROBATCH))
+            self.segment.append(eqn)
             return
-        self.kinds.update(dict.fromkeys(eqn.outvars, MICROBATCH))
-        ops.append(self.checkpoint(eqn) if eqn.primitive.name in _compat.REMAT else eqn)
+        kind = _strongest(kinds)
+        self.write(eqn.outvars, _compat.bind(eqn, list(map(self.value, eqn.invars))), kind)
+        # Results of constants only, such as a mask, are cheaper to make again than to read.
+        if kind == CONST:
+            self.segment.append(eqn)
 
-    def checkpoint(self, eqn: JaxprEqn) -> "_Checkpoint":
-        """Returns a `jax.checkpoint` without what in it comes from weights only."""
-        ops: list[_SegmentOp] = []
-        for inner in self.inliner.flat(self.inliner.expand(eqn)):
-            self.visit(inner, ops)
-        outvars = [v for v in _made(ops) if v in eqn.outvars and self.kind(v) == MICROBATCH]
-        return _Checkpoint(alive(ops, outvars, _reads), outvars, eqn.effects, eqn)
-
-    def flush(self, later: set[Var]) -> None:
-        """Runs the segment for all microbatches, and keeps what is read `later`."""
-        outs = [v for v in _made(self.segment) if v in later and self.kind(v) == MICROBATCH]
-        ops = alive(self.segment, outs, _reads)
+    def flush(self, at: int, wrap: Wrap) -> None:
+        """Runs the segment for all microbatches, and keeps what equations from `at` on read."""
+        later = self.read_from(at)
+        made = [v for eqn in self.segment for v in eqn.outvars]
+        outs = [v for v in made if v in later and self.kind(v) == MICROBATCH]
+        eqns = alive(self.segment, outs, reads)
         self.segment = []
-        if not ops:
+        if not eqns:
             return
-        read, kinds = _read_outside(ops), (WEIGHT, CONST, MICROBATCH)
-        by_kind = [[v for v in read if self.kind(v) == kind] for kind in kinds]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in eqns for v in reads(eqn) if v not in made)
+        groups = WEIGHT, CONST, MICROBATCH
+        by_kind = [[v for v in read if self.kind(v) == kind] for kind in groups]
 
         def one(*values: Sequence[Any]) -> list[Array]:
-            pairs = zip(itertools.chain(*by_kind), itertools.chain(*values), strict=True)
-            return _run(ops, dict(pairs), outs)
+            env = dict(zip(itertools.chain(*by_kind), itertools.chain(*values), strict=True))
+            for eqn in eqns:
+                operands = [env[v] if is_var(v) else v.val for v in eqn.invars]
+                operands = [x() if isinstance(x, Partial) else x for x in operands]
+                env.update(zip(eqn.outvars, _compat.bind(eqn, operands), strict=True))
+            return [env[v] for v in outs]
 
         weights, consts, parts = ([self.value(v) for v in some] for some in by_kind)
         # JAX 0.10 removes a checkpoint that prints.
-        if not any(map(_compat.has_side_effects, ops)):
-            one = self.wrap(one)
+        if not any(map(_compat.has_side_effects, eqns)):
+            one = wrap(one)
         weights = list(map(_shared, weights))
         _, values = lax.scan(
             lambda _, part: (None, one(weights, consts, part)), None, parts, length=self.count
         )
         self.env.update(zip(outs, values, strict=True))
 
-    # -- loops over layers, and what has one inside
+    # -- equations with a loop over layers inside
 
     def with_layers(self, eqn: JaxprEqn, kinds: Sequence[str]) -> list[Array]:
         name = eqn.primitive.name
@@ -228,7 +232,7 @@ class _Layered:
 
         def layer(carry: list, xs: list) -> tuple[list, list]:
             inputs = [*consts, *carry, *xs]
-            # What backward keeps of each microbatch is up to the user, as in any loop.
+            # The user decides what backward keeps of each microbatch, as in any loop.
             outs = _Layered(body, inputs, kinds, self.count, lambda f: f).run()
             return outs[:num_carry], outs[num_carry:]
 
@@ -237,73 +241,25 @@ class _Layered:
         return [*carry, *(jnp.swapaxes(y, 0, 1) for y in ys)]
 
 
-# -- what a segment consists of
-
-
-@dataclasses.dataclass(frozen=True)
-class _Checkpoint:
-    """A user's `jax.checkpoint` in a segment."""
-
-    ops: list["_SegmentOp"]
-    outvars: list[Var]
-    effects: Collection[object]
-    eqn: JaxprEqn
-
-    def run(self, env: dict[Var, Any]) -> list[Array]:
-        read = _read_outside(self.ops)
-
-        def inside(values: list[Any]) -> list[Array]:
-            return _run(self.ops, dict(zip(read, values, strict=True)), self.outvars)
-
-        return _checkpointed(inside, self.eqn)([env[v] for v in read])
-
-
-_SegmentOp = JaxprEqn | _Checkpoint
-
-
-def _run(ops: Sequence[_SegmentOp], env: dict[Var, Any], outs: Sequence[Var]) -> list[Array]:
-    """Runs ops for one microbatch."""
-    for op in ops:
-        if isinstance(op, _Checkpoint):
-            results = op.run(env)
-        else:
-            values = [env[v] if is_var(v) else v.val for v in op.invars]
-            results = _compat.bind(op, [x() if isinstance(x, Partial) else x for x in values])
-        env.update(zip(op.outvars, results, strict=True))
-    return [env[v] for v in outs]
-
-
 def _checkpointed(function: Callable, eqn: JaxprEqn) -> Callable:
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
-
-
-def _reads(op: _SegmentOp) -> list[Var]:
-    return _read_outside(op.ops) if isinstance(op, _Checkpoint) else reads(op)
-
-
-def _made(ops: Iterable[_SegmentOp]) -> list[Var]:
-    return [v for op in ops for v in op.outvars]
-
-
-def _read_outside(ops: Sequence[_SegmentOp]) -> list[Var]:
-    """Returns the variables that ops read and do not make, each once."""
-    made = set(_made(ops))
-    return list(dict.fromkeys(v for op in ops for v in _reads(op) if v not in made))
 
 
 # -- weights that all microbatches read
 
 
 def _shared(value: Array) -> Any:
-    """Returns a weight for all microbatches to read. A narrow one becomes a function of itself and
-    of its total, with which nothing computes: it has a wider dtype, in which the gradients of the
-    microbatches are summed, as those of microbatches in turn are."""
+    """Returns a weight for all microbatches to read.
+
+    A narrow one becomes a function of itself and of its total. Nothing computes with the total,
+    whose wider dtype is that of the sum of the microbatches' gradients, as of microbatches in turn.
+    """
     is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and wide(value.dtype) != value.dtype
     return Partial(_picked, value, _total(value, wide(value.dtype))) if is_narrow else value
 
 
-# The residuals of both are empty arrays that carry a dtype, which JAX takes for no residual.
+# The residuals of both are empty arrays that carry a dtype: JAX does not take a dtype itself.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _total(value: Array, dtype: DTypeLike) -> Array:
     """Returns zeros, whose gradient becomes that of `value`."""
