@@ -1,7 +1,7 @@
-"""ZeRO-3 written by hand, inside a `shard_map` of one's own: `gather` and `scan`.
+"""ZeRO-3 written by hand, inside the user's own `shard_map`: `gather` and `scan`.
 
-They state what `zerojax.train_step` finds in a loss by itself: where each weight is gathered, and
-which loop is over layers. The gradients of shards are sums over the devices.
+They say what `zerojax.train_step` finds in a loss by itself: where to gather each weight, and which
+loop is over layers. The gradients of shards are sums over the devices.
 """
 
 import dataclasses
@@ -21,36 +21,53 @@ from zerojax._kernel.body import How
 from zerojax._kernel.engine import SplitLoss
 from zerojax._kernel.jaxprs import unclosed
 from zerojax._kernel.pieces import InputKind
-from zerojax._kernel.places import Axes, LeafPlan, beyond, slow
+from zerojax._kernel.places import LeafPlan, beyond, slow
 from zerojax._kernel.travel import Cut, Held, Route, names_in, obtain
 from zerojax._plan.codes import codec_of, sum_codec_of
 from zerojax._plan.plan import Plan, check_plan
 from zerojax._state.state import get_params
-from zerojax._step.step_options import how_on, precision_of, regathered
+from zerojax._step.step_options import GradOptions, how_on, precision_of
 from zerojax._types import PyTree, TreeDef
 
 
-@functools.partial(register_dataclass, data_fields=["data"], meta_fields=["cut", "how"])
+@functools.partial(register_dataclass, data_fields=["data"], meta_fields=["leaf", "plan"])
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """This device's shard of a parameter, and how a loop runs that gathers it."""
+    """This device's shard of a parameter."""
 
     data: Array
-    cut: Cut
-    how: How
+    leaf: LeafPlan
+    plan: Plan
 
     @property
     def dim(self) -> int | None:
         """The sharded dimension."""
-        return self.cut.dim
+        return self.leaf.rest.dim
+
+    @property
+    def cut(self) -> Cut:
+        """How it travels, in the dtype of the shard."""
+        leaf, plan = self.leaf, self.plan
+        axes, near, padding = leaf.rest.axes, leaf.near.axes, leaf.rest.padding
+        precision, replicas = precision_of(plan, None), beyond(plan.batch_axes, axes)
+        gathered = codec_of(leaf, precision.gather, plan.mesh)
+        reduced = sum_codec_of(leaf, precision.reduce, plan.mesh, plan.batch_axes)
+        reduce = Route(axes, (), replicas, reduced, padding)
+        reduce = reduce.coded_over(slow(axes, plan.batch_axes))
+        gather = Route(near, beyond(axes, near), (), gathered, padding)
+        cut = leaf.cut(gather, reduce, self.data.dtype)
+        by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
+        return dataclasses.replace(cut, others=()) if names_in(cut.others) & by_hand else cut
 
     @property
     def full(self) -> jax.ShapeDtypeStruct:
         """The full parameter without padding, as a shape."""
-        route, dim = self.cut.gather, self.cut.dim
-        size = lax.axis_size((*route.near, *route.far))
-        shape = (n * size - route.padding if d == dim else n for d, n in enumerate(self.data.shape))
-        return jax.ShapeDtypeStruct(tuple(shape), self.data.dtype)
+        size = lax.axis_size(self.leaf.rest.axes)
+        shape = [
+            n * size - self.leaf.rest.padding if d == self.dim else n
+            for d, n in enumerate(self.data.shape)
+        ]
+        return jax.ShapeDtypeStruct(shape, self.data.dtype)
 
 
 def _is_sharded(leaf: PyTree) -> TypeGuard[Sharded]:
@@ -60,11 +77,11 @@ def _is_sharded(leaf: PyTree) -> TypeGuard[Sharded]:
 def param_specs(plan: Plan, axis_names: Collection[str] = ()) -> PyTree:
     """Returns the parameters' `PartitionSpec`s, for `in_specs` and `out_specs` of `jax.shard_map`.
 
-    They are those of placed parameters: `jax.shard_map` takes no others where the plan pads some.
-    Gradients of these come out padded too; inside `jax.jit`, `plan.logical_grads` drops that.
+    Pass placed parameters: `jax.shard_map` takes no others where the plan pads some. Their
+    gradients come out padded too; inside `jax.jit`, `plan.logical_grads` drops the padding.
 
     With `axis_names`, mesh axes of your own, a device gets its part over these too, such as the
-    layers of a pipeline's stage; `zerojax.manual.gather` still gathers over ZeRO's axes alone.
+    layers of a pipeline's stage; `zerojax.manual.gather` still gathers over ZeRO's axes only.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -82,10 +99,10 @@ def param_specs(plan: Plan, axis_names: Collection[str] = ()) -> PyTree:
 
 
 def shards(params: PyTree, plan: Plan) -> PyTree:
-    """Marks the device's shards of the parameters as such, inside of `jax.shard_map`.
+    """Marks the device's shards of the parameters as such, inside `jax.shard_map`.
 
-    Differentiate by what this returns. Parameters that the plan replicates stay plain arrays,
-    and their gradients are the device's own: sum those with `jax.lax.psum`.
+    Differentiate by the result. Parameters that the plan replicates stay plain arrays, and their
+    gradients are the device's own: sum those with `jax.lax.psum`.
 
     Example:
         >>> P = jax.sharding.PartitionSpec
@@ -102,42 +119,26 @@ def shards(params: PyTree, plan: Plan) -> PyTree:
     check_plan(plan, "shards(params, plan)")
     if not plan.groups.params:
         raise ValueError(
-            "zerojax.manual.shards needs a plan of stage 3 over several devices, this one is of "
-            f"stage {plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
+            "zerojax.manual.shards needs a plan of stage 3 over several devices, and this one is "
+            f"of stage {plan.stage} over {plan.size}. Make one: zerojax.plan(state, stage=3)."
         )
     if any(leaf.is_on_host for leaf in plan.params):
         raise ValueError(
-            "zerojax.manual.shards takes parameters that are on the devices, and this plan has "
+            "zerojax.manual.shards takes parameters that rest on the devices, and this plan has "
             "some in host memory. Leave 'params' out of offload=, or use zerojax.train_step."
         )
-    how = how_on(plan.mesh, regather=True, prefetch="auto")
-    by_hand = set(jax.sharding.get_abstract_mesh().manual_axes)  # XLA shards nothing over these
-
-    def marked(value: Array, leaf: LeafPlan) -> Array | Sharded:
-        if leaf.rest.dim is None:
-            return value
-        axes, padding = leaf.rest.axes, leaf.rest.padding
-        precision = precision_of(plan, None)
-        replicas, near = beyond(plan.batch_axes, axes), leaf.near.axes
-        gathered = codec_of(leaf, precision.gather, plan.mesh)
-        reduced = sum_codec_of(leaf, precision.reduce, plan.mesh, plan.batch_axes)
-        reduce = Route(axes, (), replicas, reduced, padding)
-        reduce = reduce.coded_over(slow(axes, plan.batch_axes))
-        gather = Route(near, beyond(axes, near), (), gathered, padding)
-        cut = leaf.cut(gather, reduce, value.dtype)
-        others = () if names_in(cut.others) & by_hand else cut.others
-        return Sharded(value, dataclasses.replace(cut, others=others), how)
-
     leaves, treedef = jax.tree.flatten(params)
     _check_parts(leaves, treedef, plan)
     pairs = zip(leaves, plan.params, strict=True)
-    return treedef.unflatten([marked(value, leaf) for value, leaf in pairs])
+    return treedef.unflatten(
+        value if leaf.rest.dim is None else Sharded(value, leaf, plan) for value, leaf in pairs
+    )
 
 
 def gather(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Gathers the full parameters from what `zerojax.manual.shards` returns; other arrays stay.
+    """Gathers full parameters from shards that `zerojax.manual.shards` marked; other arrays stay.
 
-    Backward reduce-scatters their gradients. With `dtype`, floats are gathered in it, and stay so.
+    Backward reduce-scatters their gradients. With `dtype`, floats are gathered in it and keep it.
 
     Example:
         >>> plan = zerojax.plan({"params": {"w": jnp.ones((64, 16))}}, stage=3)
@@ -194,45 +195,25 @@ def scan(
         >>> print(run(layers, jnp.ones((8, 64))).shape, run(layers, jnp.ones((8, 64)))[0, 0])
         (8, 64) 1.0
     """
-    if prefetch not in (0, 1, "auto"):
-        raise ValueError(f"prefetch must be 0, 1 or 'auto', got {prefetch!r}.")
-
+    options = GradOptions(prefetch=prefetch, regather=regather)
     leaves, treedef = jax.tree.flatten(xs, is_leaf=_is_sharded)
     marked = list(filter(_is_sharded, leaves))
     if not marked:
         return lax.scan(body, init, xs, length, reverse, unroll)
-    if any(leaf.cut.dim == 0 for leaf in marked):
+    if any(leaf.dim == 0 for leaf in marked):
         raise ValueError(
             "a stack of layers is sharded along its layers, so no device has a part of each. Pass "
             "stacked= with its path to zerojax.plan."
         )
-    ahead = marked[0].how.prefetch if prefetch == "auto" else int(prefetch)
-    # All weights of a plan have the same schedule, so the first tells how the loop runs.
-    over = regathered(regather)
-    how = dataclasses.replace(marked[0].how, regather=bool(over), prefetch=ahead)
-    if not isinstance(over, bool):
-        leaves = [_regathering(x, over) if _is_sharded(x) else x for x in leaves]
+    plan = marked[0].plan.regathering(options.regather)
+    again = {leaf.path: leaf for leaf in plan.params}
+    leaves = [
+        dataclasses.replace(x, leaf=again[x.leaf.path], plan=plan) if _is_sharded(x) else x
+        for x in leaves
+    ]
+    how = how_on(plan.mesh, regather=bool(options.regather), prefetch=options.prefetch)
     loop = functools.partial(lax.scan, body, length=length, reverse=reverse, unroll=unroll)
     return _run(loop, jax.tree.map(jnp.asarray, init), leaves, treedef, how)
-
-
-def _regathering(leaf: Sharded, axes: Axes) -> Sharded:
-    """Returns a parameter that backward gathers over these axes again."""
-    gather = leaf.cut.gather
-    if unknown := beyond(axes, (*gather.near, *gather.far)):
-        raise ValueError(
-            f"regather={axes} names {unknown[0]!r}, and {leaf.cut.path} is gathered over "
-            f"{(*gather.near, *gather.far)}. Name the first of these: regather={gather.near[0]!r}."
-        )
-    near = tuple(axis for axis in gather.near if axis in axes)
-    if near != gather.near[: len(near)] or not near:
-        raise ValueError(
-            f"regather={axes}: {leaf.cut.path} is gathered over {gather.near}, from the fastest "
-            f"axis on. Name the first of these: regather={gather.near[0]!r}."
-        )
-    far = (*beyond(gather.near, near), *gather.far)
-    gather = dataclasses.replace(gather, near=near, far=far)
-    return dataclasses.replace(leaf, cut=dataclasses.replace(leaf.cut, gather=gather))
 
 
 def _run(
@@ -242,18 +223,15 @@ def _run(
     treedef: TreeDef,
     how: How,
 ) -> tuple[PyTree, PyTree]:
-    """Runs `loop(init, xs)` in the engine, whose one step it is; `leaves` are those of `xs`."""
-    # The body is traced with full weights, as `train_step` traces a loss; the engine then finds
-    # the loop in the jaxpr. What the body closes over becomes inputs.
+    """Runs `loop(init, xs)` in the engine, where `leaves` are those of `xs`."""
+    # Trace the body with full weights, as `train_step` traces a loss; the engine then finds the
+    # loop in the jaxpr. Arrays that the body closes over become inputs.
     shapes = [leaf.full if _is_sharded(leaf) else leaf for leaf in leaves]
     closed, out_shape = jax.make_jaxpr(loop, return_shape=True)(init, treedef.unflatten(shapes))
     jaxpr, consts = unclosed(closed)
     values = [*jax.tree.leaves(init), *leaves, *consts]
-    # A cast by `jax.tree.map` changed the data of a `Sharded` and not its cut.
     inputs: list[Value] = [Held(x.data) if _is_sharded(x) else x for x in values]
-    kinds: list[InputKind] = [
-        dataclasses.replace(x.cut, dtype=x.data.dtype) if _is_sharded(x) else None for x in values
-    ]
+    kinds: list[InputKind] = [x.cut if _is_sharded(x) else None for x in values]
     return jax.tree.structure(out_shape).unflatten(SplitLoss(jaxpr, kinds)(inputs, how))
 
 
@@ -266,7 +244,7 @@ def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
         )
     by_hand = jax.sharding.get_abstract_mesh().manual_axes
     for value, leaf in zip(leaves, plan.params, strict=True):
-        # A `shard_map` over axes of the user's own may leave them out of its in_specs.
+        # The `in_specs` of a `shard_map` over axes of the user's own may leave these out.
         specs = leaf.rest.local, leaf.rest.within({*leaf.rest.axes, *by_hand})
         parts = [NamedSharding(plan.mesh, spec).shard_shape(leaf.padded_shape) for spec in specs]
         if value.shape not in parts:
@@ -278,6 +256,6 @@ def _check_parts(leaves: list[Array], treedef: TreeDef, plan: Plan) -> None:
 
 
 def _params_tree(plan: Plan) -> TreeDef:
-    """Returns the structure of the parameters alone."""
+    """Returns the structure of the parameters."""
     numbered = plan.treedef.unflatten(range(len(plan.leaves)))
     return jax.tree.structure(get_params(numbered))
