@@ -12,7 +12,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from zerojax._checkpoint import files as _files
-from zerojax._loss.arguments import check_switches
+from zerojax._declared import switch
 from zerojax._plan import move as _move
 from zerojax._plan.padding import Shape
 from zerojax._state import state as _state
@@ -79,7 +79,7 @@ def match(
     `shapes` are the logical ones of leaves that are padded, and that files hold without padding.
     `theirs` are the names in the files, where they are others.
     """
-    check_switches(cast=cast)
+    switch("cast")(cast)
     if ignore is not None:
         _state.finds(ignore, "", "ignore=")  # raises where it is no pattern
     names = {leaf.name for leaf in leaves}

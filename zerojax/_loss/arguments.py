@@ -1,7 +1,7 @@
-"""The arguments of a step: the plan its state was placed by, and errors for all that is wrong.
+"""The arguments of a step: the plan that placed its state, and errors for wrong arguments.
 
-Most is only checked once the call has failed, so that correct calls pay next to nothing. JAX names
-an argument of an inner function; these errors name the leaf, and what to do.
+Most errors are looked for only after a call has failed, so that correct calls pay next to nothing.
+JAX names an argument of an inner function; these errors name the leaf and the remedy.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from zerojax._state.state import OPT_STATE, PARAMS
 from zerojax._table import human_bytes
 from zerojax._types import PyTree
 
-LEAVES_NAMED = 3  # leaves to name where memory is out
 ELSEWHERE = {  # remedies for an argument on other devices
     "state": "Place it again: state = plan.place(state), or zerojax.shard_train_state.",
     "params": "Place them again: params = plan.place(state).params.",
@@ -32,27 +31,34 @@ ELSEWHERE = {  # remedies for an argument on other devices
 
 @contextlib.contextmanager
 def explained(args: tuple, named: dict[str, PyTree], plan: Plan | None) -> Iterator[None]:
-    """Raises what is wrong with a step's arguments in place of the error that this led to."""
+    """Raises an error that names a step's wrong argument, in place of the error it led to."""
     try:
-        # Checked before the call: JAX 0.10 crashes where it is given a deleted array.
+        # Checked before the call: JAX 0.10 crashes when it gets a deleted array.
         if any(map(_refusals.is_gone, jax.tree.leaves((args, named)))):
             raise ValueError("an argument has an array that was deleted")
         yield
     except Exception as error:
-        arguments = _by_name(args, named, error)
+        try:
+            signature = inspect.signature(lambda state, batch, rng=None: None)
+            arguments = signature.bind(*args, **named).arguments
+        except TypeError as wrong:
+            check_kinds(args[0] if args else (), None)
+            raise TypeError(
+                f"a step is called as step(state, batch) or step(state, batch, rng): {wrong}."
+            ) from error
         check_kinds(arguments["state"], arguments["batch"])
         blame(error, arguments, plan_of(arguments["state"], plan))
         raise
 
 
 def plan_of(state: PyTree, passed: Plan | None) -> Plan | None:
-    """Returns the plan that a state carries, or else the one that the step was given."""
+    """Returns the plan that a state carries, or else the step's `plan=`."""
     carried = _carried.carried_plan(state)
     return passed if carried is None else carried
 
 
 def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> None:
-    """Raises what is wrong with leaves of named arguments, where that explains the error."""
+    """Raises an error for a wrong leaf of the named arguments, or adds a remedy to `error`."""
     for name, tree in arguments.items():
         _refusals.check_alive(tree, name)
         if isinstance(error, TypeError):
@@ -61,15 +67,15 @@ def blame(error: Exception, arguments: dict[str, PyTree], plan: Plan | None) -> 
             _check_devices(name, tree, plan)
     if isinstance(error, jax.errors.JaxRuntimeError) and _compat.OUT_OF_MEMORY in str(error):
         error.add_note(_out_of_memory(plan))
-    if "external reference" in str(error):  # what XLA says of donated memory that numpy reads
+    if "external reference" in str(error):  # XLA's words for donated memory that numpy reads
         error.add_note(
-            "An array of the state is still read by numpy: of state in host memory, jax.device_get "
-            "and np.asarray return the memory itself, which the step reuses. Copy it, "
+            "numpy still reads an array of the state: for state in host memory, jax.device_get and "
+            "np.asarray return the memory itself, which the step reuses. Copy it, "
             "jax.tree.map(np.array, state.params), or pass donate=False."
         )
     if isinstance(error, flax.errors.ScopeParamShapeError):
         error.add_note(
-            "Where print(plan) shows that zerojax pads this parameter, so that the devices divide "
+            "If print(plan) shows that zerojax pads this parameter, so that the devices divide "
             "it, apply the model to the parameters of zerojax.unpad(state), by state.apply_fn, or "
             "place the state with pad=False."
         )
@@ -92,15 +98,15 @@ def find_plan(state: PyTree, passed: Plan | None = None) -> Plan:
         )
     if passed is not None and passed != plan:
         raise ValueError(
-            f"the state was placed by another plan (stage {plan.stage} on {plan.mesh.devices.size} "
-            f"devices) than plan= (stage {passed.stage} on {passed.mesh.devices.size}). Place it "
+            f"another plan (stage {plan.stage} on {plan.mesh.devices.size} devices) placed the "
+            f"state than plan= (stage {passed.stage} on {passed.mesh.devices.size}). Place it "
             "again: state = plan.place(state)."
         )
     return plan
 
 
 def check_loss(loss_fn: object) -> None:
-    """Raises for what is passed in place of a loss: a model, a state, nothing."""
+    """Raises for a model, a state or anything else that is no function."""
     if _refusals.is_flax_module(loss_fn) or not callable(loss_fn):
         raise TypeError(
             f"the loss is a {type(loss_fn).__name__}. Pass a function, loss_fn(params, batch) -> "
@@ -109,7 +115,7 @@ def check_loss(loss_fn: object) -> None:
 
 
 def mutable_names(mutable: object) -> tuple[str, ...]:
-    """Returns the names in `mutable=`; raises where these are no fields, or the optimizer's."""
+    """Returns the names in `mutable=`; raises for other values, and for fields of the optimizer."""
     names = [mutable] if isinstance(mutable, str) else mutable
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -124,24 +130,6 @@ def mutable_names(mutable: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_switches(**switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be True or False.")
-
-
-def _by_name(args: tuple, named: dict[str, PyTree], error: Exception) -> dict[str, PyTree]:
-    """Returns the arguments of a step by name; raises where a step has no such arguments."""
-    signature = inspect.signature(lambda state, batch, rng=None: None)
-    try:
-        return signature.bind(*args, **named).arguments
-    except TypeError as wrong:
-        check_kinds(args[0] if args else (), None)
-        raise TypeError(
-            f"a step is called as step(state, batch) or step(state, batch, rng): {wrong}."
-        ) from error
-
-
 def check_kinds(state: PyTree, batch: PyTree) -> None:
     """Raises where the state or the batch is something else."""
     _refusals.check_functional(state)
@@ -150,7 +138,7 @@ def check_kinds(state: PyTree, batch: PyTree) -> None:
         message = "state and batch are in the other order. Call step(state, batch)."
     elif isinstance(state, tuple) and state and _is_state(state[0]):
         message = (
-            "the state is a tuple that starts with one, as a step returns it. Take it apart: "
+            "the state is the tuple that a step returns, with the state first. Take it apart: "
             "state, metrics = step(state, batch)."
         )
     elif state is None or hasattr(state, "shape"):
@@ -168,7 +156,7 @@ def _is_state(value: object) -> bool:
 
 
 def _check_devices(name: str, tree: PyTree, plan: Plan) -> None:
-    """Raises for an array that was put on other devices than the plan's."""
+    """Raises for an array that is on other devices than the plan's."""
     for leaf in _state.leaves_with_paths(tree):
         value = leaf.value
         if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.committed:
@@ -183,21 +171,21 @@ def _check_devices(name: str, tree: PyTree, plan: Plan) -> None:
 
 
 def _out_of_memory(plan: Plan | None) -> str:
-    """Says what takes memory, and how to need less of it."""
+    """Returns a note that says what takes memory, and how to need less of it."""
     look = (
-        "print(plan) shows every leaf, zerojax.audit(step, state, batch) what is in memory at the "
-        "peak, zerojax.forecast(step, make_state, batch, gpus=...) what would fit."
+        "print(plan) shows every leaf, zerojax.audit(step, state, batch) the contents of memory at "
+        "the peak, zerojax.forecast(step, make_state, batch, gpus=...) what would fit."
     )
     if plan is None:
         return f"Out of memory. {look}"
     sizes = [(leaf.bytes_per_device(plan.mesh), leaf.path) for leaf in plan.leaves]
-    largest = sorted(sizes, key=lambda pair: -pair[0])[:LEAVES_NAMED]
+    largest = sorted(sizes, key=lambda pair: -pair[0])[:3]
     named = ", ".join(f"{path} {human_bytes(size)}" for size, path in largest)
     kinds = [f"{TITLES[kind]} {human_bytes(n)}" for kind, n in plan.bytes_per_device().items() if n]
     kinds.append(f"gradients {human_bytes(plan.gradient_bytes())}")
     higher = f"stage={plan.stage + 1}, " if plan.stage < 3 else "more devices, "
     return (
         f"Out of memory. By the plan, each device has {', '.join(kinds)}; the largest leaves are "
-        f"{named}. Activations and gathered weights come on top. Less is needed with {higher}more "
+        f"{named}. Activations and gathered weights come on top. Save memory with {higher}more "
         f"microbatches (accumulate=) or jax.checkpoint around layers. {look}"
     )

@@ -20,7 +20,7 @@ def with_fields(
 ) -> Callable[..., PyTree]:
     """Returns the loss with fields of the state as keyword arguments.
 
-    For a `ModuleState`, the loss takes the model in place of its parameters. The result is a
+    The loss of a `ModuleState` takes the model in place of its parameters. The result is a
     `Partial`, in which `trace_loss` finds the arrays of the fields and of the model.
     """
     fields = {name: _field(state, name) for name in names}
@@ -38,7 +38,7 @@ def is_field(path: tuple, names: Sequence[str]) -> bool:
 
 
 def has_no_mean(path: tuple, leaf: jax.Array, names: Sequence[str]) -> bool:
-    """Whether a leaf of aux is a field's integers, booleans or keys, which one device decides."""
+    """Whether a leaf of aux is a field's integers, booleans or keys: those of one device count."""
     return is_field(path, names) and not jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -47,13 +47,13 @@ def split_fields(
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Takes the updated fields out of aux, in the dtypes that they have in the state.
 
-    What is None in aux stays as it was. Warns of fields in aux that the step will not update.
+    A leaf that is None in aux stays as it was. Warns of fields in aux that the step will not
+    update.
     """
     _warn_of_others(aux, state, names)
     if not names:
         return aux, {}
-    missing = [n for n in names if not isinstance(aux, dict) or n not in aux]
-    if missing:
+    if missing := [n for n in names if not isinstance(aux, dict) or n not in aux]:
         raise TypeError(
             f"mutable={list(names)}, but the loss did not return {missing[0]!r}. Return "
             f"(loss, {{{missing[0]!r}: ..., }})."
@@ -68,7 +68,7 @@ def split_fields(
         ways += [f"with {path}, which is not in the state" for path in sorted(have - want)]
         raise TypeError(
             f"the loss returned the fields in mutable= {[*ways, f'otherwise: {error}'][0]}. Return "
-            "every leaf that the state has, those that do not change as they came or as None."
+            "every leaf that the state has, one that does not change as it came or as None."
         ) from None
     return without_fields(aux, names), fields
 
@@ -80,15 +80,16 @@ def without_fields(aux: PyTree, names: Sequence[str]) -> PyTree:
 
 
 def _warn_of_others(aux: PyTree, state: PyTree, names: Sequence[str]) -> None:
-    """Warns where a loss returns what looks like a field of the state and is not in `mutable=`."""
+    """Warns where aux has what looks like a field of the state that is not in `mutable=`."""
     shapes = functools.partial(jax.tree.map, lambda leaf: getattr(leaf, "shape", None))
     for name, new in aux.items() if isinstance(aux, dict) else ():
         is_like = jax.tree.leaves(new) and shapes(new) == shapes(_state.field(state, str(name)))
         if is_like and name not in (*names, *UPDATED):
             warn(
-                f"the loss returns {name!r} in aux, which is a field of the state too: the step "
-                f"leaves that as it was. With mutable=({name!r},) the step passes it to the loss "
-                f"as {name}= and keeps what the loss returns. For a metric, take another name."
+                f"the loss returns {name!r} in aux, and the state has a field of that name, which "
+                f"the step leaves as it was. With mutable=({name!r},) the step passes the field to "
+                f"the loss as {name}= and keeps the one that it returns. For a metric, take "
+                "another name."
             )
 
 
@@ -101,7 +102,8 @@ def _like(path: tuple, new: jax.Array | None, old: jax.Array) -> jax.Array:
         raise TypeError(
             f"the loss returned {_state.path_name(path)}, a field in mutable=, as "
             f"{new.dtype}{list(new.shape)}, and the state has it as {old.dtype}{list(old.shape)}. "
-            "Return what the state has; a float for an integer is yours to round."
+            "Return it with the shape and dtype of the state; a float for an integer is yours to "
+            "round."
         )
     return new if is_key(new) else new.astype(old.dtype)
 
@@ -134,11 +136,11 @@ def _is_array(leaf: object) -> bool:
 
 
 def _with_arrays(state: PyTree) -> str:
-    """Returns, for a message, which fields of a state a loss may update."""
+    """Returns, for a message, the fields of a state that a loss may update."""
     by_name = getattr(state, "_asdict", lambda: getattr(state, "__dict__", {}))  # named tuples
     fields = state if isinstance(state, dict) else by_name()
     leaves = {name: jax.tree.leaves(v) for name, v in fields.items() if name not in UPDATED}
     names = [repr(name) for name, of in leaves.items() if of and all(map(_is_array, of))]
-    if not names:
-        return ". This state has none that the optimizer does not update: add one to its class"
-    return f": {' or '.join(names)}"
+    if names:
+        return f": {' or '.join(names)}"
+    return ". This state has none that the optimizer does not update: add one to its class"

@@ -1,8 +1,8 @@
 """Finds the first bad value of a step under `jax_debug_nans` and `jax_debug_infs`.
 
-JAX alone runs a jitted function with a bad result again without `jit`, on values, until an
-operation fails. It cannot do so with a `shard_map` whose inputs are bad (it recurses until Python
-stops it), nor with a loss that was traced already.
+After a bad result, JAX runs a jitted function again without `jit`, on values, until an operation
+fails. It cannot do so with a `shard_map` whose inputs are bad (it recurses until Python stops it),
+nor with a loss that was traced already.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ def run(
 
 
 def _sought() -> tuple[bool, bool]:
-    """Returns whether JAX was asked to find NaNs, and infinities."""
+    """Returns whether JAX looks for NaNs, and for infinities."""
     return jax.config.jax_debug_nans, jax.config.jax_debug_infs  # pyright: ignore
 
 
 def _bad_leaves(tree: PyTree) -> list[str]:
-    """Returns the paths of leaves with values that JAX was asked to find."""
+    """Returns the paths of leaves with values that JAX looks for."""
     nans, infs = _sought()
 
     def is_bad(value: PyTree) -> bool:
@@ -63,14 +63,14 @@ def explain(
     named = {PARAMS: params, "batch": args[0]}
     if bad := _bad_leaves(named | {f"argument {i}": a for i, a in enumerate(args[1:], 3)}):
         raise FloatingPointError(
-            f"the step was given values that are not finite, in {', '.join(bad[:3])}, and what it "
-            "makes of them is not either. Look at the batch, or at the step before; with this "
-            "check off, skip_nonfinite=True skips such steps."
+            f"the step got values that are not finite, in {', '.join(bad[:3])}, and its results "
+            "are not finite either. Look at the batch, or at the step before; with this check "
+            "off, skip_nonfinite=True skips such steps."
         )
     if plan.mesh.is_multi_process:  # the others may have found nothing, and continue
         raise FloatingPointError(
             "the step has results that are not finite in this process. Run it in one process, "
-            "where the loss is run again op by op to find the line."
+            "which runs the loss again op by op to find the line."
         )
     specs = [_batch.spec(role, plan.batch_axes) for role in roles]
     jax.shard_map(
