@@ -99,8 +99,8 @@ def find_plan(state: PyTree, passed: Plan | None = None) -> Plan:
     if passed is not None and passed != plan:
         raise ValueError(
             f"the plan that placed the state (stage {plan.stage} on {plan.mesh.devices.size} "
-            f"devices) is not plan= (stage {passed.stage} on {passed.mesh.devices.size}). Place the "
-            "state again: state = plan.place(state)."
+            f"devices) is not plan= (stage {passed.stage} on {passed.mesh.devices.size}). Place "
+            "the state again: state = plan.place(state)."
         )
     return plan
 
