@@ -1,9 +1,10 @@
-"""Updates inside backward: which parameters a step updates there, and with what."""
+"""Updates inside backward: which parameters a step updates there, and with what.
 
-# Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
-# with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though
-# 1369 for 1143 at 12.5. Costs 160 lines of code, 40 for loops over layers (`InLoop` of
-# `_update/in_loop.py`), and 350 in `_update/` that host memory needs as well.
+Gains, modelled for 7.5B on 8 H100s (JAX 0.12): a peak of 14.7 GiB for 18.0, and 535 ms for 525;
+with the optimizer state in host memory 7.8 GiB for 11.2, and 553 ms for 686 at 50 GB/s, though 1369
+for 1143 at 12.5. Costs 150 lines of code, 40 for loops over layers (`InLoop`), and 350 in
+`_update/`, which host memory needs as well.
+"""
 
 import dataclasses
 import functools
@@ -30,36 +31,33 @@ NO_STACK = "the plan does not take it for a stack of layers"
 
 # [Note: updates inside backward]
 # A layer's gradient is whole as soon as the loop over layers has left that layer. If the optimizer
-# needs nothing else, the layer is updated there, and no tree of gradients is ever in memory
-# (LOMO's idea, for every optimizer of which that is proved). State in host memory then travels
+# needs nothing else, backward updates the layer there, and no tree of gradients is ever in memory
+# (LOMO's idea, for every optimizer of which this is proved). State in host memory then travels
 # beside backward's compute, and where weights rest whole (stages 1 and 2) so does their all-gather.
 #
-# The loop is a `jax.custom_vjp`, and the one way out of its backward is as gradients. So the
-# parameter and its optimizer state go in as stacks (`_travel.Updating`), and what comes out
-# as the gradients of these stacks are the stacks after the update.
+# The loop is a `jax.custom_vjp`, and gradients are the only results of its backward. So the
+# parameter and its optimizer state go in as stacks (`Updating`), and the gradients that come out
+# for these stacks are the stacks after the update.
 #
-# What backward updates comes from host memory with one gradient and goes back after the others, so
-# that a step takes forward + max(backward, 2 * c), where c is how long the state travels one way.
-# After backward both ways go at once: forward + backward + c, and all gradients are in memory.
-# JAX 0.12, 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a backward
-# of 400, and 686, 837 and 1143 after it. No plan knows how fast its links are, so "auto" does what
-# saves memory; `zerojax.forecast` tells which is faster.
+# State comes from host memory with one gradient and goes back after the others, so that a step
+# takes forward + max(backward, 2 * c), where c is how long the state travels one way. After
+# backward both ways go at once: forward + backward + c, and all gradients are in memory. JAX 0.12,
+# 7.5B on 8 H100s, modelled, c = 150, 300 and 600 ms: 553, 778 and 1369 ms in a backward of 400, and
+# 686, 837 and 1143 after it. No plan knows how fast its links are, so "auto" saves memory;
+# `zerojax.forecast` tells which is faster.
 
 
 class NoGradientError(Exception):
     """Backward never comes to the loops of these parameters: no gradient leads through them."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        super().__init__(", ".join(paths))
-        self.paths = paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerUpdate:
     """The update of a device's part of one layer.
 
-    By their positions in the state: the stacks that are updated, the parameter first, and what is
-    read besides. `apply(grad, layers, given)` returns the new layers.
+    `stacks` are the positions in the state of the stacks that it updates, the parameter first;
+    `given` those of the leaves that it only reads. `apply(grad, layers, given)` returns the new
+    layers.
     """
 
     stacks: tuple[int, ...]
@@ -70,8 +68,8 @@ class LayerUpdate:
 def is_wanted(plan: Plan, when: str) -> bool:
     """Whether a step looks for parameters to update in backward.
 
-    "auto" does where there is something to hide: on GPUs, beside whose compute state travels from
-    and to host memory, or weights that rest whole are all-gathered.
+    "auto" does so on GPUs, if their compute can hide something: state that travels from and to
+    host memory, or the all-gather of weights that rest whole.
     """
     gathers = bool(plan.groups.opt_state) and not plan.groups.params
     hides = _compat.is_gpu(plan.mesh.devices.flat[0]) and (plan.offloads or gathers)
@@ -79,8 +77,8 @@ def is_wanted(plan: Plan, when: str) -> bool:
 
 
 class InBackward:
-    """What backward may update of a state as it rests: `updates`, by the paths of parameters; `why`
-    says why others are updated after it. With `must`, one at least is to be updated in backward.
+    """The `updates` of a state that backward may do, by the paths of parameters; `why` says why
+    not, for the others. With `must`, backward must update one of them at least.
 
     Positions are those of an update's inputs: the gradients, then the leaves of the state.
     """
@@ -94,7 +92,9 @@ class InBackward:
         try:
             with on_no_mesh():
                 self.prove(finds)
-        except Exception as error:  # what is wrong with an update, the update itself raises
+        # Anything, because this traces the user's optimizer for shapes that it may not take. If the
+        # update is wrong for its own shapes too, it raises the error itself after backward.
+        except Exception as error:
             failed = f"its update cannot be traced: {error}"
             self.updates, self.why = {}, {leaf.path: failed for leaf in plan.params}
         for leaf in plan.params:
@@ -103,14 +103,9 @@ class InBackward:
                 self.why[leaf.path] = reason
 
     def leave(self, paths: Sequence[str]) -> None:
-        """Leaves parameters to be updated after backward, as no gradient leads there."""
+        """Has parameters updated after backward, because no gradient leads there."""
         self.updates = {path: each for path, each in self.updates.items() if path not in paths}
         self.why |= dict.fromkeys(paths, "it has no gradient")
-
-    def state_of(self, updates: Sequence[LayerUpdate]) -> list[tuple[list[Array], list[Array]]]:
-        """Returns what parameters are updated with, and what is only read for it."""
-        places = [(update.stacks[1:], update.given) for update in updates]
-        return [([self.state[k] for k in x], [self.state[k] for k in y]) for x, y in places]
 
     def check(self, updates: Sequence[LayerUpdate]) -> None:
         """Raises where the user asks for updates in backward and there are none."""
@@ -122,14 +117,14 @@ class InBackward:
         listed = "; ".join(f"{path}: {reason}" for path, reason in list(why.items())[:3])
         named = "; stacked= names stacks, where the state is placed" * unseen
         raise ValueError(
-            f"update='backward', and no parameter can be updated there ({listed}). What can is a "
-            "stack of layers that one scan reads, with an optimizer that updates each element "
-            f"alone{named}. Pass update='auto', which then updates after backward."
+            f"update='backward', and no parameter can be updated there ({listed}). Backward "
+            "updates stacks of layers that one scan reads, with an optimizer that updates each "
+            f"element by itself{named}. Pass update='auto', which then updates after backward."
         )
 
     def prove(self, finds: bool) -> None:
-        """Proves for each gradient that its layers, of the parts that a device has, are updated
-        with nothing but that, or says why not."""
+        """Proves for each gradient that it suffices to update a device's part of a layer, or says
+        why it does not."""
         may_be = [
             not _why_not(leaf) and (finds or not leaf.is_on_host) for leaf in self.plan.leaves
         ]
@@ -155,7 +150,7 @@ class InBackward:
         """Returns the update of a device's part of one layer, or why there is none."""
         if not part.length:
             return part.why or NO_STACK
-        # Among the stacks may be a copy of the last gradient, which reads nothing of the state.
+        # One of the stacks may be a copy of the last gradient, which reads nothing of the state.
         outputs = [i - self.first for i in part.inputs]
         if not set(part.outputs) <= set(outputs) or any(map(self.whole.mixes, outputs)):
             return TOGETHER
@@ -171,7 +166,7 @@ class InBackward:
         if sharded or any(i < self.first or i in self.plan.stacks for i in given):
             return TOGETHER
         if any(isinstance(value, Tracer) for value in program.constants.values()):
-            return "the update reads an array that it was not given"
+            return "the update closes over a traced array"
         stacks = (param, *(i for i in part.inputs if i != param))
         results = [part.inputs.index(i) for i in stacks]
 
@@ -187,9 +182,9 @@ class InBackward:
         return LayerUpdate(own, others, apply)
 
     def of_shard(self, outputs: Sequence[int]) -> Flat | str:
-        """Returns the program for a device's part of a layer, if it is proved to compute just that.
+        """Returns the program for a device's part of a layer, or why it would compute another part.
 
-        As for layers: each value of the trace of whole layers has a partner in that of a device's
+        As for layers, each value of the trace of whole layers has a partner in that of a device's
         part, and a label says how they are related, along the dimension that is sharded.
         """
         if self.shard is None:
@@ -212,19 +207,19 @@ class InBackward:
         for i in self.plan.stacks:
             shape, place = self.leaves[i].shape, self.leaves[i].update
             dims[i] = SAME if place.dim is None else place.dim
-            # As a step's `shard_map` has it.
+            # The shape inside a step's `shard_map`.
             part = NamedSharding(self.plan.mesh, place.local).shard_shape(place.padded(shape))
             shapes[i] = jax.ShapeDtypeStruct((1, *part[1:]), shapes[i].dtype)
         try:
             shard = self.update.traced(shapes)
-        except Exception:  # an update may be for its own shapes alone
+        except Exception:  # anything: the user's optimizer may take only its own shapes
             return None
         one = self.whole.one
         return (shard, *_rules.labelled(one, shard, dims)) if one.is_like(shard) else None
 
 
 def _why_not(leaf: LeafPlan) -> str:
-    """Returns '' where a device has, of each layer, the part that it updates, or the whole."""
+    """Returns '' if a device holds the part of each layer that it updates, or the whole layer."""
     if not by_layer(leaf):
         return "it is sharded over its layers" if leaf.stacked else NO_STACK
     if leaf.frozen:

@@ -107,7 +107,11 @@ def loss_and_grads(
     roles = _batch.roles(args, options.batch_specs, plan.batch_axes)
     _batch.check(args, roles, plan.size, options.accumulate)
     program = _program(loss_fn, plan, options, params, args, roles, backward)
-    state = backward.state_of(program.updated) if backward else []
+    leaves = backward.state if backward else ()
+    state = [
+        ([leaves[at] for at in update.stacks[1:]], [leaves[at] for at in update.given])
+        for update in program.updated
+    ]
     sharded = program.on_all_devices()
 
     def run(*inputs: PyTree) -> tuple[Array, PyTree, PyTree, PyTree]:
@@ -127,15 +131,13 @@ def loss_and_grads(
             )
     except NoGradientError as error:
         if backward:
-            backward.leave(error.paths)
+            backward.leave(error.args)
         return loss_and_grads(loss_fn, plan, options, params, args, backward)
     grads = treedef.unflatten(grads) if options.differentiates else None
-    leaves = {
-        at: leaf
-        for update, (*stacks, _) in zip(program.updated, new, strict=True)
-        for at, leaf in zip(update.stacks, stacks, strict=True)
-    }
-    return loss, aux, grads, leaves, [squares for *_, squares in new]
+    done: dict[int, Array] = {}
+    for update, (*stacks, _) in zip(program.updated, new, strict=True):
+        done.update(zip(update.stacks, stacks, strict=True))
+    return loss, aux, grads, done, [squares for *_, squares in new]
 
 
 def _program(

@@ -158,7 +158,7 @@ class Program(DeviceStep[StepParam]):
         # Without a gradient, JAX takes zeros for the new stacks of what backward should update.
         paths = {p.leaf.path for p in self.params if p.update is not None}
         if missed := sorted(paths - self.reached):
-            raise NoGradientError(missed)
+            raise NoGradientError(*missed)
         aux = jax.tree_util.tree_map_with_path(self.joined_aux, aux, self.per_example)
         loss = self.device_mean(loss / self.options.accumulate)
         if not self.options.differentiates:
